@@ -1,0 +1,43 @@
+# Recipes for developers: `just` lists them.
+
+default:
+    @just --list
+
+# Install everything.
+setup:
+    uv sync
+
+# Format.
+fmt:
+    uv run ruff format .
+    uv run ruff check --fix .
+
+# Format and lint, without changing anything.
+lint:
+    uv run ruff format --check .
+    uv run ruff check .
+
+# Check types.
+types:
+    uv run mypy
+
+# The fast tests.
+test *args:
+    uv run pytest {{args}}
+
+# All tests that this machine can run, slow and gpu ones too.
+test-all *args:
+    uv run pytest -m "" {{args}}
+
+# Training speed beside transformers'.
+bench *args:
+    uv run --group bench diffusionlm-bench-train --config config/resources/bench_train.toml {{args}}
+
+# Everything that must be green before a commit lands.
+check:
+    bash .ci/run
+
+# Train, fill, and look: the quickstart.
+quickstart:
+    uv run diffusionlm-train --config config/resources/train.toml
+    uv run diffusionlm-infer --model runs/quickstart --infill 'def area(r):\n    return [MASK:6]\n'

@@ -1,0 +1,27 @@
+"""``diffusionlm-bench-train``: training speed and peak memory, beside those of peers."""
+
+from __future__ import annotations
+
+from config.bench_train import BenchTrainConfig
+from config.command import friendly_errors, parse_command
+
+NAME = "diffusionlm-bench-train"
+
+
+def main() -> None:
+    """Parse, load the config, measure."""
+    config, _ = parse_command(
+        BenchTrainConfig,
+        name=NAME,
+        description="Measure training tokens per second and peak memory, step by step in turn with peers.",
+        example=f"  {NAME} --config config/resources/bench_train.toml --set output.directory=runs/bench_train",
+    )
+    with friendly_errors(NAME):
+        # Only now, so that --help and config errors do not wait for torch.
+        from benchmarking.bench_train import bench_train
+
+        print(bench_train(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The TOML text of a config: writing it, showing its values and differences, finding the lines of its keys.
+
+TOML has no null: a field that is None is left out, and loading puts its default back. `Section`
+therefore insists that every field that may be None has None as its default.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from config.base import Section
+
+Key = tuple[str | int, ...]
+
+_ABSENT = "(not set)"
+
+
+def to_toml(config: Section) -> str:
+    """TOML text that loads to a config equal to this one: sections in the order of their declaration."""
+    return tomli_w.dumps(plain(config, config.__class__.__name__))
+
+
+def differences(a: Section, b: Section) -> list[str]:
+    """One line `section.key: old -> new` for every value that differs between two configs."""
+    old, new = _leaves(plain(a, "a")), _leaves(plain(b, "b"))
+    lines = []
+    for key in dict.fromkeys([*old, *new]):
+        before, after = old.get(key), new.get(key)
+        # An array of tables that is empty on one side shows by the keys of its entries on the other.
+        grew = (before == [] and after is None) or (after == [] and before is None)
+        if before != after and not (grew and any(other.startswith(f"{key}.") for other in [*old, *new])):
+            lines.append(f"{key}: {_shown(before)} -> {_shown(after)}")
+    return lines
+
+
+def plain(value: Any, name: str) -> Any:
+    """The value built of what TOML has: tables, arrays and scalars. `name` is for the error message."""
+    if isinstance(value, Section):
+        fields = {key: getattr(value, key) for key in type(value).model_fields}
+        return {key: plain(item, f"{name}.{key}") for key, item in fields.items() if item is not None}
+    if isinstance(value, dict):
+        return {str(key): plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item, f"{name}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return [plain(item, name) for item in sorted(value)]
+    if isinstance(value, Enum):
+        return plain(value.value, name)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (bool, int, float, str, datetime.date, datetime.time)):
+        return value
+    raise TypeError(f"{name}: TOML cannot hold a {type(value).__name__}")
+
+
+def render(value: Any, limit: int = 60) -> str:
+    """The value on one line as TOML would have it, shortened for a message."""
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{key} = {render(item, limit)}" for key, item in value.items()) + "}"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(render(item, limit) for item in value) + "]"
+    elif value is None:
+        text = "none"
+    elif isinstance(value, (bool, str, Path)):
+        text = json.dumps(value if isinstance(value, bool) else str(value), ensure_ascii=False)
+    else:
+        text = str(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _shown(value: Any) -> str:
+    return _ABSENT if value is None else render(value, limit=200)
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Every value that is no table by its dotted path; an array of scalars is one value."""
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        items = list(enumerate(value))
+    else:
+        return {path: value}
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= _leaves(item, f"{path}.{key}" if path else str(key))
+    return found
+
+
+_TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?"{3,5}|' + r"'''.*?'{3,5}|" + r'"(?:\\.|[^"\\\n])*"|' + r"'[^'\n]*'|#[^\n]*|[\[\]{}\n]",
+    re.DOTALL,
+)
+_KEY_PART = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s."'=\[\]]+)\s*(\.?)""")
+
+
+def key_lines(text: str) -> dict[Key, int]:
+    """The line of every section header and key in valid TOML; the keys of inline tables are not looked for."""
+    lines: dict[Key, int] = {}
+    entries: dict[Key, int] = {}
+    section: Key = ()
+    for line, statement in _statements(text):
+        is_header, is_entry = statement.startswith("["), statement.startswith("[[")
+        parts = _split_key(statement.lstrip("["))
+        key = () if is_header else section
+        for number, part in enumerate(parts, 1):
+            key += (part,)
+            lines.setdefault(key, line)
+            if is_entry and number == len(parts):
+                entries[key] = entries.get(key, 0) + 1
+            if key in entries:
+                key += (entries[key] - 1,)
+        lines[key] = line
+        section = key if is_header else section
+    return lines
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of every header and every `key = value`."""
+    depth, start, line = 0, 0, 1
+    for token in _TOKEN.finditer(text + "\n"):
+        if token[0] in ("[", "{"):
+            depth += 1
+        elif token[0] in ("]", "}"):
+            depth -= 1
+        elif token[0] == "\n" and depth == 0:
+            statement = text[start : token.start()].strip()
+            if statement and not statement.startswith("#"):
+                yield line, statement
+            line += text.count("\n", start, token.end())
+            start = token.end()
+
+
+def _split_key(text: str) -> list[str]:
+    """The parts of the dotted key that `text` starts with."""
+    parts, end, more = [], 0, "."
+    while more and (match := _KEY_PART.match(text, end)):
+        part, more, end = match[1], match[2], match.end()
+        parts.append(tomllib.loads(f"v={part}")["v"] if part[0] in "\"'" else part)
+    return parts

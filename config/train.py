@@ -1,0 +1,94 @@
+"""The whole config of a training run."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from config.base import Section
+from config.data import DataConfig, TokenizerConfig
+from config.model import ModelSection
+from config.objective import MaskedDiffusion, Objective
+from config.optimizer import Muon, Optimizer, Schedule
+from config.training import (
+    CheckpointConfig,
+    LoggingConfig,
+    RunConfig,
+    SamplesConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+
+
+class TrainConfig(Section):
+    """A training run. The resolved config lies in its run directory as config.toml."""
+
+    run: RunConfig
+    model: ModelSection
+    data: DataConfig
+    training: TrainingConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    objective: Objective = MaskedDiffusion()
+    optimizer: Optimizer = Muon()
+    schedule: Schedule = Schedule()
+    validation: ValidationConfig = ValidationConfig()
+    samples: SamplesConfig = SamplesConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        return self.data.row_length or self.model.max_position_embeddings
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        if self.row_length > self.model.max_position_embeddings:
+            raise ValueError(
+                f"data.row_length = {self.row_length} is longer than the model's context, "
+                f"model.max_position_embeddings = {self.model.max_position_embeddings}"
+            )
+        warmup = self.schedule.warmup_steps
+        if warmup is not None and self.training.max_steps is not None and warmup >= self.training.max_steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {warmup} must be less than training.max_steps = {self.training.max_steps}"
+            )
+        return self
+
+
+RENAMED = {
+    "training.max_train_iteration": "is called training.max_steps here (optimizer steps, not micro-steps)",
+    "training.max_val_iteration": "is called validation.rows here (rows, not batches)",
+    "training.val_freq_iteration": "is called validation.every_steps here",
+    "training.grad_accum_steps": "follows from training.batch_size / training.micro_batch_size here",
+    "training.seed": "is called run.seed here",
+    "training.objective": "is the section [objective] here",
+    "training.amp_enabled": "is training.precision here: float32, bfloat16 or auto",
+    "training.amp_dtype": "is training.precision here: float32, bfloat16 or auto",
+    "model.device": "is called run.device here",
+    "model.dtype": "is training.precision here",
+    "model.d_model": "is called model.hidden_size here",
+    "model.d_ff": "is called model.intermediate_size here",
+    "model.num_layers": "is called model.num_hidden_layers here",
+    "model.num_heads": "is called model.num_attention_heads here",
+    "model.context_length": "is called model.max_position_embeddings here",
+    "model.vocab_size": "comes from the tokenizer: set tokenizer.vocab_size",
+    "model.mask_token_id": "comes from the tokenizer",
+    "model.eot_token_id": "comes from the tokenizer",
+    "model.noise_epsilon": 'is objective.estimator.epsilon here, with objective.estimator.kind = "bernoulli"',
+    "optimizer.optimizer_name": "is called optimizer.kind here",
+    "optimizer.max_learning_rate": "is called optimizer.learning_rate here",
+    "optimizer.lr_schedule": "is called schedule.kind here",
+    "optimizer.warmup_iters": "is called schedule.warmup_steps here",
+    "optimizer.grad_clip_max_l2_norm": "is called training.max_grad_norm here",
+    "data.runs_path": "is called run.directory here",
+    "data.tokenizer": "is the section [tokenizer] here",
+    "data.dataset_name": 'is data.source.dataset here, with data.source.kind = "hub"',
+    "data.pipeline_mode": "is called data.rows here: packed or padded",
+    "data.shuffle_buffer_size": "is called data.document_shuffle_window here",
+    "checkpointing": "is the section [checkpoint] here",
+    "ddp": "is not needed to train on one device",
+    "wandb": "is not supported yet; metrics are in metrics.jsonl of the run directory",
+}
+"""Keys of related projects, and where the same thing is said here."""

@@ -1,0 +1,108 @@
+"""The run and its loop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from config.base import (
+    ConfigPath,
+    HalfOpenFraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    StrTuple,
+)
+
+
+class RunConfig(Section):
+    """``[run]``: where, on what, with which chance."""
+
+    directory: ConfigPath
+    """Everything of the run lies here: config, tokenizer, checkpoints, metrics.jsonl, summary."""
+    seed: NonNegativeInt = 0
+    """Of initial weights, order of the data and noise."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+    threads: PositiveInt | None = None
+    """CPU threads of torch. None: one for each core that the process may use."""
+
+
+class TrainingConfig(Section):
+    """``[training]``: the loop."""
+
+    batch_size: PositiveInt
+    """Rows of one optimizer step."""
+    micro_batch_size: PositiveInt | None = None
+    """Rows of one forward; gradients are accumulated over the step. None: the whole batch."""
+    max_steps: PositiveInt | None = None
+    """Optimizer steps of the run; or give `epochs`."""
+    epochs: PositiveInt | None = None
+    """Passes over the training rows; the rows are counted first. Or give `max_steps`."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global norm."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of matrix products (autocast); weights and losses are float32. auto: bfloat16 where the processor has it."""
+    ema_decay: HalfOpenFraction = 0.0
+    """Per step, of the averaged weights that validation, samples and model.safetensors then use; 0: none."""
+    max_nonfinite_steps: PositiveInt = 5
+    """A step with a non-finite loss or gradient is skipped; this many in a row end the run."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.max_steps is None) == (self.epochs is None):
+            raise ValueError("give either max_steps or epochs")
+        micro = self.micro_batch_size
+        if micro is not None and self.batch_size % micro:
+            raise ValueError(f"batch_size = {self.batch_size} must be a multiple of micro_batch_size = {micro}")
+        return self
+
+
+class ValidationConfig(Section):
+    """``[validation]``: a fixed grid of rows and draws, so that two validations compare."""
+
+    every_steps: NonNegativeInt = 500
+    """Steps between validations during the run; 0: only at the end."""
+    rows: PositiveInt = 256
+    """Rows of a validation during the run."""
+    final_rows: PositiveInt = 1_024
+    """Rows of the validation at the end."""
+    draws: PositiveInt = 4
+    """Masked versions of each row, with counts spread evenly."""
+    batch_size: PositiveInt = 32
+    """Rows of one forward."""
+    ngrams: bool = True
+    """Compare with n-gram models of the training tokens at the end."""
+
+
+class SamplesConfig(Section):
+    """``[samples]``: holes filled during the run, for the eye."""
+
+    every_steps: NonNegativeInt = 500
+    """Steps between samples; 0: none."""
+    infills: StrTuple = ()
+    """Texts with [MASK:n] spans."""
+
+
+class CheckpointConfig(Section):
+    """``[checkpoint]``: what is kept, and what a run starts from."""
+
+    every_steps: PositiveInt = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """Older ones are removed once a newer one is complete."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest checkpoint of the run directory that verifies. never: the directory must be new."""
+    config_change: Literal["refuse", "accept"] = "refuse"
+    """What to do when the run directory was made with another config; the differences are shown."""
+
+
+class LoggingConfig(Section):
+    """``[logging]``: what is written while it runs."""
+
+    every_steps: PositiveInt = 10
+    """Steps between lines of metrics.jsonl."""
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    """auto: a bar in a terminal, plain lines elsewhere."""

@@ -1,0 +1,101 @@
+"""Checksums of a directory, and directories that appear whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+MANIFEST = "MANIFEST.json"
+
+
+def write_directory(target: Path, write: Callable[[Path], None]) -> None:
+    """Make a directory by ``write(folder)``: written aside, fsynced, checksummed, then renamed.
+
+    A process killed at any point leaves either no ``target`` or a complete one; what it wrote aside ends in ``.tmp-*``
+    and is removed by `remove_leftovers`. On an error the part written is removed at once.
+
+    Raises:
+        ValueError: it could not be written (a full disk, say); names the directory and the space left.
+    """
+    aside = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        entries = {path.relative_to(aside).as_posix(): _entry(path) for path in files}
+        (aside / MANIFEST).write_text(json.dumps({"files": entries}, indent=1) + "\n", encoding="utf-8")
+        for path in [*files, aside / MANIFEST, aside]:
+            _fsync(path)
+        os.rename(aside, target)
+        _fsync(target.parent)
+    except Exception as error:  # OSError, but safetensors reports a full disk as its own error
+        shutil.rmtree(aside, ignore_errors=True)
+        free = shutil.disk_usage(_existing(target.parent)).free / 2**20
+        raise ValueError(f"{target} was not written: {error} ({free:,.0f} MiB are free there)") from error
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def verify(directory: Path, only: Collection[str] | None = None) -> None:
+    """Compare the files with the manifest; a directory without one (from elsewhere) passes.
+
+    Raises:
+        ValueError: a file is missing, truncated or changed; names it.
+    """
+    path = directory / MANIFEST
+    if not path.is_file():
+        return
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: damaged manifest: {error}") from error
+    for name, expected in entries.items():
+        if only is not None and name not in only:
+            continue
+        file = directory / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing, though the manifest beside it names it")
+        if file.stat().st_size != expected["bytes"]:
+            raise ValueError(f"{file} has {file.stat().st_size} bytes, the manifest says {expected['bytes']}")
+        if _entry(file) != expected:
+            raise ValueError(f"{file} is damaged: its checksum is not the manifest's")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what interrupted writers left aside in a folder."""
+    for path in folder.glob("*.tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    aside = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        _fsync(aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _entry(path: Path) -> dict[str, str | int]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

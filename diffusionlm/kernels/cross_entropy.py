@@ -1,0 +1,113 @@
+"""Fused linear cross-entropy over chosen rows: logits exist one chunk at a time.
+
+Shapes: R rows, D hidden, V vocabulary, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 32 << 20
+"""Budget for the fp32 logits of one chunk: about what a CPU's last cache level holds."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the model is asked to score, row for row.
+
+    Weights are known before the forward, so the gradient is made in it, exactly. Rows that only fill a bucket have
+    weight 0.
+    """
+
+    targets_R: Tensor
+    """The right token of each row, int64."""
+    weights_R: Tensor
+    """Factor of each row's negative log-likelihood in the sum, fp32; the denominator may be folded in."""
+    excluded_token: int | None = None
+    """A token of probability zero, as the mask token is (SUBS, Sahoo et al. 2024); None: the plain softmax."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a scored forward returns: sums, never means."""
+
+    loss_sum: Tensor
+    """Weighted sum of negative log-likelihoods, at least fp32, with gradient."""
+    nll_R: Tensor
+    """Negative log-likelihood of each row in nats, at least fp32, without gradient."""
+
+
+def linear_cross_entropy(hidden_RD: Tensor, head_VD: Tensor, score: Score) -> Scored:
+    """Negative log-likelihood of ``score.targets_R`` under the logits ``hidden_RD @ head_VD.T``.
+
+    Products run in autocast's dtype where it is on, else in that of ``hidden_RD``; softmax, loss and the head's
+    gradient are at least fp32. Both gradients are made in the forward, chunk by chunk; memory is one chunk of logits
+    beside the gradients themselves.
+    """
+    device = hidden_RD.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
+    loss_sum, nll_R = _LinearCrossEntropy.apply(hidden_RD, head_VD, score, dtype)
+    return Scored(loss_sum=loss_sum, nll_R=nll_R)
+
+
+def chunk_rows(rows: int, vocab_size: int) -> int:
+    """Rows of a chunk: chunks of equal size within `CHUNK_BYTES`, or of 64 rows where that is more."""
+    most = max(64, CHUNK_BYTES // (4 * vocab_size))
+    chunks = max(1, -(-rows // most))
+    return max(1, -(-rows // chunks))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, score: Score, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        R, V = hidden_RD.shape[0], head_VD.shape[0]
+        needs_hidden, needs_head = ctx.needs_input_grad[:2]
+        x_RD, w_VD = hidden_RD.to(dtype), head_VD.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        grad_hidden = torch.empty_like(hidden_RD) if needs_hidden else None
+        grad_head = torch.zeros_like(head_VD, dtype=wide) if needs_head else None
+        nll_R = torch.empty(R, dtype=wide, device=hidden_RD.device)
+        step = chunk_rows(R, V)
+        for start in range(0, R, step):
+            chunk = slice(start, start + step)
+            targets_C1 = score.targets_R[chunk, None]
+            z_CV = (x_RD[chunk] @ w_VD.T).to(wide)
+            if score.excluded_token is not None:
+                z_CV[:, score.excluded_token] = float("-inf")
+            top_C1 = z_CV.amax(dim=1, keepdim=True)
+            z_CV.sub_(top_C1)
+            target_logit_C1 = z_CV.gather(1, targets_C1)
+            total_C1 = z_CV.exp_().sum(dim=1, keepdim=True)
+            nll_R[chunk] = (total_C1.log() - target_logit_C1)[:, 0]
+            if not (needs_hidden or needs_head):
+                continue
+            weights_C1 = score.weights_R[chunk, None].to(wide)
+            grad_logits_CV = z_CV.mul_(weights_C1 / total_C1).scatter_add_(1, targets_C1, -weights_C1).to(dtype)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = grad_logits_CV @ w_VD
+            if grad_head is not None:
+                if dtype == wide:
+                    grad_head.addmm_(grad_logits_CV.T, x_RD[chunk])
+                else:
+                    grad_head += grad_logits_CV.T @ x_RD[chunk]
+        ctx.head_dtype = head_VD.dtype
+        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.mark_non_differentiable(nll_R)
+        return (nll_R * score.weights_R).sum(), nll_R
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            None if grad_hidden is None else grad_hidden * scale,
+            None if grad_head is None else (grad_head * scale).to(ctx.head_dtype),
+            None,
+            None,
+        )

@@ -1,0 +1,148 @@
+"""The model: a pre-norm Transformer with Hugging Face's parameter names.
+
+It knows nothing of noise, data, ranks or training. Nobody touches the head outside `Transformer.forward`.
+
+Shapes: B rows, L positions, D hidden, V vocabulary, R chosen rows of the flat B * L positions.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from config.model import ModelConfig
+from diffusionlm.kernels.cross_entropy import Score, Scored, linear_cross_entropy
+from diffusionlm.models.attention import Attention, Backend
+from diffusionlm.models.layers import Linear, RMSNorm, RotaryEmbedding, SwiGLU
+from diffusionlm.models.patterns import AttentionPattern
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and around a residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        *,
+        rows: Tensor | None = None,
+        backend: Backend = "auto",
+    ) -> Tensor:
+        """[B, L, D], or [R, D] of ``rows`` alone: then only keys and values are computed for the others."""
+        attended = self.self_attn(self.input_layernorm(x_BLD), rope, mask, rows=rows, backend=backend)
+        x = (x_BLD if rows is None else x_BLD.flatten(0, 1)[rows]) + attended
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and final norm: what Hugging Face calls ``model``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Transformer(nn.Module):
+    """A masked, block or causal language model; which one is said by the pattern of the call.
+
+    Parameters are uninitialised until `init.init_weights` or a checkpoint fills them.
+    """
+
+    def __init__(self, config: ModelConfig, *, attention_backend: Backend = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.attention_backend = attention_backend
+        self.model = Trunk(config)
+        self.rope = RotaryEmbedding(config.head_dim, config.rope_theta)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @overload
+    def __call__(
+        self,
+        tokens_BL: Tensor,
+        *,
+        pattern: AttentionPattern,
+        positions: Tensor | None = ...,
+        inputs_embeds_BLD: Tensor | None = ...,
+        rows: Tensor,
+        score: Score,
+    ) -> Scored: ...
+
+    @overload
+    def __call__(
+        self,
+        tokens_BL: Tensor,
+        *,
+        pattern: AttentionPattern,
+        positions: Tensor | None = ...,
+        inputs_embeds_BLD: Tensor | None = ...,
+        rows: Tensor | None = ...,
+        score: None = ...,
+    ) -> Tensor: ...
+
+    def __call__(self, *args: object, **kwargs: object) -> Tensor | Scored:
+        """Call `forward`."""
+        return super().__call__(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        *,
+        pattern: AttentionPattern,
+        positions: Tensor | None = None,
+        inputs_embeds_BLD: Tensor | None = None,
+        rows: Tensor | None = None,
+        score: Score | None = None,
+    ) -> Tensor | Scored:
+        """Logits, or the score of chosen rows.
+
+        Args:
+            tokens_BL: token ids, int64.
+            pattern: who sees whom.
+            positions: position numbers [L] or [B, L]; 0 ... L - 1 if None.
+            inputs_embeds_BLD: taken instead of the tokens' embeddings.
+            rows: flat indices into B * L, ascending. The last block computes queries, feed-forward and head for these
+                alone.
+            score: targets and weights of ``rows``.
+
+        Returns:
+            Without score: logits [B, L, V], or [R, V] of the rows. With score: `Scored`; the logits of all rows never
+            exist at once.
+
+        Raises:
+            ValueError: a score without rows, or a sequence longer than the model's context.
+        """
+        length = tokens_BL.shape[1]
+        if length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{length} tokens are more than the model's context, "
+                f"max_position_embeddings = {self.config.max_position_embeddings}; shorten the input"
+            )
+        if score is not None and rows is None:
+            raise ValueError("a score needs the rows that it scores: pass rows, flat indices into B * L")
+        x = self.model.embed_tokens(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
+        if positions is None:
+            positions = torch.arange(length, device=x.device)
+        rope = self.rope(positions if positions.dim() == 2 else positions[None])
+        mask = None if pattern.is_unrestricted else pattern.dense(length, x.device)
+        last = len(self.model.layers) - 1
+        for index, block in enumerate(self.model.layers):
+            x = block(x, rope, mask, rows=rows if index == last else None, backend=self.attention_backend)
+        x = self.model.norm(x)
+        if score is None:
+            return self.lm_head(x)  # type: ignore[no-any-return]
+        return linear_cross_entropy(x, self.lm_head.weight, score)

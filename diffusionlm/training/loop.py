@@ -1,0 +1,366 @@
+"""Training: everything in order, visibly; then one step after the other."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from config.dump import to_toml
+from config.train import TrainConfig
+from diffusionlm.checkpoints.huggingface import save_model
+from diffusionlm.checkpoints.manifest import replace_text
+from diffusionlm.data.loader import Loader, count_rows, rows_of
+from diffusionlm.data.sources import open_source
+from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.objectives import Objective, build_objective
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.checkpoint import restore_weights
+from diffusionlm.training.ema import WeightAverage
+from diffusionlm.training.lr_schedule import lr_factor
+from diffusionlm.training.optim import Optimizers, build_optimizers
+from diffusionlm.training.run_directory import RunDirectory, open_run_directory
+from diffusionlm.training.setup import build_model, choose_precision, prepare_tokenizer, set_up_device
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.summary import Summary, render_summary
+from diffusionlm.training.validation import Validator, show_samples
+from logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, RunLogger, console_style
+from tokenizer import Tokenizer, save_tokenizer
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    summary: Summary | None
+    """None where a signal ended it before its last step."""
+    stopped_by: int | None
+    """Number of that signal."""
+
+
+@dataclass
+class Progress:
+    """What changes as the run goes and a checkpoint keeps, beside weights and optimizer."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    seconds: float = 0.0
+    """Of training steps, over all parts of the run."""
+    loss_average: float = 0.0
+    """Exponential average of the loss, decay 0.98, not yet corrected for its start."""
+    skipped_in_a_row: int = 0
+    skipped: int = 0
+
+    @property
+    def smooth_loss(self) -> float:
+        """The average, corrected."""
+        return self.loss_average / (1.0 - 0.98 ** max(1, self.step - self.skipped))
+
+
+@dataclass
+class Run:
+    """The parts of a run."""
+
+    config: TrainConfig
+    directory: RunDirectory
+    device: torch.device
+    precision: torch.dtype
+    tokenizer: Tokenizer
+    model: Transformer
+    objective: Objective
+    optimizers: Optimizers
+    average: WeightAverage | None
+    loader: Loader
+    validator: Validator
+    max_steps: int
+    data_identity: str
+    progress: Progress = field(default_factory=Progress)
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Train as the config says, or go on with what its run directory holds.
+
+    Raises:
+        ValueError: anything that the user can mend; names the key or file.
+    """
+    with open_run_directory(config) as directory, StopRequest() as stop:
+        run = build_run(config, directory)
+        resume(run)
+        complete = run.progress.step >= run.max_steps
+        if complete and directory.summary.is_file():
+            _say(f"{directory.path} is complete; its summary again:")
+            summary = Summary.from_json(json.loads(directory.summary.read_text(encoding="utf-8")))
+        else:
+            logger = build_logger(run)
+            try:
+                train_steps(run, logger, stop)
+                if stop.signal is not None and run.progress.step < run.max_steps:
+                    _say(f"stopped after step {run.progress.step} and saved; the same command goes on from there")
+                    return TrainResult(run.progress.step, None, stop.signal)
+            finally:
+                logger.close()
+            summary = summarise(run)
+        print(render_summary(summary, directory.path), flush=True)
+        return TrainResult(run.progress.step, summary, None)
+
+
+def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
+    """Devices, tokenizer, model, objective, optimizer, loader: in this order."""
+    device = set_up_device(config.run)
+    precision = choose_precision(config.training, device)
+    source = open_source(config.data.source, "train")
+    tokenizer = prepare_tokenizer(config.tokenizer, config.model.init_from, source, directory.tokenizer, _say)
+    model = build_model(config.model, tokenizer, config.run.seed, device)
+    objective = build_objective(config.objective, model.config.mask_token_id)
+    optimizers = build_optimizers(config.optimizer, model)
+    average = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
+    rows = rows_of(source, config.data, tokenizer, config.row_length, config.run.seed)
+    batch_size = config.training.batch_size
+    loader = Loader(rows, objective, batch_size, config.training.micro_batch_size or batch_size, config.run.seed)
+    max_steps = config.training.max_steps or _steps_of_epochs(config, rows)
+    validator = Validator.open(config, tokenizer)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    skipped = "".join(f"; {count} skipped ({reason})" for reason, count in source.skipped.items())
+    _say(
+        f"{parameters:,} parameters on {device} in {str(precision).removeprefix('torch.')}, "
+        f"{torch.get_num_threads()} threads; {source.identity}{skipped}; {max_steps:,} steps"
+    )
+    return Run(
+        config=config,
+        directory=directory,
+        device=device,
+        precision=precision,
+        tokenizer=tokenizer,
+        model=model,
+        objective=objective,
+        optimizers=optimizers,
+        average=average,
+        loader=loader,
+        validator=validator,
+        max_steps=max_steps,
+        data_identity=source.identity,
+    )
+
+
+def train_steps(run: Run, logger: RunLogger, stop: StopRequest) -> None:
+    """Step until the end or a signal; log, validate, sample and save in between."""
+    config, progress = run.config, run.progress
+    while progress.step < run.max_steps:
+        started = time.perf_counter()
+        draws = run.loader.next_step(progress.step)
+        loss, grad_norm, is_finite = train_step(run, draws)
+        account(run, draws, loss, is_finite, time.perf_counter() - started)
+        step, last = progress.step, progress.step == run.max_steps
+        if not is_finite:
+            guard(run, logger, loss, grad_norm)
+        values = step_metrics(run, loss, grad_norm, started)
+        logger.progress(step, values)
+        if step % config.logging.every_steps == 0 or last:
+            logger.metrics(step, values)
+        if config.validation.every_steps and step % config.validation.every_steps == 0 and not last:
+            validate(run, logger)
+        if config.samples.every_steps and (step % config.samples.every_steps == 0 or last):
+            show_samples(run.model, run.tokenizer, config.samples.infills, step, logger)
+        if step % config.checkpoint.every_steps == 0 or last or stop.signal is not None:
+            save(run, logger, must_succeed=last or stop.signal is not None)
+        if stop.signal is not None:
+            return
+
+
+def train_step(run: Run, draws: list[Draw]) -> tuple[float, float, bool]:
+    """One optimizer step. Returns the loss in nats per target token, the gradient norm, and whether both are finite.
+
+    A step whose loss or gradient is not finite changes nothing.
+    """
+    denominator = sum(draw.num_targets for draw in draws)
+    loss = torch.zeros((), device=run.device)
+    for draw in draws:
+        draw = draw.to(run.device)
+        with torch.autocast(run.device.type, dtype=run.precision, enabled=run.precision != torch.float32):
+            scored = run.model(
+                draw.inputs_BL,
+                pattern=draw.pattern,
+                rows=draw.rows_R,
+                score=run.objective.score(draw, denominator),
+            )
+        scored.loss_sum.backward()  # type: ignore[no-untyped-call]
+        loss += scored.loss_sum.detach()
+    grad_norm = clip_grad_norm_(run.model.parameters(), run.config.training.max_grad_norm)
+    is_finite = bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
+    if is_finite:
+        run.optimizers.step(lr_factor(run.config.schedule, run.progress.step, run.max_steps))
+        if run.average is not None:
+            run.average.update()
+    else:
+        run.optimizers.zero_grad()
+    return float(loss), float(grad_norm), is_finite
+
+
+def account(run: Run, draws: list[Draw], loss: float, is_finite: bool, seconds: float) -> None:
+    """Count the step."""
+    progress = run.progress
+    progress.step += 1
+    progress.seconds += seconds
+    progress.tokens_seen += sum(draw.num_targets for draw in draws)
+    if is_finite:
+        progress.skipped_in_a_row = 0
+        progress.loss_average = 0.98 * progress.loss_average + 0.02 * loss
+    else:
+        progress.skipped_in_a_row += 1
+        progress.skipped += 1
+
+
+def guard(run: Run, logger: RunLogger, loss: float, grad_norm: float) -> None:
+    """Say that a step was skipped; give up after several in a row.
+
+    Raises:
+        ValueError: `training.max_nonfinite_steps` steps in a row were not finite.
+    """
+    progress, most = run.progress, run.config.training.max_nonfinite_steps
+    text = f"step {progress.step}: skipped, loss {loss}, gradient norm {grad_norm}"
+    logger.event(progress.step, "skipped", text)
+    if progress.skipped_in_a_row >= most:
+        raise ValueError(
+            f"{text}; {most} steps in a row were not finite (training.max_nonfinite_steps). The last checkpoint "
+            'stands; try a lower optimizer.learning_rate or training.precision = "float32"'
+        )
+
+
+def step_metrics(run: Run, loss: float, grad_norm: float, started: float) -> dict[str, Any]:
+    """What is logged of a step."""
+    progress = run.progress
+    per_step = progress.seconds / progress.step
+    rates = run.optimizers.learning_rates()
+    return {
+        "loss": loss,
+        "loss_smooth": progress.smooth_loss,
+        "grad_l2_norm": grad_norm,
+        "lr": max(rates.values()),
+        **{f"lr/{name}": rate for name, rate in rates.items()},
+        "tokens_seen": progress.tokens_seen,
+        "tokens_per_second": progress.tokens_seen / progress.seconds,
+        "step_seconds": time.perf_counter() - started,
+        "seconds_left": per_step * (run.max_steps - progress.step),
+        "epoch": run.loader.epoch,
+        "skipped_steps": progress.skipped,
+    }
+
+
+def validate(run: Run, logger: RunLogger) -> None:
+    """Evaluate on the fixed grid and log it."""
+    result = run.validator.quick(run.model, run.average)
+    step = run.progress.step
+    values = {
+        "val_nats_per_token": result.nats_per_token,
+        "val_standard_error": result.standard_error,
+        "val_bits_per_byte": result.bits_per_byte,
+        **{f"val_first_guess/{fill.fraction}": fill.first_guess for fill in result.fills},
+    }
+    logger.metrics(step, values)
+    logger.event(
+        step,
+        "validation",
+        f"step {step}: validation {result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token, "
+        + ", ".join(f"{fill.first_guess:.1%} right at {fill.fraction:.0%} masked" for fill in result.fills),
+    )
+
+
+def save(run: Run, logger: RunLogger, *, must_succeed: bool) -> None:
+    """Write a checkpoint. A failure during the run is said and the run goes on: the older ones stand.
+
+    Raises:
+        ValueError: it could not be written and there will be no later one.
+    """
+    progress = run.progress
+    live: dict[str, torch.Tensor] = dict(run.model.named_parameters())
+    state = {
+        "step": progress.step,
+        "progress": vars(progress),
+        "loader": run.loader.state_dict(),
+        "max_steps": run.max_steps,
+        "data_identity": run.data_identity,
+        "tokenizer_fingerprint": run.tokenizer.fingerprint,
+        "average_updates": run.average.updates if run.average else 0,
+        "torch": torch.__version__,
+    }
+
+    def write_model(folder: Path) -> None:
+        save_model(run.model, folder, run.average.average if run.average else None)
+        save_tokenizer(run.tokenizer, folder)
+        (folder / "config.toml").write_text(to_toml(run.config), encoding="utf-8")
+
+    try:
+        run.directory.store.save(
+            progress.step, write_model, state, run.optimizers.state_dict(), live if run.average else None
+        )
+    except ValueError as error:
+        if must_succeed:
+            raise
+        logger.event(progress.step, "checkpoint", f"step {progress.step}: {error}; going on without it")
+
+
+def resume(run: Run) -> None:
+    """Take up the newest checkpoint of the run directory that verifies, if there is one.
+
+    Raises:
+        ValueError: it was made from other data or with another tokenizer.
+    """
+    saved = run.directory.store.load_newest(_say)
+    if saved is None:
+        return
+    made = {"data_identity": run.data_identity, "tokenizer_fingerprint": run.tokenizer.fingerprint}
+    for key, now in made.items():
+        if saved.state[key] != now and run.config.checkpoint.config_change == "refuse":
+            raise ValueError(
+                f"{saved.path} was made with {key} {saved.state[key]}, now it is {now}: going on would mix them. "
+                'Name another run.directory, or set checkpoint.config_change = "accept"'
+            )
+    weights = saved.weights()
+    if run.average is not None and saved.live_weights is not None:
+        run.average.restore(weights, saved.state["average_updates"])
+    restore_weights(dict(run.model.named_parameters()), saved.live_weights or weights)
+    run.optimizers.load_state_dict(saved.optimizer)
+    run.loader.load_state_dict(saved.state["loader"])
+    run.progress = Progress(**saved.state["progress"])
+    _say(f"going on from {saved.path}")
+
+
+def summarise(run: Run) -> Summary:
+    """The final evaluation, kept in summary.json."""
+    evaluation, ngrams = run.validator.final(run.model, run.average)
+    summary = Summary(
+        evaluation=evaluation,
+        ngrams=ngrams,
+        parameters=sum(parameter.numel() for parameter in run.model.parameters()),
+        step=run.progress.step,
+        tokens_seen=run.progress.tokens_seen,
+        seconds=run.progress.seconds,
+    )
+    replace_text(run.directory.summary, json.dumps(summary.to_json(), indent=1) + "\n")
+    return summary
+
+
+def build_logger(run: Run) -> RunLogger:
+    """The record on disk, and a bar or lines for people."""
+    style = console_style(run.config.logging.progress, sys.stderr)
+    return LoggerGroup(
+        JsonLinesLogger(run.directory.metrics, run.progress.step),
+        ConsoleLogger(run.max_steps, run.progress.step, style, sys.stderr),
+    )
+
+
+def _steps_of_epochs(config: TrainConfig, rows: Any) -> int:
+    _say("counting the rows of an epoch ...")
+    assert config.training.epochs is not None
+    return max(1, config.training.epochs * count_rows(rows) // config.training.batch_size)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

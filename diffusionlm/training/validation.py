@@ -1,0 +1,105 @@
+"""Validation on a fixed grid of rows and draws, and samples for the eye."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from config.train import TrainConfig
+from diffusionlm.data.loader import rows_of
+from diffusionlm.data.packing import Row
+from diffusionlm.data.sources import DocumentSource, open_source
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.ema import WeightAverage
+from diffusionlm.training.evaluate import Evaluation, evaluate
+from diffusionlm.training.ngram import NgramModel, max_order
+from diffusionlm.training.setup import training_tokens
+from logger import RunLogger
+from tokenizer import Tokenizer
+
+NGRAM_TOKENS = 10_000_000
+"""n-gram models count at most so many training tokens."""
+
+GRID_SEED = 0
+"""The rows and draws of a validation are the same whatever the run's seed, so that runs compare."""
+
+
+@dataclass(frozen=True)
+class Validator:
+    """The validation rows of a run, and how they are evaluated."""
+
+    config: TrainConfig
+    tokenizer: Tokenizer
+    training_source: DocumentSource
+    rows: list[Row]
+
+    @classmethod
+    def open(cls, config: TrainConfig, tokenizer: Tokenizer) -> Validator:
+        """Read the rows once: a shuffled choice of the validation documents.
+
+        Raises:
+            ValueError: there are none.
+        """
+        source = open_source(config.data.source, "validation")
+        rows = rows_of(source, config.data, tokenizer, config.row_length, GRID_SEED)
+        most = max(config.validation.rows, config.validation.final_rows)
+        chosen, _ = rows.read(0, None, most)
+        if not chosen:
+            raise ValueError("data.source has no validation documents; give some, or a larger validation_fraction")
+        return cls(config, tokenizer, open_source(config.data.source, "train"), chosen)
+
+    def quick(self, model: Transformer, average: WeightAverage | None) -> Evaluation:
+        """The evaluation during the run."""
+        with inference_weights(model, average):
+            return self._evaluate(model, self.rows[: self.config.validation.rows], None)
+
+    def final(self, model: Transformer, average: WeightAverage | None) -> tuple[Evaluation, dict[str, float]]:
+        """The evaluation at the end, and the n-gram models' cross-entropy of the same rows."""
+        tokens = training_tokens(self.training_source, self.tokenizer, NGRAM_TOKENS)
+        rows = self.rows[: self.config.validation.final_rows]
+        vocab_size = self.tokenizer.vocab_size
+        with inference_weights(model, average):
+            result = self._evaluate(model, rows, int(np.bincount(tokens).argmax()))
+        ngrams: dict[str, float] = {}
+        if self.config.validation.ngrams:
+            for order in sorted({2, max_order(vocab_size)}):
+                counts = NgramModel(tokens, order, vocab_size)
+                # A row starts without context, for the n-gram as for the model.
+                logs = [np.log(counts.probabilities(row.tokens_L[row.is_target_L].astype(np.int64))) for row in rows]
+                ngrams[f"{order}-gram, left to right"] = float(-np.concatenate(logs).mean())
+        return result, ngrams
+
+    def _evaluate(self, model: Transformer, rows: list[Row], commonest: int | None) -> Evaluation:
+        settings = self.config.validation
+        return evaluate(
+            model,
+            self.tokenizer,
+            rows,
+            draws=settings.draws,
+            batch_size=settings.batch_size,
+            commonest=commonest,
+        )
+
+
+@contextlib.contextmanager
+def inference_weights(model: Transformer, average: WeightAverage | None) -> Iterator[None]:
+    """The weights that the run is judged by: the averaged ones, where there are any."""
+    with torch.no_grad(), average.applied() if average is not None else contextlib.nullcontext():
+        yield
+
+
+def show_samples(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], step: int, logger: RunLogger) -> None:
+    """Fill the holes of the texts, greedily, one token a step, and log what comes out."""
+    if not texts:
+        return
+    from config.generation import GenerationConfig
+    from diffusionlm.inference.generate import infill
+    from diffusionlm.inference.text import parse_infill
+
+    canvases = [parse_infill(text, tokenizer) for text in texts]
+    for text, filled in zip(texts, infill(model, canvases, GenerationConfig()), strict=True):
+        logger.event(step, "sample", f"step {step}: {text!r} -> {tokenizer.decode(filled.token_ids)!r}")

@@ -1,0 +1,5 @@
+"""Logging of runs. No torch."""
+
+from logger.run_logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, RunLogger, console_style, duration
+
+__all__ = ["ConsoleLogger", "JsonLinesLogger", "LoggerGroup", "RunLogger", "console_style", "duration"]

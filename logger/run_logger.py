@@ -1,0 +1,168 @@
+"""What a run tells the world: numbers, events and progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO
+
+from tqdm import tqdm
+
+Metrics = Mapping[str, Any]
+
+
+class RunLogger(Protocol):
+    """Where a run's messages go."""
+
+    def metrics(self, step: int, values: Metrics) -> None:
+        """Numbers of a step."""
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        """Something that happened, in words."""
+
+    def progress(self, step: int, values: Metrics) -> None:
+        """Where the run is: called every step, must be cheap."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+class JsonLinesLogger:
+    """``metrics.jsonl``: one object a line, the record of the run. A line is on disk once written."""
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_after(path, resume_step)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def metrics(self, step: int, values: Metrics) -> None:
+        """A line with the step and ``metrics``."""
+        self._write({"step": step, "metrics": {key: _finite(value) for key, value in values.items()}})
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        """A line with the step, ``event`` and ``text``."""
+        self._write({"step": step, "event": kind, "text": text})
+
+    def progress(self, step: int, values: Metrics) -> None:
+        """Nothing: progress is for people."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+class ConsoleLogger:
+    """A progress bar in a terminal, plain lines elsewhere."""
+
+    def __init__(self, total_steps: int, done: int, style: Literal["bar", "lines", "none"], stream: TextIO) -> None:
+        self._stream, self._style, self._total = stream, style, total_steps
+        self._bar = (
+            tqdm(total=total_steps, initial=done, unit="step", file=stream, dynamic_ncols=True)
+            if style == "bar"
+            else None
+        )
+
+    def metrics(self, step: int, values: Metrics) -> None:
+        """A plain line with what a person follows."""
+        if self._style != "lines" or "loss" not in values:
+            return
+        self._say(
+            f"step {step}/{self._total}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
+            f"  {duration(values['seconds_left'])} left"
+        )
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        """The text, above the bar."""
+        self._say(text)
+
+    def progress(self, step: int, values: Metrics) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(
+                f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s", refresh=False
+            )
+            self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _say(self, text: str) -> None:
+        if self._style == "none":
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+class LoggerGroup:
+    """Several loggers as one."""
+
+    def __init__(self, *loggers: RunLogger) -> None:
+        self._loggers = loggers
+
+    def metrics(self, step: int, values: Metrics) -> None:
+        """To all."""
+        for logger in self._loggers:
+            logger.metrics(step, values)
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        """To all."""
+        for logger in self._loggers:
+            logger.event(step, kind, text)
+
+    def progress(self, step: int, values: Metrics) -> None:
+        """To all."""
+        for logger in self._loggers:
+            logger.progress(step, values)
+
+    def close(self) -> None:
+        """All."""
+        for logger in self._loggers:
+            logger.close()
+
+
+def console_style(choice: Literal["auto", "bar", "lines", "none"], stream: TextIO) -> Literal["bar", "lines", "none"]:
+    """What ``auto`` means: a bar where someone watches."""
+    if choice != "auto":
+        return choice
+    return "bar" if stream.isatty() else "lines"
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03``, ``2:03`` or ``3 s``."""
+    whole = max(0, round(seconds))
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours}:{minutes:02}:{whole % 60:02}"
+    return f"{minutes}:{whole % 60:02}" if minutes else f"{whole} s"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: those become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Take a record back to the step that a run resumes from: what came later is about to be run again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the half line of a killed process
+        if record["step"] <= step:
+            kept.append(line)
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    aside.write_text("".join(kept), encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,114 @@
+"""What all tests share: tiny models, torch's global state put back, and no network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+# Before any test imports `datasets` or `transformers`: they read these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+from config.model import ModelConfig
+from diffusionlm.models.init import init_weights
+from diffusionlm.models.transformer import Transformer
+
+MakeConfig = Callable[..., ModelConfig]
+MakeModel = Callable[..., Transformer]
+
+
+@pytest.fixture(autouse=True)
+def _torch_state() -> Iterator[None]:
+    """One thread and a known seed for each test; whatever it changes globally is undone."""
+    dtype, threads, deterministic = (
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_rng_state(state)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets connect within this machine's file system only."""
+
+    def guard(original: Callable[..., Any]) -> Callable[..., Any]:
+        def connect(self: socket.socket, address: Any) -> Any:
+            if self.family != socket.AF_UNIX:
+                raise AssertionError(f"a test tried to reach {address!r} over the network")
+            return original(self, address)
+
+        return connect
+
+    def resolve(*args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError(f"a test tried to resolve {args[:2]!r}")
+
+    monkeypatch.setattr(socket.socket, "connect", guard(socket.socket.connect))
+    monkeypatch.setattr(socket.socket, "connect_ex", guard(socket.socket.connect_ex))
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@pytest.fixture(scope="session")
+def make_config() -> MakeConfig:
+    """``make_config(**overrides)``: a ModelConfig of two small layers with grouped queries and no default value kept."""
+
+    def make(**overrides: Any) -> ModelConfig:
+        values: dict[str, Any] = {
+            "hidden_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 6,
+            "intermediate_size": 40,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-3,
+            "rope_theta": 100.0,
+            "vocab_size": 19,
+            "mask_token_id": 18,
+            "eos_token_id": 17,
+            "pad_token_id": 17,
+        }
+        return ModelConfig(**{**values, **overrides})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_config(make_config: MakeConfig) -> ModelConfig:
+    """The default of ``make_config``."""
+    return make_config()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_config: MakeConfig) -> MakeModel:
+    """``tiny_model(dtype=..., seed=..., scale=..., backend=..., **config)``: a model with no parameter at its default.
+
+    Weights come from `init_weights`, then every parameter is moved: norm gains from one, biases and output
+    projections from zero.
+    """
+
+    def make(
+        dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 0.3, backend: Any = "auto", **overrides: Any
+    ) -> Transformer:
+        model = Transformer(make_config(**overrides), attention_backend=backend)
+        init_weights(model, seed)
+        generator = torch.Generator().manual_seed(seed + 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+        return model.to(dtype)
+
+    return make

@@ -1,0 +1,158 @@
+"""The command line that all commands share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.base import PositiveInt, Section
+from config.command import friendly_errors, parse_command
+from config.load import load_config
+
+
+class Inner(Section):
+    steps: PositiveInt = 3
+    name: str = "x"
+
+
+class Config(Section):
+    inner: Inner = Inner()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text("[inner]\nsteps = 4\n")
+    return path
+
+
+def parse(*argv: object, **options: Any) -> Any:
+    return parse_command(
+        Config,
+        name="dlm-run",
+        description="Runs 100% of it.",
+        example="  dlm-run --config a.toml --set inner.steps=9",
+        argv=[str(item) for item in argv],
+        **options,
+    )
+
+
+def failure(capsys: pytest.CaptureFixture[str], code: int, *argv: object, **options: Any) -> str:
+    with pytest.raises(SystemExit) as caught:
+        parse(*argv, **options)
+    assert caught.value.code == code
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err
+    return output.out if code == 0 else output.err
+
+
+def test_config_overrides_and_extra_arguments(file: Path) -> None:
+    def extra(parser: ArgumentParser) -> None:
+        parser.add_argument("--resume", action="store_true")
+
+    config, arguments = parse("--config", file, "--set", "inner.name=7", "--set=inner.steps=5", "--resume", extra=extra)
+    assert config == Config(inner=Inner(steps=5, name="7"))
+    assert arguments.resume is True
+
+
+def test_default_config(file: Path) -> None:
+    assert parse(default_config=file)[0].inner.steps == 4
+
+
+def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "dlm-run: error: no config given: add --config FILE.toml" in failure(capsys, 2)
+
+
+def test_missing_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failure(capsys, 2, "--config", "no.toml") == "dlm-run: error: no.toml: there is no such file\n"
+
+
+def test_bad_config(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    assert failure(capsys, 2, "--config", file, "--set", "inner.steps=0", "--set", "inner.stps=1") == (
+        f"dlm-run: error: {file} is not a valid Config: 2 problems\n"
+        "--set inner.steps=0: must be greater than 0\n"
+        "--set inner.stps=1: unknown key (did you mean steps?)\n"
+    )
+
+
+def test_renamed(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    message = failure(
+        capsys, 2, "--config", file, "--set", "inner.iters=1", renamed={"*.iters": "is called steps here"}
+    )
+    assert message.endswith("--set inner.iters=1: is called steps here\n")
+
+
+def test_print_config_prints_a_config_that_loads(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    text = failure(capsys, 0, "--config", file, "--print-config", "--set", "inner.name=z")
+    file.write_text(text)
+    assert load_config(Config, file) == Config(inner=Inner(steps=4, name="z"))
+
+
+def test_schema_needs_no_other_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    def extra(parser: ArgumentParser) -> None:
+        parser.add_argument("--needed", required=True)
+
+    assert json.loads(failure(capsys, 0, "--schema", extra=extra))["title"] == "Config"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = failure(capsys, 0, "--help", default_config="100%.toml")
+    assert text.endswith("example:\n  dlm-run --config a.toml --set inner.steps=9\n")
+    assert "Runs 100% of it." in text
+    assert "(default: 100%.toml)" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("bad value"), 1, "dlm-run: error: bad value\n"),
+        (ValueError(), 1, "dlm-run: error: ValueError\n"),
+        (FileNotFoundError(2, "No such file", "a.bin"), 1, "dlm-run: error: a.bin: No such file\n"),
+        (PermissionError(13, "Permission denied", Path("b")), 1, "dlm-run: error: b: Permission denied\n"),
+        (OSError(28, "No space left on device"), 1, "dlm-run: error: No space left on device\n"),
+        (OSError("odd"), 1, "dlm-run: error: odd\n"),
+        (KeyboardInterrupt(), 130, "dlm-run: interrupted\n"),
+    ],
+)
+def test_friendly_errors(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    message: str,
+) -> None:
+    @friendly_errors("dlm-run")
+    def run() -> None:
+        raise error
+
+    monkeypatch.delenv("DIFFUSIONLM_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        run()
+    assert (caught.value.code, capsys.readouterr().err) == (code, message)
+    monkeypatch.setenv("DIFFUSIONLM_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        run()
+
+
+@pytest.mark.parametrize("error", [AssertionError("bug"), RuntimeError("bug"), TypeError("bug"), KeyError("bug")])
+def test_bugs_keep_their_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)), friendly_errors("dlm-run"):
+        raise error
+
+
+def test_exit_codes_pass_through() -> None:
+    with pytest.raises(SystemExit) as caught, friendly_errors("dlm-run"):
+        sys.exit(3)
+    assert caught.value.code == 3
+
+
+def test_import_is_light() -> None:
+    code = "import sys, config.command; print({'torch', 'numpy', 'datasets'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"

@@ -1,0 +1,72 @@
+"""Every lowering of attention against softmax written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from diffusionlm.models.attention import Backend, attend, choose_backend
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0, -1, -1]])
+PATTERNS = [Bidirectional(), Causal(), BlockCausal(4)]
+PATTERNS += [pattern.with_documents(DOCUMENTS) for pattern in PATTERNS]
+
+
+def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    B, L, N, H = q.shape
+    group = N // k.shape[2]
+    out = torch.zeros_like(q)
+    for b in range(B):
+        for n in range(N):
+            scores = q[b, :, n] @ k[b, :, n // group].T / math.sqrt(H)
+            if mask is not None:
+                scores = scores.masked_fill(~mask[b if mask.shape[0] > 1 else 0], -math.inf)
+            weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+            out[b, :, n] = weights @ v[b, :, n // group]
+    return out
+
+
+def tensors(heads: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    shapes = [(2, 9, heads, 6), (2, 9, groups, 6), (2, 9, groups, 6)]
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def name(pattern: AttentionPattern) -> str:
+    return type(pattern).__name__ + ("" if pattern.documents_BL is None else "-documents")
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=name)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (4, 1)])
+def test_lowering_equals_softmax(backend: Backend, pattern: AttentionPattern, heads: int, groups: int) -> None:
+    q, k, v = tensors(heads, groups, torch.float64)
+    mask = None if pattern.is_unrestricted else pattern.dense(9)
+    ours, expected = attend(q, k, v, mask, backend), naive(q, k, v, mask)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    cotangent = torch.randn_like(expected)
+    for our, their in zip(
+        torch.autograd.grad(ours, (q, k, v), cotangent),
+        torch.autograd.grad(expected, (q, k, v), cotangent),
+        strict=True,
+    ):
+        torch.testing.assert_close(our, their, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_bfloat16_within_its_precision(backend: Backend) -> None:
+    q, k, v = tensors(4, 2, torch.bfloat16)
+    mask = BlockCausal(4).dense(9)
+    expected = naive(q.double(), k.double(), v.double(), mask)
+    torch.testing.assert_close(attend(q, k, v, mask, backend).double(), expected, rtol=0.03, atol=0.03)
+
+
+def test_auto_is_eager_for_short_bfloat16_on_the_cpu() -> None:
+    q = torch.zeros(1, 8, 2, 4)
+    assert choose_backend("auto", q) == "sdpa"
+    assert choose_backend("auto", q.bfloat16()) == "eager"
+    assert choose_backend("auto", torch.zeros(1, 513, 1, 2, dtype=torch.bfloat16)) == "sdpa"
+    assert choose_backend("sdpa", q.bfloat16()) == "sdpa"
+    assert choose_backend("eager", q) == "eager"

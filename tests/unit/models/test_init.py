@@ -1,0 +1,73 @@
+"""Initial weights follow the table in init.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from config.model import ModelConfig
+from diffusionlm.models.init import init_weights
+from diffusionlm.models.transformer import Transformer
+
+MakeConfig = Callable[..., ModelConfig]
+
+WIDE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "vocab_size": 300, "mask_token_id": 299}
+
+
+def build(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    model = Transformer(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    init_weights(model, seed)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_table(make_config: MakeConfig, tied: bool) -> None:
+    config = make_config(**WIDE, tie_word_embeddings=tied, attention_bias=True, initializer_range=0.07)
+    for name, weight in build(config).items():
+        kind = name.removeprefix("model.").removesuffix(".weight").rpartition(".")[2]
+        if name.endswith("norm.weight"):
+            assert (weight == 1).all(), name
+        elif name.endswith(".bias") or kind in ("o_proj", "down_proj"):
+            assert (weight == 0).all(), name
+        else:
+            std = 0.07 if kind in ("embed_tokens", "lm_head") else weight.shape[1] ** -0.5
+            assert weight.std().item() == pytest.approx(std, rel=0.06), name
+            assert abs(weight.mean().item()) < 5 * std / weight.numel() ** 0.5, name
+
+
+def test_keyed_by_seed_and_name(make_config: MakeConfig) -> None:
+    two, again, other = build(make_config()), build(make_config()), build(make_config(), seed=1)
+    three = build(make_config(num_hidden_layers=3))
+    for name, weight in two.items():
+        assert torch.equal(weight, again[name])
+        assert torch.equal(weight, three[name]), f"{name} changed with a layer that it is not in"
+    random = [name for name, weight in two.items() if len(weight.unique()) > 1]
+    assert all(not torch.equal(two[name], other[name]) for name in random)
+    assert not torch.equal(two["model.layers.0.mlp.up_proj.weight"], two["model.layers.1.mlp.up_proj.weight"])
+    assert not torch.equal(two["model.layers.0.mlp.up_proj.weight"], two["model.layers.0.mlp.gate_proj.weight"])
+
+
+def test_global_generator_is_neither_read_nor_moved(make_config: MakeConfig) -> None:
+    state = torch.get_rng_state()
+    first = build(make_config())
+    torch.manual_seed(99)
+    second = build(make_config())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    torch.set_rng_state(state)
+    model = Transformer(make_config())
+    before = torch.get_rng_state()
+    init_weights(model, 0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_blocks_start_as_identity(make_config: MakeConfig) -> None:
+    model = Transformer(make_config())
+    init_weights(model, 0)
+    x = torch.randn(2, 5, 24)
+    rope = model.rope(torch.arange(5)[None])
+    assert torch.equal(model.model.layers[0](x, rope, None), x)

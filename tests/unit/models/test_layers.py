@@ -1,0 +1,126 @@
+"""Norm, rotation and feed-forward against formulas written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diffusionlm.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
+
+
+def naive_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * gain
+
+
+def make_norm(width: int, eps: float, dtype: torch.dtype) -> RMSNorm:
+    norm = RMSNorm(width, eps)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(width) * 0.5 + 1.0)
+    return norm.to(dtype)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_norm_equals_formula(scale: float) -> None:
+    norm = make_norm(12, 1e-3, torch.float32)
+    x = torch.randn(3, 5, 12) * scale
+    expected = naive_norm(x.double(), norm.weight.double(), 1e-3)
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_norm_gradients_equal_autograd_of_formula() -> None:
+    norm = make_norm(12, 1e-2, torch.float32)
+    x = torch.randn(3, 5, 12, requires_grad=True)
+    cotangent = torch.randn(3, 5, 12)
+    ours = torch.autograd.grad(norm(x), (x, norm.weight), cotangent)
+    x64 = x.detach().double().requires_grad_()
+    gain64 = norm.weight.detach().double().requires_grad_()
+    theirs = torch.autograd.grad(naive_norm(x64, gain64, 1e-2), (x64, gain64), cotangent.double())
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our.double(), their, rtol=2e-6, atol=2e-6)
+
+
+def test_norm_in_double_is_double() -> None:
+    norm = make_norm(12, 1e-3, torch.float64)
+    x = torch.randn(7, 12, dtype=torch.float64)
+    torch.testing.assert_close(norm(x), naive_norm(x, norm.weight, 1e-3), rtol=1e-13, atol=1e-13)
+
+
+def test_norm_gradcheck() -> None:
+    norm = make_norm(6, 1e-3, torch.float64)
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    gain = norm.weight.detach().clone().requires_grad_()
+
+    def call(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(norm, {"weight": gain}, (x,))
+
+    assert torch.autograd.gradcheck(call, (x, gain))
+
+
+def test_norm_dtypes_with_and_without_autocast() -> None:
+    norm = make_norm(12, 1e-3, torch.float32)
+    x = torch.randn(3, 12, requires_grad=True)
+    assert norm(x).dtype == torch.float32
+    assert norm(x.bfloat16()).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = norm(x)
+    assert out.dtype == torch.bfloat16
+    # The statistics were taken in fp32: only the output is rounded.
+    torch.testing.assert_close(out, norm(x).bfloat16(), rtol=0, atol=0)
+    out.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
+
+
+def naive_rotation(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """x [B, L, N, H] as H / 2 complex numbers (x_i, x_{i + H/2}), each turned by position * theta^(-2i/H)."""
+    half = x.shape[-1] // 2
+    speeds = theta ** (-2.0 * torch.arange(half, dtype=torch.float64) / x.shape[-1])
+    turn = torch.polar(torch.ones(1, dtype=torch.float64), positions.double()[..., None] * speeds)
+    z = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn[..., None, :]
+    return torch.cat([z.real, z.imag], dim=-1)
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (2, 9)])
+def test_rotation_equals_complex_formula(shape: tuple[int, int]) -> None:
+    x = torch.randn(2, 9, 3, 8)
+    positions = torch.randint(0, 60, shape)
+    rope = RotaryEmbedding(8, 50.0)(positions)
+    torch.testing.assert_close(rotate(x, rope).double(), naive_rotation(x, positions, 50.0), rtol=1e-5, atol=1e-5)
+
+
+def test_rotation_gradcheck() -> None:
+    x = torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    rope = RotaryEmbedding(4, 10.0)(torch.arange(3)[None])
+    assert torch.autograd.gradcheck(lambda x: rotate(x, rope), (x,))
+
+
+def test_rotation_gradient_of_a_view() -> None:
+    """Queries arrive as views of a projection; the function must not assume contiguity."""
+    x = torch.randn(2, 4, 3, 5, dtype=torch.float64).transpose(1, 3).requires_grad_()  # [2, 5, 3, 4]
+    rope = RotaryEmbedding(4, 10.0)(torch.arange(5)[None])
+    torch.testing.assert_close(rotate(x, rope), rotate(x.contiguous(), rope))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, rope), (x,))
+
+
+def test_scores_depend_on_relative_positions_only() -> None:
+    q, k = torch.randn(1, 6, 1, 8), torch.randn(1, 6, 1, 8)
+    rope = RotaryEmbedding(8, 20.0)
+
+    def scores(first: int) -> torch.Tensor:
+        table = rope(torch.arange(first, first + 6)[None])
+        return torch.einsum("blnh,bsnh->bls", rotate(q, table), rotate(k, table))
+
+    torch.testing.assert_close(scores(0), scores(40), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(scores(0), torch.einsum("blnh,bsnh->bls", q, k), atol=1e-2)
+
+
+def test_swiglu_equals_formula() -> None:
+    layer = SwiGLU(6, 10).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    gate, up = F.linear(x, layer.gate_proj.weight), F.linear(x, layer.up_proj.weight)
+    expected = F.linear(gate / (1 + torch.exp(-gate)) * up, layer.down_proj.weight)
+    torch.testing.assert_close(layer(x), expected)

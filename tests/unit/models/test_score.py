@@ -1,0 +1,160 @@
+"""The fused head and loss against logits and F.cross_entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from diffusionlm.kernels import cross_entropy
+from diffusionlm.kernels.cross_entropy import Score, Scored, chunk_rows, linear_cross_entropy
+from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.models.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+TOKENS = torch.randint(0, 18, (20, 12), generator=torch.Generator().manual_seed(0))
+ROWS = torch.arange(0, 240, 3)  # 80: more than the 64 rows that a chunk has at least
+TARGETS = torch.randint(0, 18, (80,), generator=torch.Generator().manual_seed(1))
+WEIGHTS = torch.rand(80, generator=torch.Generator().manual_seed(2)) * 3
+WEIGHTS[::7] = 0.0
+
+
+def naive(model: Transformer, excluded: int | None, weights: torch.Tensor = WEIGHTS) -> tuple[torch.Tensor, ...]:
+    logits = model(TOKENS, pattern=Bidirectional()).flatten(0, 1)[ROWS].double()
+    if excluded is not None:
+        column = torch.zeros(logits.shape[1], dtype=torch.bool)
+        column[excluded] = True
+        logits = logits.masked_fill(column, -torch.inf)
+    nll = F.cross_entropy(logits, TARGETS, reduction="none")
+    return (nll * weights).sum(), nll
+
+
+def fused(model: Transformer, excluded: int | None, weights: torch.Tensor = WEIGHTS) -> Scored:
+    return model(TOKENS, pattern=Bidirectional(), rows=ROWS, score=Score(TARGETS, weights, excluded_token=excluded))
+
+
+@pytest.mark.parametrize("chunk_bytes", [32 << 20, 1])
+@pytest.mark.parametrize("excluded", [None, 18])
+@pytest.mark.parametrize("tied", [True, False])
+def test_score_equals_cross_entropy(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, tied: bool, excluded: int | None, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk_bytes)
+    assert chunk_rows(80, 19) == (80 if chunk_bytes > 1 else 40)
+    model = tiny_model(tie_word_embeddings=tied)
+    expected_sum, expected_nll = naive(model, excluded)
+    scored = fused(model, excluded)
+    torch.testing.assert_close(scored.nll_R.double(), expected_nll, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(scored.loss_sum.double(), expected_sum, rtol=1e-5, atol=1e-5)
+    assert scored.loss_sum.dtype == scored.nll_R.dtype == torch.float32
+    assert not scored.nll_R.requires_grad
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    ours = torch.autograd.grad(scored.loss_sum * 0.5, parameters)
+    theirs = torch.autograd.grad(expected_sum * 0.5, parameters)
+    for name, our, their in zip(names, ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=2e-3, atol=2e-4 * float(their.abs().max()), msg=lambda m: name + m)
+
+
+def test_excluded_token_has_probability_zero(tiny_model: MakeModel) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[18] = model.lm_head.weight[18] * 100  # would dominate, were it counted
+    with_it, without = fused(model, None), fused(model, 18)
+    assert not torch.allclose(with_it.nll_R, without.nll_R, atol=1e-2)
+    (gradient,) = torch.autograd.grad(without.loss_sum, model.lm_head.weight)
+    assert gradient[18].abs().max() == 0
+    everything = Score(torch.arange(18).repeat(1), torch.ones(18), excluded_token=18)
+    hidden = torch.randn(1, 24).expand(18, 24)
+    total = torch.exp(-linear_cross_entropy(hidden, model.lm_head.weight, everything).nll_R).sum()
+    torch.testing.assert_close(total, torch.tensor(1.0))
+
+
+def test_score_gradcheck_in_double() -> None:
+    hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    score = Score(torch.tensor([0, 1, 2, 3, 3]), torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0]), excluded_token=6)
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, score).loss_sum, (hidden, head))
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden = torch.tensor([[1e4, 0.0], [-1e4, 0.0]], requires_grad=True)
+    head = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    scored = linear_cross_entropy(hidden, head, Score(torch.tensor([0, 0]), torch.ones(2)))
+    torch.testing.assert_close(scored.nll_R, torch.tensor([0.0, 2e4]))
+    scored.loss_sum.backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+
+
+def test_weightless_rows_give_no_gradient(tiny_model: MakeModel) -> None:
+    hidden = torch.randn(6, 24, requires_grad=True)
+    head = torch.randn(19, 24, requires_grad=True)
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.0, 0.0, 1.0])
+    linear_cross_entropy(hidden, head, Score(torch.arange(6), weights)).loss_sum.backward()
+    assert hidden.grad is not None
+    assert (hidden.grad.abs().sum(dim=1) > 0).tolist() == [True, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "head"])
+def test_gradient_only_where_wanted(frozen: str) -> None:
+    tensors = {"hidden": torch.randn(6, 24), "head": torch.randn(19, 24)}
+    wanted = "head" if frozen == "hidden" else "hidden"
+    tensors[wanted].requires_grad_()
+    score = Score(torch.arange(6), torch.rand(6))
+    linear_cross_entropy(tensors["hidden"], tensors["head"], score).loss_sum.backward()
+    expected = torch.autograd.grad(
+        (
+            F.cross_entropy(tensors["hidden"] @ tensors["head"].T, score.targets_R, reduction="none") * score.weights_R
+        ).sum(),
+        tensors[wanted],
+    )[0]
+    torch.testing.assert_close(tensors[wanted].grad, expected, rtol=1e-4, atol=1e-5)
+    assert tensors[frozen].grad is None
+
+
+def test_no_gradient_is_made_without_grad_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation scores under no_grad: three matrix products where one is needed would make it three times as dear."""
+    hidden, head = torch.randn(6, 24, requires_grad=True), torch.randn(19, 24, requires_grad=True)
+    made: list[object] = []
+    original = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda *a, **k: (made.append(a), original(*a, **k))[1])
+    with torch.no_grad():
+        linear_cross_entropy(hidden, head, Score(torch.arange(6), torch.ones(6)))
+    assert not made, "the head's gradient was accumulated although nobody can ask for it"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 64, 65, 1000])
+def test_chunks_cover_all_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
+    hidden, head = torch.randn(rows, 3), torch.randn(5, 3)
+    targets = torch.randint(0, 5, (rows,))
+    nll = linear_cross_entropy(hidden, head, Score(targets, torch.ones(rows))).nll_R
+    torch.testing.assert_close(nll, F.cross_entropy(hidden @ head.T, targets, reduction="none"))
+
+
+def test_bfloat16_within_its_precision(tiny_model: MakeModel) -> None:
+    model = tiny_model(tie_word_embeddings=False, scale=0.1)
+    expected_sum, expected_nll = naive(model, 18)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scored = fused(model, 18)
+    torch.testing.assert_close(scored.nll_R.double(), expected_nll, rtol=0.05, atol=0.05)
+    parameters = list(model.parameters())
+    ours, theirs = torch.autograd.grad(scored.loss_sum, parameters), torch.autograd.grad(expected_sum, parameters)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.dtype == torch.float32
+        cosine = F.cosine_similarity(our.flatten(), their.flatten(), dim=0)
+        assert cosine > 0.99
+
+
+def test_accumulation_over_calls_adds_up(tiny_model: MakeModel) -> None:
+    """Two scores of halves give the gradient of one score of the whole: sums, never means."""
+    model = tiny_model()
+    parameters: list[Any] = list(model.parameters())
+    whole = torch.autograd.grad(fused(model, 18).loss_sum, parameters)
+    first, second = WEIGHTS.clone(), WEIGHTS.clone()
+    first[40:], second[:40] = 0.0, 0.0
+    halves = [torch.autograd.grad(fused(model, 18, weights).loss_sum, parameters) for weights in (first, second)]
+    for total, one, two in zip(whole, *halves, strict=True):
+        torch.testing.assert_close(one + two, total, rtol=1e-4, atol=1e-5 * float(total.abs().max()))

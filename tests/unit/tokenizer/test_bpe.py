@@ -1,0 +1,251 @@
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from tokenizer import PATTERNS, IncrementalDecoder, Tokenizer, save_tokenizer
+from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars, chars_to_bytes
+
+MakeTokenizer = Callable[[str], Tokenizer]
+BYTES = {bytes([byte]): i for i, byte in enumerate(BYTE_ORDER)}
+
+
+def tiny(merges: list[tuple[bytes, bytes]], pattern: str = r"[\s\S]+", **options: str) -> Tokenizer:
+    vocab = dict(BYTES)
+    for left, right in merges:
+        vocab.setdefault(left + right, len(vocab))
+    return Tokenizer(vocab, merges, {"<|mask|>": len(vocab), "<|mask|>>": len(vocab) + 1}, pattern, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_ids_equal_tokenizers_library(
+    pattern: str,
+    make_tokenizer: MakeTokenizer,
+    sources: list[str],
+    nasty: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    ours = make_tokenizer(pattern)
+    folder = tmp_path_factory.mktemp(pattern)
+    save_tokenizer(ours, folder)
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in [*sources, *nasty]:
+        # Their encode always recognises special tokens.
+        assert ours.encode(text, allow_special=True) == theirs.encode(text, add_special_tokens=False).ids
+        ids = ours.encode(text)
+        assert ours.decode(ids) == text
+        assert ours.decode_bytes(ids) == text.encode()
+        assert ours.num_bytes(ids) == len(text.encode())
+
+
+def test_variants_equal_tokenizers_library(tokenizer: Tokenizer, nasty: list[str], tmp_path: Path) -> None:
+    # No merge gives a token of three bytes, so ignore_merges has something to do.
+    merges = [pair for pair in tokenizer.merges if len(pair[0] + pair[1]) != 3]
+    special = {"<|mask|>": 5000, "<|mask|>m": 7000}
+    whole = Tokenizer(tokenizer.vocab, merges, special, "llama3", "NFC").adapted(ignore_merges=True)
+    save_tokenizer(whole, tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in [*nasty, " the for def"]:
+        assert whole.encode(text, allow_special=True) == theirs.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("pattern", [r"\w+", r"(\w)(\d)?", r"^a|b$", r"[^\n]+$"])
+def test_any_pattern_equals_tokenizers_library(pattern: str, nasty: list[str], tmp_path: Path) -> None:
+    ours = tiny([(b"a", b"b"), (b"b", b"\n"), (b",", b" "), (b"1", b" ")], pattern)
+    save_tokenizer(ours, tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ["ab, cd!", "xxaxx\nb\nab", "ab\nab\n", "a1b2 1 ?", *nasty[-4:]]:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ids) == text
+
+
+def test_random_unicode_round_trip(tokenizer: Tokenizer) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        codes = [rng.randrange(rng.choice((0x80, 0x800, 0x10000, 0x110000))) for _ in range(rng.randrange(40))]
+        text = "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
+
+
+def test_text_never_yields_special_ids_unless_asked(tokenizer: Tokenizer, sources: list[str], nasty: list[str]) -> None:
+    special_ids = set(tokenizer.special_tokens.values())
+    for text in [*sources, *nasty, *tokenizer.special_tokens, "<|mask|>" * 3]:
+        assert special_ids.isdisjoint(tokenizer.encode(text))
+    assert tokenizer.encode("<|mask|>", allow_special=True) == [tokenizer.mask_token_id]
+    assert tokenizer.eos_token_id == tokenizer.special_tokens["<|endoftext|>"]
+    assert tokenizer.pad_token_id is None
+
+
+def test_the_longest_special_token_wins() -> None:
+    tok = tiny([])
+    mask, longer = tok.special_tokens["<|mask|>"], tok.special_tokens["<|mask|>>"]
+    ids = tok.encode("<|mask|>><|mask|> x<|mask", allow_special=True)
+    assert ids == [longer, mask, *tok.encode(" x<|mask")]
+
+
+def test_decoding_of_special_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("héllo<|mask|> wörld<|endoftext|>", allow_special=True)
+    assert tokenizer.decode(ids) == "héllo<|mask|> wörld<|endoftext|>"
+    assert tokenizer.decode(ids, skip_special=True) == "héllo wörld"
+    assert tokenizer.num_bytes(ids) == tokenizer.num_bytes(np.array(ids)) == len("héllo wörld".encode())
+    lengths = tokenizer.byte_lengths()
+    assert lengths.shape == (tokenizer.vocab_size,)
+    assert lengths[tokenizer.mask_token_id] == 0
+    assert [lengths[i] for i in range(500)] == [len(tokenizer.token_bytes(i)) for i in range(500)]
+    visible = tokenizer.adapted(visible_tokens=["<|mask|>"])
+    assert visible.decode(ids, skip_special=True) == "héllo<|mask|> wörld"
+    assert visible.fingerprint != tokenizer.fingerprint
+
+
+def test_merges_apply_one_at_a_time_best_rank_then_leftmost() -> None:
+    # (ab, a) outranks (a, b), as a re-ranked pair can: after one "ab" it must win over the next "ab".
+    tok = tiny([(b"ab", b"a"), (b"a", b"b")])
+    assert [tok.token_bytes(i) for i in tok.encode("abab")] == [b"aba", b"b"]
+    assert [tok.token_bytes(i) for i in tok.encode("ab" * 400)][:2] == [b"aba", b"b"]
+
+
+def test_short_and_long_loops_agree() -> None:
+    rng = random.Random(1)
+    for _ in range(30):
+        tokens = [b"a", b"b", b"c"]
+        merges: list[tuple[bytes, bytes]] = []
+        for _ in range(12):
+            merges.append((rng.choice(tokens), rng.choice(tokens)))
+            tokens.append(b"".join(merges[-1]))
+        rng.shuffle(merges)
+        tok = tiny(merges)
+        for length in (0, 1, 2, 5, 60):
+            ids = [BYTES[rng.choice((b"a", b"b", b"c"))] for _ in range(length)]
+            assert tok._merge_short(list(ids)) == tok._merge_long(list(ids))
+
+
+@pytest.mark.parametrize("unit", ["a", "-", " ", "ab", "é", "\n"])
+def test_long_runs_complete(tokenizer: Tokenizer, unit: str) -> None:
+    text = unit * (200_000 // len(unit))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenizer.bpe._CACHED_WORDS", 10)
+    tok = tiny([], "qwen")
+    text = " ".join(f"word{i}" for i in range(100))
+    assert tok.decode(tok.encode(text)) == text
+    assert len(tok._cache) <= 10
+
+
+def test_nfc_is_applied_before_words_are_cut() -> None:
+    tok = tiny([], "qwen", normalization="NFC")
+    assert tok.decode(tok.encode("e\u0301")) == "é"
+    assert tok.encode_batch(["e\u0301", "é"])[0] == tok.encode("é")
+
+
+def test_ignore_merges_emits_a_whole_token() -> None:
+    vocab = {**BYTES, b"abc": 256}
+    tok = Tokenizer(vocab, [], {}, "qwen")
+    assert len(tok.encode("abc")) == 3
+    assert tok.adapted(ignore_merges=True).encode("abc") == [256]
+    assert len(tok.encode("abc")) == 3
+
+
+def test_text_between_empty_matches_is_kept() -> None:
+    tok = tiny([(b"a", b"b")], "x*")
+    for text in ("", "xxaxx\nb\nab", "abx"):
+        assert tok.decode(tok.encode(text)) == text
+
+
+def test_pickle_keeps_everything(tokenizer: Tokenizer) -> None:
+    other = pickle.loads(pickle.dumps(tokenizer.adapted(ignore_merges=True)))
+    assert other.fingerprint == tokenizer.adapted(ignore_merges=True).fingerprint
+    assert other.encode("def f(x):") == tokenizer.encode("def f(x):")
+    assert len(pickle.dumps(tokenizer)) < 200_000, "the cache must not travel"
+
+
+def test_fingerprint_sees_contents_not_representation() -> None:
+    merges = [(b"a", b"b")]
+    assert tiny(merges, "qwen").fingerprint == tiny(merges, PATTERNS["qwen"]).fingerprint
+    fingerprints = {tiny(m, p).fingerprint for m in ([], merges) for p in PATTERNS}
+    fingerprints.add(tiny(merges, "qwen", mask_token="<|mask|>").fingerprint)
+    fingerprints.add(tiny(merges, "qwen", normalization="NFC").fingerprint)
+    assert len(fingerprints) == 10
+
+
+def test_incremental_decoder_equals_decode(tokenizer: Tokenizer, nasty: list[str]) -> None:
+    decoder = IncrementalDecoder(tokenizer)
+    for text in nasty:
+        pieces = [decoder.push(token_id) for token_id in tokenizer.encode(text)]
+        assert "".join(pieces) == text
+        assert decoder.finish() == ""
+
+
+def test_incremental_decoder_on_arbitrary_ids(tokenizer: Tokenizer) -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(30))]
+        for skip in (False, True):
+            decoder = IncrementalDecoder(tokenizer, skip_special=skip)
+            streamed = "".join(map(decoder.push, ids)) + decoder.finish()
+            assert streamed == tokenizer.decode(ids, skip_special=skip)
+
+
+def test_incremental_decoder_waits_for_a_whole_character() -> None:
+    tok = tiny([])
+    decoder = IncrementalDecoder(tok)
+    assert [decoder.push(token_id) for token_id in tok.encode("a€b")] == ["a", "", "", "€", "b"]
+    assert decoder.push(tok.encode("€")[0]) == ""
+    assert decoder.finish() == "\ufffd"
+    assert decoder.push(tok.encode("x")[0]) == "x"
+
+
+def test_byte_alphabet_is_gpt2s() -> None:
+    assert bytes_to_chars(b" \n\x00\xad!\xff") == "ĠĊĀŃ!ÿ"
+    assert chars_to_bytes(bytes_to_chars(bytes(range(256)))) == bytes(range(256))
+
+
+@pytest.mark.parametrize("allow_special", [False, True])
+def test_lone_surrogates_are_refused(tokenizer: Tokenizer, allow_special: bool) -> None:
+    with pytest.raises(ValueError, match=r"lone surrogate \(U\+D83D at character 3\)"):
+        tokenizer.encode("ok \ud83d", allow_special=allow_special)
+
+
+@pytest.mark.parametrize("bad", [-1, 10**6])
+def test_unknown_ids_are_named(tokenizer: Tokenizer, bad: int) -> None:
+    for call in (tokenizer.decode, tokenizer.decode_bytes, tokenizer.num_bytes):
+        with pytest.raises(ValueError, match=f"token id {bad} is not in the vocabulary"):
+            call([0, bad])
+    with pytest.raises(ValueError, match=f"token id {bad}"):
+        tokenizer.token_bytes(bad)
+
+
+def test_contradictions_are_refused() -> None:
+    def refused(match: str, **changes: object) -> None:
+        arguments: dict[str, object] = {"vocab": BYTES, "merges": [], "special_tokens": {}, "pattern": "qwen"}
+        with pytest.raises(ValueError, match=match):
+            Tokenizer(**{**arguments, **changes})  # type: ignore[arg-type]
+
+    refused("lacks 1 single-byte tokens, first byte 0x41", vocab={k: v for k, v in BYTES.items() if k != b"A"})
+    refused(r"merge 0 \('a', 'b'\) needs the token 'ab'", merges=[(b"a", b"b")])
+    refused("id 0 belongs to two tokens", special_tokens={"<s>": 0})
+    refused("id -1|-1: ids start", special_tokens={"<s>": -1})
+    refused("empty token", special_tokens={"": 300})
+    refused("'Ġ' is spelled like an ordinary token", special_tokens={"Ġ": 300})
+    refused("mask_token '<m>' is not among", mask_token="<m>")
+    refused("normalization 'NFKC' is unknown", normalization="NFKC")
+    refused("pattern 'gpt5' is unknown", pattern="gpt5")
+    refused("not a valid regular expression", pattern="(")
+    with pytest.raises(ValueError, match="visible_tokens: '<x>'"):
+        tiny([]).adapted(visible_tokens=["<x>"])
+
+
+def test_holes_in_the_ids_are_allowed() -> None:
+    tok = Tokenizer(BYTES, [], {"<|mask|>": 1000}, "gpt2", mask_token="<|mask|>")
+    assert tok.vocab_size == 1001
+    assert tok.byte_lengths()[300] == 0
+    with pytest.raises(ValueError, match="token id 300"):
+        tok.decode([300])

@@ -1,0 +1,219 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from tokenizer import PATTERNS, Tokenizer, load_tokenizer, save_tokenizer
+from tokenizer.byte_alphabet import BYTE_ORDER
+
+OWN_FILES = ("vocab.json", "merges.txt", "special_tokens.json")
+Edit = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture
+def saved(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    save_tokenizer(tokenizer, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def foreign(saved: Path) -> Path:
+    """A directory as Hugging Face leaves it: tokenizer.json and tokenizer_config.json only."""
+    for name in OWN_FILES:
+        (saved / name).unlink()
+    return saved
+
+
+def edit(path: Path, change: Edit) -> None:
+    contents = json.loads(path.read_text())
+    change(contents)
+    path.write_text(json.dumps(contents))
+
+
+def test_round_trip_of_both_forms(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    variants = [tokenizer, tokenizer.adapted(ignore_merges=True, visible_tokens=["<|endoftext|>"])]
+    for normalization in (None, "NFC"):
+        special = {**tokenizer.special_tokens, "é<p>": tokenizer.vocab_size + 7}
+        parts = (tokenizer.vocab, tokenizer.merges, special, r"\p{L}+| ?\d", normalization)
+        variants.append(Tokenizer(*parts, mask_token="<|mask|>", eos_token="<|endoftext|>", pad_token="é<p>"))  # type: ignore[arg-type]
+    for i, variant in enumerate(variants):
+        folder = tmp_path / str(i)
+        save_tokenizer(variant, folder)
+        save_tokenizer(variant, folder)
+        assert {path.name for path in folder.iterdir()} == {*OWN_FILES, "tokenizer.json", "tokenizer_config.json"}
+        assert load_tokenizer(folder).fingerprint == variant.fingerprint
+        for name in OWN_FILES:
+            (folder / name).unlink()
+        assert load_tokenizer(str(folder)).fingerprint == variant.fingerprint
+
+
+@pytest.mark.parametrize("ids", [(998, 999), (5000, 4000)])
+def test_tokenizers_library_keeps_special_ids(tokenizer: Tokenizer, tmp_path: Path, ids: tuple[int, int]) -> None:
+    special = dict(zip(("<|endoftext|>", "<|mask|>"), ids, strict=True))
+    save_tokenizer(Tokenizer(tokenizer.vocab, tokenizer.merges, special, "gpt4"), tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert [theirs.token_to_id(text) for text in special] == list(ids)
+    assert theirs.decode(theirs.encode("é <|mask|> x").ids, skip_special_tokens=False) == "é <|mask|> x"
+
+
+def test_transformers_loads_it(saved: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    for name in ("PreTrainedTokenizerFast", "AutoTokenizer"):
+        theirs = getattr(transformers, name).from_pretrained(str(saved))
+        assert (theirs.mask_token_id, theirs.eos_token_id) == (tokenizer.mask_token_id, tokenizer.eos_token_id)
+        text = "def f(a, b):\n    return 'é' <|mask|>"
+        ids = tokenizer.encode(text, allow_special=True)
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+        assert theirs.decode(ids) == text
+
+
+def test_old_spellings_load(foreign: Path, tokenizer: Tokenizer) -> None:
+    def old(contents: dict[str, Any]) -> None:
+        model = contents["model"]
+        model["merges"] = [" ".join(merge) for merge in model["merges"]]
+        del model["type"], model["ignore_merges"]
+        # Qwen's way: special tokens are listed as added tokens only.
+        for token in contents["added_tokens"]:
+            del model["vocab"][token["content"]]
+        contents["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}]}
+        contents["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
+
+    edit(foreign / "tokenizer.json", old)
+    (foreign / "tokenizer_config.json").unlink()
+    loaded = load_tokenizer(foreign)
+    assert loaded.vocab == tokenizer.vocab
+    assert loaded.merges == tokenizer.merges
+    assert (loaded.pattern, loaded.normalization) == ("gpt2", "NFC")
+    assert (loaded.mask_token, loaded.eos_token) == ("<|mask|>", "<|endoftext|>")
+
+
+def test_a_file_trained_by_tokenizers_loads(tmp_path: Path, sources: list[str]) -> None:
+    """Special tokens first, inside the vocabulary, with holes in no other place."""
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["[PAD]", "[MASK]", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    theirs.train_from_iterator(sources[:3], trainer)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    assert (ours.pad_token_id, ours.mask_token_id, ours.eos_token_id, ours.vocab_size) == (0, 1, 2, 600)
+    for text in (*sources, "[MASK] x</s>"):
+        assert ours.encode(text, allow_special=True) == theirs.encode(text).ids
+
+
+def test_roles_come_from_the_config_first(foreign: Path) -> None:
+    edit(foreign / "tokenizer_config.json", lambda c: c.update(eos_token={"content": "<|mask|>"}, mask_token=None))
+    loaded = load_tokenizer(foreign)
+    assert (loaded.eos_token, loaded.mask_token) == ("<|mask|>", "<|mask|>")
+    added = {"1500": {"content": "<|MASK|>", "special": True}, "1501": {"content": "<think>", "special": False}}
+    edit(foreign / "tokenizer_config.json", lambda c: c.update(added_tokens_decoder=added, mask_token="<|MASK|>"))
+    loaded = load_tokenizer(foreign)
+    assert (loaded.mask_token_id, loaded.vocab_size) == (1500, 1502)
+    assert loaded.visible_tokens == frozenset({"<think>"})
+    edit(foreign / "tokenizer_config.json", lambda c: c.update(mask_token="<gone>"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: mask_token '<gone>' of tokenizer_config\.json"):
+        load_tokenizer(foreign)
+
+
+def test_vocab_and_merges_with_a_known_class(saved: Path, tokenizer: Tokenizer) -> None:
+    for name in ("special_tokens.json", "tokenizer.json"):
+        (saved / name).unlink()
+    added = {str(token_id): {"content": text} for text, token_id in tokenizer.special_tokens.items()}
+    config = saved / "tokenizer_config.json"
+    edit(config, lambda c: c.update(tokenizer_class="Qwen2Tokenizer", added_tokens_decoder=added))
+    loaded = load_tokenizer(saved)
+    assert (loaded.pattern, loaded.normalization) == ("qwen", "NFC")
+    assert loaded.merges == tokenizer.merges
+    assert loaded.mask_token_id == tokenizer.mask_token_id
+    edit(config, lambda c: c.update(tokenizer_class="BertTokenizer"))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: tokenizer_class 'BertTokenizer' of .*unsupported"):
+        load_tokenizer(saved)
+
+
+def test_hash_merges_survive(tmp_path: Path) -> None:
+    """A line of merges.txt that starts with # is a merge, not a comment."""
+    vocab = {bytes([byte]): i for i, byte in enumerate(BYTE_ORDER)}
+    vocab.update({b"##": 256, b"#version:": 257, b"version:": 258})
+    save_tokenizer(Tokenizer(vocab, [(b"#", b"#"), (b"#", b"version:")], {}, "gpt2"), tmp_path)
+    assert load_tokenizer(tmp_path).merges == ((b"#", b"#"), (b"#", b"version:"))
+
+
+UNSUPPORTED: list[tuple[str, Edit]] = [
+    ("model.type 'WordPiece'", lambda c: c["model"].update(type="WordPiece")),
+    ("model.byte_fallback = True", lambda c: c["model"].update(byte_fallback=True)),
+    ("model.dropout = 0.1", lambda c: c["model"].update(dropout=0.1)),
+    ("model.end_of_word_suffix = '</w>'", lambda c: c["model"].update(end_of_word_suffix="</w>")),
+    ("normalizer ['NFKC']", lambda c: c.update(normalizer={"type": "NFKC"})),
+    ("pre_tokenizer ['Metaspace']", lambda c: c.update(pre_tokenizer={"type": "Metaspace"})),
+    ("pre_tokenizer is null", lambda c: c.update(pre_tokenizer=None)),
+    ("add_prefix_space = true", lambda c: c["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True)),
+    ("use_regex = True", lambda c: c["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True)),
+    ("only Split by a Regex", lambda c: c["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed")),
+    ("lstrip = true of '<|mask|>'", lambda c: c["added_tokens"][1].update(lstrip=True)),
+    ("'▁a' contains '▁'", lambda c: c["model"]["vocab"].update({"▁a": 9999})),
+    ("expected an integer", lambda c: c["model"]["vocab"].update({"a": "1"})),
+    ("has the id 3, but 999", lambda c: c["added_tokens"][1].update(id=3)),
+    ("merge 'a' is not a pair", lambda c: c["model"].update(merges=["a"])),
+    ("model is missing", lambda c: c.pop("model")),
+    ("is not as the format has it", lambda c: c.update(normalizer="NFC")),
+]
+
+
+@pytest.mark.parametrize(("message", "change"), UNSUPPORTED, ids=[message for message, _ in UNSUPPORTED])
+def test_unsupported_features_are_named(foreign: Path, message: str, change: Edit) -> None:
+    edit(foreign / "tokenizer.json", change)
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(foreign)
+    assert "tokenizer.json: " in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_missing_and_corrupt_files_are_named(saved: Path, tmp_path: Path) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(ValueError) as caught:
+            load_tokenizer(saved)
+        assert message in str(caught.value)
+
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path / "nowhere")
+    merges = saved / "merges.txt"
+    kept = merges.read_text()
+    merges.write_text(kept + "a b c\n")
+    refused("merges.txt: merge 'a b c' is not a pair")
+    merges.write_text("\n".join(kept.split("\n")[:-2]) + "\n")
+    refused("does not fit")
+    merges.write_bytes(b"\xff\xfe")
+    refused("merges.txt: is not UTF-8")
+    merges.unlink()
+    refused("merges.txt: cannot be read (No such file or directory)")
+    merges.write_text(kept)
+    edit(saved / "special_tokens.json", lambda c: c.update(mask_token="<gone>"))
+    refused("mask_token '<gone>' is not among the special tokens")
+    edit(saved / "special_tokens.json", lambda c: c.pop("special_tokens"))
+    refused("special_tokens.json: is not as the format has it (KeyError: 'special_tokens')")
+    (saved / "vocab.json").write_text('{"a": 1,')
+    refused("vocab.json: is not valid JSON")
+    (saved / "special_tokens.json").write_text("[]")
+    refused("special_tokens.json: holds list, expected a JSON object")
+
+
+def test_edited_roles_load_without_the_fingerprint(saved: Path) -> None:
+    edit(saved / "special_tokens.json", lambda c: (c.pop("fingerprint"), c.update(pad_token="<|endoftext|>"))[-1])
+    assert load_tokenizer(saved).pad_token == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_known_pattern_is_recognised_by_name(foreign: Path, pattern: str) -> None:
+    def change(contents: dict[str, Any]) -> None:
+        contents["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PATTERNS[pattern]
+
+    edit(foreign / "tokenizer.json", change)
+    assert load_tokenizer(foreign).pattern == pattern

@@ -1,0 +1,390 @@
+"""Byte-level BPE: text to token ids and back, exactly."""
+
+import codecs
+import copy
+import hashlib
+import heapq
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, pairwise
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenizer.byte_alphabet import bytes_to_chars
+from tokenizer.patterns import make_splitter, pattern_regex
+
+Normalization = Literal["NFC"] | None
+
+_NO_RANK = 1 << 62
+# Above this many bytes the quadratic loop, though it runs in C for the most part, loses to the heap.
+_LONG_WORD = 200
+_CACHED_WORDS = 1 << 18
+_LONGEST_CACHED_WORD = 512
+# These bytes occur in no UTF-8 text, so a vocabulary may lack them.
+_NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
+
+
+class _WordCache(dict[str, tuple[int, ...]]):
+    """Words to ids; a missing word is computed. Emptied when full, so memory is bounded."""
+
+    def __init__(self, compute: Callable[[str], tuple[int, ...]]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        ids = self._compute(word)
+        if len(word) <= _LONGEST_CACHED_WORD:
+            if len(self) >= _CACHED_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer.
+
+    Args:
+        vocab: ordinary tokens (bytes) to ids. Every byte that UTF-8 text can contain must be a token.
+        merges: pairs of tokens, best first; of a pair that is listed twice the last rank counts (as in `tokenizers`).
+        special_tokens: text to id. They are no part of `vocab`, and text never yields them unless `encode` is asked to.
+        pattern: a name in `PATTERNS` or a regular expression, see `make_splitter`.
+        normalization: applied to text before it is cut into words; with "NFC" the round trip gives NFC(text).
+        mask_token, eos_token, pad_token: roles; names among the special tokens.
+
+    Ids may have holes (in files from elsewhere). Instances are immutable and may be pickled.
+
+    Raises:
+        ValueError: the parts contradict each other; the message names the token.
+    """
+
+    def __init__(
+        self,
+        vocab: Mapping[bytes, int],
+        merges: Iterable[tuple[bytes, bytes]],
+        special_tokens: Mapping[str, int],
+        pattern: str,
+        normalization: Normalization = None,
+        mask_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+    ) -> None:
+        if normalization not in (None, "NFC"):
+            raise ValueError(f"normalization {normalization!r} is unknown: use 'NFC' or None")
+        self._vocab = dict(vocab)
+        self._merges = tuple(merges)
+        self._special = dict(special_tokens)
+        self.pattern = pattern
+        self.normalization: Normalization = normalization
+        self.mask_token, self.eos_token, self.pad_token = mask_token, eos_token, pad_token
+        self.ignore_merges = False
+        self.visible_tokens: frozenset[str] = frozenset()
+        self._check()
+        self._bytes_of = {token_id: token for token, token_id in self._vocab.items()}
+        self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
+        self._ranks, self._products = self._rank_merges()
+        self._byte_ids = [self._vocab.get(bytes([byte]), -1) for byte in range(256)]
+        self._fingerprint: str | None = None
+        self._prepare()
+
+    def adapted(self, *, ignore_merges: bool = False, visible_tokens: Iterable[str] = ()) -> "Tokenizer":
+        """A copy with habits of files from elsewhere.
+
+        `ignore_merges`: a word that is itself a token becomes that token, whatever the merges say (Llama 3).
+        `visible_tokens`: special tokens that `decode(skip_special=True)` keeps, as Hugging Face does with added
+        tokens that are not marked special, such as Qwen3's `<think>`.
+
+        Raises:
+            ValueError: a visible token is not among the special tokens.
+        """
+        other = copy.copy(self)  # through __getstate__: nothing that changes is shared
+        other.ignore_merges = ignore_merges
+        other.visible_tokens = frozenset(visible_tokens)
+        for text in other.visible_tokens - self._special.keys():
+            raise ValueError(f"visible_tokens: {text!r} is not among the special tokens {sorted(self._special)}")
+        other._fingerprint = None
+        other._prepare()
+        return other
+
+    def __repr__(self) -> str:
+        return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self._special)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        derived = ("_cache", "_split", "_special_regex", "_hidden_ids", "_lengths")
+        return {key: value for key, value in self.__dict__.items() if key not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    @property
+    def vocab(self) -> Mapping[bytes, int]:
+        """Ordinary tokens to ids; special tokens are not among them."""
+        return MappingProxyType(self._vocab)
+
+    @property
+    def merges(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Pairs of tokens, best first."""
+        return self._merges
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Special tokens' text to ids."""
+        return MappingProxyType(self._special)
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1, special tokens included."""
+        return len(self._lengths)
+
+    @property
+    def mask_token_id(self) -> int | None:
+        return None if self.mask_token is None else self._special[self.mask_token]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self._special[self.eos_token]
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return None if self.pad_token is None else self._special[self.pad_token]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of everything that decides ids and text, however it is stored."""
+        if self._fingerprint is None:
+            contents = [
+                sorted((token_id, bytes_to_chars(token)) for token, token_id in self._vocab.items()),
+                [(bytes_to_chars(a), bytes_to_chars(b)) for a, b in self._merges],
+                sorted(self._special.items()),
+                [pattern_regex(self.pattern), self.normalization, self.ignore_merges, sorted(self.visible_tokens)],
+                [self.mask_token, self.eos_token, self.pad_token],
+            ]
+            self._fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+        return self._fingerprint
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        A special token written in the text is ordinary text, unless `allow_special`: then it becomes its id, the
+        longest one first, looked for before normalization (as Hugging Face does).
+
+        Raises:
+            ValueError: the text contains a lone surrogate, which has no UTF-8 form.
+        """
+        if not allow_special or self._special_regex is None:
+            return self._encode_ordinary(text)
+        ids: list[int] = []
+        end = 0
+        for match in self._special_regex.finditer(text):
+            ids += self._encode_ordinary(text[end : match.start()])
+            ids.append(self._special[match.group()])
+            end = match.end()
+        return ids + self._encode_ordinary(text[end:])
+
+    def encode_batch(self, texts: Iterable[str], *, allow_special: bool = False) -> list[list[int]]:
+        """`encode` of each text."""
+        return [self.encode(text, allow_special=allow_special) for text in texts]
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """Text of ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
+        if skip_special:
+            ids = [token_id for token_id in ids if token_id not in self._hidden_ids]
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Bytes of ids; a special token gives its text in UTF-8.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
+        try:
+            return b"".join(map(self._bytes_of.__getitem__, ids))
+        except KeyError as error:
+            raise self._unknown_id(error.args[0]) from None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one id, as in `decode_bytes`."""
+        try:
+            return self._bytes_of[token_id]
+        except KeyError:
+            raise self._unknown_id(token_id) from None
+
+    @property
+    def hidden_ids(self) -> frozenset[int]:
+        """Ids that `decode(skip_special=True)` leaves out."""
+        return self._hidden_ids
+
+    def num_bytes(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> int:
+        """Bytes of text behind ids; special tokens count 0.
+
+        Raises:
+            ValueError: an id is outside 0..vocab_size-1.
+        """
+        id_array = np.asarray(ids, dtype=np.int64)
+        if id_array.size and not 0 <= int(id_array.min()) <= int(id_array.max()) < self.vocab_size:
+            raise self._unknown_id(int(id_array.min()) if int(id_array.min()) < 0 else int(id_array.max()))
+        return int(self._lengths[id_array].sum())
+
+    def byte_lengths(self) -> npt.NDArray[np.int64]:
+        """[vocab_size] bytes of text of each id: 0 for special tokens and holes. Read-only."""
+        return self._lengths
+
+    def _unknown_id(self, token_id: int) -> ValueError:
+        return ValueError(
+            f"token id {token_id} is not in the vocabulary (ids 0..{self.vocab_size - 1}); wrong tokenizer?"
+        )
+
+    def _check(self) -> None:
+        missing = [b for b in range(256) if b not in _NEVER_IN_UTF8 and bytes([b]) not in self._vocab]
+        if missing:
+            raise ValueError(f"vocab lacks {len(missing)} single-byte tokens, first byte {missing[0]:#04x}: add them")
+        if "" in self._special or b"" in self._vocab:
+            raise ValueError("the empty token '' is not allowed: remove it from vocab and special_tokens")
+        owners: dict[int, str] = {}
+        named = [(bytes_to_chars(token), token_id) for token, token_id in self._vocab.items()]
+        for text, token_id in chain(named, self._special.items()):
+            if token_id < 0:
+                raise ValueError(f"token {text!r} has the id {token_id}: ids start at 0")
+            if token_id in owners:
+                raise ValueError(f"id {token_id} belongs to two tokens, {owners[token_id]!r} and {text!r}")
+            owners[token_id] = text
+        # Both kinds share one name space in Hugging Face's files.
+        for text in self._special.keys() & {name for name, _ in named}:
+            raise ValueError(f"special token {text!r} is spelled like an ordinary token: rename it")
+        for role in ("mask_token", "eos_token", "pad_token"):
+            text = getattr(self, role)
+            if text is not None and text not in self._special:
+                raise ValueError(f"{role} {text!r} is not among the special tokens {sorted(self._special)}")
+
+    def _rank_merges(self) -> tuple[dict[tuple[int, int], int], list[int]]:
+        """Rank of each pair of ids, and the id that the merge of each rank produces."""
+        ranks: dict[tuple[int, int], int] = {}
+        products: list[int] = []
+        vocab = self._vocab
+        for rank, (left, right) in enumerate(self._merges):
+            try:
+                ranks[vocab[left], vocab[right]] = rank
+                products.append(vocab[left + right])
+            except KeyError as error:
+                raise ValueError(
+                    f"merge {rank} ({bytes_to_chars(left)!r}, {bytes_to_chars(right)!r}) needs the token "
+                    f"{bytes_to_chars(error.args[0])!r}, which vocab lacks"
+                ) from None
+        return ranks, products
+
+    def _prepare(self) -> None:
+        """(Re)build what is derived and not pickled."""
+        self._split = make_splitter(self.pattern)
+        self._cache = _WordCache(self._encode_word)
+        # Alternatives are tried in order: longest first makes the match the longest.
+        alternatives = sorted(self._special, key=len, reverse=True)
+        self._special_regex = re.compile("|".join(map(re.escape, alternatives))) if alternatives else None
+        hidden = self._special.keys() - self.visible_tokens
+        self._hidden_ids = frozenset(self._special[text] for text in hidden)
+        self._lengths = np.zeros(max(self._bytes_of) + 1, dtype=np.int64)
+        for token, token_id in self._vocab.items():
+            self._lengths[token_id] = len(token)
+        self._lengths.flags.writeable = False
+
+    def _encode_ordinary(self, text: str) -> list[int]:
+        if self.normalization is not None:
+            text = unicodedata.normalize(self.normalization, text)
+        try:
+            return list(chain.from_iterable(map(self._cache.__getitem__, self._split(text))))
+        except UnicodeEncodeError:
+            raise surrogate_error(text) from None
+
+    def _encode_word(self, word: str) -> tuple[int, ...]:
+        data = word.encode()
+        if self.ignore_merges and data in self._vocab:
+            return (self._vocab[data],)
+        byte_ids = self._byte_ids
+        ids = [byte_ids[byte] for byte in data]
+        return self._merge_long(ids) if len(ids) > _LONG_WORD else self._merge_short(ids)
+
+    def _merge_short(self, ids: list[int]) -> tuple[int, ...]:
+        """Merge the best pair, leftmost first, until none is left. Quadratic, with a small constant."""
+        rank_of = self._ranks.get
+        ranks = [rank_of(pair, _NO_RANK) for pair in pairwise(ids)]
+        while ranks:
+            best = min(ranks)
+            if best == _NO_RANK:
+                break
+            i = ranks.index(best)
+            ids[i : i + 2] = [self._products[best]]
+            del ranks[i]
+            if i:
+                ranks[i - 1] = rank_of((ids[i - 1], ids[i]), _NO_RANK)
+            if i < len(ranks):
+                ranks[i] = rank_of((ids[i], ids[i + 1]), _NO_RANK)
+        return tuple(ids)
+
+    def _merge_long(self, ids: list[int]) -> tuple[int, ...]:
+        """The same result through a heap of (rank, position) over a linked list: n log n."""
+        ranks, end = self._ranks, len(ids)
+        following = list(range(1, end + 1))
+        previous = list(range(-1, end - 1))
+        heap = [(ranks[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in ranks]
+        heapq.heapify(heap)
+        while heap:
+            rank, i = heapq.heappop(heap)
+            j = following[i]
+            # Entries are not removed when a neighbour changes; a dead position has the id -1, which no pair has.
+            if j == end or ranks.get((ids[i], ids[j])) != rank:
+                continue
+            ids[i], ids[j] = self._products[rank], -1
+            k = following[i] = following[j]
+            if k != end:
+                previous[k] = i
+                if (ids[i], ids[k]) in ranks:
+                    heapq.heappush(heap, (ranks[ids[i], ids[k]], i))
+            h = previous[i]
+            if h >= 0 and (ids[h], ids[i]) in ranks:
+                heapq.heappush(heap, (ranks[ids[h], ids[i]], h))
+        return tuple(token_id for token_id in ids if token_id >= 0)
+
+
+class IncrementalDecoder:
+    """Text of a stream of ids, piece by piece; no piece splits a UTF-8 character.
+
+    The pieces' concatenation is `tokenizer.decode` of all ids. After `finish` it starts anew.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.hidden_ids if skip_special else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that this id completes, perhaps none.
+
+        Raises:
+            ValueError: the id is not in the vocabulary.
+        """
+        data = self._tokenizer.token_bytes(token_id)
+        return "" if token_id in self._hidden else self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """U+FFFD for an unfinished character, or nothing."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+def surrogate_error(text: str) -> ValueError:
+    """The error for a text that has no UTF-8 form; it names the first offender."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        offender = f"a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start})"
+        return ValueError(f"text contains {offender}, which UTF-8 cannot express: read the source as UTF-8")
+    raise AssertionError("text is valid Unicode")

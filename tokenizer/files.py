@@ -1,0 +1,165 @@
+"""Tokenizer files: our own (vocab.json, merges.txt, special_tokens.json) and Hugging Face's (tokenizer.json)."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizer.bpe import Tokenizer
+from tokenizer.byte_alphabet import bytes_to_chars
+from tokenizer.huggingface import (
+    contents_of_slow_tokenizer,
+    from_huggingface,
+    read_id,
+    read_merge,
+    read_token,
+    to_huggingface,
+    to_huggingface_config,
+)
+
+VOCAB_FILE = "vocab.json"
+MERGES_FILE = "merges.txt"
+SPECIAL_FILE = "special_tokens.json"
+HUGGINGFACE_FILE = "tokenizer.json"
+HUGGINGFACE_CONFIG_FILE = "tokenizer_config.json"
+
+_Token = TypeVar("_Token", bytes, str)
+
+_MERGES_HEADER = "#version: 0.2"
+_ROLES = ("mask_token", "eos_token", "pad_token")
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> None:
+    """Write a tokenizer in both forms; each file is written aside and renamed, an existing one is replaced."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {bytes_to_chars(token): token_id for token, token_id in _by_id(tokenizer.vocab)}
+    merges = [f"{bytes_to_chars(left)} {bytes_to_chars(right)}" for left, right in tokenizer.merges]
+    own = {
+        "special_tokens": dict(_by_id(tokenizer.special_tokens)),
+        **{role: getattr(tokenizer, role) for role in _ROLES},
+        "pattern": tokenizer.pattern,
+        "normalization": tokenizer.normalization,
+        "ignore_merges": tokenizer.ignore_merges,
+        "visible_tokens": sorted(tokenizer.visible_tokens),
+        "fingerprint": tokenizer.fingerprint,
+    }
+    _write(folder / VOCAB_FILE, json.dumps(vocab, ensure_ascii=False))
+    _write(folder / MERGES_FILE, "\n".join([_MERGES_HEADER, *merges]) + "\n")
+    _write(folder / SPECIAL_FILE, json.dumps(own, ensure_ascii=False, indent=2) + "\n")
+    _write(folder / HUGGINGFACE_FILE, json.dumps(to_huggingface(tokenizer), ensure_ascii=False, indent=1) + "\n")
+    _write(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(to_huggingface_config(tokenizer), indent=2) + "\n")
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
+    """Load a tokenizer from a directory: our own files if special_tokens.json is there, else tokenizer.json.
+
+    Without either, vocab.json and merges.txt do if tokenizer_config.json names a class whose pattern is known.
+
+    Raises:
+        ValueError: a file is missing or corrupt, or asks for something unsupported; the message names file and key.
+    """
+    folder = Path(directory)
+    if (folder / SPECIAL_FILE).is_file():
+        return _load_own(folder)
+    config_path = folder / HUGGINGFACE_CONFIG_FILE
+    config = _read_json(config_path) if config_path.is_file() else {}
+    path = folder / HUGGINGFACE_FILE
+    if path.is_file():
+        contents = _read_json(path)
+    elif config and (folder / VOCAB_FILE).is_file():
+        path = folder
+        merges = _lines_of_merges(_read(folder / MERGES_FILE))
+        with _named(config_path):
+            contents = contents_of_slow_tokenizer(_read_json(folder / VOCAB_FILE), merges, config)
+    else:
+        raise ValueError(
+            f"{folder}: holds no tokenizer; expected {VOCAB_FILE}, {MERGES_FILE} and {SPECIAL_FILE}, "
+            f"or {HUGGINGFACE_FILE}"
+        )
+    with _named(path):
+        return from_huggingface(contents, config)
+
+
+def _load_own(folder: Path) -> Tokenizer:
+    special_path, vocab_path, merges_path = folder / SPECIAL_FILE, folder / VOCAB_FILE, folder / MERGES_FILE
+    own, vocab, merge_lines = _read_json(special_path), _read_json(vocab_path), _lines_of_merges(_read(merges_path))
+    with _named(vocab_path):
+        token_ids = {read_token(token): read_id(token, token_id) for token, token_id in vocab.items()}
+    with _named(merges_path):
+        merges = [read_merge(line) for line in merge_lines]
+    with _named(special_path):
+        special = {text: read_id(text, token_id) for text, token_id in own["special_tokens"].items()}
+        pattern = own["pattern"]
+    with _named(folder):  # from here on a fault may lie between the files
+        tokenizer = Tokenizer(
+            token_ids,
+            merges,
+            special,
+            pattern,
+            own.get("normalization"),
+            **{role: own.get(role) for role in _ROLES},
+        ).adapted(ignore_merges=own.get("ignore_merges", False), visible_tokens=own.get("visible_tokens", ()))
+        expected = own.get("fingerprint")
+        if expected is not None and expected != tokenizer.fingerprint:
+            raise ValueError(
+                f"fingerprint {expected!r} in {SPECIAL_FILE} does not fit it, {VOCAB_FILE} and {MERGES_FILE}: "
+                "they come from different tokenizers (an interrupted save?). If you edited them, remove fingerprint"
+            )
+    return tokenizer
+
+
+def _by_id(ids: Mapping[_Token, int]) -> list[tuple[_Token, int]]:
+    return sorted(ids.items(), key=lambda item: item[1])
+
+
+def _lines_of_merges(text: str) -> list[str]:
+    lines = [line.rstrip("\r") for line in text.split("\n")]
+    # Only the first line may be a comment: "#" is a token like any other.
+    first = 1 if lines[0].startswith("#version") else 0
+    return [line for line in lines[first:] if line]
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 ({error})") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    text = _read(path)
+    try:
+        contents = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: is not valid JSON ({error})") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path}: holds {type(contents).__name__}, expected a JSON object")
+    return contents
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Put the file's name before the message of a ValueError; a shape that no reader expected becomes one."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: is not as the format has it ({type(error).__name__}: {error})") from error

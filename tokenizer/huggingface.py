@@ -1,0 +1,269 @@
+"""Hugging Face's tokenizer.json and tokenizer_config.json, as far as byte-level BPE goes."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from tokenizer.bpe import Normalization, Tokenizer
+from tokenizer.byte_alphabet import bytes_to_chars, chars_to_bytes
+from tokenizer.patterns import pattern_name, pattern_regex
+
+# Looked for in this order when tokenizer_config.json names no token for a role.
+WELL_KNOWN_TOKENS: dict[str, tuple[str, ...]] = {
+    "mask_token": ("<|mask|>", "<|mdm_mask|>", "<|MASK|>", "[MASK]", "<mask>", "<MASK>"),
+    "eos_token": ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>"),
+    "pad_token": ("<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "[PAD]", "<pad>"),
+}
+
+# Pattern and normalization of the classes that need no tokenizer.json.
+_SLOW_CLASSES: dict[str, tuple[str, Normalization]] = {
+    "Qwen2Tokenizer": ("qwen", "NFC"),
+    "DreamTokenizer": ("qwen", "NFC"),
+    "GPT2Tokenizer": ("gpt2", None),
+}
+
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The contents of a tokenizer.json that gives the same ids."""
+    vocab = {bytes_to_chars(token): token_id for token, token_id in tokenizer.vocab.items()}
+    # Special tokens are listed here too: `tokenizers` ignores the ids of added tokens and takes them from the vocab.
+    vocab.update(tokenizer.special_tokens)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": token_id,
+                "content": text,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": text not in tokenizer.visible_tokens,
+            }
+            for text, token_id in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
+        ],
+        **_preparation(tokenizer.pattern, tokenizer.normalization),
+        "post_processor": None,
+        "decoder": {**_BYTE_LEVEL, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": tokenizer.ignore_merges,
+            "vocab": dict(sorted(vocab.items(), key=lambda item: item[1])),
+            "merges": [[bytes_to_chars(left), bytes_to_chars(right)] for left, right in tokenizer.merges],
+        },
+    }
+
+
+def to_huggingface_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The contents of a tokenizer_config.json with which transformers loads the tokenizer.json beside it."""
+    roles = {role: getattr(tokenizer, role) for role in WELL_KNOWN_TOKENS}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{role: token for role, token in roles.items() if token is not None},
+    }
+
+
+def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> Tokenizer:
+    """A tokenizer from the contents of tokenizer.json and tokenizer_config.json (which may be empty).
+
+    Added tokens become special tokens, wherever they are declared. What only frames the ids (`post_processor`,
+    truncation, padding) is ignored, as `encode` adds nothing.
+
+    Raises:
+        ValueError: something is unsupported or not as the format has it; the message names the key.
+    """
+    model = _table(contents, "model")
+    _check_model(model)
+    special, visible = _added_tokens(contents, config)
+    listed = _table(model, "vocab")
+    for role in WELL_KNOWN_TOKENS:
+        named = _named_in_config(role, config)
+        if named in listed:  # transformers makes it special too, declared as an added token or not
+            special.setdefault(named, read_id(named, listed[named]))
+    for text in special.keys() & listed.keys():
+        if special[text] != listed[text]:
+            raise ValueError(f"added token {text!r} has the id {special[text]}, but {listed[text]!r} in model.vocab")
+    vocab = {read_token(text): read_id(text, token_id) for text, token_id in listed.items() if text not in special}
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        raise ValueError("model.merges is not a list: expected pairs of tokens")
+    roles = {role: _role(role, special, config) for role in WELL_KNOWN_TOKENS}
+    return Tokenizer(
+        vocab=vocab,
+        merges=[read_merge(merge) for merge in merges],
+        special_tokens=special,
+        pattern=_pattern(contents.get("pre_tokenizer")),
+        normalization=_normalization(contents.get("normalizer")),
+        **roles,
+    ).adapted(ignore_merges=bool(model.get("ignore_merges")), visible_tokens=visible)
+
+
+def contents_of_slow_tokenizer(
+    vocab: Mapping[str, Any], merges: list[str], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What tokenizer.json would hold, for a directory with only vocab.json, merges.txt and tokenizer_config.json.
+
+    Such directories (Dream's, GPT-2's first) leave the pattern and the normalization to the class.
+
+    Raises:
+        ValueError: the class is not known.
+    """
+    name = str(config.get("tokenizer_class"))
+    family = _SLOW_CLASSES.get(name.removesuffix("Fast"))
+    if family is None:
+        raise ValueError(
+            f"tokenizer_class {name!r} of tokenizer_config.json is unsupported without a tokenizer.json: "
+            f"only {', '.join(_SLOW_CLASSES)} are; save the tokenizer with its fast class first"
+        )
+    return {**_preparation(*family), "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+
+
+def read_token(text: str) -> bytes:
+    """A token's bytes from its spelling in GPT-2's alphabet.
+
+    Raises:
+        ValueError: the spelling uses another character.
+    """
+    try:
+        return chars_to_bytes(text)
+    except KeyError as error:
+        raise ValueError(
+            f"token {text!r} contains {error.args[0]!r}, no character of the byte-level alphabet: "
+            "only byte-level BPE is supported"
+        ) from None
+
+
+def read_id(text: str, token_id: object) -> int:
+    """The id, if it is an integer.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(token_id, int) or isinstance(token_id, bool):
+        raise ValueError(f"token {text!r} has the id {token_id!r}: expected an integer")
+    return token_id
+
+
+def read_merge(merge: object) -> tuple[bytes, bytes]:
+    """A merge from `"a b"` or `["a", "b"]`.
+
+    Raises:
+        ValueError: it is neither, or not in the byte-level alphabet.
+    """
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) and part for part in parts):
+        raise ValueError(f"merge {merge!r} is not a pair of tokens")
+    return read_token(parts[0]), read_token(parts[1])
+
+
+def _preparation(pattern: str, normalization: Normalization) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern_regex(pattern)}, "behavior": "Isolated", "invert": False}
+    return {
+        "normalizer": None if normalization is None else {"type": normalization},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL]},
+    }
+
+
+def _table(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
+    table = parent.get(key)
+    if not isinstance(table, dict):
+        raise ValueError(f"{key} is missing or no table: is this a complete tokenizer.json?")
+    return cast(dict[str, Any], table)
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    kind = model.get("type", "BPE")  # files of early versions leave it out
+    if kind != "BPE":
+        raise ValueError(f"model.type {kind!r} is unsupported: only byte-level BPE is")
+    for key in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise ValueError(f"model.{key} = {model[key]!r} is unsupported: only byte-level BPE without it is")
+
+
+def _added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """Added tokens' text to id, and those of them that are not marked special.
+
+    transformers also adds the tokens that tokenizer_config.json lists under added_tokens_decoder; so does this.
+    """
+    listed = [*(contents.get("added_tokens") or [])]
+    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+        listed.append({**token, "id": int(token_id)})
+    ids: dict[str, int] = {}
+    visible: list[str] = []
+    for token in listed:
+        text = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f"added_tokens: {token!r} has no content")
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if token.get(flag):
+                raise ValueError(f"added_tokens: {flag} = true of {text!r} is unsupported: set it to false")
+        token_id = read_id(text, token.get("id"))
+        if ids.setdefault(text, token_id) != token_id:
+            raise ValueError(
+                f"added token {text!r} has the id {ids[text]} in tokenizer.json and {token_id} in "
+                "added_tokens_decoder of tokenizer_config.json: make them agree"
+            )
+        if not token.get("special", True):
+            visible.append(text)
+    return ids, visible
+
+
+def _normalization(normalizer: Any) -> Normalization:
+    if normalizer is None:
+        return None
+    steps = normalizer.get("normalizers", [normalizer])
+    kinds = [step.get("type") for step in steps]
+    if kinds not in ([], ["NFC"]):
+        raise ValueError(f"normalizer {kinds} is unsupported: only NFC, or none, is")
+    return "NFC" if kinds else None
+
+
+def _pattern(pre_tokenizer: Any) -> str:
+    """The one regular expression that the pre-tokenizer cuts by."""
+    if pre_tokenizer is None:
+        raise ValueError("pre_tokenizer is null: only ByteLevel, or Split and ByteLevel, is supported")
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [step.get("type") for step in steps]
+    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        raise ValueError(f"pre_tokenizer {kinds} is unsupported: only ByteLevel, or Split and ByteLevel, is")
+    byte_level = steps[-1]
+    uses_regex = byte_level.get("use_regex", True)
+    if byte_level.get("add_prefix_space", True):
+        raise ValueError("pre_tokenizer: add_prefix_space = true of ByteLevel is unsupported: only false is")
+    if uses_regex == (len(steps) == 2):
+        raise ValueError(f"pre_tokenizer {kinds} with use_regex = {uses_regex} is unsupported: exactly one may split")
+    if len(steps) == 1:
+        return "gpt2"
+    split = steps[0]
+    expression = split.get("pattern", {}).get("Regex")
+    if str(split.get("behavior")).lower() != "isolated" or split.get("invert") or not isinstance(expression, str):
+        raise ValueError(f"pre_tokenizer {split!r} is unsupported: only Split by a Regex, Isolated, not inverted, is")
+    return pattern_name(expression)
+
+
+def _named_in_config(role: str, config: Mapping[str, Any]) -> str | None:
+    named = config.get(role)
+    if isinstance(named, dict):
+        named = named.get("content")
+    return None if named is None else str(named)
+
+
+def _role(role: str, special: Iterable[str], config: Mapping[str, Any]) -> str | None:
+    named = _named_in_config(role, config)
+    if named is None:
+        return next((text for text in WELL_KNOWN_TOKENS[role] if text in special), None)
+    if named not in special:
+        raise ValueError(
+            f"{role} {named!r} of tokenizer_config.json is not among the added tokens: add it there, or correct it"
+        )
+    return named

@@ -1,0 +1,68 @@
+"""Pre-tokenisation: the regular expressions that cut text into the words within which BPE merges."""
+
+from collections.abc import Callable
+
+import regex  # type: ignore[import-untyped, unused-ignore]
+
+_CASELESS_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+# Each is spelled exactly as the family's tokenizer.json spells it, so that a loaded file is recognised by name.
+PATTERNS: dict[str, str] = {
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "gpt4": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+        r"|\s*[\r\n]|\s+(?!\S)|\s+"
+    ),
+    "qwen": _CASELESS_SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST,
+    "llama3": _CASELESS_SUFFIXES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST,
+}
+
+Splitter = Callable[[str], list[str]]
+
+
+def pattern_name(expression: str) -> str:
+    """The name in PATTERNS of a regular expression, or the expression itself if it has none."""
+    return next((name for name, known in PATTERNS.items() if known == expression), expression)
+
+
+def pattern_regex(pattern: str) -> str:
+    """The regular expression behind a name in PATTERNS; anything else is taken as an expression already."""
+    return PATTERNS.get(pattern, pattern)
+
+
+def make_splitter(pattern: str) -> Splitter:
+    """A function that cuts text into words whose concatenation is the text.
+
+    `pattern` is a name in PATTERNS or a regular expression. Text between two matches is a word of its own, as in
+    Hugging Face's `Split(behavior="isolated")`; `^` and `$` match at line ends, as they do there (Oniguruma).
+
+    Raises:
+        ValueError: the expression does not compile, or looks like a misspelt name.
+    """
+    if pattern not in PATTERNS and (not pattern or regex.fullmatch(r"[\w.-]+", pattern)):
+        raise ValueError(f"pattern {pattern!r} is unknown: use one of {', '.join(PATTERNS)}, or a regular expression")
+    try:
+        compiled = regex.compile(pattern_regex(pattern), regex.MULTILINE)
+    except regex.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a valid regular expression: {error}") from error
+
+    def with_gaps(text: str) -> list[str]:
+        words: list[str] = []
+        end = 0
+        for match in compiled.finditer(text):
+            words.append(text[end : match.start()])
+            words.append(match.group())
+            end = match.end()
+        words.append(text[end:])
+        return [word for word in words if word]
+
+    if compiled.groups:
+        return with_gaps  # findall would return the groups
+    find_all = compiled.findall
+
+    def split(text: str) -> list[str]:
+        words: list[str] = find_all(text)
+        return words if sum(map(len, words)) == len(text) and all(words) else with_gaps(text)
+
+    return split

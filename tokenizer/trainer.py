@@ -1,0 +1,230 @@
+"""Training of a byte-level BPE: the same merges as `tokenizers`' BpeTrainer, with incremental pair counts."""
+
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+
+from tokenizer.bpe import Tokenizer, surrogate_error
+from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars
+from tokenizer.patterns import Splitter, make_splitter
+
+_CHUNK_CHARACTERS = 1 << 20
+_MAX_VOCAB_SIZE = 0x110000
+_ID_OF_BYTE = bytes(sorted(range(256), key=BYTE_ORDER.__getitem__))
+
+
+def train_bpe(
+    texts: Iterable[str],
+    *,
+    vocab_size: int,
+    special_tokens: Sequence[str] = ("<|endoftext|>", "<|mask|>"),
+    pattern: str = "qwen",
+    mask_token: str | None = "<|mask|>",
+    eos_token: str | None = "<|endoftext|>",
+    num_workers: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Tokenizer:
+    """Train a tokenizer on a stream of texts.
+
+    Ids: the 256 bytes (in the order of GPT-2's alphabet), the learned tokens, the special tokens. The corpus may be
+    too small for `vocab_size`: the result is then smaller, compare its `vocab_size`. Special tokens written in a text
+    are ordinary text here too.
+
+    Args:
+        texts: consumed once; words never span two texts.
+        vocab_size: ids in total, bytes and special tokens included.
+        pattern: a name in `PATTERNS` or a regular expression.
+        num_workers: processes that cut texts into words. More than one needs an importable `__main__` (they are
+            spawned); the result does not depend on it.
+        on_progress: called with (tokens learned, tokens wanted) after each.
+
+    Raises:
+        ValueError: an argument makes no sense, the corpus is empty, or a text contains a lone surrogate.
+    """
+    _check_arguments(texts, vocab_size, special_tokens, num_workers)
+    for role, token in (("mask_token", mask_token), ("eos_token", eos_token)):
+        if token is not None and token not in special_tokens:
+            raise ValueError(
+                f"{role} {token!r} is not among special_tokens {list(special_tokens)}: add it, or pass None"
+            )
+    word_counts = _count_words_in_chunks(texts, pattern, num_workers)
+    if not word_counts:
+        raise ValueError("the training corpus is empty: texts yielded no characters")
+    num_wanted = vocab_size - len(special_tokens) - 256
+    tokens, merges = _learn(word_counts, num_wanted, frozenset(special_tokens), on_progress)
+    return Tokenizer(
+        vocab={token: token_id for token_id, token in enumerate(tokens)},
+        merges=merges,
+        special_tokens={token: len(tokens) + i for i, token in enumerate(special_tokens)},
+        pattern=pattern,
+        mask_token=mask_token,
+        eos_token=eos_token,
+    )
+
+
+def _check_arguments(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], num_workers: int) -> None:
+    if isinstance(texts, str):
+        raise ValueError("texts is one string: pass a list or a generator of texts")
+    if isinstance(special_tokens, str) or len(set(special_tokens)) < len(special_tokens):
+        raise ValueError(f"special_tokens {special_tokens!r}: pass a list of distinct strings")
+    byte_spellings = {bytes_to_chars(bytes([byte])) for byte in BYTE_ORDER}
+    for token in special_tokens:
+        if not token or token in byte_spellings:
+            raise ValueError(f"special_tokens: {token!r} is empty or spelled like a byte token: use a longer one")
+    least = 256 + len(special_tokens)
+    if not least <= vocab_size <= _MAX_VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size {vocab_size} is out of range: at least {least} (256 bytes and {len(special_tokens)} special "
+            f"tokens), at most {_MAX_VOCAB_SIZE}"
+        )
+    if num_workers < 1:
+        raise ValueError(f"num_workers {num_workers} is out of range: use 1 or more")
+
+
+def _count_words_in_chunks(texts: Iterable[str], pattern: str, num_workers: int) -> Counter[str]:
+    split = make_splitter(pattern)
+    if num_workers == 1:
+        return _count_words(texts, split)
+    total: Counter[str] = Counter()
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+        pending: deque[Future[Counter[str]]] = deque()
+        for chunk in _chunks(texts):
+            if len(pending) > 2 * num_workers:  # bounds memory when reading is faster than counting
+                total.update(pending.popleft().result())
+            pending.append(pool.submit(_count_words_by_pattern, chunk, pattern))
+        for future in pending:
+            total.update(future.result())
+    return total
+
+
+def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
+    chunk: list[str] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text)
+        if size >= _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _count_words_by_pattern(texts: list[str], pattern: str) -> Counter[str]:
+    return _count_words(texts, make_splitter(pattern))
+
+
+def _count_words(texts: Iterable[str], split: Splitter) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(split(text))
+    return counts
+
+
+def _learn(
+    word_counts: Mapping[str, int],
+    num_wanted: int,
+    reserved: frozenset[str],
+    on_progress: Callable[[int, int], None] | None,
+) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+    """Tokens in the order of their ids, and merges in the order of their ranks.
+
+    Here a token is the character chr(id), a word is a string of them and a pair is a string of two: so replacing a
+    pair is `str.replace`, and the order of strings is the order of pairs of ids, which decides between equal counts.
+    `reserved` spellings (special tokens) are never learned.
+    """
+    words = [_word_of_byte_ids(word) for word in word_counts]
+    counts = list(word_counts.values())
+    pair_counts, where = _count_pairs(words, counts)
+    heap = [(-count, pair) for pair, count in pair_counts.items()]
+    heapq.heapify(heap)
+    tokens = [bytes([byte]) for byte in BYTE_ORDER]
+    merges: list[tuple[bytes, bytes]] = []
+    while len(merges) < num_wanted and heap:
+        negative_count, pair = heapq.heappop(heap)
+        count = pair_counts[pair]
+        if count != -negative_count:  # it fell after the push; a pair gains words only in the step that makes it
+            if count > 0:
+                heapq.heappush(heap, (-count, pair))
+            continue
+        left, right = (tokens[ord(char)] for char in pair)
+        if bytes_to_chars(left + right) in reserved:
+            continue
+        # This token is new. Merges apply everywhere and in one order, so as long as no token crosses the ends of a
+        # stretch of bytes, the stretch goes through the same merges wherever it stands: it has one derivation.
+        merges.append((left, right))
+        tokens.append(left + right)
+        grown = _replace_pair(words, counts, where.pop(pair), pair, chr(len(tokens) - 1), pair_counts, where)
+        for other in grown:
+            if pair_counts[other] > 0:
+                heapq.heappush(heap, (-pair_counts[other], other))
+        if on_progress is not None:
+            on_progress(len(merges), num_wanted)
+    return tokens, merges
+
+
+def _word_of_byte_ids(word: str) -> str:
+    try:
+        return word.encode().translate(_ID_OF_BYTE).decode("latin-1")
+    except UnicodeEncodeError:
+        raise surrogate_error(word) from None
+
+
+def _count_pairs(words: list[str], counts: list[int]) -> tuple[defaultdict[str, int], defaultdict[str, list[int]]]:
+    """Count of each pair, and the words it is in (an index may repeat)."""
+    pair_counts: defaultdict[str, int] = defaultdict(int)
+    where: defaultdict[str, list[int]] = defaultdict(list)
+    for index, (word, count) in enumerate(zip(words, counts, strict=True)):
+        for i in range(len(word) - 1):
+            pair = word[i : i + 2]
+            pair_counts[pair] += count
+            indices = where[pair]
+            if not indices or indices[-1] != index:
+                indices.append(index)
+    return pair_counts, where
+
+
+def _replace_pair(
+    words: list[str],
+    counts: list[int],
+    indices: list[int],
+    pair: str,
+    token: str,
+    pair_counts: defaultdict[str, int],
+    where: defaultdict[str, list[int]],
+) -> set[str]:
+    """Replace `pair` by `token` in the words at `indices`, and correct the counts of the pairs beside it.
+
+    The count of `pair` itself is left as it is: the pair never comes back. Returns the pairs that some word gained.
+    """
+    grown: set[str] = set()
+    first, second = pair[0], pair[1]
+    for index in indices:
+        word, count = words[index], counts[index]
+        start = word.find(pair)
+        if start < 0:  # another merge, or a repeated index, got here first
+            continue
+        gained: list[str] = []
+        previous_end = 0
+        while start >= 0:
+            if start > 0:
+                # An occurrence that ended right here is the new token by now.
+                before = token if start == previous_end else word[start - 1]
+                pair_counts[before + first] -= count
+                gained.append(before + token)
+            previous_end = start + 2
+            if previous_end < len(word):
+                after = word[previous_end]
+                pair_counts[second + after] -= count
+                gained.append(token + after)
+            start = word.find(pair, previous_end)
+        for new_pair in gained:
+            pair_counts[new_pair] += count
+            holders = where[new_pair]
+            if not holders or holders[-1] != index:
+                holders.append(index)
+        grown.update(gained)
+        words[index] = word.replace(pair, token)
+    return grown
