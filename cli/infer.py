@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -59,9 +59,6 @@ def _missing(config: InferConfig) -> str | None:
     if not config.input.prompts and not config.input.infills:
         return 'nothing to do: add --prompt "TEXT" or --infill "TEXT with [MASK:4] holes"'
     return None
-
-
-# The command line
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
@@ -129,9 +126,6 @@ def _toml_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-# The run
-
-
 @dataclass(frozen=True)
 class _Batch:
     """Requests that are decoded together."""
@@ -192,9 +186,6 @@ def _batches(config: InferConfig, tokenizer: Tokenizer, model: Transformer) -> I
     if canvases:
         is_new = [[token == mask for token in ids] for ids in canvases]
         yield _Batch("infill", config.input.infills, canvases, is_new, list(range(seed, seed + len(canvases))))
-
-
-# What is printed
 
 
 def _print(
@@ -305,15 +296,11 @@ def wrapped(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
             if char != "\n":
                 rows[-1].append((char, new))
                 column += wide
-    return ["".join(_run_of(new, [char for char, _ in run]) for new, run in _runs(row)) for row in rows]
+    return ["".join(_colored(run, new) for new, run in groupby(row, key=lambda item: item[1])) for row in rows]
 
 
-def _runs(row: list[tuple[str, bool]]) -> Iterator[tuple[bool, Iterator[tuple[str, bool]]]]:
-    return groupby(row, key=lambda item: item[1])
-
-
-def _run_of(new: bool, chars: list[str]) -> str:
-    text = "".join(chars)
+def _colored(run: Iterable[tuple[str, bool]], new: bool) -> str:
+    text = "".join(char for char, _ in run)
     return text if new or "NO_COLOR" in os.environ else f"{DIM}{text}{PLAIN}"
 
 

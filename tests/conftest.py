@@ -63,7 +63,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def make_config() -> MakeConfig:
-    """``make_config(**overrides)``: a ModelConfig of two small layers with grouped queries and no default value kept."""
+    """``make_config(**overrides)``: two small layers with grouped queries, and values that are no defaults."""
 
     def make(**overrides: Any) -> ModelConfig:
         values: dict[str, Any] = {

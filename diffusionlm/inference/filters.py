@@ -35,8 +35,11 @@ def keep_top_p(logits_RV: Tensor, top_p: float) -> Tensor:
 
 
 def filter_logits(logits_RV: Tensor, *, temperature: float, top_k: int | None, top_p: float) -> Tensor:
-    """Temperature, then top-k, then top-p of what is left (Hugging Face's order). Temperature 0 counts as 1 here."""
-    if temperature > 0.0:
+    """Temperature, then top-k, then top-p of what is left (Hugging Face's order). Temperature 0 counts as 1 here.
+
+    The logits themselves come back where nothing is to be done.
+    """
+    if temperature not in (0.0, 1.0):
         logits_RV = divide_by_temperature(logits_RV, temperature)
     if top_k is not None:
         logits_RV = keep_top_k(logits_RV, top_k)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ TOKEN, ORDER = 3, 4
 
 CHUNK_BYTES = 64 << 20
 """Budget for one [rows, V] array of fp64 probabilities."""
+
+DECIMALS_OF_EQUALS = 5
+"""Confidences of positions that are alike differ by rounding in the model, less than this."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,12 @@ class _Request:
     def settle(self, proposal: _Proposal, policy: Policy, stop_ids: frozenset[int]) -> None:
         """Make some open positions final."""
         block = self.blocks[0]
-        chosen_M = policy.choose(proposal.confidence_M, block.quotas.pop(0))
+        confidence_M = proposal.confidence_M
+        # On a canvas of one token repeated all positions are alike, since rotary embeddings are relative. Rounding in
+        # the model, which depends on the batch, must not decide which of them comes first.
+        if (self.tokens_L == self.tokens_L[0]).all():
+            confidence_M = confidence_M.round(DECIMALS_OF_EQUALS)
+        chosen_M = policy.choose(confidence_M, block.quotas.pop(0))
         positions = self.open_positions()[chosen_M]
         self.num_forwards += 1
         self.tokens_L[positions] = proposal.tokens_M[chosen_M]
@@ -253,14 +262,15 @@ class _Reader:
         fp32 all probabilities near 1 are equal, and the order among them would be chance.
         """
         config = self.config
-        own_RV = logits_RV.double().index_fill(1, self.forbidden, float("-inf"))
+        own_RV = logits_RV.to(torch.float64, copy=True).index_fill_(1, self.forbidden, float("-inf"))
+        logprobs_RV = own_RV.log_softmax(dim=1)
+        own_probs_RV = logprobs_RV.exp()
         filtered_RV = filter_logits(own_RV, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
-        probs_RV = filtered_RV.softmax(dim=1)
+        probs_RV = own_probs_RV if filtered_RV is own_RV else filtered_RV.softmax(dim=1)
         tokens_R = choose_tokens(probs_RV, token_R)
-        if config.confidence_from == "unfiltered":
-            probs_RV = own_RV.softmax(dim=1)
-        confidence_R = self.policy.confidence(probs_RV, tokens_R, order_R)
-        logprobs_R = own_RV.log_softmax(dim=1).gather(1, tokens_R[:, None])[:, 0]
+        basis_RV = own_probs_RV if config.confidence_from == "unfiltered" else probs_RV
+        confidence_R = self.policy.confidence(basis_RV, tokens_R, order_R)
+        logprobs_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
         return torch.stack([tokens_R.double(), confidence_R, logprobs_R])
 
 
@@ -278,9 +288,11 @@ def _propose(logits_RV: Tensor, active: list[_Request], reader: _Reader) -> list
             "the model's probabilities are not finite: its weights may be damaged, or its numbers overflow in this "
             'dtype; try dtype = "float32"'
         )
-    ends = np.cumsum([len(request.open_positions()) for request in active])[:-1]
-    columns = (np.split(tokens_R.astype(np.int64), ends), np.split(confidence_R, ends), np.split(logprobs_R, ends))
-    return [_Proposal(*column) for column in zip(*columns, strict=True)]
+    ends = np.cumsum([0, *(len(request.open_positions()) for request in active)]).tolist()
+    return [
+        _Proposal(tokens_R[start:end].astype(np.int64), confidence_R[start:end], logprobs_R[start:end])
+        for start, end in pairwise(ends)
+    ]
 
 
 def _uniforms(active: list[_Request], stream: int, device: torch.device) -> Tensor:

@@ -99,7 +99,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.head_dtype = head_VD.dtype
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.mark_non_differentiable(nll_R)
-        return (nll_R * score.weights_R).sum(), nll_R
+        # A row of weight 0 may be anything: infinity times 0 would be NaN.
+        return torch.where(score.weights_R != 0, nll_R * score.weights_R, 0.0).sum(), nll_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

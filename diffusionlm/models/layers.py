@@ -50,7 +50,8 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain, scale)
-        return (wide * scale).mul_(gain).to(dtype)
+        normed: Tensor = (wide * scale).mul_(gain)
+        return normed.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:

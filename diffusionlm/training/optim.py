@@ -78,9 +78,8 @@ def build_optimizers(config: AdamW | Muon, model: Transformer) -> Optimizers:
     | embed        | embedding, untied head                        | AdamW            |
     | scalar       | norms and biases                              | AdamW            |
     """
-    names: dict[torch.Tensor, str] = {
-        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in trained.items()}
     groups: dict[str, list[nn.Parameter]] = {"hidden": [], "embed": [], "scalar": []}
     for name, parameter in trained.items():
         groups[_group_of(name, parameter)].append(parameter)

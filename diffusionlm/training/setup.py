@@ -29,11 +29,16 @@ def set_up_device(config: RunConfig) -> torch.device:
     Raises:
         ValueError: CUDA is asked for and not there.
     """
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.threads or _usable_cores())
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError('run.device = "cuda", but torch sees no CUDA device; set run.device to "cpu" or "auto"')
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
+
+
+def _usable_cores() -> int:
+    """Cores that this process may use; not every system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_precision(config: TrainingConfig, device: torch.device) -> torch.dtype:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from config.generation import GenerationConfig
 from config.train import TrainConfig
 from diffusionlm.data.loader import rows_of
 from diffusionlm.data.packing import Row
 from diffusionlm.data.sources import DocumentSource, open_source
+from diffusionlm.inference.generate import infill
+from diffusionlm.inference.text import parse_infill
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.ema import WeightAverage
 from diffusionlm.training.evaluate import Evaluation, evaluate
@@ -96,9 +99,6 @@ def show_samples(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str],
     """Fill the holes of the texts, greedily, one token a step, and log what comes out."""
     if not texts:
         return
-    from config.generation import GenerationConfig
-    from diffusionlm.inference.generate import infill
-    from diffusionlm.inference.text import parse_infill
 
     canvases = [parse_infill(text, tokenizer) for text in texts]
     for text, filled in zip(texts, infill(model, canvases, GenerationConfig()), strict=True):

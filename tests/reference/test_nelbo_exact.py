@@ -1,4 +1,4 @@
-"""Every estimate of the NELBO against enumeration of all masks (shared formulae: sum over M of CE(M) / (|M| C(L, |M|)))."""
+"""Every estimate of the NELBO against enumeration: the sum over all masks M of CE(M) / (|M| C(L, |M|))."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def test_evaluated_nelbo_is_unbiased_and_its_error_plausible(model: Transformer,
     exact = float(exact_nelbo(model, X).detach()) / L
     assert abs(values.mean() - exact) < 4 * spread / math.sqrt(len(values))
     reported = np.mean([report.standard_error for report in reports])
-    # Counts are spread over the rows, which the error per row cannot see: it may be too large, not too small.
-    assert 0.15 < spread / reported < 1.25
+    # Counts are spread over the rows, which the error per row cannot see: it may well be larger than the spread.
+    assert 0.5 < spread / reported < 1.4
     assert reports[0].num_tokens == 24 * L
     assert reports[0].nats == pytest.approx(reports[0].nats_per_token * 24 * L)
 

@@ -16,7 +16,7 @@ PATTERNS += [pattern.with_documents(DOCUMENTS) for pattern in PATTERNS]
 
 
 def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    B, L, N, H = q.shape
+    B, _, N, H = q.shape
     group = N // k.shape[2]
     out = torch.zeros_like(q)
     for b in range(B):

@@ -55,7 +55,9 @@ def test_score_equals_cross_entropy(
     ours = torch.autograd.grad(scored.loss_sum * 0.5, parameters)
     theirs = torch.autograd.grad(expected_sum * 0.5, parameters)
     for name, our, their in zip(names, ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, rtol=2e-3, atol=2e-4 * float(their.abs().max()), msg=lambda m: name + m)
+        torch.testing.assert_close(
+            our, their, rtol=2e-3, atol=2e-4 * float(their.abs().max()), msg=f"gradient of {name}"
+        )
 
 
 def test_excluded_token_has_probability_zero(tiny_model: MakeModel) -> None:

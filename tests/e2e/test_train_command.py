@@ -1,0 +1,230 @@
+"""The training command as a person runs it: fresh processes, real files, interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "cli.train", *map(str, args)]
+
+
+def run(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command(*args), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny run over a compressed and a plain file of JSON lines, with packing and both shuffles on."""
+    import gzip
+
+    folder = tmp_path_factory.mktemp("train")
+    lines = [json.dumps({"text": f"def f{i}(x):\n    return x + {i} * {i % 7}\n" * (1 + i % 5)}) for i in range(120)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:70]) + "\n", encoding="utf-8")
+    with gzip.open(folder / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join(lines[70:]) + "\n")
+    path = folder / "train.toml"
+    path.write_text(
+        f"""
+[run]
+directory = "{folder / "run"}"
+device = "cpu"
+threads = 1
+[model]
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 48
+max_position_embeddings = 32
+[tokenizer]
+vocab_size = 300
+[data]
+document_shuffle_window = 16
+row_shuffle_window = 24
+[data.source]
+kind = "files"
+paths = ["{folder}/*.jsonl*"]
+validation_fraction = 0.2
+[training]
+batch_size = 6
+micro_batch_size = 3
+max_steps = {STEPS}
+precision = "float32"
+ema_decay = 0.9
+[validation]
+every_steps = 25
+rows = 8
+final_rows = 16
+draws = 2
+[samples]
+every_steps = 30
+infills = ["def f1(x):\\n    return [MASK:2]\\n"]
+[checkpoint]
+every_steps = 9
+[logging]
+every_steps = 1
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config: Path) -> Path:
+    result = run("--config", config)
+    assert result.returncode == 0, result.stderr
+    for part in ("validation bound", "bits per byte", "unigram entropy", "first guess", "next: uv run diffusionlm-infer"):
+        assert part in result.stdout
+    return config.parent / "run"
+
+
+TIMES = ("tokens_per_second", "step_seconds", "seconds_left")
+
+
+def numbers(directory: Path) -> list[dict[str, Any]]:
+    """Every record, without what the clock decides."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for record in records:
+        for key in TIMES:
+            record.get("metrics", {}).pop(key, None)
+    return records
+
+
+def interrupt(config: Path, directory: Path, at_step: int, number: int) -> int:
+    """Start or go on, send a signal once a step is logged, and return the exit code."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command("--config", config, "--set", f"run.directory={directory}"),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = directory / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and f'{{"step": {at_step}, ' in metrics.read_text(encoding="utf-8"):
+            process.send_signal(number)
+            break
+        time.sleep(0.002)
+    return process.wait(timeout=60)
+
+
+def test_interrupted_runs_give_the_same_numbers_bit_for_bit(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    assert interrupt(config, directory, 4, signal.SIGINT) == 130
+    assert interrupt(config, directory, 20, signal.SIGKILL) == -signal.SIGKILL
+    assert interrupt(config, directory, 37, signal.SIGTERM) == 143
+    result = run("--config", config, "--set", f"run.directory={directory}")
+    assert result.returncode == 0, result.stderr
+    assert "going on from" in result.stderr
+    assert numbers(directory) == numbers(uninterrupted)
+    last = f"checkpoints/step-{STEPS:08d}"
+    for name in ("model.safetensors", "optimizer.safetensors", "live_weights.safetensors"):
+        assert (directory / last / name).read_bytes() == (uninterrupted / last / name).read_bytes(), name
+    ours, theirs = (json.loads((d / "summary.json").read_text()) for d in (directory, uninterrupted))
+    assert ours["evaluation"] == theirs["evaluation"]
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000054",
+        "step-00000060",
+    ]
+
+
+def test_a_complete_run_shows_its_summary_again(config: Path, uninterrupted: Path) -> None:
+    result = run("--config", config)
+    assert result.returncode == 0
+    assert "is complete" in result.stderr
+    assert "validation bound" in result.stdout
+
+
+def test_another_config_is_refused_and_shown(config: Path, uninterrupted: Path) -> None:
+    before = (uninterrupted / "config.toml").read_bytes()
+    result = run("--config", config, "--set", "schedule.kind=cosine")
+    assert result.returncode == 1
+    assert "already holds a run with another config" in result.stderr
+    assert 'schedule.kind: "linear" -> "cosine"' in result.stderr
+    assert "Traceback" not in result.stderr
+    assert (uninterrupted / "config.toml").read_bytes() == before
+
+
+def test_never_resume_is_refused_on_a_used_directory(config: Path, uninterrupted: Path) -> None:
+    result = run("--config", config, "--set", "checkpoint.resume=never")
+    assert result.returncode == 1
+    assert "already holds a run" in result.stderr
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_older(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    import shutil
+
+    directory = tmp_path / "run"
+    shutil.copytree(uninterrupted, directory, symlinks=True)
+    (directory / "summary.json").unlink()
+    weights = directory / f"checkpoints/step-{STEPS:08d}/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    result = run("--config", config, "--set", f"run.directory={directory}")
+    assert result.returncode == 0, result.stderr
+    assert "checksum" in result.stderr
+    assert "going on from" in result.stderr
+    assert (directory / "checkpoints/damaged-step-00000060").is_dir()
+    assert numbers(directory) == numbers(uninterrupted)
+
+
+def test_a_warm_start_takes_weights_and_tokenizer(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    result = run(
+        *("--config", config, "--set", f"run.directory={tmp_path / 'warm'}"),
+        *("--set", f"model.init_from={uninterrupted}", "--set", "training.max_steps=2"),
+    )
+    assert result.returncode == 0, result.stderr
+    first = numbers(tmp_path / "warm")[0]["metrics"]["loss"]
+    assert first < numbers(uninterrupted)[0]["metrics"]["loss"] - 0.5
+    assert (tmp_path / "warm/tokenizer/vocab.json").read_bytes() == (uninterrupted / "tokenizer/vocab.json").read_bytes()
+
+
+def test_a_warm_start_that_does_not_fit_lists_what(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    result = run(
+        *("--config", config, "--set", f"run.directory={tmp_path / 'warm'}", "--set", "model.hidden_size=48"),
+        *("--set", f"model.init_from={uninterrupted}"),
+    )
+    assert result.returncode == 1
+    assert "model.norm.weight has shape [32], the model [48]" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.source.paths=nothing/*.jsonl", "matches no file"),
+        ("data.source.text_field=body", "'body' is not a field"),
+    ],
+)
+def test_bad_data_is_named(config: Path, tmp_path: Path, override: str, message: str) -> None:
+    result = run("--config", config, "--set", f"run.directory={tmp_path / 'bad'}", "--set", override)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_config_errors_exit_with_two(config: Path) -> None:
+    result = run("--config", config, "--set", "training.max_step=3")
+    assert result.returncode == 2
+    assert "max_steps" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,168 @@
+"""The loader: an interrupted run sees what an uninterrupted one would have seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.data import DataConfig, LocalFiles, PythonStdlib
+from config.objective import MaskedDiffusion
+from diffusionlm.data.loader import Loader, batch_of, count_rows, rows_of
+from diffusionlm.data.sources import open_source
+from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
+from diffusionlm.diffusion.objectives import build_objective
+
+Drain = Callable[..., list[Any]]
+DOCUMENTS = [f"<{index}>" + "abcdefghij"[: index % 9] * (1 + index % 3) for index in range(29)]
+LENGTH, MASK, BATCH = 16, 257, 6
+
+
+class Recording:
+    """The objective, noting the batches and keys that it is given."""
+
+    def __init__(self) -> None:
+        self.inner = build_objective(MaskedDiffusion(), MASK)
+        self.batches: list[Batch] = []
+        self.keys: list[DrawKey] = []
+
+    def draw(self, batch: Batch, key: DrawKey) -> Draw:
+        self.batches.append(batch)
+        self.keys.append(key)
+        return self.inner.draw(batch, key)
+
+    def score(self, draw: Draw, denominator: float) -> Any:
+        return self.inner.score(draw, denominator)
+
+
+def config_of(rows: str, documents: int = 5, window: int = 4) -> DataConfig:
+    return DataConfig(source=PythonStdlib(), rows=rows, document_shuffle_window=documents, row_shuffle_window=window)  # type: ignore[arg-type]
+
+
+def equal(one: list[Draw], other: list[Draw]) -> bool:
+    return all(
+        torch.equal(a.inputs_BL, b.inputs_BL)
+        and torch.equal(a.rows_R, b.rows_R)
+        and torch.equal(a.targets_R, b.targets_R)
+        and torch.equal(a.weights_R, b.weights_R)
+        and a.num_targets == b.num_targets
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.fixture(params=["packed", "padded"])
+def rows(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("windows", [(5, 4), (0, 0), (1, 3), (100, 100)])
+def test_resumed_tail_equals_the_uninterrupted_run(
+    rows: str, windows: tuple[int, int], list_reader: Any, byte_tokenizer: Any
+) -> None:
+    def make() -> Loader:
+        reader = rows_of(list_reader(DOCUMENTS), config_of(rows, *windows), byte_tokenizer, LENGTH, seed=1)
+        return Loader(reader, Recording(), BATCH, 3, seed=1)
+
+    loader = make()
+    states, steps = [], []
+    for step in range(16):  # about 29 rows an epoch, 6 a step: three epochs
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        steps.append(loader.next_step(step))
+    assert loader.epoch >= 2
+    for resumed_at in range(16):
+        resumed = make()
+        resumed.load_state_dict(states[resumed_at])
+        for step in range(resumed_at, min(resumed_at + 6, 16)):
+            assert equal(resumed.next_step(step), steps[step]), (resumed_at, step)
+    assert not equal(steps[0], steps[5])
+
+
+def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    config = config_of(rows)
+    reader = rows_of(list_reader(DOCUMENTS), config, byte_tokenizer, LENGTH, seed=1)
+    total = count_rows(reader)
+    objective = Recording()
+    loader = Loader(reader, objective, total, total, seed=1)  # a step is an epoch
+    for step in range(2):
+        loader.next_step(step)
+        batch = objective.batches[-1]
+        texts = bytes(batch.tokens_BL[batch.is_target_BL & (batch.tokens_BL != 256)].tolist())
+        longest = LENGTH - 1 if rows == "padded" else None
+        assert sorted(texts) == sorted("".join(text[:longest] for text in DOCUMENTS).encode())
+    assert not torch.equal(objective.batches[0].tokens_BL, objective.batches[1].tokens_BL)
+
+
+def test_micro_batches_do_not_change_what_is_seen(rows: str, list_reader: Any, byte_tokenizer: Any) -> None:
+    def run(micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+        reader = rows_of(list_reader(DOCUMENTS), config_of(rows), byte_tokenizer, LENGTH, seed=1)
+        objective = Recording()
+        loader = Loader(reader, objective, BATCH, micro, seed=1)
+        draws = [draw for step in range(3) for draw in loader.next_step(step)]
+        assert {key.rows_in_step for key in objective.keys} == {BATCH}
+        assert [key.first_row for key in objective.keys[: BATCH // micro]] == list(range(0, BATCH, micro))
+        return torch.cat([draw.inputs_BL for draw in draws]), torch.cat([draw.weights_R for draw in draws])
+
+    for micro in (3, 1):
+        for one, other in zip(run(6), run(micro), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_step_larger_than_the_epoch(list_reader: Any, byte_tokenizer: Any) -> None:
+    reader = rows_of(list_reader(["one", "two"]), config_of("padded"), byte_tokenizer, LENGTH, seed=1)
+    loader = Loader(reader, Recording(), 7, 7, seed=1)
+    assert loader.next_step(0)[0].inputs_BL.shape == (7, LENGTH)
+    assert loader.epoch >= 3
+
+
+def test_no_documents_is_an_error_and_no_endless_loop(rows: str, list_reader: Any, byte_tokenizer: Any) -> None:
+    reader = rows_of(list_reader([]), config_of(rows), byte_tokenizer, LENGTH, seed=1)
+    with pytest.raises(ValueError, match=r"data\.source"):
+        Loader(reader, Recording(), 4, 4, seed=1).next_step(0)
+    assert count_rows(reader) == 0
+
+
+@pytest.mark.parametrize("size", [1023, 1024, 1025])
+def test_count_rows_around_its_chunk(size: int, list_reader: Any) -> None:
+    assert count_rows(list_reader([None] * size)) == size
+
+
+def test_seeds_order_the_data_differently(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    def first(seed: int) -> list[int]:
+        reader = rows_of(list_reader(DOCUMENTS), config_of("padded"), byte_tokenizer, LENGTH, seed=seed)
+        return [token for row in drain(reader) for token in row.tokens_L.tolist()]
+
+    assert first(0) == first(0) != first(1)
+
+
+def test_batch_has_targets_and_documents(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    rows = drain(rows_of(list_reader(DOCUMENTS), config_of("packed", 0, 0), byte_tokenizer, LENGTH, seed=0))
+    batch = batch_of(rows)
+    assert batch.tokens_BL.dtype == torch.int64 and batch.document_BL is not None
+    assert torch.equal(batch.is_target_BL, batch.document_BL >= 0)
+    assert not batch.is_target_BL.all() and batch.is_target_BL[:-1].all()
+
+
+def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+    """The whole chain as a run has it, with positions of the datasets library inside."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+
+    def make() -> Loader:
+        source = open_source(LocalFiles(paths=(str(path),), validation_fraction=0.2), "train")
+        return Loader(rows_of(source, config_of(rows), byte_tokenizer, LENGTH, seed=1), Recording(), 4, 2, seed=1)
+
+    loader = make()
+    states, steps = [], []
+    for step in range(16):
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        steps.append(loader.next_step(step))
+    assert loader.epoch >= 2
+    for resumed_at in (0, 1, 4, 5, 6, 9, 13):
+        resumed = make()
+        resumed.load_state_dict(states[resumed_at])
+        for step in range(resumed_at, min(resumed_at + 3, 16)):
+            assert equal(resumed.next_step(step), steps[step]), (resumed_at, step)

@@ -1,0 +1,107 @@
+"""Rows: nothing lost, nothing doubled, everything in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffusionlm.data.packing import PackedRows, PaddedRows, Row
+
+Drain = Callable[..., list[Any]]
+EOS = 256
+DOCUMENTS = ["abc", "", "a long document that spans several rows", "x", "seven77", "1234567", "the end"]
+CASES = [DOCUMENTS, ["only"], ["12345678" * 3, "1234567"], ["1234567", "1234567"], ["", "", ""], ["x" * 100]]
+
+
+def streams(documents: list[str]) -> list[int]:
+    return [token for text in documents for token in [*text.encode(), EOS]]
+
+
+def equal(one: list[Row], other: list[Row]) -> bool:
+    return len(one) == len(other) and all(
+        np.array_equal(a.tokens_L, b.tokens_L) and np.array_equal(a.documents_L, b.documents_L)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("documents", CASES)
+@pytest.mark.parametrize("length", [1, 3, 8, 64])
+def test_packed_rows_are_the_documents_end_to_end(
+    documents: list[str], length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain
+) -> None:
+    rows = drain(PackedRows(list_reader(documents), byte_tokenizer, length))
+    tokens = np.concatenate([row.tokens_L for row in rows])
+    real = np.concatenate([row.is_target_L for row in rows])
+    expected = streams(documents)
+    assert tokens[real].tolist() == expected
+    assert len(rows) == -(-len(expected) // length)
+    assert all(row.is_target_L.all() for row in rows[:-1]), "only the last row is padded"
+    assert (np.diff(real.astype(int)) <= 0).all(), "padding comes last"
+    assert (tokens[~real] == EOS).all()
+    which = np.repeat(np.arange(len(documents)), [len(text.encode()) + 1 for text in documents])
+    for index, row in enumerate(rows):
+        part = which[index * length : (index + 1) * length]
+        assert row.documents_L[: len(part)].tolist() == (part - part[0]).tolist()
+        assert (row.documents_L[len(part) :] == -1).all()
+        assert row.tokens_L.dtype == row.documents_L.dtype == np.int32
+
+
+@pytest.mark.parametrize("documents", CASES)
+@pytest.mark.parametrize("length", [3, 8])
+def test_packed_rows_resume_at_every_place(
+    documents: list[str], length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain
+) -> None:
+    def make() -> PackedRows:
+        return PackedRows(list_reader(documents), byte_tokenizer, length)
+
+    whole = drain(make())
+    assert equal(drain(make(), (1,)), whole) and equal(drain(make(), (2, 1)), whole)
+    for count in range(1, len(whole) + 1):
+        head, position = make().read(0, None, count)
+        tail = [] if position is None else drain(make(), (2,), position=json.loads(json.dumps(position)))
+        assert equal(head + tail, whole)
+
+
+def test_no_documents_no_rows(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    assert drain(PackedRows(list_reader([]), byte_tokenizer, 8)) == []
+    assert drain(PaddedRows(list_reader([]), byte_tokenizer, 8)) == []
+
+
+def test_packed_documents_are_encoded_once(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    encoded: list[str] = []
+    original = byte_tokenizer.encode
+    byte_tokenizer.encode = lambda text: (encoded.append(text), original(text))[1]
+    drain(PackedRows(list_reader(DOCUMENTS), byte_tokenizer, 4), (1,))
+    assert encoded == DOCUMENTS
+
+
+@pytest.mark.parametrize("length", [1, 4, 8, 64])
+def test_padded_rows_hold_one_document_each(length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    rows = drain(PaddedRows(list_reader(DOCUMENTS), byte_tokenizer, length))
+    assert len(rows) == len(DOCUMENTS)
+    for text, row in zip(DOCUMENTS, rows, strict=True):
+        expected = [*text.encode()[: length - 1], EOS]
+        assert row.tokens_L[row.is_target_L].tolist() == expected
+        assert row.documents_L.tolist() == [0] * len(expected) + [-1] * (length - len(expected))
+        assert (row.tokens_L[len(expected) :] == EOS).all()
+
+
+def test_padded_rows_resume_at_every_place(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    def make() -> PaddedRows:
+        return PaddedRows(list_reader(DOCUMENTS), byte_tokenizer, 8)
+
+    whole = drain(make())
+    for count in range(1, len(whole) + 1):
+        head, position = make().read(0, None, count)
+        assert equal(head + drain(make(), (2,), position=json.loads(json.dumps(position))), whole)
+
+
+@pytest.mark.parametrize("kind", [PackedRows, PaddedRows])
+def test_tokenizer_without_end_of_text_is_refused(kind: Any, list_reader: Any, byte_tokenizer: Any) -> None:
+    byte_tokenizer.eos_token_id = None
+    with pytest.raises(ValueError, match="end-of-text"):
+        kind(list_reader([]), byte_tokenizer, 8)

@@ -1,0 +1,99 @@
+"""The standard library as text: its splits, what is left out, and reading on."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.data import PythonStdlib
+from diffusionlm.data.sources import DocumentSource, StdlibSource, open_source
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """60 files to be read, and others that are not."""
+    root = tmp_path / "python3"
+    for index in range(60):
+        path = root / ("json" if index % 3 else ".") / f"module{index:02}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"x = {index}  # é\r\n", encoding="utf-8", newline="")
+    for folder in ("site-packages/numpy", "test", "json/tests", "encodings", "idlelib/idle_test", "pydoc_data"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "excluded.py").write_text("excluded = 1")
+    (root / "test.py").write_text("a module named like an excluded folder = 1")
+    (root / "empty.py").write_text("")
+    (root / "notes.txt").write_text("excluded")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *a, **k: {"stdlib": str(root)})
+    return root
+
+
+def both(share: int = 5) -> tuple[DocumentSource, DocumentSource]:
+    config = PythonStdlib(validation_share=share)
+    return open_source(config, "train"), open_source(config, "validation")
+
+
+def names(source: DocumentSource, root: Path) -> list[str]:
+    assert isinstance(source, StdlibSource)
+    return [path.relative_to(root).as_posix() for path in source.paths]
+
+
+def test_splits_are_disjoint_and_cover_everything(library: Path) -> None:
+    train, validation = both()
+    expected = {f"{'json/' if index % 3 else ''}module{index:02}.py" for index in range(60)} | {"test.py"}
+    assert not set(names(train, library)) & set(names(validation, library))
+    assert set(names(train, library)) | set(names(validation, library)) == expected
+    assert 3 <= len(names(validation, library)) <= 24
+    assert names(train, library) == sorted(names(train, library), key=Path)
+    assert train.skipped == validation.skipped == {}
+
+
+def test_split_depends_on_the_path_inside_the_library_alone(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, source = names(both()[1], library), both()[1]
+    moved = library.rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *a, **k: {"stdlib": str(moved)})
+    assert names(both()[1], moved) == before
+    assert both()[1].identity == source.identity
+
+
+def test_identity_changes_with_text_and_split(library: Path) -> None:
+    train, validation = both()
+    assert train.identity != validation.identity
+    (library / names(train, library)[0]).write_text("changed = 1")
+    assert both()[0].identity != train.identity
+    assert both()[1].identity == validation.identity
+
+
+def test_files_that_are_not_utf8_are_counted(library: Path, drain: Callable[..., list[Any]]) -> None:
+    broken = library / names(both()[0], library)[3]
+    broken.write_bytes(b"# \xff\xfe latin")
+    train, validation = both()
+    assert train.skipped == {"not UTF-8": 1} and validation.skipped == {}
+    assert broken not in train.paths  # type: ignore[attr-defined]
+    assert all("latin" not in text for text in drain(train))
+
+
+@pytest.mark.parametrize("chunks", [(1,), (7,), (2, 5, 1), (1000,)])
+def test_reading_on(library: Path, drain: Callable[..., list[Any]], chunks: tuple[int, ...]) -> None:
+    train, _ = both()
+    whole = [path.read_text(encoding="utf-8") for path in train.paths]  # type: ignore[attr-defined]
+    assert drain(train, chunks) == whole
+    assert drain(train, (len(whole),)) == whole
+    assert drain(train, chunks, position=train.read(0, None, 5)[1]) == whole[5:]
+
+
+def test_nothing_to_read_is_an_error(library: Path) -> None:
+    for path in library.rglob("*.py"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"python-stdlib.*train"):
+        open_source(PythonStdlib(), "train")
+
+
+def test_the_real_library_is_there() -> None:
+    source = open_source(PythonStdlib(), "validation")
+    assert len(source.read(0, None, 3)[0]) == 3

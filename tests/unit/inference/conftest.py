@@ -1,0 +1,35 @@
+"""Tiny models for decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from config.model import ModelConfig
+from diffusionlm.models.init import init_weights
+from diffusionlm.models.transformer import Transformer
+
+
+@pytest.fixture(scope="session")
+def model() -> Transformer:
+    """Two layers in fp64, of 23 tokens: 22 is the mask, 21 the end of text. No weight at its default."""
+    torch.set_num_threads(1)
+    config = ModelConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=40,
+        vocab_size=23,
+        mask_token_id=22,
+        eos_token_id=21,
+    )
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=chance))
+    return model.double().eval()

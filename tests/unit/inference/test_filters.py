@@ -1,0 +1,91 @@
+"""Temperature, top-k, top-p and the choice of a token, against loops in plain Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffusionlm.inference.filters import choose_tokens, divide_by_temperature, filter_logits, keep_top_k, keep_top_p
+
+INF = float("inf")
+
+
+def random_logits(rows: int = 40, vocab: int = 13) -> Tensor:
+    logits = torch.randn(rows, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
+    logits[::3] = logits[::3].round()  # ties
+    logits[:, 5] = -INF
+    return logits
+
+
+def naive_order(row: list[float]) -> list[int]:
+    return sorted(range(len(row)), key=lambda token: (-row[token], token))
+
+
+def naive_top_p(row: list[float], top_p: float) -> list[float]:
+    total = sum(math.exp(value) for value in row)
+    kept, held = set(), 0.0
+    for token in naive_order(row):
+        if held >= top_p:
+            break
+        kept.add(token)
+        held += math.exp(row[token]) / total
+    return [value if token in kept else -INF for token, value in enumerate(row)]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5, 13, 50])
+def test_top_k_keeps_exactly_k_lowest_ids_first(top_k: int) -> None:
+    logits_RV = random_logits()
+    for row, kept in zip(logits_RV.tolist(), keep_top_k(logits_RV, top_k).tolist(), strict=True):
+        best = naive_order(row)[:top_k]
+        assert kept == [value if token in best else -INF for token, value in enumerate(row)]
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.6, 0.95])
+def test_top_p_keeps_the_smallest_nucleus(top_p: float) -> None:
+    logits_RV = random_logits()
+    for row, kept in zip(logits_RV.tolist(), keep_top_p(logits_RV, top_p).tolist(), strict=True):
+        assert kept == naive_top_p(row, top_p)
+
+
+def test_top_p_includes_the_token_that_crosses() -> None:
+    logits_RV = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
+    assert keep_top_p(logits_RV, 0.6).isfinite().tolist() == [[True, True, False]]
+    assert keep_top_p(logits_RV, 0.4).isfinite().tolist() == [[True, False, False]]
+
+
+def test_temperature() -> None:
+    logits_RV = random_logits()
+    expected = (logits_RV / 0.7).softmax(dim=1)
+    torch.testing.assert_close(divide_by_temperature(logits_RV, 0.7).softmax(dim=1), expected)
+    tiny = divide_by_temperature(random_logits(), 1e-310).softmax(dim=1)
+    assert tiny.isfinite().all()
+
+
+def test_filters_in_order_temperature_top_k_top_p() -> None:
+    logits_RV = random_logits()
+    filtered = filter_logits(logits_RV, temperature=2.0, top_k=4, top_p=0.8)
+    expected = keep_top_p(keep_top_k(divide_by_temperature(logits_RV, 2.0), 4), 0.8)
+    assert torch.equal(filtered, expected)
+    assert torch.equal(filter_logits(logits_RV, temperature=0.0, top_k=None, top_p=1.0), logits_RV)
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    assert choose_tokens(torch.tensor([[0.1, 0.4, 0.1, 0.4]]), None).tolist() == [1]
+
+
+def test_samples_invert_the_distribution() -> None:
+    probs_1V = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
+    grid_R = torch.arange(8, dtype=torch.float64) / 8
+    tokens = choose_tokens(probs_1V.expand(8, -1), grid_R).tolist()
+    assert tokens == [1, 1, 3, 3, 3, 3, 4, 4]
+
+
+def test_samples_at_the_edges_have_positive_probability() -> None:
+    probs_RV = torch.rand(500, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).pow(20)
+    probs_RV[:, [0, 17, 36]] = 0.0
+    for uniform in (0.0, 1.0 - 2.0**-53):
+        tokens_R = choose_tokens(probs_RV, torch.full((500,), uniform, dtype=torch.float64))
+        assert (probs_RV.gather(1, tokens_R[:, None]) > 0.0).all()

@@ -1,0 +1,333 @@
+"""Decoding: exactness against a naive loop and against models with known answers.
+
+Shapes: B requests, L positions, R open rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from config.generation import GenerationConfig, RemaskingStrategy
+from diffusionlm.inference.generate import Generation, Step, generate, infill
+from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.models.transformer import Transformer
+
+MASK, EOS, VOCAB = 22, 21, 23
+STRATEGIES: tuple[RemaskingStrategy, ...] = ("low_confidence", "random", "topk_margin", "entropy", "threshold")
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], []]
+
+
+def settings(**values: Any) -> GenerationConfig:
+    return GenerationConfig.model_validate({"max_new_tokens": 12, "stop_token_ids": (), **values})
+
+
+class Oracle(Transformer):
+    """Knows the answer: position i is ``answer[i]``, with certainty that falls with i. The mask gets more still."""
+
+    answer: tuple[int, ...] = ()
+    rows_seen: list[int]
+
+    def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
+        B, L = tokens_BL.shape
+        logits_LV = torch.zeros(L, VOCAB, dtype=torch.float64)
+        logits_LV[torch.arange(L), torch.tensor(self.answer[:L])] = 9.0 - torch.arange(L, dtype=torch.float64) / L
+        logits_LV[:, MASK] = 99.0
+        self.rows_seen.append(len(options["rows"]))
+        return logits_LV.repeat(B, 1)[options["rows"]]
+
+
+@pytest.fixture
+def oracle(model: Transformer) -> Oracle:
+    oracle = Oracle(model.config)
+    oracle.answer = tuple(position * 7 % 20 for position in range(40))
+    oracle.rows_seen = []
+    return oracle
+
+
+def naive_low_confidence(model: Transformer, prompt: list[int], new: int, block: int, steps: int) -> list[list[int]]:
+    """LLaDA's generate for one prompt, temperature 0: whole canvas, all logits. The canvas after each forward."""
+    canvas = prompt + [MASK] * new
+    masked = [False] * len(prompt) + [True] * new
+    history = []
+    for start in range(len(prompt), len(canvas), block):
+        places = range(start, min(start + block, len(canvas)))
+        for step in range(steps):
+            quota = len(places) // steps + (1 if step < len(places) % steps else 0)
+            if quota == 0:
+                continue
+            with torch.no_grad():
+                logits_LV = model(torch.tensor([canvas]), pattern=Bidirectional())[0]
+            logits_LV[:, MASK] = float("-inf")
+            probs = logits_LV.softmax(dim=1).tolist()
+            best = {place: max(range(VOCAB), key=lambda v, place=place: probs[place][v]) for place in places}  # type: ignore[misc]
+            by_confidence = sorted(
+                # Rounded, since on a canvas of masks alone all positions are equal: then the first comes first.
+                (place for place in places if masked[place]),
+                key=lambda place: -round(probs[place][best[place]], 6),
+            )
+            for place in by_confidence[:quota]:
+                canvas[place], masked[place] = best[place], False
+            history.append(list(canvas))
+    return history
+
+
+@pytest.mark.parametrize(("block", "steps"), [(12, 12), (12, 5), (4, 4), (4, 3), (5, 2), (6, 9), (12, 1)])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_low_confidence_is_lladas_step_by_step(model: Transformer, prompt: list[int], block: int, steps: int) -> None:
+    seen: list[Step] = []
+    config = settings(block_length=block, denoising_steps=steps)
+    [done] = generate(model, [prompt], config, on_step=seen.append)
+    expected = naive_low_confidence(model, prompt, 12, block, steps)
+    assert [list(step.canvases[0].token_ids) for step in seen] == expected
+    assert [*prompt, *done.token_ids] == expected[-1]
+    assert (done.num_forwards, done.finish_reason) == (len(expected), "length")
+    for index, forward in enumerate(done.step_map):
+        place = len(prompt) + index
+        assert expected[forward - 1][place] == done.token_ids[index]
+        assert forward == 1 or expected[forward - 2][place] == MASK
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+def test_every_strategy_finds_the_oracles_answer(
+    oracle: Oracle, strategy: RemaskingStrategy, temperature: float
+) -> None:
+    config = settings(remasking_strategy=strategy, temperature=temperature, block_length=5, top_k=4, top_p=0.9)
+    for done, prompt in zip(generate(oracle, PROMPTS, config), PROMPTS, strict=True):
+        assert done.token_ids == oracle.answer[len(prompt) : len(prompt) + 12]
+    canvas = [MASK, 3, MASK, MASK, 4, MASK]
+    assert infill(oracle, [canvas], config)[0].token_ids == (0, 3, 14, 1, 4, 15)
+
+
+def test_the_most_confident_first_and_only_open_rows_are_computed(oracle: Oracle) -> None:
+    [done] = generate(oracle, [[1, 2]], settings(block_length=6, denoising_steps=4))
+    assert done.step_map == (1, 1, 2, 2, 3, 4, 5, 5, 6, 6, 7, 8)
+    assert oracle.rows_seen == [6, 4, 2, 1, 6, 4, 2, 1]
+
+
+def test_steps_over_all_blocks(oracle: Oracle) -> None:
+    [done] = generate(oracle, [[1]], settings(block_length=5, steps=7))
+    assert done.step_map == (1, 1, 2, 2, 3, 4, 4, 4, 5, 5, 6, 7)
+    [default] = generate(oracle, [[1]], settings(block_length=5))
+    assert default.step_map == tuple(range(1, 13))
+    [surplus] = generate(oracle, [[1]], settings(denoising_steps=99))
+    assert surplus.num_forwards == 12
+
+
+def test_dreams_counts(oracle: Oracle) -> None:
+    [done] = generate(oracle, [[1]], settings(remasking_strategy="entropy", denoising_steps=4))
+    assert [done.step_map.count(forward) for forward in (1, 2, 3, 4)] == [2, 3, 3, 4]
+
+
+def test_threshold_settles_all_that_is_certain(oracle: Oracle) -> None:
+    config = settings(remasking_strategy="threshold", confidence_threshold=0.9)
+    assert generate(oracle, [[1]], config)[0].num_forwards == 1
+    config = settings(remasking_strategy="threshold", confidence_threshold=1.0)
+    assert generate(oracle, [[1]], config)[0].step_map == tuple(range(1, 13))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_request_does_not_depend_on_its_batch(
+    model: Transformer, strategy: RemaskingStrategy, temperature: float
+) -> None:
+    config = settings(
+        remasking_strategy=strategy, temperature=temperature, block_length=4, top_p=0.95, stop_token_ids=(20, 21)
+    )
+    seeds = [7, 7, 0, 3]
+    together = generate(model, PROMPTS, config, seeds)
+    for done, prompt, seed in zip(together, PROMPTS, seeds, strict=True):
+        [alone] = generate(model, [prompt], config, [seed])
+        assert_same(done, alone)
+    reverse = generate(model, PROMPTS[::-1], config, seeds[::-1])
+    for done, other in zip(together, reverse[::-1], strict=True):
+        assert_same(done, other)
+
+
+def assert_same(a: Generation, b: Generation) -> None:
+    assert (a.token_ids, a.step_map, a.finish_reason) == (b.token_ids, b.step_map, b.finish_reason)
+    assert a.num_forwards == b.num_forwards
+    # The norms of the model are computed in fp32 whatever its dtype.
+    assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+
+
+def test_settled_tokens_and_prompts_never_change(model: Transformer) -> None:
+    seen: list[Step] = []
+    config = settings(temperature=1.0, remasking_strategy="random", block_length=4, denoising_steps=3)
+    generate(model, PROMPTS, config, on_step=seen.append)
+    assert [step.num_forwards for step in seen] == list(range(1, 10))
+    for before, after in pairwise(seen):
+        for old, new in zip(before.canvases, after.canvases, strict=True):
+            for index, masked in enumerate(old.is_masked):
+                assert masked or (old.token_ids[index] == new.token_ids[index] and not new.is_masked[index])
+    for canvas, prompt in zip(seen[0].canvases, PROMPTS, strict=True):
+        assert list(canvas.token_ids[: len(prompt)]) == prompt
+
+
+def test_seeds_decide_the_samples(model: Transformer) -> None:
+    config = settings(temperature=1.0)
+    first, second, again = generate(model, [[1], [1], [1]], config, [5, 6, 5])
+    assert_same(first, again)
+    assert first.token_ids != second.token_ids
+    default = generate(model, [[1], [1]], config)
+    assert default == generate(model, [[1], [1]], config, [0, 1])
+
+
+def test_samples_follow_the_distribution(model: Transformer) -> None:
+    config = settings(max_new_tokens=1, temperature=2.0, top_k=5)
+    draws = 4000
+    done = generate(model, [[3, 1]] * draws, config)
+    with torch.no_grad():
+        logits_V = model(torch.tensor([[3, 1, MASK]]), pattern=Bidirectional())[0, 2]
+    logits_V[MASK] = float("-inf")
+    best = logits_V.topk(5).indices
+    expected = (logits_V[best] / 2.0).softmax(dim=0)
+    counts = torch.tensor([sum(result.token_ids == (int(token),) for result in done) for token in best])
+    assert int(counts.sum()) == draws
+    chi_square = float(((counts - draws * expected) ** 2 / (draws * expected)).sum())
+    assert chi_square < 18.5  # 4 degrees of freedom: p = 0.001
+    logprobs = logits_V.log_softmax(dim=0)
+    for result in done[:50]:
+        assert result.logprobs == pytest.approx((float(logprobs[result.token_ids[0]]),), abs=1e-5)
+
+
+def test_log_probabilities_are_the_models_own(model: Transformer) -> None:
+    seen: list[Step] = []
+    prompt = [9, 8]
+    config = settings(temperature=0.5, top_k=3, suppress_token_ids=(0, 1))
+    [done] = generate(model, [prompt], config, on_step=seen.append)
+    canvases = [[*prompt, *[MASK] * 12], *[list(step.canvases[0].token_ids) for step in seen]]
+    for index, (token, forward) in enumerate(zip(done.token_ids, done.step_map, strict=True)):
+        with torch.no_grad():
+            logits_V = model(torch.tensor([canvases[forward - 1]]), pattern=Bidirectional())[0, 2 + index]
+        logits_V[[0, 1, MASK]] = float("-inf")
+        assert done.logprobs[index] == pytest.approx(float(logits_V.log_softmax(dim=0)[token]), abs=1e-5)
+
+
+def test_confidence_from_filtered_or_unfiltered(model: Transformer) -> None:
+    # After top_k = 1 every token is certain, so the order is left to right; the model's own order differs.
+    filtered = generate(model, [[1, 2]], settings(top_k=1, confidence_from="filtered"))[0]
+    assert filtered.step_map == tuple(range(1, 13))
+    unfiltered = generate(model, [[1, 2]], settings(top_k=1))[0]
+    assert unfiltered == generate(model, [[1, 2]], settings())[0]
+    assert unfiltered.step_map != filtered.step_map
+
+
+def test_stop_cuts_before_the_token(oracle: Oracle) -> None:
+    stop = oracle.answer[1 + 5]
+    [done] = generate(oracle, [[1]], settings(stop_token_ids=(stop,), block_length=4))
+    assert done.token_ids == oracle.answer[1:6]
+    assert (done.finish_reason, done.num_forwards) == ("stop", 6)
+    assert len(done.logprobs) == len(done.step_map) == 5
+
+
+def test_a_stop_token_waits_for_what_is_before_it(oracle: Oracle) -> None:
+    # One forward settles the stop token alone; the text is over only when all before it is settled.
+    class Backwards(Oracle):
+        def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
+            logits = super().forward(tokens_BL, **options)
+            return logits * (1.0 + options["rows"][:, None] / 40)
+
+    backwards = Backwards(oracle.config)
+    backwards.answer, backwards.rows_seen = oracle.answer, []
+    [done] = generate(backwards, [[1]], settings(stop_token_ids=(oracle.answer[4],), denoising_steps=12))
+    assert done.token_ids == oracle.answer[1:4]
+    assert done.step_map == (12, 11, 10)
+    assert done.num_forwards == 12
+
+
+def test_the_models_end_of_text_is_the_default_stop(oracle: Oracle) -> None:
+    oracle.answer = (1, 2, 3, EOS, *[5] * 30)
+    config = GenerationConfig(max_new_tokens=6)
+    assert generate(oracle, [[1]], config)[0].token_ids == (2, 3)
+    assert generate(oracle, [[1]], settings(max_new_tokens=6))[0].token_ids == (2, 3, EOS, 5, 5, 5)
+    empty = generate(oracle, [[1, 2, 3]], config)[0]
+    assert (empty.token_ids, empty.logprobs, empty.finish_reason) == ((), (), "stop")
+
+
+def test_a_mask_token_in_a_prompt_is_text(model: Transformer, oracle: Oracle) -> None:
+    seen: list[Step] = []
+    [done] = generate(oracle, [[1, MASK, 2]], settings(denoising_steps=3), on_step=seen.append)
+    assert done.token_ids == oracle.answer[3:15]
+    assert oracle.rows_seen == [12, 8, 4]
+    for step in seen:
+        assert step.canvases[0].token_ids[:3] == (1, MASK, 2)
+        assert step.canvases[0].is_masked[:3] == (False, False, False)
+    assert MASK not in generate(model, [[MASK, MASK]], settings(temperature=3.0))[0].token_ids
+
+
+def test_suppressed_tokens_and_the_mask_are_never_chosen(model: Transformer) -> None:
+    allowed = {2, 11, 17}
+    config = settings(temperature=5.0, suppress_token_ids=[token for token in range(VOCAB - 1) if token not in allowed])
+    for done in generate(model, PROMPTS, config):
+        assert set(done.token_ids) <= allowed
+
+
+def test_infill_fills_every_hole_and_nothing_else(model: Transformer) -> None:
+    canvases = [[1, MASK, MASK, 4, 5, MASK, 7], [MASK] * 5, [EOS, 2, 3], [9, MASK], []]
+    config = settings(block_length=2, stop_token_ids=None)
+    for canvas, done in zip(canvases, infill(model, canvases, config), strict=True):
+        holes = [index for index, token in enumerate(canvas) if token == MASK]
+        assert len(done.token_ids) == len(canvas)
+        assert MASK not in done.token_ids
+        assert all(new == old for new, old in zip(done.token_ids, canvas, strict=True) if old != MASK)
+        assert len(done.logprobs) == len(done.step_map) == done.num_forwards == len(holes)
+        assert done.finish_reason == "length"
+        blocks = [max(done.step_map[start : start + 2]) for start in range(0, len(holes), 2)]
+        assert blocks == [min(2 * (index + 1), len(holes)) for index in range(len(blocks))]
+
+
+def test_infill_is_generate_where_the_holes_are_at_the_end(model: Transformer) -> None:
+    config = settings(block_length=5, temperature=1.0)
+    [generated] = generate(model, [[1, 2, 3]], config, [4])
+    [infilled] = infill(model, [[1, 2, 3, *[MASK] * 12]], config, [4])
+    assert infilled.token_ids == (1, 2, 3, *generated.token_ids)
+    assert infilled.step_map == generated.step_map
+
+
+def test_no_request(model: Transformer) -> None:
+    assert generate(model, [], settings()) == []
+    assert infill(model, [], settings()) == []
+
+
+def test_errors(model: Transformer) -> None:
+    config = settings()
+    with pytest.raises(ValueError, match=r"prompt 1 \(29 tokens\) and max_new_tokens = 12: 41 tokens.*= 40; shorten"):
+        generate(model, [[1], [1] * 29], config)
+    with pytest.raises(ValueError, match=r"canvas 0: 41 tokens.*max_position_embeddings = 40; shorten"):
+        infill(model, [[MASK] * 41], config)
+    with pytest.raises(ValueError, match="request 0: token 23 is outside the model's vocabulary of 23"):
+        generate(model, [[23]], config)
+    with pytest.raises(ValueError, match="stop_token_ids: token 500 is outside"):
+        generate(model, [[1]], settings(stop_token_ids=(500,)))
+    with pytest.raises(ValueError, match="2 seeds were given for 1 requests"):
+        generate(model, [[1]], config, [1, 2])
+    with pytest.raises(ValueError, match="seed -1 of request 0"):
+        generate(model, [[1]], config, [-1])
+    with pytest.raises(ValueError, match="steps = 2 are fewer than the 3 blocks of block_length = 4"):
+        generate(model, [[1]], settings(steps=2, block_length=4))
+    with pytest.raises(ValueError, match="leave no token to choose"):
+        generate(model, [[1]], settings(suppress_token_ids=tuple(range(22))))
+
+
+def test_a_broken_model_is_told(oracle: Oracle) -> None:
+    class Broken(Oracle):
+        def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
+            return super().forward(tokens_BL, **options) * float("nan")
+
+    broken = Broken(oracle.config)
+    broken.answer, broken.rows_seen = oracle.answer, []
+    with pytest.raises(ValueError, match="not finite"):
+        generate(broken, [[1]], settings())
+
+
+def test_chunks_of_rows_change_nothing(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(temperature=1.0, denoising_steps=3)
+    whole = generate(model, PROMPTS, config)
+    monkeypatch.setattr("diffusionlm.inference.generate.CHUNK_BYTES", 8 * VOCAB * 5)
+    assert generate(model, PROMPTS, config) == whole

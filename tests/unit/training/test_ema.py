@@ -1,0 +1,67 @@
+"""The weight average against the recursion written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.ema import WeightAverage
+
+MakeModel = Callable[..., Transformer]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recursion_with_warm_up(tiny_model: MakeModel, dtype: torch.dtype) -> None:
+    model = tiny_model(dtype)
+    average = WeightAverage(model, decay=0.3)
+    name, parameter = next(iter(model.named_parameters()))
+    expected = parameter.detach().double().clone()
+    for n in range(1, 8):
+        with torch.no_grad():
+            for each in model.parameters():
+                each.add_(torch.randn_like(each))
+        average.update()
+        decay = min(0.3, (1 + n) / (10 + n))
+        expected = decay * expected + (1 - decay) * parameter.detach().double()
+    assert average.updates == 7
+    assert average.average[name].dtype == torch.float32
+    torch.testing.assert_close(average.average[name].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_applied_puts_the_weights_back(tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    average = WeightAverage(model, decay=0.9)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    live = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+
+    def fail_inside() -> None:
+        with average.applied():
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, before[name])
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, live[name])
+    assert addresses == [parameter.data_ptr() for parameter in model.parameters()], "optimizers hold these tensors"
+
+
+def test_average_is_a_copy(tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    average = WeightAverage(model, decay=0.0)
+    name, parameter = next(iter(model.named_parameters()))
+    first = parameter.detach().clone()
+    with torch.no_grad():
+        parameter.zero_()
+    assert torch.equal(average.average[name], first)
+    average.update()
+    assert not average.average[name].any(), "a decay of zero follows the weights at once"

@@ -1,0 +1,159 @@
+"""The loop in one process: what it does when steps or disks fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.load import load_config
+from config.train import TrainConfig
+from diffusionlm.diffusion.objectives import MaskedDiffusionObjective
+from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.training.checkpoint import CheckpointStore
+from diffusionlm.training.loop import train
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    text = "\n\n".join(f"the cat {i} sat on the mat {i * i}" for i in range(300))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    path = tmp_path / "train.toml"
+    path.write_text(
+        f"""
+[run]
+directory = "{tmp_path / "run"}"
+device = "cpu"
+threads = 1
+[model]
+hidden_size = 16
+num_hidden_layers = 1
+num_attention_heads = 1
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 16
+max_position_embeddings = 16
+[tokenizer]
+vocab_size = 280
+[data.source]
+kind = "files"
+paths = ["{tmp_path / "a.txt"}"]
+sample_by = "paragraph"
+validation_fraction = 0.2
+[training]
+batch_size = 4
+max_steps = 8
+precision = "float32"
+[validation]
+every_steps = 0
+final_rows = 8
+ngrams = false
+[checkpoint]
+every_steps = 2
+[logging]
+every_steps = 1
+progress = "lines"
+""",
+        encoding="utf-8",
+    )
+    return load_config(TrainConfig, path)
+
+
+def break_scores(monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
+    """Make the weights of some calls infinite, and so loss and gradient."""
+    original, calls = MaskedDiffusionObjective.score, [0]
+
+    def score(self: MaskedDiffusionObjective, draw: Any, denominator: float) -> Score:
+        calls[0] += 1
+        result = original(self, draw, denominator)
+        return Score(result.targets_R, result.weights_R * (float("inf") if calls[0] in bad_calls else 1.0))
+
+    monkeypatch.setattr(MaskedDiffusionObjective, "score", score)
+
+
+def events(config: TrainConfig) -> list[dict[str, Any]]:
+    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "event" in record]
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_said(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_scores(monkeypatch, {3})
+    result = train(config)
+    assert result.step == 8
+    assert [(event["step"], event["event"]) for event in events(config)] == [(3, "skipped")]
+    assert result.summary is not None
+    assert result.summary.evaluation.nats_per_token < 10
+
+
+def test_several_in_a_row_end_the_run_and_the_checkpoint_stands(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_scores(monkeypatch, set(range(4, 100)))
+    with pytest.raises(ValueError, match="5 steps in a row were not finite"):
+        train(config)
+    assert CheckpointStore(config.run.directory / "checkpoints", 2).load_newest(print) is not None
+
+
+def test_a_full_disk_during_the_run_is_said_and_the_run_goes_on(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = CheckpointStore.save
+
+    def save(self: CheckpointStore, step: int, *args: Any) -> Path:
+        if step == 4:
+            raise ValueError("step-4 was not written: No space left on device")
+        return original(self, step, *args)
+
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    assert train(config).step == 8
+    assert [event["event"] for event in events(config)] == ["checkpoint"]
+
+
+def test_a_full_disk_at_the_end_is_an_error(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(self: CheckpointStore, step: int, *args: Any) -> Path:
+        raise ValueError("not written: No space left on device")
+
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    with pytest.raises(ValueError, match="No space left"):
+        train(config)
+
+
+def test_epochs_are_counted_in_rows(config: TrainConfig) -> None:
+    training = config.training.model_copy(update={"max_steps": None, "epochs": 2, "batch_size": 16})
+    result = train(config.model_copy(update={"training": training}))
+    assert result.summary is not None
+    state = json.loads((config.run.directory / "checkpoints/latest/state.json").read_text(encoding="utf-8"))
+    # Whole batches of two epochs: the next one would reach into the third.
+    assert state["loader"]["epoch"] in (1, 2)
+    assert result.step == state["max_steps"]
+
+
+def test_accumulation_gives_the_same_step(config: TrainConfig, tmp_path: Path) -> None:
+    losses = []
+    for micro in (4, 1):
+        training = config.training.model_copy(update={"micro_batch_size": micro})
+        run = config.run.model_copy(update={"directory": tmp_path / f"micro{micro}"})
+        train(config.model_copy(update={"training": training, "run": run}))
+        records = (run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses.append([json.loads(line)["metrics"]["loss"] for line in records])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_two_processes_do_not_share_a_directory(config: TrainConfig) -> None:
+    from diffusionlm.training.run_directory import open_run_directory
+
+    with (
+        open_run_directory(config),
+        pytest.raises(ValueError, match="in use by another process"),
+        open_run_directory(config),
+    ):
+        pass
+
+
+def test_a_directory_of_something_else_is_refused(config: TrainConfig) -> None:
+    config.run.directory.mkdir()
+    (config.run.directory / "thesis.tex").write_text("precious", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"not empty and not a run \(it holds thesis.tex\)"):
+        train(config)
