@@ -25,7 +25,7 @@ def parse_command(
     name: str,
     description: str,
     example: str,
-    default_config: Path | str | None = None,
+    config_required: bool = True,
     renamed: Mapping[str, str] | None = None,
     extra: Callable[[argparse.ArgumentParser], None] | None = None,
     argv: Sequence[str] | None = None,
@@ -33,17 +33,17 @@ def parse_command(
     """Parse the command line of a command and load its config.
 
     `example` is shown at the end of `--help`, `extra` may add arguments of the command's own, and
-    `renamed` is that of `load_config`. Exits with 2 and a message if there is no valid config.
+    `renamed` is that of `load_config`. Without `config_required` the defaults alone are a config.
+    Exits with 2 and a message if there is no valid config.
     """
-    parser = _parser(config_class, name, description, example, default_config)
+    parser = _parser(config_class, name, description, example)
     if extra is not None:
         extra(parser)
     arguments = parser.parse_args(argv)
-    path = arguments.config if arguments.config is not None else default_config
-    if path is None:
+    if arguments.config is None and config_required:
         parser.error("no config given: add --config FILE.toml")
     try:
-        config = load_config(config_class, Path(path), arguments.overrides, renamed=renamed)
+        config = load_config(config_class, arguments.config, arguments.overrides, renamed=renamed)
     except ConfigError as error:
         parser.exit(2, f"{name}: error: {error}\n")
     if arguments.print_config:
@@ -52,9 +52,7 @@ def parse_command(
     return config, arguments
 
 
-def _parser(
-    config_class: type[Section], name: str, description: str, example: str, default_config: Path | str | None
-) -> argparse.ArgumentParser:
+def _parser(config_class: type[Section], name: str, description: str, example: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=name,
         description=description,
@@ -63,9 +61,7 @@ def _parser(
         # An abbreviation would change its meaning when another argument is added.
         allow_abbrev=False,
     )
-    default = f" (default: {default_config})" if default_config is not None else ""
-    config_help = f"the config of the run{default}".replace("%", "%%")
-    parser.add_argument("--config", metavar="FILE.toml", type=Path, help=config_help)
+    parser.add_argument("--config", metavar="FILE.toml", type=Path, help="the config of the run")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -108,6 +104,10 @@ def friendly_errors(name: str) -> Iterator[None]:
             raise
         print(f"{name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except BrokenPipeError:
+        # Whoever read the output has enough of it; nothing is wrong. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     except (ValueError, OSError) as error:
         if _wants_traceback():
             raise

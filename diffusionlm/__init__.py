@@ -1,0 +1,67 @@
+"""diffusionlm: training and inference of masked diffusion language models, in plain PyTorch.
+
+The names below are the public surface; they are loaded when first used, so that ``import diffusionlm`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from config.generation import GenerationConfig
+    from config.model import ModelConfig
+    from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer, save_model_directory
+    from diffusionlm.diffusion.likelihood import NelboReport, nelbo
+    from diffusionlm.inference.generate import Generation, generate, infill
+    from diffusionlm.models.init import init_weights
+    from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
+    from diffusionlm.models.transformer import Transformer
+
+_HOMES = {
+    "GenerationConfig": "config.generation",
+    "ModelConfig": "config.model",
+    "load_model": "diffusionlm.checkpoints.huggingface",
+    "load_tokenizer": "diffusionlm.checkpoints.huggingface",
+    "save_model_directory": "diffusionlm.checkpoints.huggingface",
+    "NelboReport": "diffusionlm.diffusion.likelihood",
+    "nelbo": "diffusionlm.diffusion.likelihood",
+    "Generation": "diffusionlm.inference.generate",
+    "generate": "diffusionlm.inference.generate",
+    "infill": "diffusionlm.inference.generate",
+    "init_weights": "diffusionlm.models.init",
+    "Bidirectional": "diffusionlm.models.patterns",
+    "BlockCausal": "diffusionlm.models.patterns",
+    "Causal": "diffusionlm.models.patterns",
+    "Transformer": "diffusionlm.models.transformer",
+}
+
+__all__ = [
+    "Bidirectional",
+    "BlockCausal",
+    "Causal",
+    "Generation",
+    "GenerationConfig",
+    "ModelConfig",
+    "NelboReport",
+    "Transformer",
+    "generate",
+    "infill",
+    "init_weights",
+    "load_model",
+    "load_tokenizer",
+    "nelbo",
+    "save_model_directory",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"diffusionlm has no {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

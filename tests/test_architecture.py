@@ -31,8 +31,10 @@ ARROWS: dict[str, set[str]] = {
     "diffusionlm.checkpoints": {"tokenizer", "diffusionlm.models"},
     "diffusionlm.inference": {"tokenizer", "diffusionlm.models", "diffusionlm.diffusion"},
     "diffusionlm.training": {
+        "config",
         "ddp",
         "logger",
+        "tokenizer",
         "diffusionlm.checkpoints",
         "diffusionlm.data",
         "diffusionlm.diffusion",

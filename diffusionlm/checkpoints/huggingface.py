@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def save_model(model: Transformer, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Write config.json and model.safetensors; ``weights`` in place of the model's own, by parameter name."""
-    (directory / "config.json").write_text(json.dumps(config_json(model.config), indent=2) + "\n", encoding="utf-8")
-    tensors = dict(model.named_parameters()) if weights is None else weights
+    tensors: dict[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
+    values = config_json(model.config, next(iter(tensors.values())).dtype)
+    (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     contiguous = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     save_file(contiguous, directory / WEIGHTS, metadata={"format": "pt"})
 
@@ -86,35 +88,71 @@ def save_model_directory(model: Transformer, tokenizer: Tokenizer, directory: Pa
     save_tokenizer(tokenizer, directory)
 
 
-def config_json(config: ModelConfig) -> dict[str, Any]:
+FAMILIES = {"qwen3": True, "llama": False}
+"""``model_type`` -> whether queries and keys are normed: what transformers leaves out of its config.json."""
+
+
+def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """What config.json says: transformers' names, and the three that diffusion adds."""
+    family = next(name for name, qk_norm in FAMILIES.items() if qk_norm == config.qk_norm)
     return {
-        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if config.qk_norm else "llama",
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
         "hidden_act": "silu",
-        "dtype": "float32",
+        "dtype": str(dtype).removeprefix("torch."),
         "use_cache": False,
         **config.model_dump(exclude_none=True),
     }
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The model config of a directory.
+    """The model config of a directory, in the spelling of transformers 4 or 5.
 
     Raises:
-        ValueError: not JSON, or not a config of this family; names the file and the keys.
+        ValueError: not JSON, or a model that would be computed otherwise than here; names the file and the keys.
     """
     path = directory / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    problems = [f"{key} = {value!r} is not supported" for key, value in _unsupported(values)]
     known = {key: value for key, value in values.items() if key in ModelConfig.model_fields}
+    known.setdefault("qk_norm", FAMILIES.get(values.get("model_type", ""), True))
+    theta = (values.get("rope_parameters") or {}).get("rope_theta")
+    if theta is not None:
+        known.setdefault("rope_theta", theta)
+    if isinstance(known.get("eos_token_id"), list):
+        known["eos_token_id"] = next(iter(known["eos_token_id"]), None)
+    known = {key: value for key, value in known.items() if value is not None}
     try:
-        return ModelConfig.model_validate(known)
+        config = ModelConfig.model_validate(known)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors())
-        raise ValueError(f"{path}: not the config of a diffusionlm model: {problems}") from error
+        problems += [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()]
+    if problems:
+        raise ValueError(f"{path}: not the config of a model that can be loaded here: {'; '.join(problems)}")
+    return config
+
+
+def _unsupported(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys that change what a model computes, and that this one does not know."""
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = values.get(key) or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            yield key, rope
+    if values.get("model_type") not in FAMILIES:
+        yield "model_type", values.get("model_type")
+    for key, harmless in (
+        ("hidden_act", "silu"),
+        ("use_sliding_window", False),
+        ("mlp_bias", False),
+        ("final_logit_softcapping", None),
+        ("attn_logit_softcapping", None),
+    ):
+        if values.get(key, harmless) != harmless:
+            yield key, values[key]
 
 
 @torch.no_grad()

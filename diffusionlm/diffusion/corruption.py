@@ -58,7 +58,7 @@ def draw_masks(
             case Counts():
                 if len(places) == 0:
                     continue
-                count = int(uniforms_B[row] * len(places)) + 1
+                count = min(int(uniforms_B[row] * len(places)) + 1, len(places))  # the uniform may round up to 1
                 chosen = chance.permutation(places)[:count]
                 weight = len(places) / count
             case Bernoulli(epsilon=epsilon):

@@ -78,7 +78,8 @@ def nelbo(
     bins = _FractionBins()
 
     for draw in range(num_draws):
-        counts_B = ((draw + offsets_B) / num_draws * sizes_B).astype(int) + 1
+        spread_B = ((draw + offsets_B) / num_draws * sizes_B).astype(np.int64) + 1
+        counts_B = np.minimum(spread_B, np.maximum(sizes_B, 1))  # the offset may round up to 1
         masked_BL = choose_masked(targets_BL.numpy(), counts_B, (seed, GRID, draw))
         for first in range(0, rows, batch_size):
             some = slice(first, first + batch_size)

@@ -92,16 +92,16 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attention output [B, L, D], or [R, D] of the flat ``rows`` alone; keys and values are those of all."""
         B, L, _ = x_BLD.shape
-        k = rotate(self.k_norm(self.k_proj(x_BLD).view(B, L, -1, self.head_dim)), rope)
-        v = self.v_proj(x_BLD).view(B, L, -1, self.head_dim)
+        k = rotate(self.k_norm(self.k_proj(x_BLD).unflatten(-1, (-1, self.head_dim))), rope)
+        v = self.v_proj(x_BLD).unflatten(-1, (-1, self.head_dim))
         if rows is None:
-            q = rotate(self.q_norm(self.q_proj(x_BLD).view(B, L, -1, self.head_dim)), rope)
-            return self.o_proj(attend(q, k, v, mask, backend).reshape(B, L, -1))  # type: ignore[no-any-return]
-        q_RNH = self.q_norm(self.q_proj(x_BLD.flatten(0, 1)[rows]).view(len(rows), -1, self.head_dim))
+            q = rotate(self.q_norm(self.q_proj(x_BLD).unflatten(-1, (-1, self.head_dim))), rope)
+            return self.o_proj(attend(q, k, v, mask, backend).flatten(2))  # type: ignore[no-any-return]
+        q_RNH = self.q_norm(self.q_proj(x_BLD.flatten(0, 1)[rows]).unflatten(-1, (-1, self.head_dim)))
         q_RNH = rotate(q_RNH, (_rows_of(rope[0], rows, B), _rows_of(rope[1], rows, B)))
         # The other queries are zeros: rows differ in number from sequence to sequence, the lowerings want a rectangle.
-        q = q_RNH.new_zeros(B * L, *q_RNH.shape[1:]).index_copy(0, rows, q_RNH).view(B, L, -1, self.head_dim)
-        out_RA = attend(q, k, v, mask, backend).reshape(B * L, -1)[rows]
+        q = q_RNH.new_zeros(B * L, *q_RNH.shape[1:]).index_copy(0, rows, q_RNH).reshape(B, L, *q_RNH.shape[1:])
+        out_RA = attend(q, k, v, mask, backend).flatten(2).flatten(0, 1)[rows]
         return self.o_proj(out_RA)  # type: ignore[no-any-return]
 
 

@@ -90,7 +90,13 @@ every_steps = 1
 def uninterrupted(config: Path) -> Path:
     result = run("--config", config)
     assert result.returncode == 0, result.stderr
-    for part in ("validation bound", "bits per byte", "unigram entropy", "first guess", "next: uv run diffusionlm-infer"):
+    for part in (
+        "validation bound",
+        "bits per byte",
+        "unigram entropy",
+        "first guess",
+        "next: uv run diffusionlm-infer",
+    ):
         assert part in result.stdout
     return config.parent / "run"
 
@@ -197,7 +203,9 @@ def test_a_warm_start_takes_weights_and_tokenizer(config: Path, uninterrupted: P
     assert result.returncode == 0, result.stderr
     first = numbers(tmp_path / "warm")[0]["metrics"]["loss"]
     assert first < numbers(uninterrupted)[0]["metrics"]["loss"] - 0.5
-    assert (tmp_path / "warm/tokenizer/vocab.json").read_bytes() == (uninterrupted / "tokenizer/vocab.json").read_bytes()
+    assert (tmp_path / "warm/tokenizer/vocab.json").read_bytes() == (
+        uninterrupted / "tokenizer/vocab.json"
+    ).read_bytes()
 
 
 def test_a_warm_start_that_does_not_fit_lists_what(config: Path, uninterrupted: Path, tmp_path: Path) -> None:

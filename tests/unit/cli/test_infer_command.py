@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cli.infer import main, wrapped
+from cli.infer import main
+from diffusionlm.inference.terminal import wrapped
 from config.dump import to_toml
 from config.infer import InferConfig
 from config.load import load_config

@@ -61,8 +61,8 @@ def test_config_overrides_and_extra_arguments(file: Path) -> None:
     assert arguments.resume is True
 
 
-def test_default_config(file: Path) -> None:
-    assert parse(default_config=file)[0].inner.steps == 4
+def test_config_may_be_optional() -> None:
+    assert parse("--set", "inner.name=y", config_required=False)[0] == Config(inner=Inner(name="y"))
 
 
 def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,10 +102,9 @@ def test_schema_needs_no_other_argument(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    text = failure(capsys, 0, "--help", default_config="100%.toml")
+    text = failure(capsys, 0, "--help")
     assert text.endswith("example:\n  dlm-run --config a.toml --set inner.steps=9\n")
     assert "Runs 100% of it." in text
-    assert "(default: 100%.toml)" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

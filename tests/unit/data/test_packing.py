@@ -105,3 +105,16 @@ def test_tokenizer_without_end_of_text_is_refused(kind: Any, list_reader: Any, b
     byte_tokenizer.eos_token_id = None
     with pytest.raises(ValueError, match="end-of-text"):
         kind(list_reader([]), byte_tokenizer, 8)
+
+
+def test_packed_rows_of_two_epochs_are_not_mixed_up(byte_tokenizer: Any) -> None:
+    """A position is the same in every epoch, the document there is not: what is held must be the epoch's own."""
+
+    class Changing:
+        def read(self, epoch: int, position: Any, limit: int) -> tuple[list[str], Any]:
+            return [f"epoch {epoch} " * 3], None
+
+    packed = PackedRows(Changing(), byte_tokenizer, 8)
+    for epoch in (0, 1, 0):
+        row = packed.read(epoch, None, 1)[0][0]
+        assert bytes(row.tokens_L.tolist()) == f"epoch {epoch} "[:8].encode()

@@ -107,6 +107,20 @@ def test_double_model_computes_in_double(tiny_model: MakeModel) -> None:
     torch.testing.assert_close(slope, (gradient * direction).sum(), rtol=1e-6, atol=1e-6)
 
 
+def test_positions_of_each_row_are_its_own(tiny_model: MakeModel) -> None:
+    """[B, L] positions: the default and any offset change nothing, a stretch does, for its row alone."""
+    model = tiny_model()
+    default = model(tokens(), pattern=Causal())
+    line = torch.arange(10)
+    for positions in (line, torch.stack([line, line]), torch.stack([line, line + 30])):
+        torch.testing.assert_close(
+            model(tokens(), pattern=Causal(), positions=positions), default, rtol=1e-3, atol=2e-4
+        )
+    stretched = model(tokens(), pattern=Causal(), positions=torch.stack([line, line * 3]))
+    torch.testing.assert_close(stretched[0], default[0], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(stretched[1, 1:], default[1, 1:], atol=1e-2)
+
+
 def test_embeddings_may_be_given(tiny_model: MakeModel) -> None:
     model = tiny_model()
     embeds = model.model.embed_tokens(tokens())
