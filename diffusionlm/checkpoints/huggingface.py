@@ -123,7 +123,7 @@ def read_config(directory: Path) -> ModelConfig:
     known.setdefault("qk_norm", FAMILIES.get(values.get("model_type", ""), True))
     theta = (values.get("rope_parameters") or {}).get("rope_theta")
     if theta is not None:
-        known.setdefault("rope_theta", theta)
+        known["rope_theta"] = theta
     if isinstance(known.get("eos_token_id"), list):
         known["eos_token_id"] = next(iter(known["eos_token_id"]), None)
     known = {key: value for key, value in known.items() if value is not None}

@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 MANIFEST = "MANIFEST.json"
 
 
@@ -33,7 +35,7 @@ def write_directory(target: Path, write: Callable[[Path], None]) -> None:
             _fsync(path)
         os.rename(aside, target)
         _fsync(target.parent)
-    except Exception as error:  # OSError, but safetensors reports a full disk as its own error
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         shutil.rmtree(aside, ignore_errors=True)
         free = shutil.disk_usage(_existing(target.parent)).free / 2**20
         raise ValueError(f"{target} was not written: {error} ({free:,.0f} MiB are free there)") from error
@@ -42,35 +44,45 @@ def write_directory(target: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def verify(directory: Path, only: Collection[str] | None = None) -> None:
-    """Compare the files with the manifest; a directory without one (from elsewhere) passes.
+def verify(directory: Path, only: Collection[str] | None = None, *, must_have_manifest: bool = False) -> None:
+    """Compare the files with the manifest; a directory without one (from elsewhere) passes, unless it must have one.
 
     Raises:
         ValueError: a file is missing, truncated or changed; names it.
     """
     path = directory / MANIFEST
     if not path.is_file():
+        if must_have_manifest:
+            raise ValueError(f"{path} is missing: the directory is not complete")
         return
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: damaged manifest: {error}") from error
-    for name, expected in entries.items():
+        sums = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged manifest: {error!r}") from error
+    for name, (size, checksum) in sums.items():
         if only is not None and name not in only:
             continue
         file = directory / name
         if not file.is_file():
             raise ValueError(f"{file} is missing, though the manifest beside it names it")
-        if file.stat().st_size != expected["bytes"]:
-            raise ValueError(f"{file} has {file.stat().st_size} bytes, the manifest says {expected['bytes']}")
-        if _entry(file) != expected:
+        if file.stat().st_size != size:
+            raise ValueError(f"{file} has {file.stat().st_size} bytes, the manifest says {size}")
+        try:
+            found = _entry(file)["sha256"]
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+        if found != checksum:
             raise ValueError(f"{file} is damaged: its checksum is not the manifest's")
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what interrupted writers left aside in a folder."""
     for path in folder.glob("*.tmp-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def replace_text(path: Path, text: str) -> None:

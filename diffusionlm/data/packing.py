@@ -54,7 +54,7 @@ class PackedRows:
             row, place = self._row(epoch, place)
             if row is not None:
                 rows.append(row)
-        return rows, place if len(rows) == limit else None
+        return rows, place
 
     def _row(self, epoch: int, place: Position) -> tuple[Row | None, Position]:
         """One row, and the place behind it: None at the end of the epoch."""

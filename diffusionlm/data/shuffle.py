@@ -48,6 +48,7 @@ class WindowShuffle(Generic[T]):
     def _load(self, epoch: int, window: int, start: Position) -> None:
         if self._loaded == (epoch, window):
             return
+        self._items = []  # the old window goes before the new one comes
         items, self._next_start = self.upstream.read(epoch, start, self.window)
         order = generator(self.seed, self.stream, epoch, window).permutation(len(items))
         self._items = [items[index] for index in order]

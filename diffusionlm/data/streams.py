@@ -14,6 +14,7 @@ from diffusionlm.data.sources import Position, Split
 
 COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
 FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}
+IDENTITY_BYTES = 1 << 16
 TEXT_ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".html", ".tex"}
 
 
@@ -51,7 +52,9 @@ class StreamSource:
             separate = config.validation_split is not None
             stream = _open_hub(config, (config.validation_split if validation else None) or config.train_split)
             name, text_field = config.dataset, config.text_field
-            identity = f"hub/{config.dataset}/{config.config}/{config.revision}/{config.train_split}"
+            identity = (
+                f"hub/{config.dataset}/{config.config}/{config.revision}/{config.train_split}/{config.text_field}"
+            )
         return cls(
             stream,
             text_field,
@@ -116,10 +119,11 @@ def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
     """
     found: set[Path] = set()
     for pattern in patterns:
-        matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+        literal = Path(pattern)  # a name may hold what looks like a glob
+        matches = [literal] if literal.exists() else [Path(match) for match in glob.glob(pattern, recursive=True)]
         files = [path for path in matches if path.is_file()]
         for folder in (path for path in matches if path.is_dir()):
-            files += [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+            files += [path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder))]
         if not files:
             raise ValueError(f"{key}: {pattern!r} matches no file; paths are relative to {Path.cwd()}")
         found.update(files)
@@ -127,6 +131,10 @@ def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
     if empty:
         raise ValueError(f"{key}: empty file {', '.join(empty)}; remove it or name the others")
     return sorted(found)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def format_of(path: Path) -> str | None:
@@ -149,8 +157,11 @@ def _open_files(config: LocalFiles, files: list[Path]) -> tuple[Any, str]:
         )
     kind = formats.pop()
     options = {"sample_by": config.sample_by} if kind == "text" else {}
-    names = [str(path) for path in files]
-    stream = datasets.load_dataset(kind, data_files={"train": names}, split="train", streaming=True, **options)
+    names = [glob.escape(str(path)) for path in files]
+    try:
+        stream = datasets.load_dataset(kind, data_files={"train": names}, split="train", streaming=True, **options)
+    except Exception as error:  # it reads the first file: Arrow, Unicode, OS, end-of-file errors
+        raise ValueError(f"data.source.paths: cannot read {', '.join(map(str, files[:5]))}: {error!r}") from error
     return stream, "text" if kind == "text" else config.text_field
 
 
@@ -168,7 +179,13 @@ def _open_hub(config: HubDataset, split: str) -> Any:
 
 
 def _identity(files: list[Path]) -> str:
+    """Names, sizes, and both ends of each file: whole files may be too large to read twice."""
     digest = hashlib.sha256()
     for path in files:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(IDENTITY_BYTES))
+            file.seek(max(0, size - IDENTITY_BYTES))
+            digest.update(file.read(IDENTITY_BYTES))
     return f"files/{digest.hexdigest()[:16]}"

@@ -67,7 +67,9 @@ def nelbo(
     Raises:
         ValueError: no target token at all.
     """
-    targets_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if is_target_BL is None else is_target_BL.bool()
+    tokens_BL = tokens_BL.cpu()
+    targets_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if is_target_BL is None else is_target_BL.bool().cpu()
+    document_BL = None if document_BL is None else document_BL.cpu()
     sizes_B = targets_BL.sum(dim=1).numpy()
     if sizes_B.sum() == 0:
         raise ValueError("no target token: is_target_BL is false everywhere")

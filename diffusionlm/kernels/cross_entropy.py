@@ -50,7 +50,9 @@ def linear_cross_entropy(hidden_RD: Tensor, head_VD: Tensor, score: Score) -> Sc
     """
     device = hidden_RD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
-    loss_sum, nll_R = _LinearCrossEntropy.apply(hidden_RD, head_VD, score, dtype)
+    # Asked here: inside a Function gradients always look switched off.
+    wants_grad = torch.is_grad_enabled()
+    loss_sum, nll_R = _LinearCrossEntropy.apply(hidden_RD, head_VD, score, dtype, wants_grad)
     return Scored(loss_sum=loss_sum, nll_R=nll_R)
 
 
@@ -64,10 +66,10 @@ def chunk_rows(rows: int, vocab_size: int) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, score: Score, dtype: torch.dtype
+        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, score: Score, dtype: torch.dtype, wants_grad: bool
     ) -> tuple[Tensor, Tensor]:
         R, V = hidden_RD.shape[0], head_VD.shape[0]
-        needs_hidden, needs_head = ctx.needs_input_grad[:2]
+        needs_hidden, needs_head = (wants_grad and needed for needed in ctx.needs_input_grad[:2])
         x_RD, w_VD = hidden_RD.to(dtype), head_VD.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden_RD) if needs_hidden else None
@@ -103,12 +105,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.where(score.weights_R != 0, nll_R * score.weights_R, 0.0).sum(), nll_R
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grads[0]
         return (
             None if grad_hidden is None else grad_hidden * scale,
             None if grad_head is None else (grad_head * scale).to(ctx.head_dtype),
+            None,
             None,
             None,
         )

@@ -20,7 +20,8 @@ class AttentionPattern(Protocol):
 
     @property
     def documents_BL(self) -> Tensor | None:
-        """Document number of each position; positions see only their own document. None: one document a row."""
+        """Document number of each position, a run of equal numbers for each; positions see only their own document.
+        None: one document a row."""
 
     @property
     def is_unrestricted(self) -> bool:

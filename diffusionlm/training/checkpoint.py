@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -77,9 +78,15 @@ class CheckpointStore:
 
         remove_leftovers(self.folder)
         write_directory(target, write)
-        self._point_latest(target)
-        for old in self.steps()[: -self.keep_last]:
-            shutil.rmtree(self.path(old))
+        try:
+            self._point_latest(target)
+            for old in self.steps()[: -self.keep_last]:
+                # Renamed first: a process killed while removing must not leave half a checkpoint under its name.
+                aside = self.path(old).with_name(f"{self.path(old).name}.tmp-old")
+                os.rename(self.path(old), aside)
+                shutil.rmtree(aside)
+        except OSError as error:
+            raise ValueError(f"{target} was written, but the folder around it could not be changed: {error}") from error
         return target
 
     def load_newest(self, say: Callable[[str], None]) -> Saved | None:
@@ -92,9 +99,9 @@ class CheckpointStore:
         for step in reversed(steps):
             path = self.path(step)
             try:
-                verify(path)
+                verify(path, must_have_manifest=True)
                 saved = _read(path)
-            except ValueError as error:
+            except (ValueError, OSError, SafetensorError) as error:
                 say(f"checkpoint refused: {error}")
                 continue
             for damaged in (later for later in steps if later > step):
@@ -111,9 +118,12 @@ class CheckpointStore:
     def _point_latest(self, target: Path) -> None:
         link = self.folder / "latest"
         aside = self.folder / f"latest.tmp-{os.getpid()}"
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(target.name)
-        os.replace(aside, link)
+        try:
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(target.name)
+            os.replace(aside, link)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> Saved:

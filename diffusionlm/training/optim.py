@@ -12,6 +12,12 @@ from diffusionlm.models.transformer import Transformer
 
 State = dict[str, torch.Tensor]
 
+STATE_KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}
+"""What each optimizer keeps of a parameter."""
+
 
 class Optimizers:
     """One or two torch optimizers that step as one; their state has the parameters' names."""
@@ -49,24 +55,30 @@ class Optimizers:
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """What `state_dict` gave.
+        """What `state_dict` gave, before the first step or after it.
 
         Raises:
-            ValueError: state of parameters that are not here.
+            ValueError: it is not that of these parameters; lists what is missing, unexpected or misshapen.
         """
-        owners = {
-            self.names[parameter]: (optimizer, parameter)
+        expected = {
+            f"{self.names[parameter]}.{key}": (optimizer, parameter, key)
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
+            for key in STATE_KEYS[type(optimizer)]
         }
-        for full_name, value in state.items():
-            name, _, key = full_name.rpartition(".")
-            if name not in owners:
-                raise ValueError(f"the optimizer state has {full_name!r}, but no such parameter is trained here")
-            optimizer, parameter = owners[name]
-            on_device = value.clone() if key == "step" else value.to(parameter.device, copy=True)
-            optimizer.state[parameter][key] = on_device
+        problems = [f"missing {name}" for name in sorted(expected.keys() - state.keys())] if state else []
+        problems += [f"unexpected {name}" for name in sorted(state.keys() - expected.keys())]
+        for name in expected.keys() & state.keys():
+            _, parameter, key = expected[name]
+            shape = torch.Size() if key == "step" else parameter.shape
+            if state[name].shape != shape:
+                problems.append(f"{name} has shape {list(state[name].shape)}, the parameter {list(shape)}")
+        if problems:
+            raise ValueError(f"the optimizer state does not fit the model: {'; '.join(problems)}")
+        for name, value in state.items():
+            optimizer, parameter, key = expected[name]
+            optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
 
 
 def build_optimizers(config: AdamW | Muon, model: Transformer) -> Optimizers:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from cli.infer import main
-from diffusionlm.inference.terminal import wrapped
 from config.dump import to_toml
 from config.infer import InferConfig
 from config.load import load_config
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.inference.generate import generate
+from diffusionlm.inference.terminal import wrapped
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from tokenizer import load_tokenizer, train_bpe

@@ -1,0 +1,85 @@
+"""The final table's numbers on cases where they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diffusionlm.data.loader import batch_of
+from diffusionlm.data.packing import Row
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.evaluate import entropy, evaluate, fill_accuracy
+from tokenizer import Tokenizer, train_bpe
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(["aaaa bbbb cccc"], vocab_size=262)
+
+
+class Constant(torch.nn.Module):
+    """A model that answers every row with the same logits."""
+
+    def __init__(self, like: Transformer, logits_V: torch.Tensor) -> None:
+        super().__init__()
+        self.config, self.lm_head, self.logits_V = like.config, like.lm_head, logits_V
+
+    def forward(self, tokens_BL: torch.Tensor, *, rows: torch.Tensor, score: Any = None, **_: Any) -> Any:
+        from diffusionlm.kernels.cross_entropy import Scored
+
+        logits = self.logits_V.expand(len(rows), -1).clone()
+        if score is None:
+            return logits
+        logits[:, score.excluded_token] = float("-inf")
+        nll = torch.nn.functional.cross_entropy(logits, score.targets_R, reduction="none")
+        return Scored((nll * score.weights_R).sum(), nll)
+
+
+def rows(count: int, length: int, vocab: int, padding: int = 0) -> list[Row]:
+    chance = np.random.default_rng(0)
+    made = []
+    for _ in range(count):
+        documents = np.zeros(length, dtype=np.int32)
+        documents[length - padding :] = -1
+        made.append(Row(chance.integers(0, vocab, length).astype(np.int32), documents))
+    return made
+
+
+def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(
+    tiny_model: Callable[..., Transformer], tokenizer: Tokenizer
+) -> None:
+    like = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
+    model: Any = Constant(like, torch.zeros(tokenizer.vocab_size, dtype=torch.float64))
+    some = rows(6, 12, 200, padding=3)
+    result = evaluate(model, tokenizer, some, draws=3, batch_size=4, commonest=0)
+    assert result.num_tokens == 6 * 9
+    assert result.nats_per_token == pytest.approx(np.log(tokenizer.vocab_size - 1))
+    tokens = np.concatenate([row.tokens_L[:9] for row in some])
+    assert result.num_bytes == tokenizer.num_bytes(tokens)
+    assert result.bits_per_byte == pytest.approx(
+        result.nats_per_token / np.log(2) * result.num_tokens / result.num_bytes
+    )
+    assert all(value == pytest.approx(np.log(tokenizer.vocab_size - 1)) for _, _, value in result.by_masked_fraction)
+    assert result.unigram_entropy == pytest.approx(entropy(np.bincount(tokens)))
+
+
+def test_fills_are_counted(tiny_model: Callable[..., Transformer], tokenizer: Tokenizer) -> None:
+    like = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
+    logits = torch.zeros(tokenizer.vocab_size)
+    logits[[5, 6, 7, 8, 9]] = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
+    logits[tokenizer.mask_token_id] = 99.0  # never guessed
+    batch = batch_of([Row(np.array([5, 5, 6, 7, 8, 9, 10, 10], dtype=np.int32), np.zeros(8, dtype=np.int32))] * 4)
+    model: Any = Constant(like, logits)
+    all_masked = fill_accuracy(model, batch, 1.0, 3, commonest=10)
+    assert (all_masked.first_guess, all_masked.first_five, all_masked.commonest) == (2 / 8, 6 / 8, 2 / 8)
+    half = fill_accuracy(model, batch, 0.5, 3, commonest=None)
+    assert half.commonest is None
+    assert half == fill_accuracy(model, batch, 0.5, 2, commonest=None)
+
+
+def test_entropy() -> None:
+    assert entropy(np.array([1, 0, 1, 2])) == pytest.approx(1.5 * np.log(2))
