@@ -37,7 +37,8 @@ def _torch_state() -> Iterator[None]:
     yield
     torch.set_default_dtype(dtype)
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports the compiler: seconds
+        torch.use_deterministic_algorithms(deterministic)
     torch.set_rng_state(state)
 
 
