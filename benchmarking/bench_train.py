@@ -103,9 +103,6 @@ class Contestant:
     step: Callable[[], Tensor]
 
 
-# ---- Contestants ----
-
-
 def build_ours(case: Case) -> Contestant:
     """This project's model, draws, score and optimizer."""
     model = Transformer(case.shape.complete())
@@ -172,9 +169,6 @@ def _finished(loss: Tensor) -> Tensor:
     if loss.device.type == "cuda":
         torch.cuda.synchronize()
     return loss.detach()
-
-
-# ---- Measurements ----
 
 
 @dataclass(frozen=True)
@@ -268,9 +262,6 @@ def _tiny(shape: Shape) -> Shape:
     return shape.model_copy(update=least | {"max_position_embeddings": min(16, shape.max_position_embeddings)})
 
 
-# ---- The command ----
-
-
 def bench_train(config: BenchTrainConfig) -> str:
     """Measure all cases; progress on stderr, files in the output directory.
 
@@ -327,9 +318,6 @@ def _append(folder: Path | None, result: Result) -> None:
     if folder is not None:
         with (folder / "training_speed.jsonl").open("a", encoding="utf-8") as file:
             file.write(result.json_lines())
-
-
-# ---- The report ----
 
 
 def report(results: list[Result], where: dict[str, str]) -> str:

@@ -70,9 +70,6 @@ def speedup(ours: Sequence[float], theirs: Sequence[float]) -> Speedup:
     return Speedup(statistics.median(theirs) / statistics.median(ours), middle, low, high)
 
 
-# ---- Where it was measured ----
-
-
 def usable_cores() -> int:
     """Cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
@@ -116,9 +113,6 @@ def environment(*, threads: int, packages: Iterable[str], accelerator: str | Non
         "threads": f"{threads} of torch; the process may use {usable_cores()} cores; load average at the start {load}",
         "software": ", ".join([f"Python {platform.python_version()}", *versions, platform.platform(terse=True)]),
     }
-
-
-# ---- What is shown ----
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -18,8 +18,9 @@ from typing import Any, TypeVar, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from config.base import (
-    Section,
+from config.base import Section
+from config.dump import Key, key_lines, render
+from config.schema import (
     child_kinds,
     close_match,
     default_of,
@@ -36,7 +37,6 @@ from config.base import (
     tag_values,
     typed_value,
 )
-from config.dump import Key, key_lines, render
 
 T = TypeVar("T", bound=Section)
 
@@ -110,9 +110,6 @@ def _parse(path: Path | None, text: str) -> dict[str, Any]:
             raise ConfigError(f"{path}: not valid TOML: {error}") from None
         shown = text.split("\n")[int(at[1]) - 1].strip()
         raise ConfigError(f"{path}:{at[1]}: not valid TOML: {error}: {shown}") from None
-
-
-# ---- Where values come from ----
 
 
 @dataclass(frozen=True)
@@ -247,8 +244,6 @@ def _fill_tags(kinds: Sequence[Any], node: Any, default: Any) -> None:
         inner, inner_default = _descend(kinds, node, default, step)
         _fill_tags(inner, item, inner_default)
 
-
-# ---- What is wrong, in plain words ----
 
 _BOUNDS = {
     "greater_than": "must be greater than {gt}",

@@ -42,9 +42,6 @@ def make_case(shape: Shape, precision: Precision = "float32") -> Case:
     return Case(shape, precision, device="cpu", threads=1, seed=0)
 
 
-# ---- Config ----
-
-
 def test_the_shipped_config_is_what_the_docs_say() -> None:
     config = load_config(BenchTrainConfig, RESOURCE)
     assert [shape.vocab_size for shape in config.shapes] == [4096, 32768]
@@ -100,9 +97,6 @@ def test_a_missing_device_is_an_error() -> None:
     assert check_machine(BenchSection(device="auto"))[0] == "cpu"
 
 
-# ---- Contestants ----
-
-
 @pytest.mark.parametrize("name", list(BUILDERS))
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_trains(name: str, precision: Precision) -> None:
@@ -137,9 +131,6 @@ def test_all_contestants_get_the_same_tokens() -> None:
     case = make_case(make_shape())
     assert torch.equal(case.tokens(), case.tokens())
     assert case.tokens().shape == (4, 32) and int(case.tokens().max()) < case.shape.mask_token
-
-
-# ---- The command ----
 
 
 def test_without_peers_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
