@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from config.base import Fraction, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple
+from config.base import Fraction, NonEmptyStr, NonNegativeInt, PositiveInt, Probability, Section, StrTuple
 
 
 class PythonStdlib(Section):
@@ -68,6 +68,9 @@ class DataConfig(Section):
     document a row, cut at the row's length."""
     row_length: PositiveInt | None = None
     """Tokens of a row. None: model.max_position_embeddings."""
+    random_length_probability: Probability = 0.0
+    """Probability that the rows of a training step are cut at random places into documents of their own, so that the
+    model meets short texts too; LLaDA takes 0.01."""
     document_shuffle_window: NonNegativeInt = 10_000
     """Documents are shuffled within windows of this many; 0 keeps their order."""
     row_shuffle_window: NonNegativeInt = 8_192

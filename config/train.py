@@ -82,6 +82,7 @@ RENAMED = {
     "optimizer.lr_schedule": "is called schedule.kind here",
     "optimizer.warmup_iters": "is called schedule.warmup_steps here",
     "optimizer.grad_clip_max_l2_norm": "is called training.max_grad_norm here",
+    "model.random_trunc_prob": "is called data.random_length_probability here",
     "data.runs_path": "is called run.directory here",
     "data.tokenizer": "is the section [tokenizer] here",
     "data.dataset_name": 'is data.source.dataset here, with data.source.kind = "hub"',

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from config.data import DataConfig
-from diffusionlm.data.packing import Encoder, PackedRows, PaddedRows, Row
+from diffusionlm.data.packing import Encoder, PackedRows, PaddedRows, Row, cut_at_random
 from diffusionlm.data.shuffle import WindowShuffle
 from diffusionlm.data.sources import DocumentSource, Position, Reader
 from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
+from diffusionlm.diffusion.corruption import generator
 from diffusionlm.diffusion.objectives import Objective
 
-DOCUMENT_ORDER, ROW_ORDER = 10, 11
+DOCUMENT_ORDER, ROW_ORDER, RANDOM_LENGTH = 10, 11, 12
 """Streams of keyed chance."""
 
 
@@ -65,6 +66,8 @@ class Loader:
     batch_size: int
     micro_batch_size: int
     seed: int
+    random_length_probability: float = 0.0
+    """Of a step whose rows are cut at random places."""
     epoch: int = 0
     position: Position = None
 
@@ -75,6 +78,9 @@ class Loader:
             ValueError: the source has no rows at all.
         """
         rows = self._next_rows()
+        if generator(self.seed, RANDOM_LENGTH, step).random() < self.random_length_probability:
+            chances = (generator(self.seed, RANDOM_LENGTH, step, row) for row in range(len(rows)))
+            rows = [cut_at_random(row, chance) for row, chance in zip(rows, chances, strict=True)]
         draws = []
         for first in range(0, self.batch_size, self.micro_batch_size):
             key = DrawKey(self.seed, step, first, self.batch_size)

@@ -107,6 +107,22 @@ class PaddedRows:
         return rows, behind
 
 
+def cut_at_random(row: Row, chance: np.random.Generator) -> Row:
+    """The row in documents of random length: what is left is cut at a uniform place, until nothing is left.
+
+    LLaDA cuts 1 % of its batches to a random length (Nie et al. 2025, guidelines); here the rest is kept.
+    """
+    length = len(row.tokens_L)
+    pieces_L = np.zeros(length, dtype=np.int32)
+    start = 0
+    while start < length:
+        start += int(chance.integers(1, length - start + 1))
+        pieces_L[start:] += 1
+    # Documents that were there stay apart; padding stays padding.
+    joined_L = row.documents_L + pieces_L
+    return Row(row.tokens_L, np.where(row.documents_L < 0, row.documents_L, joined_L).astype(np.int32))
+
+
 def _padding(row_length: int, eos: int) -> Row:
     return Row(np.full(row_length, eos, dtype=np.int32), np.full(row_length, -1, dtype=np.int32))
 

@@ -62,7 +62,9 @@ def _attend_eager(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Tensor |
     v = v_BLKH.transpose(1, 2).reshape(B * K, S, H)
     scores = torch.bmm(q, k.transpose(1, 2))
     if mask is not None:
-        scores = scores.view(B, K, G, L, S).masked_fill(~mask[:, None, None], float("-inf")).view(B * K, G * L, S)
+        # Added in place, as a bias: a product does not need its result for its gradient, nor does a sum.
+        bias = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~mask, float("-inf"))
+        scores.view(B, K, G, L, S).add_(bias[:, None, None])
     out = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v)
     return out.view(B, K, G, L, H).permute(0, 3, 1, 2, 4).reshape(B, L, N, H)
 

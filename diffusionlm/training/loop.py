@@ -123,7 +123,14 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
     average = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     rows = rows_of(source, config.data, tokenizer, config.row_length, config.run.seed)
     batch_size = config.training.batch_size
-    loader = Loader(rows, objective, batch_size, config.training.micro_batch_size or batch_size, config.run.seed)
+    loader = Loader(
+        rows,
+        objective,
+        batch_size,
+        config.training.micro_batch_size or batch_size,
+        config.run.seed,
+        config.data.random_length_probability,
+    )
     max_steps = config.training.max_steps or _steps_of_epochs(config, rows)
     validator = Validator.open(config, tokenizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())

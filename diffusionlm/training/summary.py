@@ -66,5 +66,5 @@ def render_summary(summary: Summary, directory: Path) -> str:
 
 def next_command(directory: Path) -> str:
     """What to type next."""
-    hole = "'def area(r):\\n    return [MASK:6]\\n'"
+    hole = "'for i in[MASK:1](10):\\n    print(i)\\n'"
     return f"uv run diffusionlm-infer --model {shlex.quote(str(directory))} --infill {hole}"

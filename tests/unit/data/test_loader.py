@@ -166,3 +166,22 @@ def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path
         resumed.load_state_dict(states[resumed_at])
         for step in range(resumed_at, min(resumed_at + 3, 16)):
             assert equal(resumed.next_step(step), steps[step]), (resumed_at, step)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+def test_steps_are_cut_with_the_given_probability(probability: float, list_reader: Any, byte_tokenizer: Any) -> None:
+    def batches(micro: int) -> list[Batch]:
+        reader = rows_of(list_reader(["x" * 3000]), config_of("packed"), byte_tokenizer, LENGTH, seed=1)
+        objective = Recording()
+        loader = Loader(reader, objective, BATCH, micro, 1, random_length_probability=probability)
+        for step in range(60):
+            loader.next_step(step)
+        return objective.batches
+
+    whole = batches(BATCH)
+    # Rows come from one document but for the epochs' ends.
+    share = sum(batch.document_BL is not None and int(batch.document_BL.max()) > 1 for batch in whole) / len(whole)
+    assert share == pytest.approx(probability, abs=0.15)
+    assert probability not in (0.0, 1.0) or share == probability
+    parts = [batch.document_BL for batch in batches(2)]
+    assert torch.equal(torch.cat([batch.document_BL for batch in whole]), torch.cat(parts))  # type: ignore[arg-type, misc]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffusionlm.data.packing import PackedRows, PaddedRows, Row
+from diffusionlm.data.packing import PackedRows, PaddedRows, Row, cut_at_random
 
 Drain = Callable[..., list[Any]]
 EOS = 256
@@ -118,3 +118,29 @@ def test_packed_rows_of_two_epochs_are_not_mixed_up(byte_tokenizer: Any) -> None
     for epoch in (0, 1, 0):
         row = packed.read(epoch, None, 1)[0][0]
         assert bytes(row.tokens_L.tolist()) == f"epoch {epoch} "[:8].encode()
+
+
+def test_cutting_keeps_tokens_padding_and_documents() -> None:
+    documents = np.array([0] * 9 + [1] * 5 + [-1] * 2, dtype=np.int32)
+    row = Row(np.arange(16, dtype=np.int32), documents)
+    firsts, pieces = [], []
+    for seed in range(400):
+        cut = cut_at_random(row, np.random.default_rng(seed))
+        assert np.array_equal(cut.tokens_L, row.tokens_L)
+        assert np.array_equal(cut.documents_L < 0, documents < 0)
+        real = cut.documents_L[:14]
+        assert (np.diff(real) >= 0).all(), "each piece is one run"
+        assert cut.documents_L[8] != cut.documents_L[9], "documents that were apart stay apart"
+        firsts.append(int((real == real[0]).sum()))
+        pieces.append(len(np.unique(real)))
+    # The first cut is uniform over the row: 1 ... 16, of which the first document lets 9 be seen.
+    counts = np.bincount(firsts, minlength=10)[1:10]
+    assert (counts[:8] > 8).all()
+    assert counts[8] > counts[:8].max()
+    assert max(pieces) > 4
+
+
+def test_rows_that_are_cut_do_not_change_the_others() -> None:
+    row = Row(np.arange(4, dtype=np.int32), np.zeros(4, dtype=np.int32))
+    cut_at_random(row, np.random.default_rng(0))
+    assert not row.documents_L.any()
