@@ -193,6 +193,8 @@ def _apply(cls: type[Section], source: _Source, override: str) -> list[_Problem]
             node[step] = typed_value(text, kinds)
         elif (node.get(step) if isinstance(node, dict) else node[step]) is None:
             node[step] = _new_container(kinds, default)
+        elif isinstance(node[step], str):
+            node[step] = _from_tag_alone(kinds, node[step])
         node = node[step]
     source.replaced(key, override)
     return []
@@ -225,6 +227,15 @@ def _new_container(kinds: Sequence[Any], default: Any) -> Any:
     if any(is_array(kind) for kind in kinds):
         return [item.model_dump() if isinstance(item, Section) else item for item in default or ()]
     return {}
+
+
+def _from_tag_alone(kinds: Sequence[Any], value: str) -> Any:
+    """The table that a string stands for, where a union's tag may be written alone: `source = "hub"`."""
+    sections = [kind for kind in kinds if is_section(kind)]
+    tag = tag_name(sections)
+    if tag is not None and any(value in tag_values(section, tag) for section in sections):
+        return {tag: value}
+    return value
 
 
 def _fill_tags(kinds: Sequence[Any], node: Any, default: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from config.base import Section
 from config.bench_train import BenchTrainConfig
+from config.data import LocalFiles, PythonStdlib
 from config.dump import to_toml
 from config.infer import InferConfig
 from config.load import load_config
@@ -68,6 +69,14 @@ def test_bad_values_of_the_training_config(override: str, message: str) -> None:
     with pytest.raises(ValueError, match="problem") as caught:
         load_config(TrainConfig, RESOURCES / "train.toml", [override])
     assert message in str(caught.value)
+
+
+def test_a_source_named_alone_can_be_overridden() -> None:
+    overrides = ["data.source.paths=a/*.jsonl,b", "data.source.kind=files", "data.source.text_field=question"]
+    source = load_config(TrainConfig, RESOURCES / "train.toml", overrides).data.source
+    assert source == LocalFiles(paths=("a/*.jsonl", "b"), text_field="question")
+    source = load_config(TrainConfig, RESOURCES / "train.toml", ["data.source.validation_share=20"]).data.source
+    assert source == PythonStdlib(validation_share=20)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--print-config"], ["--schema"], ["--dry-run"], ["--set", "a.b=1"]])
