@@ -38,7 +38,7 @@ def write_directory(target: Path, write: Callable[[Path], None]) -> None:
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         shutil.rmtree(aside, ignore_errors=True)
         free = shutil.disk_usage(_existing(target.parent)).free / 2**20
-        raise ValueError(f"{target} was not written: {error} ({free:,.0f} MiB are free there)") from error
+        raise ValueError(f"{target} was not written: {error} ({free:,.0f} MiB are free there; make room)") from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
