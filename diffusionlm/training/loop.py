@@ -29,7 +29,7 @@ from diffusionlm.training.run_directory import RunDirectory, open_run_directory
 from diffusionlm.training.setup import build_model, choose_precision, prepare_tokenizer, set_up_device
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.summary import Summary, render_summary
-from diffusionlm.training.validation import Validator, show_samples
+from diffusionlm.training.validation import Validator, inference_weights, show_samples
 from logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, RunLogger, console_style
 from tokenizer import Tokenizer, save_tokenizer
 
@@ -174,7 +174,8 @@ def train_steps(run: Run, logger: RunLogger, stop: StopRequest) -> None:
         if config.validation.every_steps and step % config.validation.every_steps == 0 and not last:
             validate(run, logger)
         if config.samples.every_steps and (step % config.samples.every_steps == 0 or last):
-            show_samples(run.model, run.tokenizer, config.samples.infills, step, logger)
+            with inference_weights(run.model, run.average):
+                show_samples(run.model, run.tokenizer, config.samples.infills, step, logger)
         if step % config.checkpoint.every_steps == 0 or last or stop.signal is not None:
             save(run, logger, must_succeed=last or stop.signal is not None)
         if stop.signal is not None:
