@@ -33,6 +33,24 @@ test-all *args:
 bench *args:
     uv run --group bench diffusionlm-bench-train --config config/resources/bench_train.toml {{args}}
 
+# Known entropies: the bound of a trained model beside the exact value (docs/results/truth.md).
+truth:
+    uv run diffusionlm-train --config config/resources/shidoku.toml
+    uv run python -m benchmarking.eval_shidoku --model runs/shidoku
+    uv run diffusionlm-train --config config/resources/markov.toml
+
+# From next-token prediction to diffusion of the whole row, on one text with one budget.
+block-lengths *args:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    train="uv run diffusionlm-train --config config/resources/block_lengths.toml"
+    block="--set objective.kind=block_diffusion"
+    $train --set run.directory=runs/blocks/next --set objective.kind=next_token --set model.logit_alignment=shifted {{args}}
+    for length in 1 4 16; do
+        $train --set run.directory=runs/blocks/$length $block --set objective.block_length=$length {{args}}
+    done
+    $train {{args}}
+
 # Everything that must be green before a commit lands.
 check:
     bash .ci/run

@@ -37,7 +37,7 @@ from benchmarking.harness import (
     usable_cores,
 )
 from config.bench_train import BenchSection, BenchTrainConfig, Precision, Shape
-from config.objective import MaskedDiffusion
+from config.objective import MaskedDiffusion, NextToken, Objective
 from config.optimizer import AdamW
 from diffusionlm.diffusion.batch import Batch, DrawKey
 from diffusionlm.diffusion.objectives import build_objective
@@ -103,13 +103,16 @@ class Contestant:
     step: Callable[[], Tensor]
 
 
-def build_ours(case: Case) -> Contestant:
-    """This project's model, draws, score and optimizer."""
-    model = Transformer(case.shape.complete())
+def build_ours(case: Case, objective_config: Objective | None = None) -> Contestant:
+    """This project's model, draws, score and optimizer; masked diffusion unless said otherwise."""
+    objective_config = objective_config or MaskedDiffusion()
+    shifted = isinstance(objective_config, NextToken)
+    alignment = {"logit_alignment": "shifted"} if shifted else {}
+    model = Transformer(case.shape.complete().model_copy(update=alignment))
     init_weights(model, case.seed)
     model.to(case.device)
     optimizers = build_optimizers(AdamW(learning_rate=LEARNING_RATE), model)
-    objective = build_objective(MaskedDiffusion(), case.shape.mask_token)
+    objective = build_objective(objective_config, model.config)
     tokens_BL = case.tokens()
     batch = Batch(tokens_BL, torch.ones_like(tokens_BL, dtype=torch.bool))
     steps = itertools.count()
@@ -117,9 +120,9 @@ def build_ours(case: Case) -> Contestant:
     def step() -> Tensor:
         key = DrawKey(case.seed, next(steps), first_row=0, rows_in_step=len(tokens_BL))
         draw = objective.draw(batch, key).to(torch.device(case.device))
-        score = objective.score(draw, draw.num_targets)
+        score = objective.score(draw, draw.denominator)
         with case.autocast():
-            scored = model(draw.inputs_BL, pattern=draw.pattern, rows=draw.rows_R, score=score)
+            scored = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
         scored.loss_sum.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizers.step(1.0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from config.command import friendly_errors, parse_command
+from config.command import FlagShorthand, ValueShorthand, friendly_errors, parse_command, toml_string
 from config.infer import InferConfig
 
 NAME = "diffusionlm-infer"
@@ -53,30 +52,26 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     """Arguments that stand for overrides, so that --print-config shows what they do."""
     parser.set_defaults(raw=False, prompts=[], infills=[])
     group = parser.add_argument_group("shorthands for --set; \\n, \\t and \\\\ are read as escapes in the two texts")
-    group.add_argument("--model", metavar="DIR", action=_Value, const="model.path", help="model, checkpoint or run")
+    group.add_argument(
+        "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="model, checkpoint or run"
+    )
     group.add_argument("--prompt", metavar="TEXT", action=_Text, dest="prompts", help="continue this; may be repeated")
     group.add_argument(
         "--infill", metavar="TEXT", action=_Text, dest="infills", help="fill its [MASK:n] holes; may be repeated"
     )
     group.add_argument("--raw", action=_Raw, nargs=0, help="take backslashes in --prompt and --infill as they are")
-    group.add_argument("--seed", metavar="N", action=_Value, const="input.seed", help="of the first request")
-    group.add_argument("--show", action=_Flag, nargs=0, const="output.show=true", help="show every forward")
-    group.add_argument("--json", action=_Flag, nargs=0, const='output.format="json"', help="one JSON object a request")
+    group.add_argument("--seed", metavar="N", action=_Seed, help="of the first request")
+    group.add_argument("--show", action=FlagShorthand, nargs=0, const="output.show=true", help="show every forward")
+    group.add_argument(
+        "--json", action=FlagShorthand, nargs=0, const='output.format="json"', help="one JSON object a request"
+    )
 
 
-class _Value(argparse.Action):
-    """An argument whose text is the value of a key."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        value = values if self.const == "input.seed" else _toml_string(values)
-        namespace.overrides = [*namespace.overrides, f"{self.const}={value}"]
-
-
-class _Flag(argparse.Action):
-    """An argument that is an override."""
+class _Seed(argparse.Action):
+    """Not quoted: a number."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        namespace.overrides = [*namespace.overrides, self.const]
+        namespace.overrides = [*namespace.overrides, f"input.seed={values}"]
 
 
 class _Text(argparse.Action):
@@ -99,7 +94,7 @@ class _Raw(argparse.Action):
 
 def _override_texts(namespace: argparse.Namespace, dest: str) -> None:
     texts = [text if namespace.raw else _unescaped(text) for text in getattr(namespace, dest)]
-    value = ", ".join(_toml_string(text) for text in texts)
+    value = ", ".join(toml_string(text) for text in texts)
     namespace.overrides = [*namespace.overrides, f"input.{dest}=[{value}]"]
 
 
@@ -108,27 +103,14 @@ def _unescaped(text: str) -> str:
     return _ESCAPE.sub(lambda match: _ESCAPED[match[1]], text)
 
 
-def _toml_string(text: str) -> str:
-    """A basic string of TOML; JSON's differ in one character."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def _run(config: InferConfig) -> None:
     # Only now, so that --help and config errors do not wait for torch.
-    import torch
-
-    from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
+    from diffusionlm.checkpoints.huggingface import load_tokenizer
+    from diffusionlm.checkpoints.loading import open_model
     from diffusionlm.inference.session import answer
 
     assert config.model.path is not None
-    if config.model.threads is not None:
-        torch.set_num_threads(config.model.threads)
-    has_cuda = torch.cuda.is_available()
-    if config.model.device == "cuda" and not has_cuda:
-        raise ValueError('model.device = "cuda", but torch finds no CUDA device here: use "cpu" or "auto"')
-    device = ("cuda" if has_cuda else "cpu") if config.model.device == "auto" else config.model.device
-    model = load_model(config.model.path, device=device, dtype=config.model.dtype)
-    answer(model, load_tokenizer(config.model.path), config)
+    answer(open_model(config.model), load_tokenizer(config.model.path), config)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,6 +82,25 @@ def _parser(config_class: type[Section], name: str, description: str, example: s
     return parser
 
 
+class ValueShorthand(argparse.Action):
+    """An argument whose text is the value of the key `const`, so that --print-config shows it."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.overrides = [*namespace.overrides, f"{self.const}={toml_string(values)}"]
+
+
+class FlagShorthand(argparse.Action):
+    """An argument that stands for the override `const`."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.overrides = [*namespace.overrides, self.const]
+
+
+def toml_string(text: str) -> str:
+    """A basic string of TOML; JSON's differ in one character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 class _PrintSchema(argparse.Action):
     """Prints the schema while arguments are parsed, so that no other argument is required."""
 
@@ -94,8 +114,8 @@ def friendly_errors(name: str) -> Iterator[None]:
     """End the command with a message in place of a traceback when the user or the system is at fault.
 
     This concerns ValueError and OSError (a missing file, no permission, a full disk), which exit
-    with 1, and Ctrl-C, which exits with 130. Other errors are bugs and keep their traceback, and so
-    do these with DIFFUSIONLM_TRACEBACK=1 in the environment. Also works as a decorator.
+    with 1, and Ctrl-C, which exits with 130. Other errors are bugs and keep their traceback, and so do these with
+    DIFFUSIONLM_TRACEBACK=1 in the environment. Also works as a decorator.
     """
     try:
         yield

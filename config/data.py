@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from config.base import Fraction, NonEmptyStr, NonNegativeInt, PositiveInt, Probability, Section, StrTuple
 
@@ -55,17 +55,97 @@ class HubDataset(Section):
     """The column that holds the text."""
 
 
-Source = Annotated[PythonStdlib | LocalFiles | HubDataset, Field(discriminator="kind")]
+class Synthetic(Section):
+    """What the sources of made-up text share. Their entropy is known exactly, so that what a model misses shows."""
+
+    seed: NonNegativeInt = 0
+    """Chance of the documents. They are new in each epoch; two runs with the same seed read the same ones."""
+    documents_per_epoch: PositiveInt = 100_000
+    """Documents of a training epoch."""
+    validation_documents: PositiveInt = 4_096
+    """Documents for validation: other draws from the same distribution."""
+
+
+def _distinct_symbols(symbols: str) -> str:
+    odd = next((symbol for symbol in symbols if not "!" <= symbol <= "~"), None)
+    if odd is not None:
+        raise ValueError(f"{odd!r} is not a printable ASCII character; each symbol is one byte, and so one token")
+    repeated = next((symbol for symbol in symbols if symbols.count(symbol) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"{repeated!r} is there twice; name each symbol once")
+    if len(symbols) < 2:
+        raise ValueError("give at least 2 symbols")
+    return symbols
+
+
+Symbols = Annotated[str, AfterValidator(_distinct_symbols)]
+"""Two or more printable ASCII characters, each once."""
+
+
+class MarkovChain(Synthetic):
+    """A sticky Markov chain: each symbol is the one before it again, or any other one."""
+
+    kind: Literal["markov"] = "markov"
+    symbols: Symbols = "abcdefgh"
+    """The alphabet; a document starts with any symbol, all equally likely."""
+    length: PositiveInt = 32
+    """Symbols of a document."""
+    stay: Probability = 0.8
+    """Probability of the same symbol again; the other symbols share the rest equally."""
+
+
+class ShidokuGrids(Synthetic):
+    """4x4 Sudoku grids, 16 digits row by row; all 288 are equally likely."""
+
+    kind: Literal["shidoku"] = "shidoku"
+
+
+class CopiedSymbols(Synthetic):
+    """Random symbols, and the same once more."""
+
+    kind: Literal["copy"] = "copy"
+    symbols: Symbols = "abcdefgh"
+    """The alphabet."""
+    length: PositiveInt = 8
+    """Symbols that are copied; a document has twice as many."""
+
+
+class ReversedAddition(Synthetic):
+    """Sums such as `321+654=9750`: 123 + 456 = 579, the least significant digit first."""
+
+    kind: Literal["addition"] = "addition"
+    digits: PositiveInt = 3
+    """Digits of each number that is added, zeros included; the sum has one more."""
+
+
+class NestedExpressions(Synthetic):
+    """Expressions such as `(3+(1*2))` of a probabilistic context-free grammar; their lengths differ."""
+
+    kind: Literal["grammar"] = "grammar"
+    depth: Annotated[int, Field(ge=0, le=10)] = 3
+    """Most parentheses around a digit. The longest document has 2 ** (depth + 2) - 3 characters."""
+
+
+SyntheticText = MarkovChain | ShidokuGrids | CopiedSymbols | ReversedAddition | NestedExpressions
+
+Source = Annotated[PythonStdlib | LocalFiles | HubDataset | SyntheticText, Field(discriminator="kind")]
 
 
 class DataConfig(Section):
     """``[data]``: source, rows, order."""
 
     source: Source
-    """`"python-stdlib"`, or a table `[data.source]` with its `kind`."""
+    """A `kind` such as `"python-stdlib"` or `"markov"` alone, or a table `[data.source]` with its `kind`."""
     rows: Literal["packed", "padded"] = "packed"
-    """packed: documents end in end-of-text and follow each other without gaps, and see only themselves. padded: one
-    document a row, cut at the row's length."""
+    """packed: documents follow each other without gaps, and see only themselves. padded: one document a row, cut at
+    the row's length."""
+    begin_with_eos: bool = False
+    """Each document, and each row that goes on with one, begins with the end-of-text token too: context that is never
+    noised and never scored. An autoregressive model predicts the first token of a text from it, so that its likelihood
+    covers the same tokens as a diffusion model's."""
+    end_with_eos: bool = True
+    """Each document ends in the end-of-text token, which is learnt and scored as any other. Documents of one known
+    length do not need it."""
     row_length: PositiveInt | None = None
     """Tokens of a row. None: model.max_position_embeddings."""
     random_length_probability: Probability = 0.0

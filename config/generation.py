@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from config.base import NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt, Probability, Section, TupleOf
 
-RemaskingStrategy = Literal["low_confidence", "random", "topk_margin", "entropy", "threshold"]
+RemaskingStrategy = Literal["low_confidence", "random", "topk_margin", "entropy", "sequential", "threshold"]
 
 DEFAULT_CONFIDENCE_THRESHOLD = 0.9
 """Fast-dLLM's (Wu et al. 2025)."""
@@ -19,9 +19,13 @@ class GenerationConfig(Section):
 
     max_new_tokens: PositiveInt = 64
     """New tokens of a prompt, exactly so many unless a stop token comes first. Not used for infilling."""
+    attention: Literal["bidirectional", "block_causal"] | None = None
+    """bidirectional: every position sees the whole text, as LLaDA. block_causal: its block and those before it, as
+    SDAR. None: what the model was trained with (block_length in its config.json)."""
     block_length: PositiveInt | None = None
-    """Masked positions are filled in blocks of this many, left to right; all later masks stay visible. The last block
-    may be shorter. None: all at once."""
+    """Masked positions are filled in blocks of this many, left to right. Bidirectional: counted from the first masked
+    position, and all later masks stay visible; the last block may be shorter. Block-causal: counted from the start of
+    the text. None: the model's, or, where it has none, all at once."""
     denoising_steps: PositiveInt | None = None
     """Forwards of one block. Neither this nor `steps`: one for each position. Forwards that would make nothing final
     are left out."""
@@ -30,8 +34,9 @@ class GenerationConfig(Section):
     remasking_strategy: RemaskingStrategy = "low_confidence"
     """Which positions become final after a forward. low_confidence, random: equal counts per forward, the surplus
     first, the most probable tokens or any (LLaDA). topk_margin, entropy: Dream's counts per forward, by the gap between
-    the two best tokens or by the least entropy. threshold: every token of at least `confidence_threshold`, at least
-    the best one (Fast-dLLM); the number of forwards follows."""
+    the two best tokens or by the least entropy. sequential: equal counts, the first masked positions (SDAR).
+    threshold: every token of at least `confidence_threshold`, at least the best one (Fast-dLLM); the number of
+    forwards follows."""
     confidence_threshold: Probability | None = None
     """Of remasking_strategy = "threshold"; None there: 0.9."""
     temperature: NonNegativeFloat = 0.0

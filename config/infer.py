@@ -16,7 +16,7 @@ class InferModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Of weights and activations; probabilities are float64 in any case."""
+    """Of weights and activations; probabilities are float64 in decoding, and at least float32 anywhere."""
     threads: PositiveInt | None = None
     """CPU threads of torch. None: its own choice."""
 

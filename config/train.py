@@ -9,7 +9,7 @@ from pydantic import model_validator
 from config.base import Section
 from config.data import DataConfig, TokenizerConfig
 from config.model import ModelSection
-from config.objective import MaskedDiffusion, Objective
+from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
 from config.optimizer import Muon, Optimizer, Schedule
 from config.training import (
     CheckpointConfig,
@@ -53,6 +53,29 @@ class TrainConfig(Section):
         if warmup is not None and self.training.max_steps is not None and warmup >= self.training.max_steps:
             raise ValueError(
                 f"schedule.warmup_steps = {warmup} must be less than training.max_steps = {self.training.max_steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> Self:
+        objective, max_steps = self.objective, self.training.max_steps
+        stages = objective.stages if isinstance(objective, BlockDiffusion) else ()
+        for block_length in objective.block_lengths:
+            if block_length is not None and block_length > self.row_length:
+                key = "objective.stages: block_length" if stages else "objective.block_length"
+                raise ValueError(
+                    f"{key} = {block_length} is longer than a row of {self.row_length} tokens "
+                    "(data.row_length or model.max_position_embeddings): lower it, or choose objective.kind = "
+                    '"masked_diffusion", which is one block for the whole row'
+                )
+        if stages and max_steps is not None and stages[-1].from_step >= max_steps:
+            raise ValueError(
+                f"objective.stages: from_step = {stages[-1].from_step} is never reached, since training.max_steps = "
+                f"{max_steps}"
+            )
+        if isinstance(objective, NextToken) and self.model.logit_alignment != "shifted":
+            raise ValueError(
+                'objective.kind = "next_token" predicts token i by output i - 1: set model.logit_alignment = "shifted"'
             )
         return self
 

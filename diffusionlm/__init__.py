@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from config.generation import GenerationConfig
     from config.model import ModelConfig
     from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer, save_model_directory
-    from diffusionlm.diffusion.likelihood import NelboReport, nelbo
+    from diffusionlm.diffusion.likelihood import LikelihoodEstimate, NelboReport, conditional_likelihood, nelbo
     from diffusionlm.inference.generate import Generation, generate, infill
+    from diffusionlm.inference.likelihood import SamplerReport, sampler_likelihood
     from diffusionlm.models.init import init_weights
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
     from diffusionlm.models.transformer import Transformer
@@ -24,11 +25,15 @@ _HOMES = {
     "load_model": "diffusionlm.checkpoints.huggingface",
     "load_tokenizer": "diffusionlm.checkpoints.huggingface",
     "save_model_directory": "diffusionlm.checkpoints.huggingface",
+    "LikelihoodEstimate": "diffusionlm.diffusion.likelihood",
     "NelboReport": "diffusionlm.diffusion.likelihood",
+    "conditional_likelihood": "diffusionlm.diffusion.likelihood",
     "nelbo": "diffusionlm.diffusion.likelihood",
     "Generation": "diffusionlm.inference.generate",
     "generate": "diffusionlm.inference.generate",
     "infill": "diffusionlm.inference.generate",
+    "SamplerReport": "diffusionlm.inference.likelihood",
+    "sampler_likelihood": "diffusionlm.inference.likelihood",
     "init_weights": "diffusionlm.models.init",
     "Bidirectional": "diffusionlm.models.patterns",
     "BlockCausal": "diffusionlm.models.patterns",
@@ -42,15 +47,19 @@ __all__ = [
     "Causal",
     "Generation",
     "GenerationConfig",
+    "LikelihoodEstimate",
     "ModelConfig",
     "NelboReport",
+    "SamplerReport",
     "Transformer",
+    "conditional_likelihood",
     "generate",
     "infill",
     "init_weights",
     "load_model",
     "load_tokenizer",
     "nelbo",
+    "sampler_likelihood",
     "save_model_directory",
 ]
 

@@ -23,15 +23,19 @@ def test_names() -> None:
         "Causal",
         "Generation",
         "GenerationConfig",
+        "LikelihoodEstimate",
         "ModelConfig",
         "NelboReport",
+        "SamplerReport",
         "Transformer",
+        "conditional_likelihood",
         "generate",
         "infill",
         "init_weights",
         "load_model",
         "load_tokenizer",
         "nelbo",
+        "sampler_likelihood",
         "save_model_directory",
     }
     for name in diffusionlm.__all__:
@@ -57,6 +61,7 @@ def test_commands() -> None:
     assert project["scripts"] == {
         "diffusionlm-train": "cli.train:main",
         "diffusionlm-infer": "cli.infer:main",
+        "diffusionlm-eval": "cli.eval:main",
         "diffusionlm-bench-train": "cli.bench_train:main",
     }
 

@@ -91,17 +91,32 @@ def save_model_directory(model: Transformer, tokenizer: Tokenizer, directory: Pa
 FAMILIES = {"qwen3": True, "llama": False}
 """``model_type`` -> whether queries and keys are normed: what transformers leaves out of its config.json."""
 
+SLIDING = "sliding_attention"
+
 
 def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says: transformers' names, and the three that diffusion adds."""
+    """What config.json says: transformers' names, and the three that diffusion adds.
+
+    Raises:
+        ValueError: sliding layers without ``qk_norm``: transformers would compute them as full ones.
+    """
     family = next(name for name, qk_norm in FAMILIES.items() if qk_norm == config.qk_norm)
+    values = config.model_dump(exclude_none=True)
+    if SLIDING not in (config.layer_types or ()):
+        values = {key: value for key, value in values.items() if key not in ("sliding_window", "layer_types")}
+    elif family != "qwen3":
+        raise ValueError(
+            f'layer_types has "{SLIDING}", which transformers\' {family} does not know: set qk_norm = true'
+        )
+    else:
+        values["use_sliding_window"] = True
     return {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
         "hidden_act": "silu",
         "dtype": str(dtype).removeprefix("torch."),
         "use_cache": False,
-        **config.model_dump(exclude_none=True),
+        **values,
     }
 
 
@@ -126,7 +141,12 @@ def read_config(directory: Path) -> ModelConfig:
         known["rope_theta"] = theta
     if isinstance(known.get("eos_token_id"), list):
         known["eos_token_id"] = next(iter(known["eos_token_id"]), None)
+    if SLIDING not in (values.get("layer_types") or ()):
+        known = {key: value for key, value in known.items() if key not in ("sliding_window", "layer_types")}
     known = {key: value for key, value in known.items() if value is not None}
+    if not known.keys() & {"mask_token_id", "logit_alignment", "block_length"}:
+        # Nothing of diffusion: an autoregressive model, which is blocks of one token with shifted outputs.
+        known |= {"logit_alignment": "shifted", "block_length": 1}
     try:
         config = ModelConfig.model_validate(known)
     except ValidationError as error:
@@ -144,9 +164,14 @@ def _unsupported(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, rope
     if values.get("model_type") not in FAMILIES:
         yield "model_type", values.get("model_type")
+    # Without use_sliding_window transformers drops the window; without layer_types it has a rule of its own.
+    is_sliding = SLIDING in (values.get("layer_types") or ())
+    if is_sliding != bool(values.get("use_sliding_window")):
+        yield "use_sliding_window", values.get("use_sliding_window")
+    if is_sliding and values.get("model_type") != "qwen3":
+        yield "layer_types", values["layer_types"]
     for key, harmless in (
         ("hidden_act", "silu"),
-        ("use_sliding_window", False),
         ("mlp_bias", False),
         ("final_logit_softcapping", None),
         ("attn_logit_softcapping", None),

@@ -14,36 +14,32 @@ from diffusionlm.data.packing import Encoder, PackedRows, PaddedRows, Row, cut_a
 from diffusionlm.data.shuffle import WindowShuffle
 from diffusionlm.data.sources import DocumentSource, Position, Reader
 from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
-from diffusionlm.diffusion.corruption import generator
+from diffusionlm.diffusion.chance import Stream, generator
 from diffusionlm.diffusion.objectives import Objective
-
-DOCUMENT_ORDER, ROW_ORDER, RANDOM_LENGTH = 10, 11, 12
-"""Streams of keyed chance."""
 
 
 def rows_of(source: DocumentSource, config: DataConfig, tokenizer: Encoder, row_length: int, seed: int) -> Reader[Row]:
     """The rows of a source: documents shuffled, cut into rows, rows shuffled."""
     documents: Reader[str] = source
     if config.document_shuffle_window > 1:
-        documents = WindowShuffle(documents, config.document_shuffle_window, seed, DOCUMENT_ORDER)
+        documents = WindowShuffle(documents, config.document_shuffle_window, seed, Stream.DOCUMENT_ORDER)
     rows: Reader[Row]
     match config.rows:
         case "packed":
-            rows = PackedRows(documents, tokenizer, row_length)
+            rows = PackedRows(documents, tokenizer, row_length, config.begin_with_eos, config.end_with_eos)
         case "padded":
-            rows = PaddedRows(documents, tokenizer, row_length)
+            rows = PaddedRows(documents, tokenizer, row_length, config.begin_with_eos, config.end_with_eos)
     if config.row_shuffle_window > 1:
-        rows = WindowShuffle(rows, config.row_shuffle_window, seed, ROW_ORDER)
+        rows = WindowShuffle(rows, config.row_shuffle_window, seed, Stream.ROW_ORDER)
     return rows
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
     """Rows, stacked."""
-    documents_BL = torch.from_numpy(np.stack([row.documents_L for row in rows]))
     return Batch(
         tokens_BL=torch.from_numpy(np.stack([row.tokens_L for row in rows])).long(),
-        is_target_BL=documents_BL >= 0,
-        document_BL=documents_BL,
+        is_target_BL=torch.from_numpy(np.stack([row.is_target_L for row in rows])),
+        document_BL=torch.from_numpy(np.stack([row.documents_L for row in rows])),
     )
 
 
@@ -78,8 +74,8 @@ class Loader:
             ValueError: the source has no rows at all.
         """
         rows = self._next_rows()
-        if generator(self.seed, RANDOM_LENGTH, step).random() < self.random_length_probability:
-            chances = (generator(self.seed, RANDOM_LENGTH, step, row) for row in range(len(rows)))
+        if generator(self.seed, Stream.RANDOM_LENGTH, step).random() < self.random_length_probability:
+            chances = (generator(self.seed, Stream.RANDOM_LENGTH, step, row) for row in range(len(rows)))
             rows = [cut_at_random(row, chance) for row, chance in zip(rows, chances, strict=True)]
         draws = []
         for first in range(0, self.batch_size, self.micro_batch_size):

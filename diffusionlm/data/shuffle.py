@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from diffusionlm.data.sources import Position, Reader
-from diffusionlm.diffusion.corruption import generator
+from diffusionlm.diffusion.chance import Stream, generator
 
 T = TypeVar("T")
 
@@ -22,8 +22,8 @@ class WindowShuffle(Generic[T]):
     upstream: Reader[T]
     window: int
     seed: int
-    stream: int
-    """Number of this shuffle among those of a run, so that two shuffles do not share their chance."""
+    stream: Stream
+    """Whose chance: two shuffles of a run do not share theirs."""
 
     def __post_init__(self) -> None:
         self._loaded: tuple[int, int] | None = None

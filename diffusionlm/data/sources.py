@@ -6,9 +6,9 @@ import hashlib
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, assert_never
+from typing import Any, Literal, Protocol, TypeVar, assert_never, runtime_checkable
 
-from config.data import HubDataset, LocalFiles, PythonStdlib, Source
+from config.data import HubDataset, LocalFiles, PythonStdlib, Source, Synthetic
 
 T = TypeVar("T")
 
@@ -40,6 +40,33 @@ class DocumentSource(Reader[str], Protocol):
         """Documents left out so far, counted by reason."""
 
 
+@runtime_checkable
+class KnownEntropy(Protocol):
+    """A source of independent documents whose distribution is known: ask with ``isinstance(source, KnownEntropy)``."""
+
+    @property
+    def entropy_nats(self) -> float:
+        """Exact entropy of one document in nats, its length included: no model's mean loss can be lower."""
+
+    @property
+    def length_entropy_nats(self) -> float:
+        """Exact entropy of a document's length in nats, 0 where all are equally long.
+
+        A model that sees how many positions a document has is told its length: its floor is ``entropy_nats`` less this.
+        """
+
+    @property
+    def max_length(self) -> int:
+        """Characters, which are bytes, of the longest document."""
+
+    def log_probability(self, text: str) -> float:
+        """Exact log-probability of a document in nats.
+
+        Raises:
+            ValueError: the source never gives this text; says why.
+        """
+
+
 def open_source(config: Source, split: Split) -> DocumentSource:
     """The documents of a config section.
 
@@ -53,6 +80,10 @@ def open_source(config: Source, split: Split) -> DocumentSource:
             from diffusionlm.data.streams import StreamSource
 
             return StreamSource.open(config, split)
+        case Synthetic():
+            from diffusionlm.data.synthetic import SyntheticSource
+
+            return SyntheticSource.open(config, split)
         case _:
             assert_never(config)
 

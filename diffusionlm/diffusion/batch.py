@@ -1,11 +1,11 @@
 """Rows of tokens before noise, and what chance made of them.
 
-Shapes: B rows, L positions, R scored positions of the flat B * L.
+Shapes: B rows, L tokens, S positions that the model reads (L, or 2 L of two streams), R scored of the flat B * S.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ class Batch:
     document_BL: Tensor | None = None
     """Document number of each position, for packing. None: one document a row."""
 
+    def rows(self, some: slice) -> Batch:
+        """Some of the rows."""
+        documents = None if self.document_BL is None else self.document_BL[some]
+        return Batch(self.tokens_BL[some], self.is_target_BL[some], documents)
+
 
 @dataclass(frozen=True)
 class DrawKey:
@@ -41,29 +46,32 @@ class DrawKey:
 class Draw:
     """Everything that chance decided for a batch, ready for one forward."""
 
-    inputs_BL: Tensor
-    """Noised tokens."""
+    inputs_BS: Tensor
+    """What the model reads: noised tokens, S = L; of two streams ``[xt | x0]``, S = 2 L; or, to predict the next
+    token, clean ones."""
     pattern: AttentionPattern
     """Who sees whom."""
     rows_R: Tensor
-    """Scored positions, flat indices, ascending."""
+    """Scored outputs, flat indices into B * S, ascending."""
     targets_R: Tensor
-    """Clean tokens at these positions."""
+    """The clean token that each of them predicts."""
     weights_R: Tensor
-    """Factors of their negative log-likelihoods, fp32."""
+    """Factors of their negative log-likelihoods, fp64."""
     num_targets: int
-    """Target tokens of the batch: what the weighted sum is divided by, summed over the step."""
+    """Target tokens of the batch."""
+    denominator: float
+    """This batch's part of what the weighted sum of the step is divided by: target tokens, rows or masked tokens, as
+    the objective says."""
 
     def to(self, device: torch.device) -> Draw:
         """The same on another device."""
         if device.type == "cpu":
             return self
-        documents = self.pattern.documents_BL
-        return Draw(
-            inputs_BL=self.inputs_BL.to(device, non_blocking=True),
-            pattern=self.pattern if documents is None else self.pattern.with_documents(documents.to(device)),
+        return replace(
+            self,
+            inputs_BS=self.inputs_BS.to(device, non_blocking=True),
+            pattern=self.pattern.to(device),
             rows_R=self.rows_R.to(device, non_blocking=True),
             targets_R=self.targets_R.to(device, non_blocking=True),
             weights_R=self.weights_R.to(device, non_blocking=True),
-            num_targets=self.num_targets,
         )

@@ -20,21 +20,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from config.generation import GenerationConfig
-from diffusionlm.diffusion.corruption import generator
+from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.inference.blocks import (
+    CHUNK_BYTES,
+    Block,
+    block_causal_length,
+    blocks_of,
+    comparable,
+    open_logits,
+    placeholder_token,
+)
 from diffusionlm.inference.filters import choose_tokens, filter_logits
-from diffusionlm.inference.policies import Policy, build_policy, even_quotas
+from diffusionlm.inference.policies import Policy, build_policy
 from diffusionlm.inference.stopping import FinishReason, find_stop, stop_tokens
-from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-
-TOKEN, ORDER = 3, 4
-"""Streams of keyed chance of a request; corruption.py has 0 and 1, likelihood.py 2."""
-
-CHUNK_BYTES = 64 << 20
-"""Budget for one [rows, V] array of fp64 probabilities."""
-
-DECIMALS_OF_EQUALS = 5
-"""Confidences of positions that are alike differ by rounding in the model, less than this."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,8 @@ def generate(
     for index, prompt in enumerate(prompts):
         what = f"prompt {index} ({len(prompt)} tokens) and max_new_tokens = {new}"
         _check_length(len(prompt) + new, model, what, "shorten the prompt or lower max_new_tokens")
-    tokens = [np.array([*prompt, *[model.config.mask_token_id] * new], dtype=np.int64) for prompt in prompts]
+    placeholder = placeholder_token(config, model.config)
+    tokens = [np.array([*prompt, *[placeholder] * new], dtype=np.int64) for prompt in prompts]
     holes = [np.arange(len(prompt), len(prompt) + new) for prompt in prompts]
     requests = _requests(model, tokens, holes, config, seeds)
     _decode(model, requests, config, stop_tokens(config, model.config), on_step)
@@ -132,7 +132,7 @@ def infill(
     for index, canvas in enumerate(canvases):
         _check_length(len(canvas), model, f"canvas {index}", "shorten the text or its holes")
     tokens = [np.array(canvas, dtype=np.int64) for canvas in canvases]
-    holes = [np.flatnonzero(canvas == model.config.mask_token_id) for canvas in tokens]
+    holes = [np.flatnonzero(canvas == model.config.mask_token) for canvas in tokens]
     requests = _requests(model, tokens, holes, config, seeds)
     _decode(model, requests, config, frozenset(), on_step)
     return [_infilled(request) for request in requests]
@@ -141,7 +141,7 @@ def infill(
 class _Request:
     """The state of one request."""
 
-    def __init__(self, tokens_L: NDArray[np.int64], holes: NDArray[np.int64], seed: int, blocks: list[_Block]) -> None:
+    def __init__(self, tokens_L: NDArray[np.int64], holes: NDArray[np.int64], seed: int, blocks: list[Block]) -> None:
         self.tokens_L = tokens_L
         self.holes = holes
         self.seed = seed
@@ -164,18 +164,14 @@ class _Request:
         positions = self.blocks[0].positions
         return positions[self.is_masked_L[positions]]
 
-    def uniforms(self, stream: int) -> NDArray[np.float64]:
+    def uniforms(self, stream: Stream) -> NDArray[np.float64]:
         """A number in [0, 1) for each open position, [M]: a function of (seed, position, forward) alone."""
-        return generator(self.seed, self.num_forwards, stream).random(len(self.tokens_L))[self.open_positions()]
+        return generator(self.seed, stream, self.num_forwards).random(len(self.tokens_L))[self.open_positions()]
 
     def settle(self, proposal: _Proposal, policy: Policy, stop_ids: frozenset[int]) -> None:
         """Make some open positions final."""
         block = self.blocks[0]
-        confidence_M = proposal.confidence_M
-        # On a canvas of one token repeated all positions are alike, since rotary embeddings are relative. Rounding in
-        # the model, which depends on the batch, must not decide which of them comes first.
-        if (self.tokens_L == self.tokens_L[0]).all():
-            confidence_M = confidence_M.round(DECIMALS_OF_EQUALS)
+        confidence_M = comparable(proposal.confidence_M, self.tokens_L)
         chosen_M = policy.choose(confidence_M, block.quotas.pop(0))
         positions = self.open_positions()[chosen_M]
         self.num_forwards += 1
@@ -190,14 +186,6 @@ class _Request:
 
     def canvas(self) -> Canvas:
         return Canvas(tuple(self.tokens_L.tolist()), tuple(self.is_masked_L.tolist()))
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Positions that are decoded together, and how many of them each forward settles at least."""
-
-    positions: NDArray[np.int64]
-    quotas: list[int]
 
 
 @dataclass(frozen=True)
@@ -217,33 +205,19 @@ def _decode(
     on_step: OnStep | None,
 ) -> None:
     """Run forwards until every request is done."""
-    mask_token = model.config.mask_token_id
-    device = model.lm_head.weight.device
-    forbidden = torch.tensor([mask_token, *config.suppress_token_ids], device=device)
+    block_length, device = block_causal_length(config, model.config), model.lm_head.weight.device
+    mask = [] if model.config.mask_token_id is None else [model.config.mask_token_id]
+    forbidden = torch.tensor([*mask, *config.suppress_token_ids], device=device, dtype=torch.long)
     reader = _Reader(config, build_policy(config), forbidden)
     num_forwards = 0
     while active := [request for request in requests if not request.is_done]:
-        tokens_BL, documents_BL, rows_R = _batch(active, mask_token)
-        pattern = Bidirectional(None if documents_BL is None else documents_BL.to(device))
-        logits_RV = model(tokens_BL.to(device), pattern=pattern, rows=rows_R.to(device))
+        canvases = [request.tokens_L for request in active]
+        logits_RV = open_logits(model, canvases, [request.open_positions() for request in active], block_length)
         num_forwards += 1
         for request, proposal in zip(active, _propose(logits_RV, active, reader), strict=True):
             request.settle(proposal, reader.policy, stop_ids)
         if on_step is not None:
             on_step(Step(num_forwards, tuple(request.canvas() for request in requests)))
-
-
-def _batch(active: list[_Request], mask_token: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Tokens [B, L], documents [B, L] that hide the padding (None where there is none), and the open rows [R]."""
-    lengths = [len(request.tokens_L) for request in active]
-    L = max(lengths)
-    tokens_BL = torch.full((len(active), L), mask_token)
-    documents_BL = torch.full((len(active), L), -1)
-    for index, request in enumerate(active):
-        tokens_BL[index, : lengths[index]] = torch.from_numpy(request.tokens_L)
-        documents_BL[index, : lengths[index]] = 0
-    rows_R = np.concatenate([index * L + request.open_positions() for index, request in enumerate(active)])
-    return tokens_BL, None if min(lengths) == L else documents_BL, torch.from_numpy(rows_R)
 
 
 @dataclass(frozen=True)
@@ -277,8 +251,8 @@ class _Reader:
 def _propose(logits_RV: Tensor, active: list[_Request], reader: _Reader) -> list[_Proposal]:
     """What the open rows say, request by request; the one wait for the device in a forward."""
     R, V = logits_RV.shape
-    order_R = _uniforms(active, ORDER, logits_RV.device)
-    token_R = _uniforms(active, TOKEN, logits_RV.device) if reader.config.temperature > 0.0 else None
+    order_R = _uniforms(active, Stream.ORDER, logits_RV.device)
+    token_R = _uniforms(active, Stream.TOKEN, logits_RV.device) if reader.config.temperature > 0.0 else None
     size = max(1, CHUNK_BYTES // (8 * V))
     chunks = [slice(start, start + size) for start in range(0, R, size)]
     read = [reader.read(logits_RV[some], None if token_R is None else token_R[some], order_R[some]) for some in chunks]
@@ -295,7 +269,7 @@ def _propose(logits_RV: Tensor, active: list[_Request], reader: _Reader) -> list
     ]
 
 
-def _uniforms(active: list[_Request], stream: int, device: torch.device) -> Tensor:
+def _uniforms(active: list[_Request], stream: Stream, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([request.uniforms(stream) for request in active])).to(device)
 
 
@@ -315,24 +289,13 @@ def _requests(
         if seed < 0:
             raise ValueError(f"seed {seed} of request {index} is negative: use 0 or more")
         _check_tokens(tokens_L.tolist(), model, f"request {index}")
-        requests.append(_Request(tokens_L, places, seed, _blocks(places, config)))
+        if model.config.logit_alignment == "shifted" and 0 in places:
+            raise ValueError(
+                f"request {index}: the first token of a text cannot be predicted by this model, whose output i - 1 "
+                "predicts token i: begin with a token, such as end of text"
+            )
+        requests.append(_Request(tokens_L, places, seed, blocks_of(places, config, model.config)))
     return requests
-
-
-def _blocks(holes: NDArray[np.int64], config: GenerationConfig) -> list[_Block]:
-    """The holes in groups of ``block_length``, left to right, each with the quotas of its forwards."""
-    size = config.block_length or max(len(holes), 1)
-    groups = [holes[start : start + size] for start in range(0, len(holes), size)]
-    if config.steps is not None and config.steps < len(groups):
-        raise ValueError(
-            f"steps = {config.steps} are fewer than the {len(groups)} blocks of block_length = {size} that hold "
-            f"{len(holes)} tokens: give at least one step a block"
-        )
-    steps = [config.denoising_steps or len(group) for group in groups]
-    if config.steps is not None and groups:
-        steps = list(even_quotas(config.steps, len(groups)))
-    policy = build_policy(config)
-    return [_Block(group, list(policy.quotas(len(group), count))) for group, count in zip(groups, steps, strict=True)]
 
 
 def _generated(request: _Request) -> Generation:
@@ -360,7 +323,7 @@ def _check_config(config: GenerationConfig, model: Transformer) -> None:
     """The ids of the config are the model's, and leave a token to choose."""
     _check_tokens(config.stop_token_ids or (), model, "stop_token_ids")
     _check_tokens(config.suppress_token_ids, model, "suppress_token_ids")
-    if len({model.config.mask_token_id, *config.suppress_token_ids}) == model.config.vocab_size:
+    if len({model.config.mask_token_id, *config.suppress_token_ids} - {None}) == model.config.vocab_size:
         raise ValueError("suppress_token_ids leave no token to choose: remove some")
 
 

@@ -92,6 +92,20 @@ class Entropy:
 
 
 @dataclass(frozen=True)
+class Sequential:
+    """SDAR's ``sequential``: the first masked positions, whatever the model says (Cheng et al. 2025)."""
+
+    def confidence(self, probs_RV: Tensor, tokens_R: Tensor, uniforms_R: Tensor) -> Tensor:
+        return torch.zeros_like(uniforms_R)
+
+    def quotas(self, num_masked: int, num_steps: int) -> tuple[int, ...]:
+        return even_quotas(num_masked, num_steps)
+
+    def choose(self, confidence_M: NDArray[np.float64], quota: int) -> NDArray[np.bool_]:
+        return np.arange(len(confidence_M)) < quota
+
+
+@dataclass(frozen=True)
 class Threshold:
     """Fast-dLLM's ``threshold``: everything of at least this probability, at least the best one (Wu et al. 2025)."""
 
@@ -118,6 +132,8 @@ def build_policy(config: GenerationConfig) -> Policy:
             return TopkMargin()
         case "entropy":
             return Entropy()
+        case "sequential":
+            return Sequential()
         case "threshold":
             given = config.confidence_threshold
             return Threshold(DEFAULT_CONFIDENCE_THRESHOLD if given is None else given)

@@ -37,14 +37,17 @@ def answer(model: Transformer, tokenizer: Tokenizer, config: InferConfig) -> Non
 
 def _requests_of(config: InferConfig, tokenizer: Tokenizer, model: Transformer) -> Iterator[Requests]:
     mask, new = model.config.mask_token_id, config.generation.max_new_tokens
-    prompts = [tokenizer.encode(text) for text in config.input.prompts]
+    begin = model.config.beginning
+    prompts = [[*begin, *tokenizer.encode(text)] for text in config.input.prompts]
     # Read before anything is decoded, so that a mistake in them does not come late.
-    canvases = [parse_infill(text, tokenizer, mask) for text in config.input.infills]
+    canvases = [[*begin, *parse_infill(text, tokenizer, mask)] for text in config.input.infills]
     seed = config.input.seed
     if prompts:
         is_new = [[False] * len(ids) + [True] * new for ids in prompts]
-        yield Requests("prompt", config.input.prompts, prompts, is_new, list(range(seed, seed + len(prompts))))
+        seeds = list(range(seed, seed + len(prompts)))
+        yield Requests("prompt", config.input.prompts, prompts, is_new, seeds, len(begin))
     seed += len(prompts)
     if canvases:
         is_new = [[token == mask for token in ids] for ids in canvases]
-        yield Requests("infill", config.input.infills, canvases, is_new, list(range(seed, seed + len(canvases))))
+        seeds = list(range(seed, seed + len(canvases)))
+        yield Requests("infill", config.input.infills, canvases, is_new, seeds, len(begin))

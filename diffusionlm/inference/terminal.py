@@ -30,6 +30,8 @@ class Requests:
     is_new: list[list[bool]]
     """Which positions of each canvas are to be decoded."""
     seeds: list[int]
+    hidden: int = 0
+    """Tokens at the beginning of each canvas that are not shown: the end of text that every text begins with."""
 
 
 def print_answer(
@@ -44,7 +46,7 @@ def print_answer(
     if seconds is not None:
         record = {
             requests.kind: requests.texts[index],
-            "text": tokenizer.decode(result.token_ids),
+            "text": tokenizer.decode(result.token_ids[requests.hidden if requests.kind == "infill" else 0 :]),
             "token_ids": result.token_ids,
             "finish_reason": result.finish_reason,
             "num_forwards": result.num_forwards,
@@ -63,8 +65,8 @@ def print_answer(
 def _final_pieces(tokenizer: Tokenizer, requests: Requests, index: int, result: Generation) -> list[tuple[str, bool]]:
     if requests.kind == "prompt":
         return [(requests.texts[index], False), (tokenizer.decode(result.token_ids), True)]
-    nothing_masked = [False] * len(result.token_ids)
-    return canvas_pieces(result.token_ids, nothing_masked, requests.is_new[index], tokenizer)
+    shown = result.token_ids[requests.hidden :]
+    return canvas_pieces(shown, [False] * len(shown), requests.is_new[index][requests.hidden :], tokenizer)
 
 
 def _styled(text: str, style: str) -> str:
@@ -110,7 +112,8 @@ class LiveView:
         for index, canvas in enumerate(step.canvases):
             if self._canvases and self._canvases[index] == canvas:
                 continue
-            text = render_canvas(canvas.token_ids, canvas.is_masked, self._tokenizer)
+            hidden = self._requests.hidden
+            text = render_canvas(canvas.token_ids[hidden:], canvas.is_masked[hidden:], self._tokenizer)
             request = f"{self._requests.kind} {index + 1}, forward {step.num_forwards}"
             self._stream.write(f"{request}: {json.dumps(text, ensure_ascii=False)}\n")
 
@@ -118,7 +121,9 @@ class LiveView:
         width, height = shutil.get_terminal_size()
         lines = [f"forward {step.num_forwards}"]
         for canvas, is_new in zip(step.canvases, self._requests.is_new, strict=True):
-            lines += wrapped(canvas_pieces(canvas.token_ids, canvas.is_masked, is_new, self._tokenizer), width)
+            shown = slice(self._requests.hidden, None)
+            pieces = canvas_pieces(canvas.token_ids[shown], canvas.is_masked[shown], is_new[shown], self._tokenizer)
+            lines += wrapped(pieces, width)
         # Of what does not fit the end is shown: the terminal cannot go back further than its top line.
         lines = lines[-(height - 1) :]
         self.close()

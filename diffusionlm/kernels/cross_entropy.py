@@ -26,9 +26,13 @@ class Score:
     targets_R: Tensor
     """The right token of each row, int64."""
     weights_R: Tensor
-    """Factor of each row's negative log-likelihood in the sum, fp32; the denominator may be folded in."""
+    """Factor of each row's loss in the sum; the denominator may be folded in."""
     excluded_token: int | None = None
     """A token of probability zero, as the mask token is (SUBS, Sahoo et al. 2024); None: the plain softmax."""
+    label_smoothing: float = 0.0
+    """Share of the target distribution that is uniform over all tokens but the excluded one (Szegedy et al. 2016)."""
+    z_loss: float = 0.0
+    """Factor of the squared log of the softmax's denominator, added to the loss (Chowdhery et al. 2022, PaLM)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Scored:
     """What a scored forward returns: sums, never means."""
 
     loss_sum: Tensor
-    """Weighted sum of negative log-likelihoods, at least fp32, with gradient."""
+    """Weighted sum of the rows' losses, at least fp32, with gradient: negative log-likelihoods, smoothed and with a
+    z-loss where the score says so."""
     nll_R: Tensor
     """Negative log-likelihood of each row in nats, at least fp32, without gradient."""
 
@@ -54,6 +59,38 @@ def linear_cross_entropy(hidden_RD: Tensor, head_VD: Tensor, score: Score) -> Sc
     wants_grad = torch.is_grad_enabled()
     loss_sum, nll_R = _LinearCrossEntropy.apply(hidden_RD, head_VD, score, dtype, wants_grad)
     return Scored(loss_sum=loss_sum, nll_R=nll_R)
+
+
+def _mean_logit(z_CV: Tensor, score: Score) -> Tensor:
+    """Mean over the tokens that share the smoothed part."""
+    total_C1 = z_CV.sum(dim=1, keepdim=True)
+    if score.excluded_token is None:
+        return total_C1 / z_CV.shape[1]
+    return (total_C1 - z_CV[:, score.excluded_token, None]) / (z_CV.shape[1] - 1)
+
+
+def _regularised(nll_C1: Tensor, logsumexp_C1: Tensor, mean_C1: Tensor | None, score: Score) -> Tensor:
+    """The rows' losses: (1 - smoothing) nll + smoothing (logsumexp - mean logit) + z_loss logsumexp^2."""
+    loss_C1 = nll_C1 + score.z_loss * logsumexp_C1.square()
+    if mean_C1 is None:
+        return loss_C1
+    return loss_C1 + score.label_smoothing * (logsumexp_C1 - mean_C1 - nll_C1)
+
+
+def _grad_logits(
+    exp_CV: Tensor, total_C1: Tensor, top_C1: Tensor, targets_C1: Tensor, weights_C1: Tensor, score: Score
+) -> Tensor:
+    """Gradient of the weighted losses, in place of ``exp_CV``, the exponentials of logits less their greatest."""
+    scale_C1 = weights_C1 / total_C1
+    if score.z_loss:
+        scale_C1 = scale_C1 * (1.0 + 2.0 * score.z_loss * (total_C1.log() + top_C1))
+    grad_CV = exp_CV.mul_(scale_C1).scatter_add_(1, targets_C1, -(1.0 - score.label_smoothing) * weights_C1)
+    if score.label_smoothing:
+        sharing = exp_CV.shape[1] - (score.excluded_token is not None)
+        grad_CV.sub_(score.label_smoothing / sharing * weights_C1)
+        if score.excluded_token is not None:
+            grad_CV[:, score.excluded_token] = 0.0
+    return grad_CV
 
 
 def chunk_rows(rows: int, vocab_size: int) -> int:
@@ -74,35 +111,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden_RD) if needs_hidden else None
         grad_head = torch.zeros_like(head_VD, dtype=wide) if needs_head else None
+        weights_R = score.weights_R.to(wide)
         nll_R = torch.empty(R, dtype=wide, device=hidden_RD.device)
+        loss_R = nll_R if score.label_smoothing == score.z_loss == 0.0 else torch.empty_like(nll_R)
         step = chunk_rows(R, V)
         for start in range(0, R, step):
             chunk = slice(start, start + step)
             targets_C1 = score.targets_R[chunk, None]
             z_CV = (x_RD[chunk] @ w_VD.T).to(wide)
+            mean_C1 = _mean_logit(z_CV, score) if score.label_smoothing else None
             if score.excluded_token is not None:
                 z_CV[:, score.excluded_token] = float("-inf")
             top_C1 = z_CV.amax(dim=1, keepdim=True)
             z_CV.sub_(top_C1)
             target_logit_C1 = z_CV.gather(1, targets_C1)
             total_C1 = z_CV.exp_().sum(dim=1, keepdim=True)
-            nll_R[chunk] = (total_C1.log() - target_logit_C1)[:, 0]
-            if not (needs_hidden or needs_head):
-                continue
-            weights_C1 = score.weights_R[chunk, None].to(wide)
-            grad_logits_CV = z_CV.mul_(weights_C1 / total_C1).scatter_add_(1, targets_C1, -weights_C1).to(dtype)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = grad_logits_CV @ w_VD
-            if grad_head is not None:
-                if dtype == wide:
-                    grad_head.addmm_(grad_logits_CV.T, x_RD[chunk])
-                else:
-                    grad_head += grad_logits_CV.T @ x_RD[chunk]
+            nll_C1 = total_C1.log() - target_logit_C1
+            nll_R[chunk] = nll_C1[:, 0]
+            if loss_R is not nll_R:
+                loss_R[chunk] = _regularised(nll_C1, total_C1.log() + top_C1, mean_C1, score)[:, 0]
+            if needs_hidden or needs_head:
+                grad_logits_CV = _grad_logits(z_CV, total_C1, top_C1, targets_C1, weights_R[chunk, None], score)
+                grad_logits_CV = grad_logits_CV.to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[chunk] = grad_logits_CV @ w_VD
+                if grad_head is not None:
+                    if dtype == wide:
+                        grad_head.addmm_(grad_logits_CV.T, x_RD[chunk])
+                    else:
+                        grad_head += grad_logits_CV.T @ x_RD[chunk]
         ctx.head_dtype = head_VD.dtype
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.mark_non_differentiable(nll_R)
         # A row of weight 0 may be anything: infinity times 0 would be NaN.
-        return torch.where(score.weights_R != 0, nll_R * score.weights_R, 0.0).sum(), nll_R
+        return torch.where(weights_R != 0, loss_R * weights_R, 0.0).sum(), nll_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:

@@ -1,11 +1,12 @@
-"""Grouped-query attention and its lowerings.
+"""Grouped-query attention on a given mask, and the module around it. `lowering.py` chooses how a pattern is computed.
 
-Shapes: B rows, L positions, D hidden, N query heads, K key-value heads, H width of a head, R chosen rows of B * L.
+Shapes: B rows, L positions, Q queries and S keys of them, D hidden, N query heads, K key-value heads, H width of a
+head, R chosen rows of B * L.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +15,24 @@ from torch import Tensor, nn
 from config.model import Architecture
 from diffusionlm.models.layers import Linear, RMSNorm, rotate
 
-Backend = Literal["auto", "eager", "sdpa"]
+DenseBackend = Literal["auto", "eager", "sdpa"]
 """``eager``: two batched matrix products and a softmax. ``sdpa``: torch's fused kernels. ``auto``: `choose_backend`."""
+Backend = Literal["auto", "eager", "sdpa", "tiled", "flex"]
+"""How a pattern is computed: with a dense mask (``eager``, ``sdpa``), or without the hidden keys (``tiled``, ``flex``).
+``auto``: what is fastest for pattern, device, dtype and length (`lowering.py`)."""
 
 EAGER_MAX_LENGTH = 512
 """Up to this length the eager lowering is the faster one for bf16 on a CPU (benchmarking/bench_attention.py)."""
 
 
-def choose_backend(backend: Backend, q: Tensor) -> Literal["eager", "sdpa"]:
+class Lowered(Protocol):
+    """The attention of one pattern, ready for the layers of a forward."""
+
+    def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """Softmax attention, scale 1 / sqrt(H), [B, Q, N, H]; the queries are those of the first Q positions."""
+
+
+def choose_backend(backend: DenseBackend, q: Tensor) -> Literal["eager", "sdpa"]:
     """What ``auto`` means for queries [B, L, N, H]: eager for short bf16 sequences on a CPU, else SDPA."""
     if backend != "auto":
         return backend
@@ -29,44 +40,56 @@ def choose_backend(backend: Backend, q: Tensor) -> Literal["eager", "sdpa"]:
     return "eager" if q.device.type == "cpu" and q.dtype == torch.bfloat16 and short else "sdpa"
 
 
-def attend(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Tensor | None, backend: Backend = "auto") -> Tensor:
+def attend(
+    q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, backend: DenseBackend = "auto"
+) -> Tensor:
     """Softmax attention, scale 1 / sqrt(H).
 
     Args:
-        q_BLNH: queries; k_BLKH, v_BLKH: keys and values, N a multiple of K.
-        mask: boolean [B or 1, L, L], True where a query may see a key; None where all may.
+        q_BQNH: queries; k_BSKH, v_BSKH: keys and values, N a multiple of K.
+        mask: [B or 1, Q, S] or [B or 1, N or 1, Q, S]. Boolean: True where a query may see a key. Float: added to the
+            scores. None: all may see all.
         backend: which lowering computes it.
 
     Returns:
-        [B, L, N, H]
+        [B, Q, N, H]
     """
-    if choose_backend(backend, q_BLNH) == "eager":
-        return _attend_eager(q_BLNH, k_BLKH, v_BLKH, mask)
-    out_BNLH = F.scaled_dot_product_attention(
-        q_BLNH.transpose(1, 2),
-        k_BLKH.transpose(1, 2),
-        v_BLKH.transpose(1, 2),
-        attn_mask=None if mask is None else mask[:, None],
-        enable_gqa=q_BLNH.shape[2] != k_BLKH.shape[2],
+    if mask is not None:
+        mask = mask[:, None] if mask.dim() == 3 else mask
+        mask = mask if mask.dtype == torch.bool else mask.to(q_BQNH.dtype)
+    if choose_backend(backend, q_BQNH) == "eager":
+        return _attend_eager(q_BQNH, k_BSKH, v_BSKH, mask)
+    out_BNQH = F.scaled_dot_product_attention(
+        q_BQNH.transpose(1, 2),
+        k_BSKH.transpose(1, 2),
+        v_BSKH.transpose(1, 2),
+        attn_mask=mask,
+        enable_gqa=q_BQNH.shape[2] != k_BSKH.shape[2],
     )
-    return out_BNLH.transpose(1, 2)
+    return out_BNQH.transpose(1, 2)
 
 
-def _attend_eager(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Tensor | None) -> Tensor:
-    B, L, N, H = q_BLNH.shape
-    S, K = k_BLKH.shape[1:3]
+def _attend_eager(q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None) -> Tensor:
+    B, Q, N, H = q_BQNH.shape
+    S, K = k_BSKH.shape[1:3]
     G = N // K
     # The G query heads of a group are stacked along the length, so that one product per group serves them all.
-    q = (q_BLNH * H**-0.5).view(B, L, K, G, H).permute(0, 2, 3, 1, 4).reshape(B * K, G * L, H)
-    k = k_BLKH.transpose(1, 2).reshape(B * K, S, H)
-    v = v_BLKH.transpose(1, 2).reshape(B * K, S, H)
+    q = (q_BQNH * H**-0.5).view(B, Q, K, G, H).permute(0, 2, 3, 1, 4).reshape(B * K, G * Q, H)
+    k = k_BSKH.transpose(1, 2).reshape(B * K, S, H)
+    v = v_BSKH.transpose(1, 2).reshape(B * K, S, H)
     scores = torch.bmm(q, k.transpose(1, 2))
     if mask is not None:
         # Added in place, as a bias: a product does not need its result for its gradient, nor does a sum.
-        bias = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~mask, float("-inf"))
-        scores.view(B, K, G, L, S).add_(bias[:, None, None])
+        bias = additive(mask, scores.dtype) if mask.dtype == torch.bool else mask
+        heads = (1, 1) if bias.shape[1] == 1 else (K, G)
+        scores.view(B, K, G, Q, S).add_(bias.reshape(bias.shape[0], *heads, Q, S))
     out = torch.bmm(torch.softmax(scores, dim=-1).to(v.dtype), v)
-    return out.view(B, K, G, L, H).permute(0, 3, 1, 2, 4).reshape(B, L, N, H)
+    return out.view(B, K, G, Q, H).permute(0, 3, 1, 2, 4).reshape(B, Q, N, H)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bias of a boolean mask: 0 where True, -inf where False."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 class Attention(nn.Module):
@@ -84,13 +107,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(
-        self,
-        x_BLD: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        *,
-        rows: Tensor | None = None,
-        backend: Backend = "auto",
+        self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: Lowered, *, rows: Tensor | None = None
     ) -> Tensor:
         """Attention output [B, L, D], or [R, D] of the flat ``rows`` alone; keys and values are those of all."""
         B, L, _ = x_BLD.shape
@@ -98,13 +115,22 @@ class Attention(nn.Module):
         v = self.v_proj(x_BLD).unflatten(-1, (-1, self.head_dim))
         if rows is None:
             q = rotate(self.q_norm(self.q_proj(x_BLD).unflatten(-1, (-1, self.head_dim))), rope)
-            return self.o_proj(attend(q, k, v, mask, backend).flatten(2))  # type: ignore[no-any-return]
+            return self.o_proj(attention(q, k, v).flatten(2))  # type: ignore[no-any-return]
         q_RNH = self.q_norm(self.q_proj(x_BLD.flatten(0, 1)[rows]).unflatten(-1, (-1, self.head_dim)))
         q_RNH = rotate(q_RNH, (_rows_of(rope[0], rows, B), _rows_of(rope[1], rows, B)))
         # The other queries are zeros: rows differ in number from sequence to sequence, the lowerings want a rectangle.
-        q = q_RNH.new_zeros(B * L, *q_RNH.shape[1:]).index_copy(0, rows, q_RNH).reshape(B, L, *q_RNH.shape[1:])
-        out_RA = attend(q, k, v, mask, backend).flatten(2).flatten(0, 1)[rows]
+        Q = _queries_needed(rows, L)
+        places = rows // L * Q + rows % L
+        q = q_RNH.new_zeros(B * Q, *q_RNH.shape[1:]).index_copy(0, places, q_RNH).reshape(B, Q, *q_RNH.shape[1:])
+        out_RA = attention(q, k, v).flatten(2).flatten(0, 1)[places]
         return self.o_proj(out_RA)  # type: ignore[no-any-return]
+
+
+def _queries_needed(rows: Tensor, length: int) -> int:
+    """How far into their sequence the rows reach, at least 1; without waiting for a device: there, the whole length."""
+    if rows.device.type != "cpu":
+        return length
+    return int((rows % length).max()) + 1 if len(rows) else 1
 
 
 def _rows_of(table: Tensor, rows: Tensor, batch: int) -> Tensor:

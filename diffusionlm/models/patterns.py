@@ -1,18 +1,22 @@
 """Who may see whom: descriptions of attention, apart from how it is computed.
 
-A pattern is a small frozen record. ``dense`` is its reference meaning, which every lowering in `attention.py` agrees
-with by test.
+A pattern is a small frozen record. ``dense`` is its reference meaning; ``intervals`` says the same in O(length), and
+`lowering.py` builds from it what skips the hidden keys. Tests hold all of them together.
 
-Shapes: B rows, L positions.
+Shapes: B rows, L tokens, S positions of the whole sequence (L, or 2 L of two streams), N query heads, R ranges (1 or 2)
+of keys.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
+
+Intervals = tuple[Tensor, Tensor]
+"""Starts and ends of key ranges, each int64 [B or 1, S, R]."""
 
 
 class AttentionPattern(Protocol):
@@ -20,8 +24,12 @@ class AttentionPattern(Protocol):
 
     @property
     def documents_BL(self) -> Tensor | None:
-        """Document number of each position, a run of equal numbers for each; positions see only their own document.
-        None: one document a row."""
+        """Document number of each token, a run of equal numbers for each; positions see only their own document.
+        None: one document a row. Holds for every stream."""
+
+    @property
+    def streams(self) -> int:
+        """How many times the tokens are in the sequence, one stream after the other."""
 
     @property
     def is_unrestricted(self) -> bool:
@@ -30,8 +38,27 @@ class AttentionPattern(Protocol):
     def with_documents(self, documents_BL: Tensor) -> AttentionPattern:
         """The same for other documents."""
 
-    def dense(self, length: int, device: torch.device | str = "cpu") -> Tensor:
-        """Boolean mask [B or 1, L, L]: True where the query (second dimension) may see the key (third)."""
+    def to(self, device: torch.device | str) -> AttentionPattern:
+        """The same with its tensors on a device."""
+
+    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        """Boolean mask [B or 1, S, S]: True where the query (second dimension) may see the key (third).
+
+        Args:
+            length: S, the positions of the whole sequence.
+            device: where the mask is wanted.
+            window: a query sees only keys that are less than this many positions away, both counted in their stream.
+
+        Raises:
+            ValueError: a length that does not fit the streams or the documents, or a window below 1.
+        """
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals | None:
+        """``dense`` in closed form: a query sees the keys of R half-open ranges.
+
+        The ranges of a query share no key; an empty one starts where it ends. Arguments and errors as for `dense`.
+        None: the pattern has no such form.
+        """
 
 
 @dataclass(frozen=True)
@@ -39,6 +66,7 @@ class Bidirectional:
     """Every position sees its whole document."""
 
     documents_BL: Tensor | None = None
+    streams: ClassVar[int] = 1
 
     @property
     def is_unrestricted(self) -> bool:
@@ -47,8 +75,15 @@ class Bidirectional:
     def with_documents(self, documents_BL: Tensor) -> Bidirectional:
         return replace(self, documents_BL=documents_BL)
 
-    def dense(self, length: int, device: torch.device | str = "cpu") -> Tensor:
-        return _within_documents(torch.ones(1, length, length, dtype=torch.bool, device=device), self.documents_BL)
+    def to(self, device: torch.device | str) -> Bidirectional:
+        return replace(self, documents_BL=_moved(self.documents_BL, device))
+
+    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        return _Places.of(self.documents_BL, length, device).may_meet(window)
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
+        places = _Places.of(self.documents_BL, length, device)
+        return _stack(places.clipped(places.first_BL, places.end_BL, window))
 
 
 @dataclass(frozen=True)
@@ -56,6 +91,7 @@ class Causal:
     """Every position sees itself and what is before it in its document."""
 
     documents_BL: Tensor | None = None
+    streams: ClassVar[int] = 1
 
     @property
     def is_unrestricted(self) -> bool:
@@ -64,9 +100,15 @@ class Causal:
     def with_documents(self, documents_BL: Tensor) -> Causal:
         return replace(self, documents_BL=documents_BL)
 
-    def dense(self, length: int, device: torch.device | str = "cpu") -> Tensor:
-        mask_1LL = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
-        return _within_documents(mask_1LL, self.documents_BL)
+    def to(self, device: torch.device | str) -> Causal:
+        return replace(self, documents_BL=_moved(self.documents_BL, device))
+
+    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        return _Places.of(self.documents_BL, length, device).may_meet(window).tril()
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
+        places = _Places.of(self.documents_BL, length, device)
+        return _stack(places.clipped(places.first_BL, places.index_1L + 1, window))
 
 
 @dataclass(frozen=True)
@@ -75,10 +117,10 @@ class BlockCausal:
 
     block_length: int
     documents_BL: Tensor | None = None
+    streams: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.block_length < 1:
-            raise ValueError(f"block_length = {self.block_length} must be at least 1")
+        _check_block_length(self.block_length)
 
     @property
     def is_unrestricted(self) -> bool:
@@ -87,26 +129,258 @@ class BlockCausal:
     def with_documents(self, documents_BL: Tensor) -> BlockCausal:
         return replace(self, documents_BL=documents_BL)
 
-    def dense(self, length: int, device: torch.device | str = "cpu") -> Tensor:
-        if self.documents_BL is None:
-            offsets_BL = torch.arange(length, device=device)[None]
-        else:
-            offsets_BL = document_offsets(self.documents_BL.to(device))
-        blocks_BL = offsets_BL // self.block_length
-        return _within_documents(blocks_BL[:, :, None] >= blocks_BL[:, None, :], self.documents_BL)
+    def to(self, device: torch.device | str) -> BlockCausal:
+        return replace(self, documents_BL=_moved(self.documents_BL, device))
+
+    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        places = _Places.of(self.documents_BL, length, device)
+        blocks_BL = (places.index_1L - places.first_BL) // self.block_length
+        return places.may_meet(window) & (blocks_BL[:, :, None] >= blocks_BL[:, None, :])
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
+        places = _Places.of(self.documents_BL, length, device)
+        _, ends_BL = places.blocks(places.first_BL, self.block_length)
+        return _stack(places.clipped(places.first_BL, ends_BL, window))
+
+
+@dataclass(frozen=True)
+class BlockDiffusion:
+    """Training of block diffusion in one forward: noisy tokens, then the same tokens clean (BD3-LM, Arriola et al.
+    2025, section 3.1 and appendix B).
+
+    The sequence is ``[xt | x0]``, 2 L positions for L tokens. Blocks start with the document; the last may be short. A
+    noisy query sees its own noisy block and the clean keys of the blocks before it; a clean query sees the clean keys
+    of its own block and of those before it. Clean never sees noisy, and noisy never its own clean block.
+    """
+
+    block_length: int
+    documents_BL: Tensor | None = None
+    streams: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        _check_block_length(self.block_length)
+
+    @property
+    def is_unrestricted(self) -> bool:
+        return False
+
+    def with_documents(self, documents_BL: Tensor) -> BlockDiffusion:
+        return replace(self, documents_BL=documents_BL)
+
+    def to(self, device: torch.device | str) -> BlockDiffusion:
+        return replace(self, documents_BL=_moved(self.documents_BL, device))
+
+    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        places = _Places.of(self.documents_BL, _half(length), device)
+        blocks_BL = (places.index_1L - places.first_BL) // self.block_length
+        may_meet_BLL = places.may_meet(window)
+        own_BLL = may_meet_BLL & (blocks_BL[:, :, None] == blocks_BL[:, None, :])
+        before_BLL = may_meet_BLL & (blocks_BL[:, :, None] > blocks_BL[:, None, :])
+        noisy = torch.cat([own_BLL, before_BLL], dim=2)
+        clean = torch.cat([torch.zeros_like(own_BLL), own_BLL | before_BLL], dim=2)
+        return torch.cat([noisy, clean], dim=1)
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
+        places = _Places.of(self.documents_BL, half := _half(length), device)
+        starts_BL, ends_BL = places.blocks(places.first_BL, self.block_length)
+        # The first range is of noisy keys, the second of clean ones, for the queries of both streams.
+        noisy = _stack(
+            places.clipped(starts_BL, ends_BL, window),
+            places.clipped(places.first_BL, starts_BL, window, shift=half),
+        )
+        clean = _stack(
+            places.clipped(ends_BL, ends_BL, window),
+            places.clipped(places.first_BL, ends_BL, window, shift=half),
+        )
+        return torch.cat([noisy[0], clean[0]], dim=1), torch.cat([noisy[1], clean[1]], dim=1)
+
+
+@dataclass(frozen=True)
+class PromptAndOwnBlock:
+    """Answer blocks that do not know each other: prompt tokens see their whole prompt, an answer token sees the prompt
+    of its document and its own block. Answer blocks are counted from the end of the prompt."""
+
+    block_length: int
+    is_prompt_BL: Tensor
+    """Boolean [B or 1, L]: True for the prompt, a prefix (maybe empty) of each document."""
+    documents_BL: Tensor | None = None
+    streams: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        _check_block_length(self.block_length)
+        if self.is_prompt_BL.dtype != torch.bool or self.is_prompt_BL.dim() != 2:
+            raise ValueError(
+                f"is_prompt_BL must be boolean [B or 1, L], not {self.is_prompt_BL.dtype} "
+                f"{list(self.is_prompt_BL.shape)}"
+            )
+
+    @property
+    def is_unrestricted(self) -> bool:
+        return False
+
+    def with_documents(self, documents_BL: Tensor) -> PromptAndOwnBlock:
+        return replace(self, documents_BL=documents_BL)
+
+    def to(self, device: torch.device | str) -> PromptAndOwnBlock:
+        return replace(self, documents_BL=_moved(self.documents_BL, device), is_prompt_BL=self.is_prompt_BL.to(device))
+
+    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        places, prompt_ends_BL = self._places(length, device)
+        is_prompt_BL = places.index_1L < prompt_ends_BL
+        blocks_BL = (places.index_1L - prompt_ends_BL) // self.block_length
+        own_BLL = ~is_prompt_BL[:, :, None] & (blocks_BL[:, :, None] == blocks_BL[:, None, :])
+        return places.may_meet(window) & (is_prompt_BL[:, None, :] | own_BLL)
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
+        places, prompt_ends_BL = self._places(length, device)
+        starts_BL, ends_BL = places.blocks(prompt_ends_BL, self.block_length)
+        is_prompt_BL = places.index_1L < prompt_ends_BL
+        return _stack(
+            places.clipped(places.first_BL, prompt_ends_BL, window),
+            places.clipped(
+                torch.maximum(starts_BL, prompt_ends_BL), ends_BL.where(~is_prompt_BL, prompt_ends_BL), window
+            ),
+        )
+
+    def _places(self, length: int, device: torch.device | str) -> tuple[_Places, Tensor]:
+        """Documents, and where the prompt of each position's document ends, [B or 1, L]."""
+        places = _Places.of(self.documents_BL, length, device)
+        is_prompt_BL = self.is_prompt_BL.to(device)
+        if is_prompt_BL.shape[1] != length:
+            raise ValueError(f"is_prompt_BL is for {is_prompt_BL.shape[1]} tokens, the sequence has {length}")
+        before = torch.nn.functional.pad(is_prompt_BL.cumsum(dim=1), (1, 0))
+        rows = max(before.shape[0], places.first_BL.shape[0])
+        first_BL, end_BL, before = (each.expand(rows, -1) for each in (places.first_BL, places.end_BL, before))
+        prompt_ends_BL = first_BL + before.gather(1, end_BL) - before.gather(1, first_BL)
+        # Only where looking costs no wait for a device.
+        if is_prompt_BL.device.type == "cpu" and not (is_prompt_BL == (places.index_1L < prompt_ends_BL)).all():
+            raise ValueError("is_prompt_BL: the prompt must be a prefix of each document; give documents_BL if packed")
+        return places, prompt_ends_BL
+
+
+@dataclass(frozen=True)
+class DenseBias:
+    """A mask or bias of the user's own.
+
+    It is what `dense` returns, so that only the lowerings with a dense mask compute it. Each query must see some key:
+    the softmax over none is not defined.
+    """
+
+    bias: Tensor
+    """[L, L], [B or 1, L, L] or [B or 1, N, L, L], queries before keys. Float: added to the scores, -inf hides.
+    Boolean: False hides."""
+    documents_BL: Tensor | None = None
+    """Restricts it further, if given."""
+    streams: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        shape = list(self.bias.shape)
+        if self.bias.dim() not in (2, 3, 4) or shape[-1] != shape[-2]:
+            raise ValueError(f"bias must be [L, L], [B or 1, L, L] or [B or 1, heads, L, L], not {shape}")
+        if self.bias.dtype != torch.bool and not self.bias.is_floating_point():
+            raise ValueError(f"bias must be floating point (added to the scores) or boolean, not {self.bias.dtype}")
+
+    @property
+    def is_unrestricted(self) -> bool:
+        return False
+
+    def with_documents(self, documents_BL: Tensor) -> DenseBias:
+        return replace(self, documents_BL=documents_BL)
+
+    def to(self, device: torch.device | str) -> DenseBias:
+        return replace(self, bias=self.bias.to(device), documents_BL=_moved(self.documents_BL, device))
+
+    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        """The bias as given, [B or 1, L, L] or [B or 1, N, L, L]; -inf or False where documents or window hide, too."""
+        if self.bias.shape[-1] != length:
+            raise ValueError(f"bias is for {self.bias.shape[-1]} positions, the sequence has {length}")
+        bias = self.bias.to(device)
+        bias = bias[None] if bias.dim() == 2 else bias
+        if self.documents_BL is None and window is None:
+            return bias
+        may_meet = _Places.of(self.documents_BL, length, device).may_meet(window)
+        may_meet = may_meet[:, None] if bias.dim() == 4 else may_meet
+        return bias & may_meet if bias.dtype == torch.bool else torch.where(may_meet, bias, float("-inf"))
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> None:
+        """None: any mask may be in it."""
+        return None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the tokens of one stream are, and where their documents start and end."""
+
+    index_1L: Tensor
+    first_BL: Tensor
+    """First position of the position's document, [B or 1, L]."""
+    end_BL: Tensor
+    """One behind its last, [B or 1, L]."""
+
+    @classmethod
+    def of(cls, documents_BL: Tensor | None, length: int, device: torch.device | str) -> Self:
+        index_1L = torch.arange(length, device=device)[None]
+        if documents_BL is None:
+            return cls(index_1L, torch.zeros_like(index_1L), torch.full_like(index_1L, length))
+        if documents_BL.shape[1] != length:
+            raise ValueError(f"documents_BL is for {documents_BL.shape[1]} tokens, the sequence has {length}")
+        documents_BL = documents_BL.to(device)
+        is_first_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+        is_first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+        first_BL = torch.where(is_first_BL, index_1L, 0).cummax(dim=1).values
+        following_BL = torch.full_like(first_BL, length)
+        following_BL[:, :-1] = torch.where(is_first_BL, index_1L, length)[:, 1:]
+        return cls(index_1L, first_BL, following_BL.flip(1).cummin(dim=1).values.flip(1))
+
+    def may_meet(self, window: int | None) -> Tensor:
+        """Boolean [B or 1, L, L]: same document, and less than the window apart."""
+        _check_window(window)
+        may_meet_BLL = self.first_BL[:, :, None] == self.first_BL[:, None, :]
+        if window is None:
+            return may_meet_BLL
+        return may_meet_BLL & ((self.index_1L[:, :, None] - self.index_1L[:, None, :]).abs() < window)
+
+    def blocks(self, origin_BL: Tensor, block_length: int) -> Intervals:
+        """Start and end, each [B or 1, L], of blocks counted from ``origin_BL``; a document's end cuts its last."""
+        starts_BL = self.index_1L - (self.index_1L - origin_BL) % block_length
+        return starts_BL, torch.minimum(starts_BL + block_length, self.end_BL)
+
+    def clipped(self, starts_BL: Tensor, ends_BL: Tensor, window: int | None, *, shift: int = 0) -> Intervals:
+        """Ranges cut to the window around each position, then moved by ``shift``."""
+        _check_window(window)
+        if window is not None:
+            starts_BL = torch.maximum(starts_BL, self.index_1L - window + 1)
+            ends_BL = torch.minimum(ends_BL, self.index_1L + window)
+        ends_BL = torch.maximum(starts_BL, ends_BL)
+        return starts_BL.expand_as(ends_BL) + shift, ends_BL + shift
 
 
 def document_offsets(documents_BL: Tensor) -> Tensor:
     """Distance of each position from the start of its document, [B, L]; a document is a run of equal numbers."""
-    length = documents_BL.shape[1]
-    index_L = torch.arange(length, device=documents_BL.device)
-    starts_BL = torch.ones_like(documents_BL, dtype=torch.bool)
-    starts_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
-    return index_L - torch.where(starts_BL, index_L, 0).cummax(dim=1).values
+    places = _Places.of(documents_BL, documents_BL.shape[1], documents_BL.device)
+    return places.index_1L - places.first_BL
 
 
-def _within_documents(mask: Tensor, documents_BL: Tensor | None) -> Tensor:
-    if documents_BL is None:
-        return mask
-    documents_BL = documents_BL.to(mask.device)
-    return mask & (documents_BL[:, :, None] == documents_BL[:, None, :])
+def _stack(*ranges: Intervals) -> Intervals:
+    starts, ends = zip(*ranges, strict=True)
+    return torch.stack(starts, dim=-1), torch.stack(ends, dim=-1)
+
+
+def _half(length: int) -> int:
+    if length % 2:
+        raise ValueError(f"a sequence of {length} positions cannot be [xt | x0], two streams of equal length")
+    return length // 2
+
+
+def _moved(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _check_block_length(block_length: int) -> None:
+    if block_length < 1:
+        raise ValueError(f"block_length = {block_length} must be at least 1")
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window = {window} must be at least 1: a position sees itself")

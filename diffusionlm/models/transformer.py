@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from config.model import ModelConfig
 from diffusionlm.kernels.cross_entropy import Score, Scored, linear_cross_entropy
-from diffusionlm.models.attention import Attention, Backend
+from diffusionlm.models.attention import Attention, Backend, Lowered
 from diffusionlm.models.layers import Linear, RMSNorm, RotaryEmbedding, SwiGLU
+from diffusionlm.models.lowering import Lowering, lower
 from diffusionlm.models.patterns import AttentionPattern
 
 
@@ -33,13 +34,12 @@ class Block(nn.Module):
         self,
         x_BLD: Tensor,
         rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        attention: Lowered,
         *,
         rows: Tensor | None = None,
-        backend: Backend = "auto",
     ) -> Tensor:
         """[B, L, D], or [R, D] of ``rows`` alone: then only keys and values are computed for the others."""
-        attended = self.self_attn(self.input_layernorm(x_BLD), rope, mask, rows=rows, backend=backend)
+        attended = self.self_attn(self.input_layernorm(x_BLD), rope, attention, rows=rows)
         x = (x_BLD if rows is None else x_BLD.flatten(0, 1)[rows]) + attended
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         Args:
             tokens_BL: token ids, int64.
             pattern: who sees whom.
-            positions: position numbers [L] or [B, L]; 0 ... L - 1 if None.
+            positions: position numbers [L] or [B, L]; if None, 0, 1, 2 ... in each stream of the pattern.
             inputs_embeds_BLD: taken instead of the tokens' embeddings.
             rows: flat indices into B * L, ascending. The last block computes queries, feed-forward and head for these
                 alone.
@@ -127,22 +127,34 @@ class Transformer(nn.Module):
             ValueError: a score without rows, or a sequence longer than the model's context.
         """
         length = tokens_BL.shape[1]
-        if length > self.config.max_position_embeddings:
+        if length > self.config.max_position_embeddings * pattern.streams:
             raise ValueError(
-                f"{length} tokens are more than the model's context, "
+                f"{length // pattern.streams} tokens are more than the model's context, "
                 f"max_position_embeddings = {self.config.max_position_embeddings}; shorten the input"
             )
         if score is not None and rows is None:
             raise ValueError("a score needs the rows that it scores: pass rows, flat indices into B * L")
         x = self.model.embed_tokens(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
+        attentions = self._lower(pattern, length, x.device)
         if positions is None:
-            positions = torch.arange(length, device=x.device)
+            positions = torch.arange(length // pattern.streams, device=x.device).repeat(pattern.streams)
         rope = self.rope(positions if positions.dim() == 2 else positions[None])
-        mask = None if pattern.is_unrestricted else pattern.dense(length, x.device)
         last = len(self.model.layers) - 1
-        for index, block in enumerate(self.model.layers):
-            x = block(x, rope, mask, rows=rows if index == last else None, backend=self.attention_backend)
+        for index, (block, attention) in enumerate(zip(self.model.layers, attentions, strict=True)):
+            x = block(x, rope, attention, rows=rows if index == last else None)
         x = self.model.norm(x)
         if score is None:
             return self.lm_head(x)  # type: ignore[no-any-return]
         return linear_cross_entropy(x, self.lm_head.weight, score)
+
+    def _lower(self, pattern: AttentionPattern, length: int, device: torch.device) -> list[Lowering]:
+        """The attention of each layer; layers with the same window share one."""
+        full = ["full_attention"] * self.config.num_hidden_layers
+        windows = [
+            self.config.sliding_window if kind == "sliding_attention" else None
+            for kind in self.config.layer_types or full
+        ]
+        made = {
+            window: lower(pattern, length, device, self.attention_backend, window) for window in dict.fromkeys(windows)
+        }
+        return [made[window] for window in windows]

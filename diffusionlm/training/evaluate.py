@@ -6,6 +6,7 @@ Shapes: B rows, L positions, V vocabulary, R masked positions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,13 +17,11 @@ from numpy.typing import NDArray
 from diffusionlm.data.loader import batch_of
 from diffusionlm.data.packing import Row
 from diffusionlm.diffusion.batch import Batch
-from diffusionlm.diffusion.corruption import masked_draw
-from diffusionlm.diffusion.likelihood import choose_masked, nelbo
+from diffusionlm.diffusion.chance import Stream
+from diffusionlm.diffusion.layout import Layout
+from diffusionlm.diffusion.likelihood import choose_masked, nelbo, ratio_and_error
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
-
-FILL = 3
-"""Stream of keyed chance of the fill test."""
 
 FILL_FRACTIONS = (0.15, 0.50)
 
@@ -53,6 +52,9 @@ class Evaluation:
     num_bytes: int
     by_masked_fraction: tuple[tuple[float, float, float], ...]
     fills: tuple[Fill, ...]
+    block_length: int | None
+    """Of block diffusion; 1: exact, from left to right. None: bidirectional."""
+    num_rows: int
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, for files."""
@@ -66,12 +68,14 @@ def evaluate(
     *,
     draws: int,
     batch_size: int,
+    block_length: int | None = None,
     commonest: int | None = None,
 ) -> Evaluation:
     """The evaluation of validation rows on a fixed grid of draws.
 
     Args:
         rows: validation rows; padding is not counted.
+        block_length: of block diffusion; None: bidirectional, and only then the fill test is made.
         draws: masked versions of each row.
         batch_size: rows of one forward.
         commonest: the commonest training token, where it is known.
@@ -81,24 +85,49 @@ def evaluate(
         model,
         batch.tokens_BL,
         batch.is_target_BL,
-        num_draws=draws,
+        block_length,
+        draws,
         document_BL=batch.document_BL,
         batch_size=batch_size,
     )
-    tokens = batch.tokens_BL[batch.is_target_BL].numpy()
-    num_bytes = max(1, tokenizer.num_bytes(tokens))
-    bits_per_nat_per_token = report.num_tokens / num_bytes / math.log(2)
+    layout = Layout.of(model.config, block_length)
+    eligible_BL = layout.eligible(batch)
+    tokens = batch.tokens_BL.numpy()[eligible_BL]
+    bytes_B = bytes_of_rows(tokenizer, batch.tokens_BL.numpy(), eligible_BL)
+    bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
     return Evaluation(
         nats_per_token=report.nats_per_token,
         standard_error=report.standard_error,
-        bits_per_byte=report.nats_per_token * bits_per_nat_per_token,
-        bits_per_byte_standard_error=report.standard_error * bits_per_nat_per_token,
+        bits_per_byte=bits,
+        bits_per_byte_standard_error=bits_error,
         unigram_entropy=entropy(np.bincount(tokens)),
         num_tokens=report.num_tokens,
-        num_bytes=num_bytes,
+        num_bytes=int(bytes_B.sum()),
         by_masked_fraction=report.by_masked_fraction,
-        fills=tuple(fill_accuracy(model, batch, fraction, batch_size, commonest) for fraction in FILL_FRACTIONS),
+        fills=tuple(
+            fill_accuracy(model, batch, fraction, batch_size, commonest)
+            for fraction in FILL_FRACTIONS
+            if block_length is None
+        ),
+        block_length=block_length,
+        num_rows=len(rows),
     )
+
+
+def bytes_of_rows(
+    tokenizer: Tokenizer, tokens_BL: NDArray[np.integer[Any]], is_scored_BL: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Bytes of text behind the scored tokens of each row, [B]; special tokens have none."""
+    bytes_B: NDArray[np.int64] = np.where(is_scored_BL, tokenizer.byte_lengths()[tokens_BL], 0).sum(axis=1)
+    return bytes_B
+
+
+def bits_per_byte(row_nats: Sequence[float], bytes_B: NDArray[np.int64]) -> tuple[float, float]:
+    """Bits for each byte of the text, and their standard error over rows; infinite where there is no byte at all."""
+    if not bytes_B.any():
+        return math.inf, math.inf
+    nats, error = ratio_and_error(np.array(row_nats), bytes_B)
+    return nats / math.log(2), error / math.log(2)
 
 
 def entropy(counts: NDArray[np.int64]) -> float:
@@ -110,17 +139,18 @@ def entropy(counts: NDArray[np.int64]) -> float:
 @torch.no_grad()
 def fill_accuracy(model: Transformer, batch: Batch, fraction: float, batch_size: int, commonest: int | None) -> Fill:
     """Mask a share of each row's tokens, once; count how many come back at the first and in the first five guesses."""
-    eligible_BL = batch.is_target_BL.numpy()
+    layout = Layout.of(model.config, None)
+    eligible_BL = layout.eligible(batch)
     counts_B = np.ceil(fraction * eligible_BL.sum(axis=1)).astype(np.int64)
-    masked_BL = choose_masked(eligible_BL, counts_B, (0, FILL, round(1000 * fraction)))
-    mask_token = model.config.mask_token_id
+    masked_BL = choose_masked(eligible_BL, counts_B, 0, Stream.FILL, round(1000 * fraction))
+    mask_token = model.config.mask_token
     right, among, common, total = 0, 0, 0, 0
     for first in range(0, len(eligible_BL), batch_size):
         some = slice(first, first + batch_size)
-        part = Batch(batch.tokens_BL[some], batch.is_target_BL[some], _slice(batch.document_BL, some))
-        draw = masked_draw(part, masked_BL[some], masked_BL[some].astype(np.float32), mask_token)
+        masked = masked_BL[some]
+        draw = layout.draw(batch.rows(some), masked, np.ones(masked.shape), num_targets=0, denominator=0.0)
         draw = draw.to(model.lm_head.weight.device)
-        logits_RV = model(draw.inputs_BL, pattern=draw.pattern, rows=draw.rows_R).float()
+        logits_RV = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R).float()
         logits_RV[:, mask_token] = float("-inf")
         hits_R5 = logits_RV.topk(min(5, logits_RV.shape[1]), dim=1).indices == draw.targets_R[:, None]
         right += int(hits_R5[:, 0].sum())
@@ -128,7 +158,3 @@ def fill_accuracy(model: Transformer, batch: Batch, fraction: float, batch_size:
         common += 0 if commonest is None else int((draw.targets_R == commonest).sum())
         total += len(draw.targets_R)
     return Fill(fraction, right / total, among / total, None if commonest is None else common / total)
-
-
-def _slice(tensor: torch.Tensor | None, some: slice) -> torch.Tensor | None:
-    return None if tensor is None else tensor[some]

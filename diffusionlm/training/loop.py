@@ -19,7 +19,7 @@ from diffusionlm.checkpoints.manifest import replace_text
 from diffusionlm.data.loader import Loader, count_rows, rows_of
 from diffusionlm.data.sources import open_source
 from diffusionlm.diffusion.batch import Draw
-from diffusionlm.diffusion.objectives import Objective, build_objective
+from diffusionlm.diffusion.objectives import Objective, build_objective, why_not_nelbo
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpoint import restore_weights
 from diffusionlm.training.ema import WeightAverage
@@ -107,7 +107,7 @@ def train(config: TrainConfig) -> TrainResult:
             finally:
                 logger.close()
             summary = summarise(run)
-        print(render_summary(summary, directory.path), flush=True)
+        print(render_summary(summary, directory.path, next(iter(config.samples.infills), None)), flush=True)
         return TrainResult(run.progress.step, summary, None)
 
 
@@ -117,8 +117,8 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
     precision = choose_precision(config.training, device)
     source = open_source(config.data.source, "train")
     tokenizer = prepare_tokenizer(config.tokenizer, config.model.init_from, source, directory.tokenizer, _say)
-    model = build_model(config.model, tokenizer, config.run.seed, device)
-    objective = build_objective(config.objective, model.config.mask_token_id)
+    model = build_model(config, tokenizer, device)
+    objective = build_objective(config.objective, model.config)
     optimizers = build_optimizers(config.optimizer, model)
     average = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     rows = rows_of(source, config.data, tokenizer, config.row_length, config.run.seed)
@@ -139,6 +139,9 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
         f"{parameters:,} parameters on {device} in {str(precision).removeprefix('torch.')}, "
         f"{torch.get_num_threads()} threads; {source.identity}{skipped}; {max_steps:,} steps"
     )
+    bias = why_not_nelbo(config.objective)
+    if bias is not None:
+        _say(f"the training loss is no estimate of the NELBO: {bias}. Validation is one, always")
     return Run(
         config=config,
         directory=directory,
@@ -183,17 +186,19 @@ def train_steps(run: Run, logger: RunLogger, stop: StopRequest) -> None:
 
 
 def train_step(run: Run, draws: list[Draw]) -> tuple[float, float, bool]:
-    """One optimizer step. Returns the loss in nats per target token, the gradient norm, and whether both are finite.
+    """One optimizer step. Returns the loss, the gradient norm, and whether both are finite.
 
-    A step whose loss or gradient is not finite changes nothing.
+    The loss is in nats per target token, unless the objective divides otherwise. A step whose loss or gradient is not
+    finite changes nothing.
     """
-    denominator = sum(draw.num_targets for draw in draws)
+    # A step in which chance masked nothing has no loss.
+    denominator = sum(draw.denominator for draw in draws) or 1.0
     loss = torch.zeros((), device=run.device)
     for draw in draws:
         draw = draw.to(run.device)
         with torch.autocast(run.device.type, dtype=run.precision, enabled=run.precision != torch.float32):
             scored = run.model(
-                draw.inputs_BL,
+                draw.inputs_BS,
                 pattern=draw.pattern,
                 rows=draw.rows_R,
                 score=run.objective.score(draw, denominator),
@@ -275,8 +280,8 @@ def validate(run: Run, logger: RunLogger) -> None:
     logger.event(
         step,
         "validation",
-        f"step {step}: validation {result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token, "
-        + ", ".join(f"{fill.first_guess:.1%} right at {fill.fraction:.0%} masked" for fill in result.fills),
+        f"step {step}: validation {result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token"
+        + "".join(f", {fill.first_guess:.1%} right at {fill.fraction:.0%} masked" for fill in result.fills),
     )
 
 
@@ -342,9 +347,11 @@ def resume(run: Run) -> None:
 
 def summarise(run: Run) -> Summary:
     """The final evaluation, kept in summary.json."""
-    evaluation, ngrams = run.validator.final(run.model, run.average)
+    evaluations, ngrams = run.validator.final(run.model, run.average)
     summary = Summary(
-        evaluation=evaluation,
+        evaluation=evaluations[0],
+        other_block_lengths=tuple(evaluations[1:]),
+        source_entropy=run.validator.source_entropy,
         ngrams=ngrams,
         parameters=sum(parameter.numel() for parameter in run.model.parameters()),
         step=run.progress.step,

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from config.data import TokenizerConfig
-from config.model import ModelSection
+from config.objective import NextToken
+from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
 from diffusionlm.checkpoints.huggingface import WEIGHTS, load_tokenizer, load_weights, resolve_model_directory
 from diffusionlm.checkpoints.manifest import verify, write_directory
@@ -58,7 +59,7 @@ def prepare_tokenizer(
     """The tokenizer of the run directory; if there is none yet, the given one, or one trained on the documents.
 
     Raises:
-        ValueError: a given tokenizer that cannot be read or has no mask or end-of-text token; no documents.
+        ValueError: a given tokenizer that cannot be read or has no end-of-text token; no documents.
     """
     if directory.is_dir():
         verify(directory)
@@ -67,9 +68,8 @@ def prepare_tokenizer(
         given = config.path or init_from
         tokenizer = load_tokenizer(given) if given else _train_tokenizer(config, source, say)
         write_directory(directory, lambda folder: save_tokenizer(tokenizer, folder))
-    for role in ("mask", "eos"):
-        if getattr(tokenizer, f"{role}_token_id") is None:
-            raise ValueError(f"the tokenizer in {directory} has no {role} token, which diffusion needs")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {directory} has no end-of-text token, which rows end in")
     return tokenizer
 
 
@@ -93,38 +93,48 @@ def _first_documents(source: DocumentSource, max_bytes: int) -> Iterator[str]:
             return
 
 
-def training_tokens(source: DocumentSource, tokenizer: Tokenizer, limit: int) -> NDArray[np.int64]:
-    """The first tokens of the training documents, each ended by end-of-text, up to ``limit`` and a document."""
+def training_tokens(
+    source: DocumentSource, tokenizer: Tokenizer, limit: int, end_with_eos: bool = True
+) -> NDArray[np.int64]:
+    """The first tokens of the training documents, each ended by end-of-text or not, up to ``limit`` and a document."""
+    end = [tokenizer.eos_token_id] if end_with_eos else []
     parts: list[NDArray[np.int64]] = []
     total, position = 0, None
     while total < limit:
         documents, position = source.read(0, position, 64)
         for text in documents:
-            parts.append(np.array([*tokenizer.encode(text), tokenizer.eos_token_id], dtype=np.int64))
+            parts.append(np.array([*tokenizer.encode(text), *end], dtype=np.int64))
             total += len(parts[-1])
         if position is None:
             break
     return np.concatenate(parts)
 
 
-def build_model(config: ModelSection, tokenizer: Tokenizer, seed: int, device: torch.device) -> Transformer:
-    """The model for the tokenizer's vocabulary, initialised or loaded from ``init_from``.
+def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Transformer:
+    """The model for the tokenizer's vocabulary and the objective's blocks, initialised or loaded from ``init_from``.
 
     Raises:
-        ValueError: the weights do not fit; lists them.
+        ValueError: there is no mask token, or the weights do not fit; lists them.
     """
-    assert tokenizer.mask_token_id is not None
-    full = config.with_vocabulary(
+    if tokenizer.mask_token_id is None and not isinstance(config.objective, NextToken):
+        raise ValueError(
+            f'the tokenizer has no mask token, which objective.kind = "{config.objective.kind}" needs: name one in its '
+            "special_tokens.json or tokenizer_config.json, or train a tokenizer by leaving tokenizer.path out"
+        )
+    section = config.model
+    full = section.with_vocabulary(
         vocab_size=tokenizer.vocab_size,
         mask_token_id=tokenizer.mask_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        block_length=config.objective.final_block_length,
+        begin_with_eos=config.data.begin_with_eos,
     )
     model = Transformer(full)
-    if config.init_from is None:
-        init_weights(model, seed)
+    if section.init_from is None:
+        init_weights(model, config.run.seed)
     else:
-        directory = resolve_model_directory(config.init_from)
+        directory = resolve_model_directory(section.init_from)
         verify(directory)
         load_weights(model, directory / WEIGHTS)
     return model.to(device)

@@ -15,6 +15,10 @@ class Summary:
     """What summary.json holds."""
 
     evaluation: Evaluation
+    other_block_lengths: tuple[Evaluation, ...]
+    """The same rows under the other block lengths that the model was trained with."""
+    source_entropy: float | None
+    """Exact entropy of a document in nats, where the source knows it and each row is one document."""
     ngrams: dict[str, float]
     """Cross-entropy of n-gram models of the training tokens on the validation rows, nats per token, by name."""
     parameters: int
@@ -29,18 +33,29 @@ class Summary:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Summary:
         """What `to_json` gave."""
-        evaluation = dict(values["evaluation"])
-        evaluation["fills"] = tuple(Fill(**fill) for fill in evaluation["fills"])
-        evaluation["by_masked_fraction"] = tuple(tuple(entry) for entry in evaluation["by_masked_fraction"])
-        return cls(**{**values, "evaluation": Evaluation(**evaluation)})
+        others = tuple(_evaluation(each) for each in values["other_block_lengths"])
+        return cls(**{**values, "evaluation": _evaluation(values["evaluation"]), "other_block_lengths": others})
 
 
-def render_summary(summary: Summary, directory: Path) -> str:
-    """The table."""
+def _evaluation(values: dict[str, Any]) -> Evaluation:
+    fills = tuple(Fill(**fill) for fill in values["fills"])
+    curve = tuple(tuple(entry) for entry in values["by_masked_fraction"])
+    return Evaluation(**{**values, "fills": fills, "by_masked_fraction": curve})
+
+
+def render_summary(summary: Summary, directory: Path, infill: str | None = None) -> str:
+    """The table, and the next command, which fills the holes of ``infill``."""
     result = summary.evaluation
     lines = [
-        ("validation bound", f"{result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token"),
+        (f"validation {_kind(result)}", f"{result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token"),
         ("", f"{result.bits_per_byte:.3f} +- {result.bits_per_byte_standard_error:.3f} bits per byte"),
+    ]
+    for other in summary.other_block_lengths:
+        value = f"{other.nats_per_token:.3f} +- {other.standard_error:.3f} nats per token"
+        lines.append((f"  {_kind(other)}", value))
+    if summary.source_entropy is not None:
+        lines.append(("entropy of the source", _beside_entropy(result, summary.source_entropy)))
+    lines += [
         ("unigram entropy", f"{result.unigram_entropy:.3f} nats per token (same {result.num_tokens:,} tokens)"),
     ]
     lines += [(name, f"{value:.3f} nats per token") for name, value in summary.ngrams.items()]
@@ -52,8 +67,10 @@ def render_summary(summary: Summary, directory: Path) -> str:
                 f"first guess {fill.first_guess:.1%}, first five {fill.first_five:.1%}{common}",
             )
         )
-    lines.append(("cross-entropy by", "masked share of the row, nats per masked token"))
-    lines += [(f"  {low:.0%} - {high:.0%}", f"{value:.3f}") for low, high, value in result.by_masked_fraction]
+    if result.block_length != 1:
+        unit = "row" if result.block_length is None else "block"
+        lines.append(("cross-entropy by", f"masked share of the {unit}, nats per masked token"))
+        lines += [(f"  {low:.0%} - {high:.0%}", f"{value:.3f}") for low, high, value in result.by_masked_fraction]
     lines += [
         ("parameters", f"{summary.parameters:,}"),
         ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps"),
@@ -61,10 +78,30 @@ def render_summary(summary: Summary, directory: Path) -> str:
     ]
     width = max(len(name) for name, _ in lines)
     table = "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
-    return f"{table}\n\nnext: {next_command(directory)}"
+    return f"{table}\n\nnext: {next_command(directory, infill)}"
 
 
-def next_command(directory: Path) -> str:
+def _kind(result: Evaluation) -> str:
+    """What the number is: a bound, or exact."""
+    if result.block_length is None:
+        return "bound"
+    return "loss, token by token" if result.block_length == 1 else f"bound, blocks of {result.block_length}"
+
+
+def _beside_entropy(result: Evaluation, entropy: float) -> str:
+    tokens = result.num_tokens / result.num_rows
+    value, error = result.nats_per_token * tokens, result.standard_error * tokens
+    return f"{entropy:.3f} nats per document; the model's {value:.3f} +- {error:.3f} is {value - entropy:.3f} above"
+
+
+def next_command(directory: Path, infill: str | None) -> str:
     """What to type next."""
-    hole = "'for i in[MASK:1](10):\\n    print(i)\\n'"
-    return f"uv run diffusionlm-infer --model {shlex.quote(str(directory))} --infill {hole}"
+    command = f"uv run diffusionlm-infer --model {shlex.quote(str(directory))}"
+    if infill is None:
+        return f"{command} --prompt ''"
+    return f"{command} --infill {_quoted(infill)}"
+
+
+def _quoted(text: str) -> str:
+    """For a shell; the command reads \\n as a line break."""
+    return shlex.quote(text.replace("\\", "\\\\").replace("\n", "\\n"))

@@ -13,7 +13,7 @@ from config.generation import GenerationConfig
 from config.train import TrainConfig
 from diffusionlm.data.loader import rows_of
 from diffusionlm.data.packing import Row
-from diffusionlm.data.sources import DocumentSource, open_source
+from diffusionlm.data.sources import DocumentSource, KnownEntropy, open_source
 from diffusionlm.inference.generate import infill
 from diffusionlm.inference.text import parse_infill
 from diffusionlm.models.transformer import Transformer
@@ -55,18 +55,43 @@ class Validator:
             raise ValueError("data.source has no validation documents; give some, or a larger validation_fraction")
         return cls(config, tokenizer, open_source(config.data.source, "train"), chosen)
 
+    @property
+    def block_lengths(self) -> list[int | None]:
+        """All that the objective trains for, the one that the model is made for first."""
+        objective = self.config.objective
+        return list(dict.fromkeys([objective.final_block_length, *objective.block_lengths]))
+
+    @property
+    def source_entropy(self) -> float | None:
+        """Exact floor of the bound in nats per document, where the source knows it and each row is one whole document.
+
+        A bidirectional model sees how long a document is; where lengths differ, nothing is said of the models between
+        that and next-token prediction.
+        """
+        source, data = self.training_source, self.config.data
+        if not isinstance(source, KnownEntropy) or data.rows != "padded":
+            return None
+        if self.config.model.logit_alignment == "shifted" and not data.begin_with_eos:
+            return None  # nothing predicts the first token
+        if source.max_length + data.begin_with_eos + data.end_with_eos > self.config.row_length:
+            return None
+        if self.block_lengths[0] is None:
+            return source.entropy_nats - source.length_entropy_nats
+        return source.entropy_nats if source.length_entropy_nats == 0.0 else None
+
     def quick(self, model: Transformer, average: WeightAverage | None) -> Evaluation:
         """The evaluation during the run."""
         with inference_weights(model, average):
-            return self._evaluate(model, self.rows[: self.config.validation.rows], None)
+            return self._evaluate(model, self.rows[: self.config.validation.rows], self.block_lengths[0], None)
 
-    def final(self, model: Transformer, average: WeightAverage | None) -> tuple[Evaluation, dict[str, float]]:
-        """The evaluation at the end, and the n-gram models' cross-entropy of the same rows."""
-        tokens = training_tokens(self.training_source, self.tokenizer, NGRAM_TOKENS)
+    def final(self, model: Transformer, average: WeightAverage | None) -> tuple[list[Evaluation], dict[str, float]]:
+        """The evaluation at the end for each block length, and the n-gram models' cross-entropy of the same rows."""
+        tokens = training_tokens(self.training_source, self.tokenizer, NGRAM_TOKENS, self.config.data.end_with_eos)
         rows = self.rows[: self.config.validation.final_rows]
         vocab_size = self.tokenizer.vocab_size
         with inference_weights(model, average):
-            result = self._evaluate(model, rows, int(np.bincount(tokens).argmax()))
+            commonest = int(np.bincount(tokens).argmax())
+            results = [self._evaluate(model, rows, length, commonest) for length in self.block_lengths]
         ngrams: dict[str, float] = {}
         if self.config.validation.ngrams:
             for order in sorted({2, max_order(vocab_size)}):
@@ -74,9 +99,11 @@ class Validator:
                 # A row starts without context, for the n-gram as for the model.
                 logs = [np.log(counts.probabilities(row.tokens_L[row.is_target_L].astype(np.int64))) for row in rows]
                 ngrams[f"{order}-gram, left to right"] = float(-np.concatenate(logs).mean())
-        return result, ngrams
+        return results, ngrams
 
-    def _evaluate(self, model: Transformer, rows: list[Row], commonest: int | None) -> Evaluation:
+    def _evaluate(
+        self, model: Transformer, rows: list[Row], block_length: int | None, commonest: int | None
+    ) -> Evaluation:
         settings = self.config.validation
         return evaluate(
             model,
@@ -84,6 +111,7 @@ class Validator:
             rows,
             draws=settings.draws,
             batch_size=settings.batch_size,
+            block_length=block_length,
             commonest=commonest,
         )
 
@@ -100,6 +128,7 @@ def show_samples(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str],
     if not texts:
         return
 
-    canvases = [parse_infill(text, tokenizer) for text in texts]
+    begin = model.config.beginning
+    canvases = [[*begin, *parse_infill(text, tokenizer)] for text in texts]
     for text, filled in zip(texts, infill(model, canvases, GenerationConfig()), strict=True):
-        logger.event(step, "sample", f"step {step}: {text!r} -> {tokenizer.decode(filled.token_ids)!r}")
+        logger.event(step, "sample", f"step {step}: {text!r} -> {tokenizer.decode(filled.token_ids[len(begin) :])!r}")

@@ -1,162 +1,365 @@
-"""Every estimate of the NELBO against enumeration: the sum over all masks M of CE(M) / (|M| C(L, |M|))."""
+"""Every estimate of the NELBO against enumeration: the sum over all masks M of CE(M) / (|M| C(L, |M|)).
+
+The exact values are those of a second implementation of the model (`enumeration.py`). Estimates are means over seeded
+draws, and must be within four standard errors.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import partial
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from config.objective import Bernoulli, Counts, MaskedDiffusion
+from config.objective import (
+    Bernoulli,
+    BlockDiffusion,
+    CleanCosine,
+    Cosine,
+    Counts,
+    Linear,
+    Logarithmic,
+    MaskedDiffusion,
+    NoiseScheduleConfig,
+    Power,
+    RaisedCosine,
+    Sigmoid,
+    SquareRoot,
+)
 from diffusionlm.diffusion.batch import Batch, DrawKey
-from diffusionlm.diffusion.corruption import masked_draw
-from diffusionlm.diffusion.likelihood import nelbo
-from diffusionlm.diffusion.objectives import build_objective
-from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.diffusion.corruption import draw_noise
+from diffusionlm.diffusion.likelihood import conditional_likelihood, nelbo
+from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
+from diffusionlm.diffusion.schedules import build_schedule
 from diffusionlm.models.transformer import Transformer
+from tests.reference.enumeration import assert_mean, exact_nelbo, exact_units
 
 MakeModel = Callable[..., Transformer]
+Estimator = Counts | Bernoulli
 
 VOCAB, MASK, L = 4, 3, 4
-SUBSETS = [M for size in range(1, L + 1) for M in itertools.combinations(range(L), size)]
 X = torch.tensor([[0, 2, 1, 1]])
 TWO = torch.tensor([[0, 2, 1, 1], [2, 2, 0, 1]])
+PACKED = torch.tensor([0, 0, 0, 1])
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model: MakeModel) -> Transformer:
-    return tiny_model(torch.float64, vocab_size=VOCAB, mask_token_id=MASK, eos_token_id=0, pad_token_id=0, scale=0.4)
+    return small(tiny_model)
 
 
-def conditionals(model: Transformer, x_BL: torch.Tensor) -> torch.Tensor:
-    """log p(x_i | the unmasked of x) [B, subsets, L], by the full logits: none of the code under test."""
-    masked = torch.tensor([[i in M for i in range(L)] for M in SUBSETS])
-    inputs = torch.where(masked, MASK, x_BL[:, None]).flatten(0, 1)
-    logits = model(inputs, pattern=Bidirectional()).clone()
-    logits[..., MASK] = -torch.inf
-    log_p = logits.log_softmax(-1).view(len(x_BL), len(SUBSETS), L, VOCAB)
-    return log_p.gather(-1, x_BL[:, None, :, None].expand(-1, len(SUBSETS), -1, 1))[..., 0]
+def small(tiny_model: MakeModel, **changes: Any) -> Transformer:
+    vocabulary = {"vocab_size": VOCAB, "mask_token_id": MASK, "eos_token_id": 0, "pad_token_id": 0}
+    return tiny_model(torch.float64, num_hidden_layers=1, scale=0.4, **vocabulary, **changes)
 
 
-def cross_entropies(model: Transformer, x_BL: torch.Tensor) -> torch.Tensor:
-    """CE(M) in nats, [B, subsets]."""
-    log_p = conditionals(model, x_BL)
-    return -torch.stack([log_p[:, s, list(M)].sum(-1) for s, M in enumerate(SUBSETS)], dim=1)
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
 
 
-def exact_nelbo(model: Transformer, x_BL: torch.Tensor) -> torch.Tensor:
-    """In nats, [B]."""
-    weights = torch.tensor([1.0 / (len(M) * math.comb(L, len(M))) for M in SUBSETS], dtype=torch.float64)
-    return cross_entropies(model, x_BL) @ weights
+class Case:
+    """An objective on the rows TWO, alternating, and what its loss should be on average."""
 
+    def __init__(
+        self, model: Transformer, estimator: Estimator, block_length: int | None, documents_L: Tensor | None = None
+    ) -> None:
+        self.model, self.documents_L = model, documents_L
+        self.config: MaskedDiffusion | BlockDiffusion
+        if block_length is None:
+            self.config = MaskedDiffusion(estimator=estimator)
+        else:
+            self.config = BlockDiffusion(block_length=block_length, estimator=estimator)
+        epsilon = estimator.epsilon if isinstance(estimator, Bernoulli) else 0.0
+        units = [unit for row in TWO for unit in exact_units(model, row, block_length, documents_L=documents_L)]
+        self.tokens = sum(max(len(M) for M in unit.sets) for unit in units)
+        exact = torch.stack([unit.bound(epsilon) for unit in units]).sum() / self.tokens
+        gradient = torch.autograd.grad(exact, list(model.parameters()))
+        # Derivatives are taken along the exact gradient, where they should be one.
+        self.direction = [g / sum(float(each.square().sum()) for each in gradient) for g in gradient]
+        self.expected = np.array([float(exact.detach()), 1.0])
 
-def exact_truncated(model: Transformer, x_BL: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """E of the Bernoulli estimator: the integral over p from epsilon to 1 of f(p) / p, over 1 - epsilon; [B]."""
-    nodes, node_weights = np.polynomial.legendre.leggauss(16)  # exact: the integrand is a polynomial
-    p = (nodes * (1 - epsilon) + 1 + epsilon) / 2
-    weights = [float(np.sum(node_weights / 2 * p ** (len(M) - 1) * (1 - p) ** (L - len(M)))) for M in SUBSETS]
-    return cross_entropies(model, x_BL) @ torch.tensor(weights, dtype=torch.float64)
-
-
-def test_quadrature_without_truncation_is_the_nelbo(model: Transformer) -> None:
-    torch.testing.assert_close(exact_truncated(model, TWO, 0.0), exact_nelbo(model, TWO), rtol=1e-12, atol=1e-12)
-
-
-def test_enumerated_count_estimator_and_its_gradient(model: Transformer) -> None:
-    """k uniform, then the mask uniform, weight L / k, through the objective's own draw and score."""
-    objective = build_objective(MaskedDiffusion(), MASK)
-    total: torch.Tensor = torch.zeros((), dtype=torch.float64)
-    for M in SUBSETS:
-        masked = np.zeros((1, L), dtype=bool)
-        masked[0, list(M)] = True
-        draw = masked_draw(
-            Batch(X, torch.ones_like(X, dtype=torch.bool)), masked, masked * np.float32(L / len(M)), MASK
-        )
-        assert draw.num_targets == L
-        probability = 1.0 / (L * math.comb(L, len(M)))
-        scored = model(
-            draw.inputs_BL,
-            pattern=draw.pattern,
-            rows=draw.rows_R,
-            score=objective.score(draw, denominator=draw.num_targets),
-        )
-        total = total + probability * scored.loss_sum
-    exact = exact_nelbo(model, X)[0] / L
-    torch.testing.assert_close(total, exact, rtol=1e-6, atol=1e-7)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    for name, ours, expected in zip(
-        names, torch.autograd.grad(total, parameters), torch.autograd.grad(exact, parameters), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def estimates(model: Transformer, estimator: Counts | Bernoulli, steps: int, rows: int) -> np.ndarray:
-    """For each step the mean over its rows (TWO, alternating) of the weighted sum per target token."""
-    objective = build_objective(MaskedDiffusion(estimator=estimator), MASK)
-    tokens = TWO.repeat(rows // 2, 1)
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    values = []
-    with torch.no_grad():
+    def estimates(self, steps: int, rows: int = 24) -> np.ndarray:
+        """The loss of each step, and its derivative along the exact gradient, [steps, 2]."""
+        objective = build_objective(self.config, self.model.config)
+        tokens = TWO.repeat(rows // 2, 1)
+        documents = None if self.documents_L is None else self.documents_L.expand(rows, -1)
+        batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
+        values = []
         for step in range(steps):
             draw = objective.draw(batch, DrawKey(seed=11, step=step, first_row=0, rows_in_step=rows))
-            score = objective.score(draw, denominator=draw.num_targets)
-            scored = model(draw.inputs_BL, pattern=draw.pattern, rows=draw.rows_R, score=score)
-            values.append(float(scored.loss_sum))
-    return np.array(values)
+            assert draw.denominator == draw.num_targets == self.tokens * rows / 2
+            score = objective.score(draw, denominator=draw.denominator)
+            loss = self.model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score).loss_sum
+            gradient = torch.autograd.grad(loss, list(self.model.parameters()))
+            slope = sum(float((g * d).sum()) for g, d in zip(gradient, self.direction, strict=True))
+            values.append([float(loss.detach()), slope])
+        return np.array(values)
+
+    def check(self, relative_error: float = 0.1) -> None:
+        assert_mean(self.estimates(steps=32), self.expected, relative_error)
 
 
+UNBIASED: dict[str, Estimator] = {
+    "counts": Counts(),
+    "complementary": Counts(complementary=True),
+    "stratified": Bernoulli(epsilon=0.0),
+    "antithetic": Bernoulli(epsilon=0.0, times="antithetic"),
+    "uniform": Bernoulli(epsilon=0.0, times="uniform", weight="inverse_p"),
+}
+
+
+@pytest.mark.parametrize("block_length", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("name", UNBIASED)
+def test_objective_is_unbiased(model: Transformer, name: str, block_length: int | None) -> None:
+    case = Case(model, UNBIASED[name], block_length)
+    assert why_not_nelbo(case.config) is None
+    case.check()
+
+
+@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
 @pytest.mark.parametrize(
-    "estimator", [Counts(), Bernoulli(epsilon=0.5), Bernoulli(epsilon=0.02)], ids=["counts", "b-0.5", "b-0.02"]
+    ("unit", "block_length"), [("row", None), ("document", None), ("row", 2), ("document", 2), ("block", 2)]
 )
-def test_objective_is_unbiased(model: Transformer, estimator: Counts | Bernoulli) -> None:
-    with torch.no_grad():
-        full = float(exact_nelbo(model, TWO).mean()) / L
-        exact = (
-            full if isinstance(estimator, Counts) else float(exact_truncated(model, TWO, estimator.epsilon).mean()) / L
-        )
-    values = estimates(model, estimator, steps=150, rows=64)
-    error = values.std(ddof=1) / math.sqrt(len(values))
-    assert abs(values.mean() - exact) < 4 * error, (values.mean(), exact, error)
-    assert error < 0.02 * exact, "too weak a test"
-    if isinstance(estimator, Bernoulli) and estimator.epsilon == 0.5:
-        assert abs(full - exact) > 6 * error, "truncation could not be told from the full integral"
+@pytest.mark.parametrize("estimator", [partial(Counts), partial(Bernoulli, epsilon=0.0)], ids=["counts", "bernoulli"])
+def test_packed_objective_is_unbiased_whatever_shares_a_level(
+    tiny_model: MakeModel, estimator: Callable[..., Estimator], unit: str, block_length: int | None, alignment: str
+) -> None:
+    model = small(tiny_model, logit_alignment=alignment)
+    case = Case(model, estimator(draw_per=unit), block_length, PACKED)
+    assert why_not_nelbo(case.config) is None
+    case.check(relative_error=0.15)
+
+
+SCHEDULES: list[NoiseScheduleConfig] = [
+    Linear(),
+    Cosine(),
+    RaisedCosine(),
+    CleanCosine(),
+    Power(exponent=1.5),
+    SquareRoot(),
+    Sigmoid(),
+    Logarithmic(),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda config: config.kind)
+def test_every_schedule_estimates_the_same_integral(model: Transformer, schedule: NoiseScheduleConfig) -> None:
+    case = Case(model, Bernoulli(schedule=schedule, epsilon=0.0), 2)
+    assert why_not_nelbo(case.config) is None
+    # The square root's weights have no variance: its error is only rough. See the test below for its weights.
+    case.check(relative_error=1.0 if isinstance(schedule, SquareRoot) else 0.15)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda config: config.kind)
+@pytest.mark.parametrize("epsilon", [0.0, 0.05])
+def test_drawn_times_probabilities_and_weights_fit_together(schedule: NoiseScheduleConfig, epsilon: float) -> None:
+    """p is recovered from the weights 1 / p, t from p: times are strata of one grid, the ELBO weight is p' / p."""
+    rows, size = 24, 400
+    units_BL = np.zeros((rows, size), dtype=int)
+    estimator = Bernoulli(schedule=schedule, epsilon=epsilon)
+    key = DrawKey(2, 0, 0, rows)
+    (plain,) = draw_noise(units_BL, key, estimator, "inverse_p")
+    (weighted,) = draw_noise(units_BL, key, estimator, "elbo")
+    np.testing.assert_array_equal(plain.masked_BL, weighted.masked_BL)
+    some = plain.masked_BL.any(1)
+    p = 1.0 / plain.weights_BL[some].max(1)
+
+    def masked(t: np.ndarray) -> np.ndarray:
+        return (1 - epsilon) * (1 - build_schedule(schedule).alpha(t)) + epsilon
+
+    low, high = np.zeros(len(p)), np.ones(len(p))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = np.where(masked(middle) < p, middle, low), np.where(masked(middle) < p, high, middle)
+    offsets = low * rows % 1.0
+    assert np.ptp(offsets) < 1e-6, "one offset for all strata"
+    assert len(np.unique((low * rows).astype(int))) == len(p) >= rows - 2
+    step = 1e-6
+    slope = (masked(low + step) - masked(low - step)) / (2 * step)
+    np.testing.assert_allclose(weighted.weights_BL[some].max(1) * p, slope, rtol=1e-5)
+    deviations = (plain.masked_BL[some].mean(1) - p) / np.sqrt(p * (1 - p) / size + 1e-9)
+    assert np.abs(deviations).max() < 4
+
+
+def test_every_schedule_is_tested() -> None:
+    kinds = {kind.model_fields["kind"].default for kind in get_args(get_args(NoiseScheduleConfig)[0])}
+    assert kinds == {schedule.kind for schedule in SCHEDULES}
+
+
+@pytest.mark.parametrize("block_length", [None, 2])
+def test_truncation_is_told_from_the_full_integral(model: Transformer, block_length: int | None) -> None:
+    case = Case(model, Bernoulli(epsilon=0.5), block_length)
+    values = case.estimates(steps=40)
+    assert_mean(values, case.expected, 0.05)
+    full = Case(model, Counts(), block_length).expected[0]
+    assert abs(values[:, 0].mean() - full) > 6 * values[:, 0].std() / math.sqrt(len(values))
+
+
+BIASED: dict[str, Estimator] = {
+    "unweighted": Counts(weight="uniform"),
+    "capped": Counts(reweight_cap=1.5),
+    "clipped": Counts(range=(0.3, 0.8)),
+    "runs": Counts(contiguous_probability=1.0),
+    "inverse_p": Bernoulli(schedule=Power(exponent=0.1), weight="inverse_p", epsilon=0.0),
+    "floor": Bernoulli(min_masking_rate=0.6, epsilon=0.0),
+    "epsilon": Bernoulli(epsilon=0.5),
+}
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_objective_that_is_said_to_be_biased_is(model: Transformer, name: str) -> None:
+    case = Case(model, BIASED[name], None)
+    exact = Case(model, Counts(), None).expected[0]
+    assert why_not_nelbo(case.config) is not None
+    values = case.estimates(steps=40)[:, 0]
+    assert abs(values.mean() - exact) > 5 * values.std(ddof=1) / math.sqrt(len(values))
 
 
 def test_estimate_of_a_fixed_order_is_unbiased_per_row(model: Transformer) -> None:
     """Strata tied to the rows' places would give each row one count for ever."""
-    objective = build_objective(MaskedDiffusion(), MASK)
+    objective = build_objective(MaskedDiffusion(), model.config)
     tokens = X.repeat(4, 1)
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    with torch.no_grad():
+        (unit,) = exact_units(model, X[0])
+    ce = dict(zip(unit.sets, unit.ce_M.tolist(), strict=True))
     sums = np.zeros((600, 4))
-    ce = {M: float(value) for M, value in zip(SUBSETS, cross_entropies(model, X).detach()[0], strict=True)}
     for step in range(len(sums)):
-        draw = objective.draw(batch, DrawKey(5, step, 0, 4))
-        masked = draw.inputs_BL == MASK
+        masked = objective.draw(batch, DrawKey(5, step, 0, 4)).inputs_BS == MASK
         for row in range(4):
             M = tuple(masked[row].nonzero()[:, 0].tolist())
             sums[step, row] = L / len(M) * ce[M]
-    exact = float(exact_nelbo(model, X).detach())
-    errors = sums.std(axis=0, ddof=1) / math.sqrt(len(sums))
-    assert (np.abs(sums.mean(axis=0) - exact) < 4 * errors).all()
+    assert_mean(sums, float(unit.bound()), 0.05)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Counts
+
+
+def test_counts_are_uniform_over_the_step_and_positions_exchangeable() -> None:
+    """Whole strata: of N rows with U blocks of n tokens each count comes N U / n times, in every single step."""
+    rows, blocks, size = 15, 3, 5
+    units_BL = np.repeat(np.arange(blocks), size)[None].repeat(rows, 0)
+    chosen = np.zeros(size)
+    steps = 300
+    for step in range(steps):
+        (noise,) = draw_noise(units_BL, DrawKey(7, step, 0, rows), Counts(), "elbo")
+        counts = noise.masked_BL.reshape(rows, blocks, size).sum(-1)
+        np.testing.assert_array_equal(np.bincount(counts.flatten(), minlength=size + 1)[1:], rows * blocks / size)
+        np.testing.assert_allclose(
+            noise.weights_BL.reshape(rows, blocks, size).max(-1), size / counts, rtol=1e-15, atol=0.0
+        )
+        chosen += noise.masked_BL.reshape(-1, size).sum(0)
+    total = steps * rows * blocks * (size + 1) / 2
+    deviation = (chosen - total / size) / math.sqrt(total / size * (1 - 1 / size))
+    assert np.abs(deviation).max() < 4
+
+
+@pytest.mark.parametrize("rows", [3, 7, 16])
+def test_counts_of_a_row_are_uniform_over_the_steps(rows: int) -> None:
+    """Chi-squared of each row's counts with any number of rows, of each of its blocks, one of them short."""
+    units_BL = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, -1]]).repeat(rows, 0)
+    sizes, steps = (4, 4, 2), 400
+    counts = np.zeros((steps, rows, 3), dtype=int)
+    for step in range(steps):
+        (noise,) = draw_noise(units_BL, DrawKey(9, step, 0, rows), Counts(), "elbo")
+        assert not noise.masked_BL[:, -1].any()
+        counts[step] = np.add.reduceat(noise.masked_BL[:, :-1], [0, 4, 8], axis=1)
+    for row in range(rows):
+        for unit, size in enumerate(sizes):
+            seen = np.bincount(counts[:, row, unit], minlength=size + 1)
+            assert seen[0] == 0 and len(seen) == size + 1
+            chi2 = float(((seen[1:] - steps / size) ** 2 / (steps / size)).sum())
+            assert chi2 < {4: 24.0, 2: 18.0}[size], (row, unit, seen)  # p about 2e-5
+
+
+@pytest.mark.parametrize(("unit", "length"), [("block", 3), ("document", 9)])
+def test_counts_belong_to_the_blocks_of_each_document(model: Transformer, unit: Any, length: int) -> None:
+    """At least one of each, with weight n / k, counted from the document's start."""
+    documents = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]])
+    batch = Batch(torch.ones_like(documents), documents >= 0, documents)
+    config = BlockDiffusion(block_length=3, estimator=Counts(draw_per=unit))
+    objective = build_objective(config, model.config)
+    for step in range(20):
+        draw = objective.draw(batch, DrawKey(0, step, 0, 1))
+        weights = torch.zeros(18, dtype=torch.float64)
+        weights[draw.rows_R] = draw.weights_R
+        for start, end in ((0, 4), (4, 5), (5, 9)):
+            for first in range(start, end, length):
+                of_unit = weights[first : min(first + length, end)]
+                count = int((of_unit > 0).sum())
+                assert count > 0
+                assert of_unit.max() == len(of_unit) / count and len(of_unit[of_unit > 0].unique()) == 1
+
+
+def test_masks_of_equal_count_are_equally_likely() -> None:
+    units_BL = np.zeros((64, 4), dtype=int)
+    seen: dict[bytes, int] = {}
+    for step in range(60):
+        (noise,) = draw_noise(units_BL, DrawKey(1, step, 0, 64), Counts(), "elbo")
+        for masked in noise.masked_BL[noise.masked_BL.sum(1) == 2]:
+            seen[masked.tobytes()] = seen.get(masked.tobytes(), 0) + 1
+    total = sum(seen.values())
+    assert len(seen) == 6 and total == 60 * 16
+    assert sum((each - total / 6) ** 2 / (total / 6) for each in seen.values()) < 26  # p about 1e-4
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+@pytest.mark.parametrize("block_length", [None, 2, 3])
 @pytest.mark.parametrize("num_draws", [1, 3])
-def test_evaluated_nelbo_is_unbiased_and_its_error_plausible(model: Transformer, num_draws: int) -> None:
+@torch.no_grad()
+def test_evaluated_nelbo_is_unbiased_and_its_error_plausible(
+    tiny_model: MakeModel, num_draws: int, block_length: int | None, alignment: str
+) -> None:
+    model = small(tiny_model, logit_alignment=alignment)
     tokens = X.repeat(24, 1)  # equal rows: draws are all that varies
-    reports = [nelbo(model, tokens, num_draws=num_draws, seed=seed) for seed in range(60)]
+    targets = 24 * (L if alignment == "same_position" else L - 1)
+    reports = [nelbo(model, tokens, block_length=block_length, num_draws=num_draws, seed=seed) for seed in range(40)]
     values = np.array([report.nats_per_token for report in reports])
-    spread = values.std(ddof=1)
-    exact = float(exact_nelbo(model, X).detach()) / L
-    assert abs(values.mean() - exact) < 4 * spread / math.sqrt(len(values))
+    exact = float(exact_nelbo(model, X, block_length)) * 24 / targets
+    assert_mean(values, exact, 0.04)
     reported = np.mean([report.standard_error for report in reports])
     # Counts are spread over the rows, which the error per row cannot see: it may well be larger than the spread.
-    assert 0.5 < spread / reported < 1.4
-    assert reports[0].num_tokens == 24 * L
-    assert reports[0].nats == pytest.approx(reports[0].nats_per_token * 24 * L)
+    assert 0.3 < values.std(ddof=1) / reported < 1.4
+    assert reports[0].num_tokens == targets
+    assert reports[0].nats == pytest.approx(reports[0].nats_per_token * targets)
+    assert reports[0].nats == pytest.approx(sum(reports[0].row_nats))
+
+
+@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+@pytest.mark.parametrize("block_length", [None, 2])
+@torch.no_grad()
+def test_evaluated_nelbo_of_packed_documents_is_the_sum_of_theirs(
+    tiny_model: MakeModel, block_length: int | None, alignment: str
+) -> None:
+    """Masked counts are those of the row without blocks, whatever its documents; the bound is the same."""
+    model = small(tiny_model, logit_alignment=alignment)
+    units = [unit for row in TWO for unit in exact_units(model, row, block_length, documents_L=PACKED)]
+    exact = float(sum(unit.bound() for unit in units))
+    rows, documents = TWO.repeat(12, 1), PACKED.expand(24, -1)
+    reports = [nelbo(model, rows, block_length=block_length, seed=seed, document_BL=documents) for seed in range(40)]
+    assert_mean(np.array([report.nats / 12 for report in reports]), exact, 0.02)
+    assert reports[0].num_tokens == 24 * (L if alignment == "same_position" else L - 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("documents_L", [None, PACKED], ids=["one", "packed"])
+def test_evaluated_one_token_blocks_are_exact(model: Transformer, documents_L: Tensor | None) -> None:
+    documents = None if documents_L is None else documents_L.expand(2, -1)
+    for seed in range(2):
+        report = nelbo(model, TWO, block_length=1, seed=seed, document_BL=documents)
+        for row, nats in zip(TWO, report.row_nats, strict=True):
+            units = exact_units(model, row, 1, documents_L=documents_L)
+            assert nats == pytest.approx(float(sum(unit.bound() for unit in units)), abs=1e-12)
 
 
 def test_evaluated_nelbo_with_one_row_per_count_is_exact_in_counts(model: Transformer) -> None:
@@ -168,22 +371,51 @@ def test_evaluated_nelbo_with_one_row_per_count_is_exact_in_counts(model: Transf
 
 def test_evaluation_does_not_depend_on_the_batch_size(model: Transformer) -> None:
     tokens = TWO.repeat(5, 1)
-    whole = nelbo(model, tokens, seed=3)
-    for batch_size in (1, 3, 10):
-        part = nelbo(model, tokens, seed=3, batch_size=batch_size)
-        assert part.nats == pytest.approx(whole.nats, rel=1e-6)
-        assert part.standard_error == pytest.approx(whole.standard_error, rel=1e-5)
+    for block_length in (None, 2):
+        whole = nelbo(model, tokens, block_length=block_length, seed=3)
+        for batch_size in (1, 3, 10):
+            part = nelbo(model, tokens, block_length=block_length, seed=3, batch_size=batch_size)
+            assert part.row_nats == pytest.approx(whole.row_nats, rel=1e-12)
+            assert part.standard_error == pytest.approx(whole.standard_error, rel=1e-9)
 
 
-def test_prompt_and_padding_are_context_only(model: Transformer) -> None:
-    """Targets 1 and 2 alone: the NELBO over two tokens, the others always visible (position 3 plays the prompt)."""
+@pytest.mark.parametrize("block_length", [None, 2])
+@torch.no_grad()
+def test_prompt_and_padding_are_context_only(model: Transformer, block_length: int | None) -> None:
+    """Targets 1 and 2 alone: the others are always visible, where the blocks let them be seen at all."""
     is_target = torch.tensor([[False, True, True, False]])
-    ce = dict(zip(SUBSETS, cross_entropies(model, X).detach()[0].tolist(), strict=True))
-    exact = ((ce[(1,)] + ce[(2,)]) / 2 * 2 + ce[(1, 2)]) / 2  # k = 1: weight 2, mean of two masks; k = 2: weight 1
-    reports = [nelbo(model, X.repeat(16, 1), is_target.repeat(16, 1), num_draws=2, seed=s) for s in range(40)]
-    values = np.array([report.nats / 16 for report in reports])
-    assert abs(values.mean() - exact) < 4 * values.std(ddof=1) / math.sqrt(len(values)) + 1e-9
+    units = exact_units(model, X[0], block_length, is_target_L=is_target[0])
+    exact = float(sum(unit.bound() for unit in units))
+    reports = [
+        nelbo(model, X.repeat(16, 1), is_target.repeat(16, 1), block_length, num_draws=2, seed=s) for s in range(40)
+    ]
+    assert_mean(np.array([report.nats / 16 for report in reports]), exact, 0.02)
     assert reports[0].num_tokens == 32
+
+
+@pytest.mark.parametrize("block_length", [None, 2])
+@torch.no_grad()
+def test_conditional_likelihood_is_minus_the_nelbo_of_the_answer(model: Transformer, block_length: int | None) -> None:
+    is_answer = torch.tensor([False, True, True, True])
+    exact = -float(sum(unit.bound() for unit in exact_units(model, X[0], block_length, is_target_L=is_answer)))
+    estimates = [
+        conditional_likelihood(model, [0], [2, 1, 1], block_length=block_length, num_draws=24, seed=seed)
+        for seed in range(40)
+    ]
+    assert_mean(np.array([estimate.log_likelihood for estimate in estimates]), exact, 0.02)
+    assert estimates[0].num_tokens == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("prompt", "answer", "block_length"), [([0, 2, 1], [1], None), ([0], [2, 1, 1], 1)])
+def test_conditional_likelihood_is_exact_where_it_says_so(
+    model: Transformer, prompt: list[int], answer: list[int], block_length: int | None
+) -> None:
+    is_answer = torch.arange(L) >= len(prompt)
+    exact = -float(sum(unit.bound() for unit in exact_units(model, X[0], block_length, is_target_L=is_answer)))
+    estimate = conditional_likelihood(model, prompt, answer, block_length=block_length)
+    assert estimate.log_likelihood == pytest.approx(exact, abs=1e-12)
+    assert (estimate.standard_error, estimate.num_tokens) == (0.0, len(answer))
 
 
 def test_rows_without_targets_add_nothing(model: Transformer) -> None:
@@ -195,26 +427,3 @@ def test_rows_without_targets_add_nothing(model: Transformer) -> None:
     with pytest.raises(ValueError, match="is_target_BL"):
         nelbo(model, TWO, torch.zeros_like(is_target))
     assert nelbo(model, X).standard_error == math.inf
-
-
-def test_nelbo_bounds_the_random_order_likelihood(model: Transformer) -> None:
-    """-log of the mean over orders is below the mean of -log (Jensen), and these likelihoods sum to one."""
-    everything = torch.tensor(list(itertools.product(range(VOCAB - 1), repeat=L)))
-    with torch.no_grad():
-        log_p = conditionals(model, everything)
-        bound = exact_nelbo(model, everything)
-    index = {M: s for s, M in enumerate(SUBSETS)}
-
-    @cache
-    def probability(M: tuple[int, ...]) -> torch.Tensor:
-        """Of the tokens in M given the others, one at a time in random order, [81]."""
-        if not M:
-            return torch.ones(len(everything), dtype=torch.float64)
-        parts = [log_p[:, index[M], i].exp() * probability(tuple(j for j in M if j != i)) for i in M]
-        return torch.stack(parts).mean(0)
-
-    likelihood = probability(tuple(range(L)))
-    torch.testing.assert_close(likelihood.sum(), torch.ones((), dtype=torch.float64), rtol=1e-6, atol=1e-6)
-    gap = bound + likelihood.log()
-    assert gap.min() > -1e-9
-    assert gap.max() > 1e-3, "a consistent model would make this test empty"

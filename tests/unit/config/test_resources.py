@@ -13,21 +13,26 @@ from config.base import Section
 from config.bench_train import BenchTrainConfig
 from config.data import LocalFiles, PythonStdlib
 from config.dump import to_toml
+from config.eval import EvalConfig
 from config.infer import InferConfig
 from config.load import load_config
 from config.train import RENAMED, TrainConfig
 
 ROOT = Path(__file__).parents[3]
 RESOURCES = ROOT / "config" / "resources"
-CLASSES: dict[str, type[Section]] = {
-    "train.toml": TrainConfig,
+OTHERS: dict[str, type[Section]] = {
     "infer.toml": InferConfig,
+    "eval.toml": EvalConfig,
     "bench_train.toml": BenchTrainConfig,
 }
+CLASSES: dict[str, type[Section]] = {
+    path.name: OTHERS.get(path.name, TrainConfig) for path in sorted(RESOURCES.glob("*.toml"))
+}
+"""All but these are training runs."""
 
 
-def test_every_resource_has_its_class() -> None:
-    assert {path.name for path in RESOURCES.glob("*.toml")} == CLASSES.keys()
+def test_every_command_has_a_resource() -> None:
+    assert {"train.toml", *OTHERS} <= CLASSES.keys()
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from config.data import DataConfig, LocalFiles, PythonStdlib
+from config.model import ModelConfig
 from config.objective import MaskedDiffusion
 from diffusionlm.data.loader import Loader, batch_of, count_rows, rows_of
 from diffusionlm.data.sources import open_source
@@ -19,14 +20,25 @@ from diffusionlm.diffusion.objectives import build_objective
 
 Drain = Callable[..., list[Any]]
 DOCUMENTS = [f"<{index}>" + "abcdefghij"[: index % 9] * (1 + index % 3) for index in range(29)]
-LENGTH, MASK, BATCH = 16, 257, 6
+LENGTH, BATCH = 16, 6
+MODEL = ModelConfig(
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+    intermediate_size=8,
+    max_position_embeddings=LENGTH,
+    vocab_size=258,
+    mask_token_id=257,
+)
 
 
 class Recording:
     """The objective, noting the batches and keys that it is given."""
 
     def __init__(self) -> None:
-        self.inner = build_objective(MaskedDiffusion(), MASK)
+        self.inner = build_objective(MaskedDiffusion(), MODEL)
         self.batches: list[Batch] = []
         self.keys: list[DrawKey] = []
 
@@ -45,7 +57,7 @@ def config_of(rows: str, documents: int = 5, window: int = 4) -> DataConfig:
 
 def equal(one: list[Draw], other: list[Draw]) -> bool:
     return all(
-        torch.equal(a.inputs_BL, b.inputs_BL)
+        torch.equal(a.inputs_BS, b.inputs_BS)
         and torch.equal(a.rows_R, b.rows_R)
         and torch.equal(a.targets_R, b.targets_R)
         and torch.equal(a.weights_R, b.weights_R)
@@ -104,7 +116,7 @@ def test_micro_batches_do_not_change_what_is_seen(rows: str, list_reader: Any, b
         draws = [draw for step in range(3) for draw in loader.next_step(step)]
         assert {key.rows_in_step for key in objective.keys} == {BATCH}
         assert [key.first_row for key in objective.keys[: BATCH // micro]] == list(range(0, BATCH, micro))
-        return torch.cat([draw.inputs_BL for draw in draws]), torch.cat([draw.weights_R for draw in draws])
+        return torch.cat([draw.inputs_BS for draw in draws]), torch.cat([draw.weights_R for draw in draws])
 
     for micro in (3, 1):
         for one, other in zip(run(6), run(micro), strict=True):
@@ -114,7 +126,7 @@ def test_micro_batches_do_not_change_what_is_seen(rows: str, list_reader: Any, b
 def test_step_larger_than_the_epoch(list_reader: Any, byte_tokenizer: Any) -> None:
     reader = rows_of(list_reader(["one", "two"]), config_of("padded"), byte_tokenizer, LENGTH, seed=1)
     loader = Loader(reader, Recording(), 7, 7, seed=1)
-    assert loader.next_step(0)[0].inputs_BL.shape == (7, LENGTH)
+    assert loader.next_step(0)[0].inputs_BS.shape == (7, LENGTH)
     assert loader.epoch >= 3
 
 
@@ -144,6 +156,15 @@ def test_batch_has_targets_and_documents(list_reader: Any, byte_tokenizer: Any, 
     assert batch.tokens_BL.dtype == torch.int64 and batch.document_BL is not None
     assert torch.equal(batch.is_target_BL, batch.document_BL >= 0)
     assert not batch.is_target_BL.all() and batch.is_target_BL[:-1].all()
+
+
+def test_rows_begin_and_end_as_the_config_says(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    config = config_of(rows, 0, 0).model_copy(update={"begin_with_eos": True, "end_with_eos": False})
+    batch = batch_of(drain(rows_of(list_reader(["abc", "de"]), config, byte_tokenizer, LENGTH, seed=0)))
+    assert batch.document_BL is not None and batch.is_target_BL.dtype == torch.bool
+    assert bytes(batch.tokens_BL[batch.is_target_BL].tolist()) == b"abcde"
+    context = (batch.document_BL >= 0) & ~batch.is_target_BL
+    assert batch.tokens_BL[context].tolist() == [256, 256]
 
 
 def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path, byte_tokenizer: Any) -> None:

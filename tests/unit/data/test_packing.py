@@ -13,6 +13,8 @@ from diffusionlm.data.packing import PackedRows, PaddedRows, Row, cut_at_random
 
 Drain = Callable[..., list[Any]]
 EOS = 256
+ENDS = [(begin, end) for begin in (False, True) for end in (False, True)]
+"""begin_with_eos, end_with_eos."""
 DOCUMENTS = ["abc", "", "a long document that spans several rows", "x", "seven77", "1234567", "the end"]
 CASES = [DOCUMENTS, ["only"], ["12345678" * 3, "1234567"], ["1234567", "1234567"], ["", "", ""], ["x" * 100]]
 
@@ -23,7 +25,9 @@ def streams(documents: list[str]) -> list[int]:
 
 def equal(one: list[Row], other: list[Row]) -> bool:
     return len(one) == len(other) and all(
-        np.array_equal(a.tokens_L, b.tokens_L) and np.array_equal(a.documents_L, b.documents_L)
+        np.array_equal(a.tokens_L, b.tokens_L)
+        and np.array_equal(a.documents_L, b.documents_L)
+        and np.array_equal(a.is_target_L, b.is_target_L)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -64,6 +68,114 @@ def test_packed_rows_resume_at_every_place(
         head, position = make().read(0, None, count)
         tail = [] if position is None else drain(make(), (2,), position=json.loads(json.dumps(position)))
         assert equal(head + tail, whole)
+
+
+def framed(text: str, begin: bool, end: bool) -> tuple[list[int], list[bool]]:
+    """Tokens of a document, and which of them are targets."""
+    scored = [*text.encode(), *[EOS] * end]
+    if not scored:
+        return [], []
+    return [*[EOS] * begin, *scored], [*[False] * begin, *[True] * len(scored)]
+
+
+def packed_rows(scored: list[list[int]], length: int, begin: bool) -> list[list[tuple[int, bool, int]]]:
+    """(token, is it a target, document) slot by slot: a token is put down where it fits, with a beginning before it
+    where its document or its row starts."""
+    rows: list[list[tuple[int, bool, int]]] = []
+    for tokens in scored:
+        for place, token in enumerate(tokens):
+            fresh = not rows or len(rows[-1]) + 1 + (begin and place == 0) > length
+            if fresh:
+                rows.append([])
+            starts = fresh or place == 0
+            number = 0 if not rows[-1] else rows[-1][-1][2] + (place == 0)
+            rows[-1] += [(EOS, False, number)] * (begin and starts) + [(token, True, number)]
+    return rows
+
+
+@pytest.mark.parametrize("documents", CASES)
+@pytest.mark.parametrize("length", [2, 3, 8, 64])
+@pytest.mark.parametrize(("begin", "end"), ENDS)
+def test_packed_documents_begin_and_end_as_asked(
+    documents: list[str], length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
+) -> None:
+    def make() -> PackedRows:
+        return PackedRows(list_reader(documents), byte_tokenizer, length, begin, end)
+
+    rows = drain(make())
+    expected = packed_rows([[*text.encode(), *[EOS] * end] for text in documents], length, begin)
+    assert len(rows) == len(expected)
+    for row, slots in zip(rows, expected, strict=True):
+        padding = [(EOS, False, -1)] * (length - len(slots))
+        tokens, targets, numbers = zip(*slots, *padding, strict=True)
+        assert tuple(row.tokens_L.tolist()) == tokens
+        assert tuple(row.is_target_L.tolist()) == targets
+        assert tuple(row.documents_L.tolist()) == numbers
+        assert row.is_target_L.any() and row.is_target_L.dtype == np.bool_
+    for count in range(1, len(rows) + 1):
+        head, position = make().read(0, None, count)
+        tail = [] if position is None else drain(make(), (2, 1), position=json.loads(json.dumps(position)))
+        assert equal(head + tail, rows)
+
+
+def test_a_document_that_goes_on_begins_again(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    rows = drain(PackedRows(list_reader(["ab", "cdefgh", "i"]), byte_tokenizer, 6, begin_with_eos=True))
+    a, b, c, d, e, f, g, h, i = b"abcdefghi"
+    assert [row.tokens_L.tolist() for row in rows] == [
+        [EOS, a, b, EOS, EOS, c],
+        [EOS, d, e, f, g, h],
+        [EOS, EOS, EOS, i, EOS, EOS],
+    ]
+    assert [row.documents_L.tolist() for row in rows] == [[0, 0, 0, 0, 1, 1], [0] * 6, [0, 0, 1, 1, 1, -1]]
+    assert rows[2].is_target_L.tolist() == [False, True, False, True, True, False]
+
+
+def test_a_beginning_alone_at_the_end_of_a_row_is_left_out(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+    rows = drain(PackedRows(list_reader(["abc", "d"]), byte_tokenizer, 6, begin_with_eos=True))
+    assert [row.tokens_L.tolist() for row in rows] == [[EOS, *b"abc", EOS, EOS], [EOS, *b"d", EOS, EOS, EOS, EOS]]
+    assert [row.documents_L.tolist() for row in rows] == [[0] * 5 + [-1], [0] * 3 + [-1] * 3]
+
+
+@pytest.mark.parametrize("length", [2, 3, 8, 64])
+@pytest.mark.parametrize(("begin", "end"), ENDS)
+def test_padded_documents_begin_and_end_as_asked(
+    length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
+) -> None:
+    def make() -> PaddedRows:
+        return PaddedRows(list_reader(DOCUMENTS), byte_tokenizer, length, begin, end)
+
+    rows = drain(make())
+    texts = [text[: length - begin - end] for text in DOCUMENTS if text or end]
+    assert len(rows) == len(texts)
+    for text, row in zip(texts, rows, strict=True):
+        tokens, targets = framed(text, begin, end)
+        padding = length - len(tokens)
+        assert row.tokens_L.tolist() == tokens + [EOS] * padding
+        assert row.is_target_L.tolist() == targets + [False] * padding
+        assert row.documents_L.tolist() == [0] * len(tokens) + [-1] * padding
+        assert row.is_target_L.any()
+    for count in range(1, len(rows) + 1):
+        head, position = make().read(0, None, count)
+        tail = [] if position is None else drain(make(), (2, 1), position=json.loads(json.dumps(position)))
+        assert equal(head + tail, rows)
+
+
+@pytest.mark.parametrize("kind", [PackedRows, PaddedRows])
+@pytest.mark.parametrize("begin", [False, True])
+def test_documents_without_anything_to_score_are_left_out(
+    kind: Any, begin: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
+) -> None:
+    for documents in (["", "", ""], [], ["", "", "ab", "", "", "cd", "", ""]):
+        rows = drain(kind(list_reader(documents), byte_tokenizer, 8, begin, False), (2,))
+        scored = [bytes(row.tokens_L[row.is_target_L].tolist()).decode() for row in rows]
+        assert "".join(scored) == "".join(documents)
+        assert all(scored)
+
+
+@pytest.mark.parametrize("kind", [PackedRows, PaddedRows])
+def test_a_beginning_needs_room_behind_it(kind: Any, list_reader: Any, byte_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"data\.begin_with_eos needs rows of at least 2 tokens.* is 1"):
+        kind(list_reader(["ab"]), byte_tokenizer, 1, begin_with_eos=True)
 
 
 def test_no_documents_no_rows(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
@@ -122,11 +234,13 @@ def test_packed_rows_of_two_epochs_are_not_mixed_up(byte_tokenizer: Any) -> None
 
 def test_cutting_keeps_tokens_padding_and_documents() -> None:
     documents = np.array([0] * 9 + [1] * 5 + [-1] * 2, dtype=np.int32)
-    row = Row(np.arange(16, dtype=np.int32), documents)
+    targets = np.random.default_rng(0).random(16) < 0.5
+    row = Row(np.arange(16, dtype=np.int32), documents, targets)
     firsts, pieces = [], []
     for seed in range(400):
         cut = cut_at_random(row, np.random.default_rng(seed))
         assert np.array_equal(cut.tokens_L, row.tokens_L)
+        assert np.array_equal(cut.is_target_L, targets)
         assert np.array_equal(cut.documents_L < 0, documents < 0)
         real = cut.documents_L[:14]
         assert (np.diff(real) >= 0).all(), "each piece is one run"
@@ -141,6 +255,6 @@ def test_cutting_keeps_tokens_padding_and_documents() -> None:
 
 
 def test_rows_that_are_cut_do_not_change_the_others() -> None:
-    row = Row(np.arange(4, dtype=np.int32), np.zeros(4, dtype=np.int32))
+    row = Row(np.arange(4, dtype=np.int32), np.zeros(4, dtype=np.int32), np.ones(4, dtype=np.bool_))
     cut_at_random(row, np.random.default_rng(0))
     assert not row.documents_L.any()

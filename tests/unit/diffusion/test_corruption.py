@@ -1,220 +1,493 @@
-"""Draws: keyed by the place in the step, stratified over it, and blind to prompts and padding."""
+"""Draws: units, counts and times, weights; keyed by the place in the step and blind to prompts and padding."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from config.objective import Bernoulli, Counts, MaskedDiffusion
-from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
-from diffusionlm.diffusion.corruption import draw_masks, generator, stratified_uniforms
-from diffusionlm.diffusion.objectives import Objective, build_objective
-from diffusionlm.models.patterns import Bidirectional
+from config.objective import Bernoulli, Counts, Estimator, Unit, Weight
+from diffusionlm.diffusion.batch import Batch, DrawKey
+from diffusionlm.diffusion.corruption import (
+    Noise,
+    choose_counts,
+    counts_at,
+    draw_noise,
+    replacement_tokens,
+    row_offsets,
+    targets_without_mask_token,
+    unit_levels,
+    unit_numbers,
+)
+from diffusionlm.diffusion.schedules import build_schedule
 
-MASK, LENGTH = 50, 12
-ESTIMATORS = [Counts(), Bernoulli(epsilon=0.1)]
+MASK, LENGTH, BLOCK = 50, 24, 5
+LEVELS: list[tuple[str, Estimator]] = [
+    ("counts", Counts()),
+    ("complementary", Counts(complementary=True)),
+    ("stratified", Bernoulli(epsilon=0.1)),
+    ("antithetic", Bernoulli(times="antithetic")),
+    ("uniform", Bernoulli(times="uniform")),
+    ("contiguous", Counts(contiguous_probability=0.5)),
+    ("contiguous times", Bernoulli(contiguous_probability=0.5, min_masking_rate=0.2)),
+]
 
 
-def objective_of(estimator: Counts | Bernoulli) -> Objective:
-    return build_objective(MaskedDiffusion(estimator=estimator), MASK)
+def estimator_id(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
-def batch_of(rows: int, *, everything: bool = False) -> Batch:
-    """Random rows with a prompt of ``row % 4`` tokens and some padding; row 5 has no target at all."""
-    chance = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, MASK, (rows, LENGTH), generator=chance)
-    is_target = torch.ones(rows, LENGTH, dtype=torch.bool)
-    if not everything:
-        for row in range(rows):
-            is_target[row, : row % 4] = False
-            is_target[row, LENGTH - row % 3 :] = False
-        is_target[5::8] = False
-    return Batch(tokens, is_target, torch.where(is_target, 0, -1))
+def batch_of(rows: int) -> Batch:
+    """Random rows with prompts, padding and documents; every eighth row has no target."""
+    chance = np.random.default_rng(0)
+    tokens = torch.from_numpy(chance.integers(0, MASK, (rows, LENGTH)))
+    documents, targets = np.zeros((rows, LENGTH), dtype=np.int64), np.ones((rows, LENGTH), dtype=np.bool_)
+    for row in range(rows):
+        documents[row, 3 + row % 11 :] = 1
+        documents[row, LENGTH - 2 * (row % 3) :] = -1
+        targets[row, : row % 5] = False
+        targets[row, row % 13] = False
+    targets &= documents >= 0
+    targets[5::8] = False
+    return Batch(tokens, torch.from_numpy(targets), torch.from_numpy(documents))
 
 
-def part(batch: Batch, first: int, last: int) -> Batch:
+def full_units(rows: int, length: int, block: int | None = None) -> Any:
+    return np.broadcast_to(np.arange(length) // (block or length), (rows, length))
+
+
+def noise_of(units_BL: Any, estimator: Estimator, *, step: int = 0, seed: int = 0, weight: Weight = "elbo") -> Noise:
+    [noise] = draw_noise(units_BL, DrawKey(seed, step, 0, len(units_BL)), estimator, weight)
+    return noise
+
+
+def chi_square(counts: Any) -> float:
+    """Of counts that should all be equal."""
+    return float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Units
+
+
+def test_units_of_a_row_written_out() -> None:
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, -1]])
+    tokens = torch.zeros(1, 10, dtype=torch.int64)
+    targets = torch.tensor([[False, True, True, True, True, True, False, True, True, False]])
+    batch, eligible = Batch(tokens, targets, documents), targets.numpy()
+    assert unit_numbers(batch, eligible, "row", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
+    assert unit_numbers(batch, eligible, "document", None).tolist() == [[-1, 0, 0, 0, 0, 1, -1, 1, 2, -1]]
+    # Blocks start with the document; the last of each is short.
+    assert unit_numbers(batch, eligible, "block", 3).tolist() == [[-1, 0, 0, 1, 1, 2, -1, 2, 3, -1]]
+    assert unit_numbers(batch, eligible, "block", 2).tolist() == [[-1, 0, 1, 1, 2, 3, -1, 4, 5, -1]]
+    alone = Batch(tokens, targets)
+    assert unit_numbers(alone, eligible, "document", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
+    assert unit_numbers(alone, eligible, "block", 4).tolist() == [[-1, 0, 0, 0, 1, 1, -1, 1, 2, -1]]
+
+
+def test_units_without_a_target_get_no_number() -> None:
+    targets = torch.tensor([[False, False, True, False, False, False, True, True]])
+    batch = Batch(torch.zeros(1, 8, dtype=torch.int64), targets, torch.tensor([[0, 0, 1, 2, 2, 2, 3, 3]]))
+    assert unit_numbers(batch, targets.numpy(), "document", None).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 1]]
+    assert unit_numbers(batch, targets.numpy(), "block", 1).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 2]]
+
+
+@pytest.mark.parametrize("per", ["row", "document", "block"])
+def test_units_are_numbered_without_gaps_and_stay_in_their_block(per: Unit) -> None:
+    batch = batch_of(40)
     assert batch.document_BL is not None
-    return Batch(batch.tokens_BL[first:last], batch.is_target_BL[first:last], batch.document_BL[first:last])
+    eligible = batch.is_target_BL.numpy()
+    units = unit_numbers(batch, eligible, per, BLOCK)
+    assert np.array_equal(units >= 0, eligible)
+    for row in range(40):
+        here = units[row][eligible[row]]
+        assert here.tolist() == sorted(here.tolist())
+        assert set(here.tolist()) == set(range(len(set(here.tolist()))))
+        documents = batch.document_BL[row].numpy()
+        starts = {int(document): int(np.argmax(documents == document)) for document in documents}
+        own: dict[int, tuple[int, ...]] = {}
+        for place in np.flatnonzero(eligible[row]):
+            document = int(documents[place])
+            block = int(place - starts[document]) // BLOCK
+            key = {"row": (), "document": (document,), "block": (document, block)}[per]
+            assert own.setdefault(int(units[row, place]), key) == key
+        assert len(set(own.values())) == len(own), "two units of one block"
 
 
-def masked_of(draw: Draw) -> torch.Tensor:
-    flat = torch.zeros(draw.inputs_BL.numel(), dtype=torch.bool)
-    flat[draw.rows_R] = True
-    return flat.view_as(draw.inputs_BL)
+def test_a_mask_token_in_the_data_is_no_target() -> None:
+    batch = batch_of(8)
+    batch.tokens_BL[:, 4] = MASK
+    eligible = targets_without_mask_token(batch, MASK)
+    assert not eligible[:, 4].any()
+    assert np.array_equal(np.delete(eligible, 4, axis=1), np.delete(batch.is_target_BL.numpy(), 4, axis=1))
+    assert np.array_equal(targets_without_mask_token(batch, None), batch.is_target_BL.numpy())
 
 
-@pytest.mark.parametrize("size", [4, 2, 1])
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda e: e.kind)
-def test_micro_batches_see_the_same_noise(estimator: Counts | Bernoulli, size: int) -> None:
-    batch, key = batch_of(8), DrawKey(seed=7, step=3, first_row=0, rows_in_step=8)
-    whole = objective_of(estimator).draw(batch, key)
-    parts = [
-        objective_of(estimator).draw(part(batch, first, first + size), dataclasses.replace(key, first_row=first))
-        for first in range(0, 8, size)
-    ]
-    assert torch.equal(torch.cat([each.inputs_BL for each in parts]), whole.inputs_BL)
-    assert torch.equal(torch.cat([each.targets_R for each in parts]), whole.targets_R)
-    assert torch.equal(torch.cat([each.weights_R for each in parts]), whole.weights_R)
-    rows = [each.rows_R + first * LENGTH for first, each in zip(range(0, 8, size), parts, strict=True)]
-    assert torch.equal(torch.cat(rows), whole.rows_R)
-    assert sum(each.num_targets for each in parts) == whole.num_targets == int(batch.is_target_BL.sum())
+# ----------------------------------------------------------------------------------------------------------------------
+# Noise levels
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda e: e.kind)
-def test_chance_differs_by_seed_step_and_row(estimator: Counts | Bernoulli) -> None:
-    tokens = torch.arange(LENGTH).repeat(8, 1)
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    key = DrawKey(1, 1, 0, 64)
-    keys = [key, dataclasses.replace(key, seed=2), dataclasses.replace(key, step=2), DrawKey(1, 1, 8, 64)]
-    drawn = [masked_of(objective_of(estimator).draw(batch, each)) for each in keys]
-    for index, one in enumerate(drawn):
-        assert all(not torch.equal(one, other) for other in drawn[:index])
-        assert len({tuple(row.tolist()) for row in one}) > 4
-    assert torch.equal(masked_of(objective_of(estimator).draw(batch, key)), drawn[0])
+@pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
+def test_offsets_belong_to_the_row_of_the_step(times: str) -> None:
+    key = DrawKey(0, 0, 0, 24)
+    whole = row_offsets(key, 24, times)
+    assert ((whole >= 0) & (whole <= 1)).all() and len(set(whole.tolist())) == 24
+    for first in (0, 5, 20):
+        assert np.array_equal(row_offsets(dataclasses.replace(key, first_row=first), 4, times), whole[first:][:4])
+    for other in (dataclasses.replace(key, step=1), dataclasses.replace(key, seed=1)):
+        assert not np.isin(row_offsets(other, 24, times), whole).any()
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda e: e.kind)
-def test_a_draw_holds_together(estimator: Counts | Bernoulli) -> None:
+def test_stratified_offsets_have_one_in_each_stratum_and_no_fixed_place() -> None:
+    strata = np.stack([np.floor(row_offsets(DrawKey(0, step, 0, 6), 6) * 6).astype(int) for step in range(600)])
+    assert (np.sort(strata, axis=1) == np.arange(6)).all()
+    for row in range(6):
+        assert chi_square(np.bincount(strata[:, row], minlength=6)) < 25.7  # 5 degrees of freedom: p = 1e-4
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+def test_antithetic_offsets_come_in_pairs(rows: int) -> None:
+    offsets = row_offsets(DrawKey(3, 0, 0, rows), rows, "antithetic")
+    np.testing.assert_allclose(offsets[0:6:2] + offsets[1:6:2], 1.0, atol=1e-15)
+    assert len(offsets) == rows
+
+
+def test_levels_of_a_row() -> None:
+    chance = np.random.default_rng(0)
+    for times in ("stratified", "antithetic", "uniform"):
+        assert unit_levels(0.3, 1, chance, times).tolist() == [0.3]
+        assert unit_levels(0.3, 0, chance, times).tolist() == []
+    levels = unit_levels(0.3, 5, chance)
+    np.testing.assert_allclose(np.sort(levels), (np.arange(5) + 0.3) / 5)
+    pairs = unit_levels(0.3, 5, chance, "antithetic")
+    np.testing.assert_allclose(pairs[:4:2] + pairs[1:4:2], 1.0)
+    assert pairs[0] == 0.3 and len(set(pairs.tolist())) == 5
+    assert unit_levels(0.3, 5, chance, "uniform")[0] == 0.3
+
+
+@pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
+def test_every_units_level_is_uniform(times: str) -> None:
+    """Over the steps, for each row and unit: nothing is tied to a place."""
+    levels = np.zeros((800, 2, 3))
+    for step in range(800):
+        offsets = row_offsets(DrawKey(1, step, 0, 2), 2, times)
+        for row in range(2):
+            levels[step, row] = unit_levels(offsets[row], 3, np.random.default_rng((step, row)), times)
+    for row in range(2):
+        for unit in range(3):
+            bins = np.bincount(np.minimum(levels[:, row, unit] * 8, 7).astype(int), minlength=8)
+            assert chi_square(bins) < 29.9  # 7 degrees of freedom: p = 1e-4
+
+
+def test_counts_are_uniform_where_levels_are() -> None:
+    levels = (np.arange(700) + 0.5) / 700
+    counts = counts_at(levels, np.full(700, 7))
+    assert np.bincount(counts).tolist() == [0, *[100] * 7]
+    assert counts_at(np.array([0.0, 1.0, 1.0]), np.array([4, 4, 0])).tolist() == [1, 4, 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Counts
+
+
+def test_counts_positions_and_weights() -> None:
     batch = batch_of(32)
-    clean = batch.tokens_BL.clone()
+    eligible = batch.is_target_BL.numpy()
+    units = unit_numbers(batch, eligible, "block", BLOCK)
     for step in range(5):
-        draw = objective_of(estimator).draw(batch, DrawKey(0, step, 0, 32))
-        masked = masked_of(draw)
-        assert not (masked & ~batch.is_target_BL).any(), "prompt or padding was masked"
-        assert torch.equal(draw.inputs_BL, torch.where(masked, MASK, batch.tokens_BL))
-        assert torch.equal(draw.targets_R, batch.tokens_BL[masked])
-        assert (draw.rows_R.diff() > 0).all()
-        assert draw.weights_R.dtype == torch.float32 and draw.rows_R.dtype == torch.int64
-        assert torch.equal(batch.tokens_BL, clean), "the batch was changed"
-
-
-def test_counts_weights_and_positions() -> None:
-    batch = batch_of(32)
-    for step in range(5):
-        masked, weights = draw_masks(batch, DrawKey(0, step, 0, 32), Counts())
-        eligible = batch.is_target_BL.numpy()
+        noise = noise_of(units, Counts(), step=step)
+        assert noise.weights_BL.dtype == np.float64
+        assert not (noise.masked_BL & ~eligible).any(), "prompt or padding was masked"
+        assert not noise.weights_BL[~noise.masked_BL].any()
         for row in range(32):
-            n, k = eligible[row].sum(), masked[row].sum()
-            if n == 0:
-                assert k == 0 and not weights[row].any()
-                continue
-            assert 1 <= k <= n
-            np.testing.assert_allclose(weights[row][masked[row]], n / k, rtol=1e-6)
-            assert not weights[row][~masked[row]].any()
+            for unit in range(units[row].max() + 1):
+                here = units[row] == unit
+                n, k = here.sum(), noise.masked_BL[row, here].sum()
+                assert 1 <= k <= n
+                assert (noise.weights_BL[row, here & noise.masked_BL[row]] == n / k).all()
+    assert not noise.masked_BL[5::8].any()
 
 
-@pytest.mark.parametrize(("rows", "length"), [(12, 12), (36, 12), (30, 12), (7, 12), (64, 1)])
-def test_counts_are_stratified_over_the_step(rows: int, length: int) -> None:
-    tokens = torch.zeros(rows, length, dtype=torch.int64)
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+@pytest.mark.parametrize(
+    ("rows", "length", "block"),
+    [(12, 12, None), (36, 12, None), (30, 12, None), (7, 12, None), (64, 1, None), (3, 32, 4), (1, 64, 8), (5, 24, 3)],
+)
+def test_counts_are_stratified_over_all_units_of_the_step(rows: int, length: int, block: int | None) -> None:
+    size, units = block or length, full_units(rows, length, block)
+    total = rows * length // size
     for step in range(20):
-        masked, _ = draw_masks(batch, DrawKey(4, step, 0, rows), Counts())
-        histogram = np.bincount(masked.sum(axis=1), minlength=length + 1)[1:]
-        assert histogram.max() - histogram.min() <= (1 if rows % length == 0 else 2)
-        if rows % length == 0:
-            assert (np.abs(histogram - rows // length) <= 1).all()
+        masked = noise_of(units, Counts(), step=step, seed=4).masked_BL
+        counts = masked.reshape(total, size).sum(axis=1)
+        histogram = np.bincount(counts, minlength=size + 1)
+        assert histogram[0] == 0
+        # Evenly spaced levels: so many bins of equal width differ by at most one.
+        assert histogram[1:].max() - histogram[1:].min() <= (0 if total % size == 0 else 1)
 
 
-def test_count_of_a_row_is_uniform_over_steps() -> None:
+@pytest.mark.parametrize("estimator", [Counts(), Counts(complementary=True)], ids=["plain", "complementary"])
+@pytest.mark.parametrize("block", [None, 3])
+def test_count_of_a_unit_is_uniform_over_steps(estimator: Counts, block: int | None) -> None:
     """Each place of the step gets each count equally often: strata are permuted, not tied to the place."""
-    tokens = torch.zeros(4, 6, dtype=torch.int64)
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    steps = 1500
-    histogram, positions = np.zeros((4, 6)), np.zeros(6)
-    for step in range(steps):
-        masked, _ = draw_masks(batch, DrawKey(9, step, 0, 4), Counts())
-        histogram[np.arange(4), masked.sum(axis=1) - 1] += 1
-        positions += masked.sum(axis=0)
-    expected = steps / 6
-    assert (((histogram - expected) ** 2 / expected).sum(axis=1) < 25.7).all()  # chi2 of 5, p = 1e-4
+    size, units = block or 6, full_units(4, 6, block)
+    least = int(not estimator.complementary) * 1
+    histogram, positions = np.zeros((24 // size, size + 1 - least)), np.zeros(6)
+    for step in range(1200):
+        noise = draw_noise(units, DrawKey(9, step, 0, 4), estimator, "elbo")[0]
+        counts = noise.masked_BL.reshape(-1, size).sum(axis=1)
+        histogram[np.arange(24 // size), counts - least] += 1
+        positions += noise.masked_BL.sum(axis=0)
+    limits = {2: 18.5, 3: 21.2, 5: 25.8, 6: 27.9}  # by degrees of freedom: p = 1e-4
+    for counts in histogram:
+        assert chi_square(counts) < limits[len(counts) - 1]
     assert abs(positions / positions.mean() - 1).max() < 0.06
 
 
-def test_strata_span_the_step_and_not_the_batch() -> None:
-    key = DrawKey(0, 0, 0, 24)
-    whole = stratified_uniforms(key, 24)
-    assert np.array_equal(np.sort((whole * 24).astype(int)), np.arange(24))
-    for first in (0, 5, 20):
-        assert np.array_equal(
-            stratified_uniforms(dataclasses.replace(key, first_row=first), 4), whole[first : first + 4]
-        )
-    assert ((whole >= 0) & (whole < 1)).all()
+def test_every_set_of_a_size_is_equally_likely() -> None:
+    seen: dict[tuple[int, ...], int] = {}
+    chance = np.random.default_rng(0)
+    for _ in range(2000):
+        chosen = choose_counts(np.zeros(5, dtype=np.int64), np.array([2]), chance)
+        key = tuple(np.flatnonzero(chosen).tolist())
+        seen[key] = seen.get(key, 0) + 1
+    assert len(seen) == 10 and chi_square(np.array(list(seen.values()))) < 33.8  # 9 degrees of freedom: p = 1e-4
+    units = np.array([0, 0, 0, 1, 1, 2])
+    chosen = choose_counts(units, np.array([3, 0, 1]), chance)
+    assert chosen.tolist() == [True, True, True, False, False, True]
 
 
-def test_bernoulli_probabilities() -> None:
-    tokens = torch.zeros(2000, 30, dtype=torch.int64)
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    epsilon = 0.2
-    masked, weights = draw_masks(batch, DrawKey(0, 0, 0, 2000), Bernoulli(epsilon=epsilon))
-    some = masked.any(axis=1)
-    probability = 1 / weights[some].max(axis=1)
-    assert probability.min() >= epsilon - 1e-6 and probability.max() <= 1 + 1e-6
-    for row, p in zip(np.flatnonzero(some), probability, strict=True):
-        np.testing.assert_allclose(weights[row][masked[row]], 1 / p, rtol=1e-6)
-    assert probability.mean() == pytest.approx((1 + epsilon) / 2, abs=4 * 0.8 / 12**0.5 / 2000**0.5 + 1e-3)
-    residual = masked[some].mean(axis=1) - probability
-    assert abs(residual.mean()) < 4 * residual.std() / len(residual) ** 0.5 + 2e-4
-    # E[sum of weights] is the number of tokens: p times 1 / p.
-    totals = weights.sum(axis=1)
-    assert totals.mean() == pytest.approx(30, abs=float(4 * totals.std() / 2000**0.5))
+def test_complementary_masks_partition_the_targets() -> None:
+    batch = batch_of(16)
+    eligible = batch.is_target_BL.numpy()
+    units = unit_numbers(batch, eligible, "block", BLOCK)
+    shares: set[float] = set()
+    for step in range(20):
+        pair = draw_noise(units, DrawKey(0, step, 0, 16), Counts(complementary=True), "elbo")
+        one, other = pair
+        assert np.array_equal(one.masked_BL ^ other.masked_BL, eligible)
+        assert not (one.masked_BL & other.masked_BL).any()
+        for noise in pair:
+            assert not noise.weights_BL[~noise.masked_BL].any()
+            for row in range(16):
+                for unit in range(units[row].max() + 1):
+                    here = units[row] == unit
+                    n, k = here.sum(), noise.masked_BL[row, here].sum()
+                    shares.add(float(k / n))
+                    assert noise.weights_BL[row, here & noise.masked_BL[row]] == pytest.approx((n + 1) / max(2 * k, 1))
+    assert {0.0, 1.0} < shares
 
 
-def test_mask_token_in_the_data_is_data() -> None:
-    """It is a target like any other: counted, scored when masked, and not scored when not."""
-    batch = batch_of(16, everything=True)
-    batch.tokens_BL[:, 3] = MASK
-    seen = {True: 0, False: 0}
-    for step in range(4):
-        draw = objective_of(Counts()).draw(batch, DrawKey(0, step, 0, 16))
-        masked = masked_of(draw)
-        assert draw.num_targets == 16 * LENGTH
-        assert (draw.inputs_BL[:, 3] == MASK).all()
-        assert torch.equal(draw.targets_R, batch.tokens_BL[masked])
-        for row in range(16):
-            seen[bool(masked[row, 3])] += 1
-    assert min(seen.values()) > 0
+def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() -> None:
+    """With a cross-entropy that grows with the masked count, the pair's mean is that of single masks."""
+    units = full_units(12, 6)
+    difficulty = {k: 1.0 + k * k for k in range(7)}
+    exact = sum(6 / k * k * difficulty[k] for k in range(1, 7)) / 6
+    totals, bounds = [], []
+    for step in range(700):
+        total = bound = 0.0
+        for noise in draw_noise(units, DrawKey(2, step, 0, 12), Counts(complementary=True), "elbo"):
+            weights, counts = noise.weights_BL.sum(axis=1), noise.masked_BL.sum(axis=1)
+            total += weights.sum() / 12
+            bound += sum(w * difficulty[int(k)] for w, k in zip(weights, counts, strict=True)) / 12
+        totals.append(total)
+        bounds.append(bound)
+    for values, truth in ((np.array(totals), 6.0), (np.array(bounds), exact)):
+        assert abs(values.mean() - truth) < 4 * values.std(ddof=1) / math.sqrt(len(values)) + 1e-9
 
 
-def test_rows_without_targets_are_left_alone() -> None:
-    tokens = torch.zeros(3, 5, dtype=torch.int64)
-    batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool))
-    for estimator in ESTIMATORS:
-        draw = objective_of(estimator).draw(batch, DrawKey(0, 0, 0, 3))
-        assert draw.num_targets == 0 and len(draw.rows_R) == len(draw.targets_R) == len(draw.weights_R) == 0
-        assert torch.equal(draw.inputs_BL, tokens)
+# ----------------------------------------------------------------------------------------------------------------------
+# Times
 
 
-def test_weights_estimate_the_number_of_targets() -> None:
-    """With a cross-entropy of one everywhere the estimate is exact for counts, row by row."""
+def test_masking_probability_and_weight() -> None:
+    epsilon, units = 0.2, full_units(2000, 30)
+    noise = noise_of(units, Bernoulli(epsilon=epsilon), weight="inverse_p")
+    some = noise.masked_BL.any(axis=1)
+    p = 1 / noise.weights_BL[some].max(axis=1)
+    assert p.min() >= epsilon and p.max() <= 1
+    # Evenly spread over [epsilon, 1].
+    np.testing.assert_allclose(np.sort(p), epsilon + 0.8 * (np.arange(2000) + 0.5) / 2000, atol=0.8 / 2000 + 1e-12)
+    for row, one in zip(np.flatnonzero(some), p, strict=True):
+        assert noise.weights_BL[row][noise.masked_BL[row]] == pytest.approx(1 / one)
+    residual = noise.masked_BL[some].mean(axis=1) - p
+    assert abs(residual.mean()) < 4 * residual.std() / len(residual) ** 0.5
+    # Of the schedule that epsilon makes: the slope is (1 - epsilon) times as steep.
+    elbo = noise_of(units, Bernoulli(epsilon=epsilon), weight="elbo")
+    np.testing.assert_allclose(elbo.weights_BL, noise.weights_BL * 0.8)
+    assert np.array_equal(noise_of(units, Bernoulli(epsilon=epsilon), weight="uniform").weights_BL, noise.masked_BL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"), [("cosine", math.sin(math.pi / 4)), ("power", 0.25), ("square_root", 0.5**0.5)]
+)
+def test_the_schedule_decides_the_masked_share(kind: str, share: float) -> None:
+    """At t = 1/2, the only time of a narrow range."""
+    estimator = Bernoulli.model_validate({"schedule": kind, "epsilon": 0.0, "range": [0.5, 0.5 + 1e-9]})
+    noise = noise_of(full_units(50, 200), estimator, weight="inverse_p")
+    assert noise.masked_BL.mean() == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 10_000))
+    assert noise.weights_BL[noise.masked_BL] == pytest.approx(1 / share, rel=1e-6)
+    slope = {"cosine": math.pi / 2 * math.cos(math.pi / 4), "power": 1.0, "square_root": 0.5 / 0.5**0.5}[kind]
+    elbo = noise_of(full_units(50, 200), estimator)
+    assert elbo.weights_BL[elbo.masked_BL] == pytest.approx(slope / share, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *("linear", "cosine", "raised_cosine", "clean_cosine", "power", "square_root", "sigmoid", "logarithmic"),
+        {"kind": "power", "exponent": 0.7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("epsilon", [0.0, 0.05])
+def test_probability_times_weight_is_the_slope(schedule: Any, epsilon: float) -> None:
+    """At the time of each row: so the expectation over masks is -alpha'(t), which integrates to one."""
+    estimator = Bernoulli.model_validate({"schedule": schedule, "epsilon": epsilon})
+    built = build_schedule(estimator.schedule)
+    noise, t = noise_of(full_units(200, 8), estimator), row_offsets(DrawKey(0, 0, 0, 200), 200)
+    share = (1 - epsilon) * (1 - built.alpha(t)) + epsilon
+    some = noise.masked_BL.any(axis=1)
+    expected = -(1 - epsilon) * built.alpha_prime(t) / share
+    np.testing.assert_allclose(noise.weights_BL.max(axis=1)[some], expected[some], rtol=1e-12)
+    # And the masked shares are those probabilities: a residual of 1600 fair draws.
+    residual = (noise.masked_BL.mean(axis=1) - share).mean()
+    assert abs(residual) < 4 * math.sqrt((share * (1 - share)).mean() / 1600)
+
+
+def test_times_as_small_as_they_come_give_finite_weights() -> None:
+    for kind in ("linear", "power", "square_root", "cosine", "raised_cosine", "clean_cosine", "sigmoid", "logarithmic"):
+        for epsilon in (0.0, 1e-3):
+            estimator = Bernoulli.model_validate({"schedule": kind, "epsilon": epsilon, "range": [0.0, 1e-300]})
+            with np.errstate(all="raise", under="ignore"):
+                noise = noise_of(full_units(100, 50), estimator)
+            assert np.isfinite(noise.weights_BL).all()
+
+
+def test_min_masking_rate_raises_small_probabilities() -> None:
+    estimator = Bernoulli(min_masking_rate=0.6, epsilon=0.0)
+    noise = noise_of(full_units(500, 40), estimator, weight="inverse_p")
+    p = 1 / noise.weights_BL.max(axis=1)
+    assert p.min() == pytest.approx(0.6) and (p < 0.6 + 1e-9).mean() == pytest.approx(0.6, abs=0.01)
+    raised = noise.masked_BL[p < 0.6 + 1e-9]
+    assert raised.mean() == pytest.approx(0.6, abs=4 * math.sqrt(0.24 / raised.size))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Options of both
+
+
+def test_range_limits_the_levels() -> None:
+    counts = noise_of(full_units(60, 20), Counts(range=(0.25, 0.5))).masked_BL.sum(axis=1)
+    assert np.bincount(counts, minlength=21)[6:11].tolist() == [12] * 5
+    linear = noise_of(full_units(60, 20), Bernoulli(range=(0.25, 0.5), epsilon=0.0), weight="inverse_p")
+    p = 1 / linear.weights_BL.max(axis=1)
+    np.testing.assert_allclose(np.sort(p), 0.25 + 0.25 * (np.arange(60) + 0.5) / 60, atol=0.25 / 120 + 1e-12)
+
+
+@pytest.mark.parametrize("complementary", [False, True])
+def test_reweight_cap_is_the_greatest_weight(complementary: bool) -> None:
+    """Of the two masks of a pair together: a cap of 1 is no weighting at all, for pairs as for single masks."""
+    parts = 1 + complementary
+    for cap in (1.0, 3.0):
+        capped = Counts(reweight_cap=cap, complementary=complementary)
+        for one, other in zip(
+            draw_noise(full_units(12, 12), DrawKey(0, 0, 0, 12), capped, "elbo"),
+            draw_noise(full_units(12, 12), DrawKey(0, 0, 0, 12), Counts(complementary=complementary), "elbo"),
+            strict=True,
+        ):
+            assert np.array_equal(one.masked_BL, other.masked_BL)
+            assert np.array_equal(one.weights_BL, np.minimum(other.weights_BL, cap / parts))
+            assert (other.weights_BL > cap / parts).any()
+    p = noise_of(full_units(50, 20), Bernoulli(reweight_cap=4.0)).weights_BL
+    assert p.max() == 4.0 and p[p > 0].min() < 2.0
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [Counts(contiguous_probability=1.0), Bernoulli(contiguous_probability=1.0, epsilon=0.05)],
+    ids=["counts", "times"],
+)
+def test_contiguous_masks_are_one_run_of_targets(estimator: Estimator) -> None:
     batch = batch_of(24)
-    _, weights = draw_masks(batch, DrawKey(0, 0, 0, 24), Counts())
-    np.testing.assert_allclose(weights.sum(axis=1), batch.is_target_BL.sum(dim=1).numpy(), rtol=1e-6)
+    eligible = batch.is_target_BL.numpy()
+    units = unit_numbers(batch, eligible, "document", None)
+    starts = set()
+    for step in range(10):
+        masked = noise_of(units, estimator, step=step).masked_BL
+        assert not (masked & ~eligible).any()
+        for row in range(24):
+            for unit in range(units[row].max() + 1):
+                among = np.flatnonzero(masked[row, units[row] == unit])
+                assert len(among) >= 1 and (np.diff(among) == 1).all()
+                starts.add(int(among[0]))
+    assert len(starts) > 5
 
 
-def test_score_divides_and_excludes_the_mask() -> None:
-    draw = objective_of(Counts()).draw(batch_of(8), DrawKey(0, 0, 0, 8))
-    score = objective_of(Counts()).score(draw, denominator=17)
-    torch.testing.assert_close(score.weights_R, draw.weights_R / 17)
-    assert score.excluded_token == MASK and torch.equal(score.targets_R, draw.targets_R)
+def test_contiguous_runs_start_anywhere_and_keep_the_counts() -> None:
+    chosen = np.zeros((1500, 6), dtype=np.bool_)
+    for step in range(1500):
+        estimator = Counts(contiguous_probability=1.0, range=(0.4, 0.41))  # three of six
+        chosen[step] = noise_of(full_units(1, 6), estimator, step=step).masked_BL
+    assert (chosen.sum(axis=1) == 3).all()
+    assert chi_square(np.bincount(np.argmax(chosen, axis=1), minlength=4)[:4]) < 21.2  # 3 degrees of freedom: p = 1e-4
+    some = np.stack(
+        [
+            noise_of(full_units(1, 12), Counts(contiguous_probability=0.3, range=(0.45, 0.46)), step=step).masked_BL[0]
+            for step in range(600)
+        ]
+    )
+    runs = np.array([(np.diff(np.flatnonzero(row)) == 1).all() for row in some])
+    # Scattered ones are a run by chance in 7 of C(12, 6) = 924 cases.
+    assert runs.mean() == pytest.approx(0.3 + 0.7 * 7 / 924, abs=4 * math.sqrt(0.21 / 600))
 
 
-def test_pattern_has_documents_only_where_needed() -> None:
-    one = batch_of(4, everything=True)
-    assert objective_of(Counts()).draw(one, DrawKey(0, 0, 0, 4)).pattern == Bidirectional()
-    padded = batch_of(4)
-    pattern = objective_of(Counts()).draw(padded, DrawKey(0, 0, 0, 4)).pattern
-    assert pattern.documents_BL is not None and torch.equal(pattern.documents_BL, padded.document_BL)
-    different = Batch(one.tokens_BL, one.is_target_BL, torch.arange(4)[:, None].expand(4, LENGTH))
-    assert objective_of(Counts()).draw(different, DrawKey(0, 0, 0, 4)).pattern.is_unrestricted
+def test_replacement_is_any_token_but_the_mask() -> None:
+    key = DrawKey(0, 0, 0, 40)
+    for mask in (0, 3, 6):
+        tokens = replacement_tokens((40, 60), 7, mask, key)
+        counts = np.bincount(tokens.flatten(), minlength=7)
+        assert len(counts) == 7 and counts[mask] == 0
+        assert chi_square(np.delete(counts, mask)) < 25.8  # 5 degrees of freedom: p = 1e-4
+    part = replacement_tokens((3, 60), 7, 6, dataclasses.replace(key, first_row=11))
+    assert np.array_equal(part, tokens[11:14])
 
 
-def test_generator_is_keyed() -> None:
-    assert generator(1, 2, 3).random() == generator(1, 2, 3).random()
-    values = {generator(*key).random() for key in [(1,), (1, 2), (1, 2, 3), (1, 3, 2), (2, 1, 3), (1, 2, 3, 0)]}
-    assert len(values) == 6
-    state = np.random.get_state()[1].copy()  # type: ignore[index, union-attr]
-    generator(0, 1).random(10)
-    assert np.array_equal(state, np.random.get_state()[1])  # type: ignore[index, arg-type]
+# ----------------------------------------------------------------------------------------------------------------------
+# Keys
+
+
+@pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
+@pytest.mark.parametrize("per", ["row", "document", "block"])
+def test_micro_batches_see_the_same_noise(name: str, estimator: Estimator, per: Unit) -> None:
+    batch, key = batch_of(8), DrawKey(seed=7, step=3, first_row=0, rows_in_step=8)
+    units = unit_numbers(batch, batch.is_target_BL.numpy(), per, BLOCK)
+    whole = draw_noise(units, key, estimator, "elbo")
+    for size in (4, 1):
+        parts = [
+            draw_noise(units[first : first + size], dataclasses.replace(key, first_row=first), estimator, "elbo")
+            for first in range(0, 8, size)
+        ]
+        for index, noise in enumerate(whole):
+            assert np.array_equal(np.concatenate([part[index].masked_BL for part in parts]), noise.masked_BL)
+            assert np.array_equal(np.concatenate([part[index].weights_BL for part in parts]), noise.weights_BL)
+
+
+@pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
+def test_chance_differs_by_seed_step_and_row(name: str, estimator: Estimator) -> None:
+    units = full_units(8, LENGTH)
+    key = DrawKey(1, 1, 0, 64)
+    keys = [key, dataclasses.replace(key, seed=2), dataclasses.replace(key, step=2), DrawKey(1, 1, 8, 64)]
+    drawn = [draw_noise(units, each, estimator, "elbo")[0].masked_BL for each in keys]
+    for index, one in enumerate(drawn):
+        assert all(not np.array_equal(one, other) for other in drawn[:index])
+        assert len({tuple(row) for row in one.tolist()}) > 4
+    assert np.array_equal(draw_noise(units, key, estimator, "elbo")[0].masked_BL, drawn[0])
+
+
+@pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
+def test_rows_without_targets_are_left_alone(name: str, estimator: Estimator) -> None:
+    for noise in draw_noise(np.full((3, 5), -1), DrawKey(0, 0, 0, 3), estimator, "elbo"):
+        assert not noise.masked_BL.any() and not noise.weights_BL.any()

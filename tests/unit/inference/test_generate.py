@@ -18,7 +18,14 @@ from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 
 MASK, EOS, VOCAB = 22, 21, 23
-STRATEGIES: tuple[RemaskingStrategy, ...] = ("low_confidence", "random", "topk_margin", "entropy", "threshold")
+STRATEGIES: tuple[RemaskingStrategy, ...] = (
+    "low_confidence",
+    "random",
+    "topk_margin",
+    "entropy",
+    "sequential",
+    "threshold",
+)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], []]
 
 

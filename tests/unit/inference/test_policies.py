@@ -13,6 +13,7 @@ from diffusionlm.inference.policies import (
     Entropy,
     LowConfidence,
     Random,
+    Sequential,
     Threshold,
     TopkMargin,
     build_policy,
@@ -21,7 +22,14 @@ from diffusionlm.inference.policies import (
     most_confident,
 )
 
-STRATEGIES: tuple[RemaskingStrategy, ...] = ("low_confidence", "random", "topk_margin", "entropy", "threshold")
+STRATEGIES: tuple[RemaskingStrategy, ...] = (
+    "low_confidence",
+    "random",
+    "topk_margin",
+    "entropy",
+    "sequential",
+    "threshold",
+)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +69,11 @@ def test_threshold_is_inclusive_and_takes_at_least_the_best() -> None:
     assert policy.choose(np.array([0.1, 0.3, 0.3]), 1).tolist() == [False, True, False]
 
 
+def test_sequential_takes_the_first() -> None:
+    assert Sequential().choose(np.array([0.1, 0.9, 0.5]), 2).tolist() == [True, True, False]
+    assert Sequential().quotas(7, 3) == (3, 2, 2)
+
+
 def test_confidences() -> None:
     probs = torch.tensor([[0.5, 0.2, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
     tokens, uniforms = torch.tensor([1, 3]), torch.tensor([0.7, 0.1], dtype=torch.float64)
@@ -76,6 +89,7 @@ def test_build_policy() -> None:
     assert build_policy(GenerationConfig(remasking_strategy="threshold")) == Threshold(0.9)
     assert build_policy(GenerationConfig(remasking_strategy="threshold", confidence_threshold=0.0)) == Threshold(0.0)
     assert build_policy(GenerationConfig()) == LowConfidence()
+    assert build_policy(GenerationConfig(remasking_strategy="sequential")) == Sequential()
 
 
 @pytest.mark.parametrize(

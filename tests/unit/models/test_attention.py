@@ -1,4 +1,4 @@
-"""Every lowering of attention against softmax written out."""
+"""Attention on a given mask against softmax written out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from diffusionlm.models.attention import Backend, attend, choose_backend
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
+from diffusionlm.models.attention import DenseBackend, attend, choose_backend
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, DenseBias
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0, -1, -1]])
-PATTERNS = [Bidirectional(), Causal(), BlockCausal(4)]
+PATTERNS: list[AttentionPattern] = [Bidirectional(), Causal(), BlockCausal(4)]
 PATTERNS += [pattern.with_documents(DOCUMENTS) for pattern in PATTERNS]
 
 
@@ -23,7 +23,9 @@ def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor 
         for n in range(N):
             scores = q[b, :, n] @ k[b, :, n // group].T / math.sqrt(H)
             if mask is not None:
-                scores = scores.masked_fill(~mask[b if mask.shape[0] > 1 else 0], -math.inf)
+                row = mask[b if mask.shape[0] > 1 else 0]
+                row = row[n if row.shape[0] > 1 else 0] if row.dim() == 3 else row
+                scores = scores.masked_fill(~row, -math.inf) if row.dtype == torch.bool else scores + row
             weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
             out[b, :, n] = weights @ v[b, :, n // group]
     return out
@@ -38,25 +40,44 @@ def name(pattern: AttentionPattern) -> str:
     return type(pattern).__name__ + ("" if pattern.documents_BL is None else "-documents")
 
 
+def assert_equal_with_gradients(
+    ours: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor, ...], *, tolerance: float = 1e-12
+) -> None:
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+    cotangent = torch.randn_like(expected)
+    for our, their in zip(
+        torch.autograd.grad(ours, inputs, cotangent),
+        torch.autograd.grad(expected, inputs, cotangent),
+        strict=True,
+    ):
+        torch.testing.assert_close(our, their, rtol=10 * tolerance, atol=10 * tolerance)
+
+
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=name)
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (4, 1)])
-def test_lowering_equals_softmax(backend: Backend, pattern: AttentionPattern, heads: int, groups: int) -> None:
+def test_attention_equals_softmax(backend: DenseBackend, pattern: AttentionPattern, heads: int, groups: int) -> None:
     q, k, v = tensors(heads, groups, torch.float64)
     mask = None if pattern.is_unrestricted else pattern.dense(9)
-    ours, expected = attend(q, k, v, mask, backend), naive(q, k, v, mask)
-    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-    cotangent = torch.randn_like(expected)
-    for our, their in zip(
-        torch.autograd.grad(ours, (q, k, v), cotangent),
-        torch.autograd.grad(expected, (q, k, v), cotangent),
-        strict=True,
-    ):
-        torch.testing.assert_close(our, their, rtol=1e-11, atol=1e-11)
+    assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_bfloat16_within_its_precision(backend: Backend) -> None:
+@pytest.mark.parametrize("shape", [(9, 9), (2, 9, 9), (1, 1, 9, 9), (2, 4, 9, 9), (1, 4, 9, 9)])
+def test_bias_is_added(backend: DenseBackend, shape: tuple[int, ...]) -> None:
+    q, k, v = tensors(4, 2, torch.float64)
+    bias = torch.randn(shape)
+    bias[..., 3:, 2] = -math.inf
+    mask = DenseBias(bias).dense(9)
+    assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
+    boolean = bias > -1
+    boolean[..., 0] = True
+    mask = DenseBias(boolean).dense(9)
+    assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_bfloat16_within_its_precision(backend: DenseBackend) -> None:
     q, k, v = tensors(4, 2, torch.bfloat16)
     mask = BlockCausal(4).dense(9)
     expected = naive(q.double(), k.double(), v.double(), mask)

@@ -9,6 +9,8 @@ import torch
 
 from config.model import ModelConfig
 from diffusionlm.models.init import init_weights
+from diffusionlm.models.lowering import lower
+from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 
 MakeConfig = Callable[..., ModelConfig]
@@ -70,4 +72,4 @@ def test_blocks_start_as_identity(make_config: MakeConfig) -> None:
     init_weights(model, 0)
     x = torch.randn(2, 5, 24)
     rope = model.rope(torch.arange(5)[None])
-    assert torch.equal(model.model.layers[0](x, rope, None), x)
+    assert torch.equal(model.model.layers[0](x, rope, lower(Bidirectional(), 5, "cpu")), x)

@@ -1,13 +1,23 @@
-"""Patterns against their definition, position by position."""
+"""Patterns against their definition, position by position, and their closed form against both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, document_offsets
+from diffusionlm.models.patterns import (
+    AttentionPattern,
+    Bidirectional,
+    BlockCausal,
+    BlockDiffusion,
+    Causal,
+    DenseBias,
+    PromptAndOwnBlock,
+    document_offsets,
+)
 
 LENGTH = 11
 DOCUMENTS = torch.tensor(
@@ -16,20 +26,55 @@ DOCUMENTS = torch.tensor(
         [0] * LENGTH,
         list(range(LENGTH)),
         [0, 0, 0, 1, 1, 1, 1, -1, -1, -1, -1],
+        [-1, 5, 5, 5, 5, 5, 5, 5, 5, 5, -1],
     ]
 )
+PROMPTS = torch.tensor([3, 1, 0, 2, 100])
+"""Longest prompt of each document, by row; a shorter document is all prompt."""
 
 Rule = Callable[[int, int], bool]
-"""May the query see the key, both counted from the start of their document."""
+"""May the query see the key, both counted from the start of their document?"""
 
 
-def loops(rule: Rule, documents: list[int] | None) -> list[list[bool]]:
-    documents = documents or [0] * LENGTH
-    starts = [documents.index(number) for number in documents]
+def runs(documents: list[int]) -> Iterator[tuple[int, int]]:
+    """First position of its document for each position, and one behind the last."""
+    for index, number in enumerate(documents):
+        first, end = index, index + 1
+        while first > 0 and documents[first - 1] == number:
+            first -= 1
+        while end < len(documents) and documents[end] == number:
+            end += 1
+        yield first, end
+
+
+def loops(rule: Rule, documents: list[int] | None, window: int | None = None) -> list[list[bool]]:
+    spans = list(runs(documents or [0] * LENGTH))
     return [
-        [documents[query] == documents[key] and rule(query - starts[query], key - starts[key]) for key in range(LENGTH)]
+        [
+            spans[query] == spans[key]
+            and rule(query - spans[query][0], key - spans[key][0])
+            and (window is None or abs(query - key) < window)
+            for key in range(LENGTH)
+        ]
         for query in range(LENGTH)
     ]
+
+
+def two_streams(block: int, documents: list[int] | None, window: int | None = None) -> list[list[bool]]:
+    """The table of block diffusion, quarter by quarter."""
+    same = loops(lambda query, key: query // block == key // block, documents, window)
+    before = loops(lambda query, key: query // block > key // block, documents, window)
+    upto = loops(lambda query, key: query // block >= key // block, documents, window)
+    return [same[i] + before[i] for i in range(LENGTH)] + [[False] * LENGTH + upto[i] for i in range(LENGTH)]
+
+
+def prompt_rule(prompt: int, block: int) -> Rule:
+    def rule(query: int, key: int) -> bool:
+        if query < prompt:
+            return key < prompt
+        return key < prompt or (key - prompt) // block == (query - prompt) // block
+
+    return rule
 
 
 CASES: list[tuple[AttentionPattern, Rule]] = [
@@ -40,18 +85,112 @@ CASES: list[tuple[AttentionPattern, Rule]] = [
     (BlockCausal(4), lambda query, key: key // 4 <= query // 4),
     (BlockCausal(100), lambda query, key: True),
 ]
+BLOCKS = (1, 2, 3, 4, 7, 100)
+WINDOWS = (None, 1, 2, 4, 10, 11, 50)
 
 
-@pytest.mark.parametrize(("pattern", "rule"), CASES, ids=str)
-def test_dense_equals_loops(pattern: AttentionPattern, rule: Rule) -> None:
-    assert pattern.dense(LENGTH).tolist() == [loops(rule, None)]
+def prompts(documents: torch.Tensor | None) -> torch.Tensor:
+    """Boolean [B, L] or, without documents, [1, L] of a prompt of 3."""
+    if documents is None:
+        return torch.arange(LENGTH)[None] < 3
+    return document_offsets(documents) < PROMPTS[:, None]
+
+
+def seen(intervals: tuple[torch.Tensor, torch.Tensor], length: int) -> torch.Tensor:
+    """How often a query sees a key through its ranges."""
+    starts, ends = intervals
+    keys = torch.arange(length)
+    assert (starts <= ends).all() and (starts >= 0).all() and (ends <= length).all()
+    return ((keys >= starts[..., None]) & (keys < ends[..., None])).sum(dim=2)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("pattern", "rule"), CASES, ids=lambda case: str(case) if not callable(case) else "")
+def test_dense_equals_loops(pattern: AttentionPattern, rule: Rule, window: int | None) -> None:
+    assert pattern.dense(LENGTH, window=window).tolist() == [loops(rule, None, window)]
     packed = pattern.with_documents(DOCUMENTS)
-    assert packed.dense(LENGTH).tolist() == [loops(rule, row) for row in DOCUMENTS.tolist()]
-    assert packed.dense(LENGTH).dtype == torch.bool
+    dense = packed.dense(LENGTH, window=window)
+    assert dense.tolist() == [loops(rule, row, window) for row in DOCUMENTS.tolist()]
+    assert dense.dtype == torch.bool
     assert pattern.documents_BL is None, "with_documents must not change its pattern"
+    assert pattern.streams == 1
 
 
-@pytest.mark.parametrize(("pattern", "rule"), CASES, ids=str)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_diffusion_equals_loops(block: int, window: int | None) -> None:
+    pattern = BlockDiffusion(block)
+    assert pattern.streams == 2
+    assert pattern.dense(2 * LENGTH, window=window).tolist() == [two_streams(block, None, window)]
+    packed = pattern.with_documents(DOCUMENTS).dense(2 * LENGTH, window=window)
+    assert packed.tolist() == [two_streams(block, row, window) for row in DOCUMENTS.tolist()]
+
+
+def test_block_diffusion_of_four_tokens() -> None:
+    rows = ["11000000", "11000000", "00111100", "00111100", "00001100", "00001100", "00001111", "00001111"]
+    assert BlockDiffusion(2).dense(8)[0].int().tolist() == [[int(cell) for cell in row] for row in rows]
+
+
+@pytest.mark.parametrize(("length", "block"), [(8, 1), (8, 2), (8, 4), (8, 8), (12, 3)])
+def test_block_diffusion_counts(length: int, block: int) -> None:
+    mask = BlockDiffusion(block).dense(2 * length)[0]
+    assert mask.sum() == length**2 + length * block
+    assert mask[:length].sum(dim=1).tolist() == [block + block * (i // block) for i in range(length)]
+    assert not mask[length:, :length].any(), "clean sees noisy"
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_prompt_and_own_block_equals_loops(block: int, window: int | None) -> None:
+    pattern = PromptAndOwnBlock(block, prompts(None))
+    assert pattern.dense(LENGTH, window=window).tolist() == [loops(prompt_rule(3, block), None, window)]
+    packed = PromptAndOwnBlock(block, prompts(DOCUMENTS)).with_documents(DOCUMENTS).dense(LENGTH, window=window)
+    assert packed.tolist() == [
+        loops(prompt_rule(prompt, block), row, window)
+        for prompt, row in zip(PROMPTS.tolist(), DOCUMENTS.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["", "documents"])
+def test_intervals_equal_dense(documents: torch.Tensor | None, window: int | None) -> None:
+    patterns: list[AttentionPattern] = [Bidirectional(documents), Causal(documents)]
+    for block in BLOCKS:
+        patterns += [BlockCausal(block, documents), BlockDiffusion(block, documents)]
+        patterns += [PromptAndOwnBlock(block, prompts(documents), documents)]
+    for pattern in patterns:
+        length = LENGTH * pattern.streams
+        intervals = pattern.intervals(length, window=window)
+        assert intervals is not None
+        expected = pattern.dense(length, window=window).long()
+        assert intervals[0].shape[:2] == expected.shape[:2], pattern
+        assert torch.equal(seen(intervals, length), expected), pattern  # a key is in one range only: never 2
+
+
+def test_one_prompt_for_all_rows_of_documents() -> None:
+    documents = torch.tensor([[0] * 6, [1] * 6])
+    pattern = PromptAndOwnBlock(2, torch.arange(6)[None] < 3, documents)
+    dense = pattern.dense(6)
+    assert dense.shape == (2, 6, 6) and torch.equal(dense[0], dense[1])
+    intervals = pattern.intervals(6)
+    assert torch.equal(seen(intervals, 6), dense.long())
+
+
+@pytest.mark.parametrize("shape", [(LENGTH, LENGTH), (1, LENGTH, LENGTH), (5, LENGTH, LENGTH), (5, 2, LENGTH, LENGTH)])
+def test_dense_bias(shape: tuple[int, ...]) -> None:
+    bias = torch.randn(shape)
+    pattern = DenseBias(bias)
+    assert torch.equal(pattern.dense(LENGTH).squeeze(), bias.squeeze())
+    assert pattern.intervals(LENGTH) is None and not pattern.is_unrestricted
+    restricted = pattern.with_documents(DOCUMENTS).dense(LENGTH, window=3)
+    allowed = Bidirectional(DOCUMENTS).dense(LENGTH, window=3)
+    allowed = allowed[:, None] if len(shape) == 4 else allowed
+    assert torch.equal(restricted, torch.where(allowed, bias, -torch.inf))
+    boolean = replace(pattern, bias=bias > 0, documents_BL=DOCUMENTS).dense(LENGTH, window=3)
+    assert torch.equal(boolean, (bias > 0) & allowed)
+
+
+@pytest.mark.parametrize(("pattern", "rule"), CASES, ids=lambda case: str(case) if not callable(case) else "")
 def test_unrestricted_means_no_mask_is_needed(pattern: AttentionPattern, rule: Rule) -> None:
     for each in (pattern, pattern.with_documents(DOCUMENTS)):
         if each.is_unrestricted:
@@ -61,8 +200,11 @@ def test_unrestricted_means_no_mask_is_needed(pattern: AttentionPattern, rule: R
 
 
 def test_every_position_sees_itself() -> None:
-    for pattern, _ in CASES:
-        assert pattern.with_documents(DOCUMENTS).dense(LENGTH).diagonal(dim1=1, dim2=2).all()
+    patterns: list[AttentionPattern] = [pattern for pattern, _ in CASES]
+    patterns += [BlockDiffusion(3), PromptAndOwnBlock(2, prompts(DOCUMENTS))]
+    for pattern in patterns:
+        dense = pattern.with_documents(DOCUMENTS).dense(LENGTH * pattern.streams, window=1)
+        assert dense.diagonal(dim1=1, dim2=2).all(), pattern
 
 
 def test_offsets_count_from_the_document() -> None:
@@ -71,9 +213,44 @@ def test_offsets_count_from_the_document() -> None:
         list(range(LENGTH)),
         [0] * LENGTH,
         [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3],
+        [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0],
     ]
 
 
-def test_block_length_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_length = 0"):
-        BlockCausal(0)
+def test_patterns_move_with_their_tensors() -> None:
+    assert Bidirectional().to("meta") == Bidirectional()
+    moved = [pattern.with_documents(DOCUMENTS).to("meta") for pattern, _ in CASES]
+    moved += [BlockDiffusion(3, DOCUMENTS).to("meta"), PromptAndOwnBlock(3, prompts(None), DOCUMENTS).to("meta")]
+    moved += [DenseBias(torch.zeros(LENGTH, LENGTH), DOCUMENTS).to("meta")]
+    for pattern in moved:
+        assert pattern.documents_BL is not None and pattern.documents_BL.is_meta
+    assert PromptAndOwnBlock(3, prompts(None)).to("meta").is_prompt_BL.is_meta
+    assert DenseBias(torch.zeros(LENGTH, LENGTH)).to("meta").bias.is_meta
+
+
+def test_errors_name_value_and_remedy() -> None:
+    for make in (BlockCausal, BlockDiffusion, lambda block: PromptAndOwnBlock(block, prompts(None))):
+        with pytest.raises(ValueError, match="block_length = 0"):
+            make(0)
+    for use in (BlockDiffusion(2).dense, BlockDiffusion(2).intervals):
+        with pytest.raises(ValueError, match=r"7 positions.*two streams"):
+            use(7)
+    for pattern in (Bidirectional(), Causal(), BlockCausal(2), BlockDiffusion(2)):
+        for use in (pattern.dense, pattern.intervals):
+            with pytest.raises(ValueError, match="window = 0"):
+                use(12, window=0)
+        with pytest.raises(ValueError, match=rf"documents_BL is for {LENGTH} tokens, the sequence has 6"):
+            pattern.with_documents(DOCUMENTS).dense(6 * pattern.streams)
+    with pytest.raises(ValueError, match=r"is_prompt_BL.*int64"):
+        PromptAndOwnBlock(2, torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="is_prompt_BL is for 11 tokens, the sequence has 12"):
+        PromptAndOwnBlock(2, prompts(None)).dense(12)
+    with pytest.raises(ValueError, match=r"prefix of each document.*documents_BL"):
+        PromptAndOwnBlock(2, prompts(DOCUMENTS)).dense(LENGTH)
+    for shape in ([4], [4, 5], [1, 1, 1, 4, 4]):
+        with pytest.raises(ValueError, match=r"\[L, L\]"):
+            DenseBias(torch.zeros(shape))
+    with pytest.raises(ValueError, match="int64"):
+        DenseBias(torch.zeros(4, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="bias is for 4 positions, the sequence has 5"):
+        DenseBias(torch.zeros(4, 4)).dense(5)

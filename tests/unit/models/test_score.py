@@ -160,3 +160,100 @@ def test_accumulation_over_calls_adds_up(tiny_model: MakeModel) -> None:
     halves = [torch.autograd.grad(fused(model, 18, weights).loss_sum, parameters) for weights in (first, second)]
     for total, one, two in zip(whole, *halves, strict=True):
         torch.testing.assert_close(one + two, total, rtol=1e-4, atol=1e-5 * float(total.abs().max()))
+
+
+# Label smoothing and z-loss
+
+
+REGULAR = [(0.1, 0.0), (0.0, 0.01), (0.3, 0.02)]
+
+
+def doubles(rows: int = 80, vocab: int = 19) -> tuple[torch.Tensor, torch.Tensor]:
+    chance = torch.Generator().manual_seed(3)
+    hidden = torch.randn(rows, 7, generator=chance, dtype=torch.float64, requires_grad=True)
+    return hidden, torch.randn(vocab, 7, generator=chance, dtype=torch.float64, requires_grad=True)
+
+
+def written_out(logits_RV: torch.Tensor, score: Score) -> torch.Tensor:
+    """Row by row: -sum_v q_v log p_v with q = (1 - s) one-hot + s / n, and z (log of the denominator)^2; [R]."""
+    losses = []
+    allowed = [token for token in range(logits_RV.shape[1]) if token != score.excluded_token]
+    for logits_V, target in zip(logits_RV, score.targets_R.tolist(), strict=True):
+        log_denominator = torch.stack([logits_V[token] for token in allowed]).logsumexp(0)
+        log_p = {token: logits_V[token] - log_denominator for token in allowed}
+        mean = torch.stack([log_p[token] for token in allowed]).sum() / len(allowed)
+        cross_entropy = -(1 - score.label_smoothing) * log_p[target] - score.label_smoothing * mean
+        losses.append(cross_entropy + score.z_loss * log_denominator**2)
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("chunk_bytes", [32 << 20, 1])
+@pytest.mark.parametrize("excluded", [None, 18, 5])
+@pytest.mark.parametrize(("smoothing", "z_loss"), REGULAR)
+def test_smoothing_and_z_loss_are_their_formula(
+    monkeypatch: pytest.MonkeyPatch, smoothing: float, z_loss: float, excluded: int | None, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk_bytes)
+    hidden, head = doubles()
+    targets = TARGETS if excluded is None else TARGETS.masked_fill(TARGETS.eq(excluded), 0)
+    score = Score(targets, WEIGHTS.double(), excluded, label_smoothing=smoothing, z_loss=z_loss)
+    scored = linear_cross_entropy(hidden, head, score)
+    logits = hidden @ head.T
+    expected = (written_out(logits, score) * score.weights_R).sum()
+    torch.testing.assert_close(scored.loss_sum, expected, rtol=1e-12, atol=1e-12)
+    if excluded is None and z_loss == 0.0:
+        reference = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+        torch.testing.assert_close(scored.loss_sum, (reference * score.weights_R).sum(), rtol=1e-12, atol=1e-12)
+    # The log-likelihoods are reported plain.
+    torch.testing.assert_close(scored.nll_R, written_out(logits, Score(targets, score.weights_R, excluded)).detach())
+    for ours, theirs in zip(
+        torch.autograd.grad(scored.loss_sum * 0.7, (hidden, head)),
+        torch.autograd.grad(expected * 0.7, (hidden, head)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    if excluded is not None:
+        assert torch.autograd.grad(linear_cross_entropy(hidden, head, score).loss_sum, head)[0][excluded].eq(0).all()
+
+
+def test_regularised_gradcheck_in_double() -> None:
+    hidden, head = doubles(5, 7)
+    for excluded in (None, 6):
+        score = Score(
+            torch.tensor([0, 1, 2, 3, 3]),
+            torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0]).double(),
+            excluded,
+            label_smoothing=0.2,
+            z_loss=0.1,
+        )
+        assert torch.autograd.gradcheck(
+            lambda h, w, score=score: linear_cross_entropy(h, w, score).loss_sum, (hidden, head)
+        )
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), *REGULAR])
+def test_a_row_of_weight_zero_may_be_anything(smoothing: float, z_loss: float) -> None:
+    """Rows that fill a bucket: here one that asks for the excluded token, of infinite loss."""
+    hidden, head = doubles(6)
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.0, 0.5, 1.0], dtype=torch.float64)
+    targets = torch.tensor([1, 18, 2, 0, 3, 4])
+    score = Score(targets, weights, 18, label_smoothing=smoothing, z_loss=z_loss)
+    loss = linear_cross_entropy(hidden, head, score).loss_sum
+    some = weights > 0
+    without = Score(targets[some], weights[some], 18, label_smoothing=smoothing, z_loss=z_loss)
+    expected = linear_cross_entropy(hidden[some], head, without).loss_sum
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, (hidden, head)), torch.autograd.grad(expected, (hidden, head)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_nothing_scored_is_zero_and_has_a_gradient() -> None:
+    """A micro-batch in which nothing was masked."""
+    hidden, head = doubles(0)
+    score = Score(torch.zeros(0, dtype=torch.int64), torch.zeros(0), 18, label_smoothing=0.1, z_loss=0.1)
+    loss = linear_cross_entropy(hidden, head, score).loss_sum
+    assert loss.item() == 0.0
+    grads = torch.autograd.grad(loss, (hidden, head))
+    assert grads[0].shape == (0, 7) and not grads[1].any()

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from diffusionlm.kernels.cross_entropy import Score
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
+from diffusionlm.models import transformer
+from diffusionlm.models.lowering import Lowering
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
@@ -18,6 +20,7 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0, 
 ROWS = torch.tensor([0, 3, 4, 8, 11, 19])
 PATTERNS: list[AttentionPattern] = [Bidirectional(), Causal(), BlockCausal(3)]
 PATTERNS += [pattern.with_documents(DOCUMENTS) for pattern in PATTERNS]
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def tokens(rows: int = 2, length: int = 10) -> torch.Tensor:
@@ -28,8 +31,8 @@ def name(pattern: AttentionPattern) -> str:
     return type(pattern).__name__ + ("" if pattern.documents_BL is None else "-documents")
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=name)
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "tiled"])
+@pytest.mark.parametrize("pattern", [*PATTERNS, BlockDiffusion(2)], ids=name)
 def test_rows_are_rows_of_the_full_forward(tiny_model: MakeModel, pattern: AttentionPattern, backend: str) -> None:
     model = tiny_model(torch.float64, backend=backend)
     full = model(tokens(), pattern=pattern).flatten(0, 1)[ROWS]
@@ -55,6 +58,43 @@ def test_rows_in_single_precision(tiny_model: MakeModel) -> None:
     torch.testing.assert_close(some, full, rtol=1e-4, atol=1e-4)
     shifted = model(tokens(), pattern=pattern, rows=ROWS)
     assert not torch.allclose(some, shifted, atol=1e-2), "positions were ignored"
+
+
+def test_last_layer_asks_no_more_queries_than_rows_need(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    asked: list[int] = []
+    original = Lowering.__call__
+
+    def spy(self: Lowering, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        asked.append(q.shape[1])
+        return original(self, q, k, v)
+
+    monkeypatch.setattr(Lowering, "__call__", spy)
+    for rows, needed in [([0, 3, 4, 16], 7), ([9], 10), ([0, 10], 1), ([], 1)]:
+        model(tokens(), pattern=BlockDiffusion(2), rows=torch.tensor(rows, dtype=torch.int64))
+        assert asked == [10, needed]
+        asked.clear()
+
+
+@pytest.mark.parametrize("layer_types", [(SLIDING, FULL), (FULL, SLIDING), (SLIDING, SLIDING)])
+def test_layers_have_windows_of_their_own(tiny_model: MakeModel, layer_types: tuple[str, ...]) -> None:
+    """How far back an output looks: a window of 3 reaches two positions in each sliding layer."""
+    model = tiny_model(torch.float64, layer_types=layer_types, sliding_window=3)
+    reach = 4 if layer_types == (SLIDING, SLIDING) else 9
+    before = model(tokens(), pattern=Causal())
+    for distance in range(10):
+        changed = tokens()
+        changed[:, 9 - distance] = (changed[:, 9 - distance] + 1) % 17
+        is_same = torch.equal(model(changed, pattern=Causal())[:, 9], before[:, 9])
+        assert is_same == (distance > reach), distance
+
+
+def test_layers_with_one_window_share_a_lowering(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int | None] = []
+    original = transformer.lower
+    monkeypatch.setattr(transformer, "lower", lambda *args: (made.append(args[-1]), original(*args))[1])
+    tiny_model(num_hidden_layers=4, layer_types=(SLIDING, FULL) * 2, sliding_window=3)(tokens(), pattern=Causal())
+    assert made == [3, None]
 
 
 def test_no_rows_at_all(tiny_model: MakeModel) -> None:

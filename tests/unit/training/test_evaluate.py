@@ -45,7 +45,7 @@ def rows(count: int, length: int, vocab: int, padding: int = 0) -> list[Row]:
     for _ in range(count):
         documents = np.zeros(length, dtype=np.int32)
         documents[length - padding :] = -1
-        made.append(Row(chance.integers(0, vocab, length).astype(np.int32), documents))
+        made.append(Row(chance.integers(0, vocab, length).astype(np.int32), documents, documents >= 0))
     return made
 
 
@@ -72,7 +72,8 @@ def test_fills_are_counted(tiny_model: Callable[..., Transformer], tokenizer: To
     logits = torch.zeros(tokenizer.vocab_size)
     logits[[5, 6, 7, 8, 9]] = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
     logits[tokenizer.mask_token_id] = 99.0  # never guessed
-    batch = batch_of([Row(np.array([5, 5, 6, 7, 8, 9, 10, 10], dtype=np.int32), np.zeros(8, dtype=np.int32))] * 4)
+    tokens = np.array([5, 5, 6, 7, 8, 9, 10, 10], dtype=np.int32)
+    batch = batch_of([Row(tokens, np.zeros(8, dtype=np.int32), np.ones(8, dtype=np.bool_))] * 4)
     model: Any = Constant(like, logits)
     all_masked = fill_accuracy(model, batch, 1.0, 3, commonest=10)
     assert (all_masked.first_guess, all_masked.first_five, all_masked.commonest) == (2 / 8, 6 / 8, 2 / 8)

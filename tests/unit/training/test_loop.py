@@ -8,69 +8,23 @@ from typing import Any
 
 import pytest
 
-from config.load import load_config
 from config.train import TrainConfig
-from diffusionlm.diffusion.objectives import MaskedDiffusionObjective
+from diffusionlm.diffusion.objectives import DiffusionObjective
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.training.checkpoint import CheckpointStore
 from diffusionlm.training.loop import train
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> TrainConfig:
-    text = "\n\n".join(f"the cat {i} sat on the mat {i * i}" for i in range(300))
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    path = tmp_path / "train.toml"
-    path.write_text(
-        f"""
-[run]
-directory = "{tmp_path / "run"}"
-device = "cpu"
-threads = 1
-[model]
-hidden_size = 16
-num_hidden_layers = 1
-num_attention_heads = 1
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 16
-max_position_embeddings = 16
-[tokenizer]
-vocab_size = 280
-[data.source]
-kind = "files"
-paths = ["{tmp_path / "a.txt"}"]
-sample_by = "paragraph"
-validation_fraction = 0.2
-[training]
-batch_size = 4
-max_steps = 8
-precision = "float32"
-[validation]
-every_steps = 0
-final_rows = 8
-ngrams = false
-[checkpoint]
-every_steps = 2
-[logging]
-every_steps = 1
-progress = "lines"
-""",
-        encoding="utf-8",
-    )
-    return load_config(TrainConfig, path)
-
-
 def break_scores(monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
     """Make the weights of some calls infinite, and so loss and gradient."""
-    original, calls = MaskedDiffusionObjective.score, [0]
+    original, calls = DiffusionObjective.score, [0]
 
-    def score(self: MaskedDiffusionObjective, draw: Any, denominator: float) -> Score:
+    def score(self: DiffusionObjective, draw: Any, denominator: float) -> Score:
         calls[0] += 1
         result = original(self, draw, denominator)
         return Score(result.targets_R, result.weights_R * (float("inf") if calls[0] in bad_calls else 1.0))
 
-    monkeypatch.setattr(MaskedDiffusionObjective, "score", score)
+    monkeypatch.setattr(DiffusionObjective, "score", score)
 
 
 def events(config: TrainConfig) -> list[dict[str, Any]]:

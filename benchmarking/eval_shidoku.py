@@ -1,0 +1,108 @@
+"""What a model of 4x4 Sudoku grids can do: grids from nothing, and puzzles, by order of decoding.
+
+python -m benchmarking.eval_shidoku --model runs/shidoku
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarking.harness import environment, markdown_list, markdown_table, say
+from config.generation import GenerationConfig, RemaskingStrategy
+from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
+from diffusionlm.data.synthetic import UNKNOWN, is_shidoku, puzzle, shidoku_grids, solutions
+from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.inference.generate import infill
+from diffusionlm.models.transformer import Transformer
+from tokenizer import Tokenizer
+
+ORDERS: tuple[RemaskingStrategy, ...] = ("low_confidence", "random")
+CELLS, BATCH = 16, 256
+
+
+@dataclass(frozen=True)
+class Task:
+    """Puzzles that are decoded alike."""
+
+    name: str
+    puzzles: Sequence[str]
+    temperature: float
+
+
+def tasks(count: int, givens: int) -> list[Task]:
+    """Empty grids, and puzzles with one and with several solutions."""
+    chance = generator(0, Stream.SYNTHETIC, givens)
+    grids = shidoku_grids()
+    drawn = [puzzle(grids[chance.integers(len(grids))], givens, chance) for _ in range(count)]
+    unique = [text for text in drawn if len(solutions(text)) == 1]
+    several = [text for text in drawn if len(solutions(text)) > 1]
+    return [
+        Task("from nothing, temperature 1", [UNKNOWN * CELLS] * count, 1.0),
+        Task(f"{givens} givens, one solution, greedy", unique, 0.0),
+        Task(f"{givens} givens, several solutions, greedy", several, 0.0),
+    ]
+
+
+def completed(model: Transformer, tokenizer: Tokenizer, task: Task, order: RemaskingStrategy) -> list[str]:
+    """The grids, one cell a forward."""
+    config = GenerationConfig(remasking_strategy=order, temperature=task.temperature)
+    begin = model.config.beginning
+    canvases = []
+    for text in task.puzzles:
+        cells = [[model.config.mask_token] if cell == UNKNOWN else tokenizer.encode(cell) for cell in text]
+        canvases.append([*begin, *(token for cell in cells for token in cell)])
+    done: list[str] = []
+    for first in range(0, len(canvases), BATCH):
+        some = canvases[first : first + BATCH]
+        filled = infill(model, some, config, list(range(first, first + len(some))))
+        done += [tokenizer.decode(result.token_ids[len(begin) :]) for result in filled]
+    return done
+
+
+def keeps_givens(text: str, grid: str) -> bool:
+    """The grid has the puzzle's digits where they were."""
+    return all(given in (UNKNOWN, cell) for given, cell in zip(text, grid, strict=True))
+
+
+def report(model: Transformer, tokenizer: Tokenizer, *, count: int, givens: int) -> str:
+    """Markdown table of the shares of valid grids."""
+    rows = []
+    for task in tasks(count, givens):
+        for order in ORDERS:
+            say(f"{task.name}, {order}")
+            grids = completed(model, tokenizer, task, order)
+            pairs = zip(task.puzzles, grids, strict=True)
+            right = sum(is_shidoku(grid) and keeps_givens(text, grid) for text, grid in pairs)
+            share = right / max(1, len(grids))
+            error = math.sqrt(share * (1.0 - share) / max(1, len(grids)))
+            distinct = f"{len(set(filter(is_shidoku, grids)))}"
+            rows.append([task.name, order, str(len(grids)), f"{share:.1%} +- {error:.1%}", distinct])
+    return markdown_table(["task", "order", "grids", "valid", "distinct"], rows)
+
+
+def main() -> None:
+    """Parse, decode, print."""
+    parser = argparse.ArgumentParser(description="Count the valid grids of a Shidoku model.", allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="run or model directory")
+    parser.add_argument("--count", type=int, default=1_000, help="grids of each kind (default: 1000)")
+    parser.add_argument("--givens", type=int, default=6, help="digits of a puzzle (default: 6)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    arguments = parser.parse_args()
+    if arguments.count < 1 or not 0 <= arguments.givens <= CELLS or arguments.threads < 1:
+        parser.error("--count and --threads must be at least 1, --givens from 0 to 16")
+    torch.set_num_threads(arguments.threads)
+    try:
+        model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
+    except ValueError as error:
+        parser.error(str(error))
+    print(report(model, tokenizer, count=arguments.count, givens=arguments.givens))
+    print(f"\n{markdown_list(environment(threads=arguments.threads, packages=['torch']))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Keyed chance: a number is a function of (seed, stream, key), never of what was drawn before it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Stream(IntEnum):
+    """What a draw is for. The first part of every key, so that no two purposes share their chance."""
+
+    DRAW_STRATA = 0
+    """(step): offsets of the rows' noise levels."""
+    DRAW_ROW = 1
+    """(step, row of the step): noise of one row."""
+    DRAW_REPLACEMENT = 3
+    """(step, row of the step): random tokens in place of noised ones."""
+    BLOCK_LENGTH = 2
+    """(step): block length of the step, where there are several."""
+    DOCUMENT_ORDER = 10
+    """(epoch, window)."""
+    ROW_ORDER = 11
+    """(epoch, window)."""
+    RANDOM_LENGTH = 12
+    """(step) whether the rows are cut, (step, row of the step) where."""
+    SYNTHETIC = 13
+    """(split, epoch, block of documents): text of a synthetic source."""
+    LIKELIHOOD_STRATA = 20
+    """(): offsets of the rows of an evaluation, (row): order of its blocks."""
+    LIKELIHOOD_ROW = 21
+    """(draw, row): masks of an evaluation."""
+    FILL = 22
+    """(share in thousandths, row): masks of the fill test."""
+    TOKEN = 30
+    """(forward): a request's choice of tokens."""
+    ORDER = 31
+    """(forward): a request's choice of positions."""
+
+
+def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
+    """Counter-based chance for a key of non-negative integers: equal keys give equal numbers, anywhere."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy=seed, spawn_key=(stream, *key))))

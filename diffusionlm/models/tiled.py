@@ -1,0 +1,206 @@
+"""Attention tile by tile: a tile of queries meets only the keys that one of them may see. Any device, made for the CPU.
+
+Dense attention computes all pairs and hides some; in block diffusion it hides three quarters of them. Here the keys of
+a tile are one or two slices, known from the pattern's intervals, and only the columns that not every query of the tile
+sees get a bias of -inf. One autograd function holds all tiles: for single slices, autograd would allocate a gradient of
+all keys each time.
+
+Shapes: B rows, Q queries, S keys, N query heads, K key-value heads, G = N / K query heads of a group, H width of a
+head, Z = B * K, T queries of a tile, W keys of a tile, R ranges of keys that a query sees. The G queries of a position
+lie side by side, so that a tile of positions is a slice of Q * G rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffusionlm.models.patterns import Intervals
+
+TILE_LENGTH = 64
+"""Queries of a tile, about (benchmarking/bench_attention.py)."""
+BFLOAT16_TILE_LENGTH = 128
+"""The same for bf16: products are so fast that fewer and larger ones pay, although they compute more hidden pairs."""
+KEPT_BYTES = 64 << 20
+"""Softmax probabilities up to this size are kept for the backward; more are computed again, for a tenth more time."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries, and the keys that they meet."""
+
+    first: int
+    end: int
+    ranges: tuple[tuple[int, int], ...]
+    """Slices of keys, (start, end); their keys side by side are the columns of the tile."""
+    biases: tuple[tuple[int, Tensor], ...]
+    """Where not every query sees every key: first column, and 0 or -inf in [B or 1, T, columns]."""
+
+    @property
+    def width(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+    @property
+    def pairs(self) -> int:
+        """Scores that are computed, for each head and row."""
+        return (self.end - self.first) * self.width
+
+
+def tile_length(dtype: torch.dtype) -> int:
+    """Queries of a tile, about."""
+    return BFLOAT16_TILE_LENGTH if dtype == torch.bfloat16 else TILE_LENGTH
+
+
+def density(tiles: Sequence[Tile], length: int) -> float:
+    """Share of all pairs of positions that the tiles compute; 1 is dense."""
+    return sum(tile.pairs for tile in tiles) / length**2
+
+
+def cut(intervals: Intervals, streams: int, dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Tiles of all queries, in order, with biases of a dtype.
+
+    A tile ends where what is seen changes (at the end of a block, of a document), if that is near the wanted length:
+    then fewer of its pairs are hidden. No tile is in two streams.
+    """
+    starts_BSR, ends_BSR = intervals
+    length = starts_BSR.shape[1]
+    is_seen_BSR = starts_BSR < ends_BSR
+    lowest_SR = torch.where(is_seen_BSR, starts_BSR, length).amin(dim=0)
+    highest_SR = torch.where(is_seen_BSR, ends_BSR, 0).amax(dim=0)
+    minima_2SR = torch.stack([lowest_SR, ends_BSR.amin(dim=0)])
+    maxima_2SR = torch.stack([highest_SR, starts_BSR.amax(dim=0)])
+    changes_BS = ((starts_BSR[:, 1:] != starts_BSR[:, :-1]) | (ends_BSR[:, 1:] != ends_BSR[:, :-1])).any(dim=-1)
+    changes = (changes_BS.any(dim=0).nonzero().flatten() + 1).tolist()
+    tiles = []
+    for first, end in _pieces(changes, length, length // streams, tile_length(dtype)):
+        low, full_high = minima_2SR[:, first:end].amin(dim=1).tolist()
+        high, full_low = maxima_2SR[:, first:end].amax(dim=1).tolist()
+        bounds = list(zip(low, high, full_low, full_high, strict=True))
+        tiles.append(_tile(first, end, bounds, intervals, dtype))
+    return tuple(tiles)
+
+
+def _pieces(changes: list[int], length: int, stream: int, wanted: int) -> Iterator[tuple[int, int]]:
+    """First and end of each tile, cut at the change nearest to the wanted length, from half of it to one and a half."""
+    first = 0
+    while first < length:
+        stop = first - first % stream + stream
+        nearest = first + wanted
+        near = slice(bisect_right(changes, nearest - wanted // 2), bisect_right(changes, nearest + wanted // 2))
+        end = min(stop, min(changes[near], key=lambda change: abs(change - nearest), default=nearest))
+        yield first, end
+        first = end
+
+
+def _tile(
+    first: int, end: int, bounds: Sequence[tuple[int, int, int, int]], intervals: Intervals, dtype: torch.dtype
+) -> Tile:
+    """Bounds of each range: first key and end of what any query of the tile sees, the same of what all of them see."""
+    ranges, biases, column = [], [], 0
+    for index, (low, high, full_low, full_high) in enumerate(bounds):
+        if low >= high:
+            continue
+        starts_BT1, ends_BT1 = (each[:, first:end, index, None] for each in intervals)
+        partial = [(low, full_low), (full_high, high)] if full_low < full_high else [(low, high)]
+        for start, stop in partial:
+            if start < stop:
+                keys = torch.arange(start, stop, device=starts_BT1.device)
+                is_hidden = (keys < starts_BT1) | (keys >= ends_BT1)
+                bias = torch.zeros(is_hidden.shape, dtype=dtype, device=keys.device)
+                biases.append((column + start - low, bias.masked_fill_(is_hidden, float("-inf"))))
+        ranges.append((low, high))
+        column += high - low
+    return Tile(first, end, tuple(ranges), tuple(biases))
+
+
+def attend_tiled(q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, tiles: tuple[Tile, ...]) -> Tensor:
+    """Softmax attention, scale 1 / sqrt(H), of the pairs in ``tiles``; queries may be the first Q of them only.
+
+    Returns:
+        [B, Q, N, H]
+    """
+    B, Q, N, H = q_BQNH.shape
+    S, K = k_BSKH.shape[1:3]
+    q = (q_BQNH * H**-0.5).view(B, Q, K, N // K, H).transpose(1, 2).reshape(B * K, Q * (N // K), H)
+    k, v = (each.transpose(1, 2).reshape(B * K, S, H) for each in (k_BSKH, v_BSKH))
+    with torch.autocast(q.device.type, enabled=False):  # The dtype of a product must be that of its buffer.
+        out: Tensor = _Tiled.apply(q, k, v, tiles, (B, K, N // K))
+    return out.view(B, K, Q, N // K, H).transpose(1, 2).reshape(B, Q, N, H)
+
+
+class _Tiled(torch.autograd.Function):
+    """Queries [Z, Q * G, H], scaled; keys and values [Z, S, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], groups: tuple[int, ...]) -> Tensor:
+        tiles = tuple(itertools.takewhile(lambda tile: tile.first * groups[-1] < q.shape[1], tiles))
+        out = torch.empty_like(q)
+        size = q.shape[0] * groups[-1] * q.element_size() * sum(tile.pairs for tile in tiles)
+        is_kept = any(ctx.needs_input_grad[:3]) and size <= KEPT_BYTES
+        kept = []
+        for tile in tiles:
+            rows = _rows(tile, q, groups)
+            probabilities = _probabilities(tile, q[:, rows], _gather(k, tile), groups)
+            torch.bmm(probabilities, _gather(v, tile), out=out[:, rows])
+            if is_kept:
+                kept.append(probabilities)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.tiles, ctx.groups = tiles, groups
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *kept = ctx.saved_tensors
+        # Many tiles add to the gradient of a key: in bf16 the sums would lose what each of them brings.
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        grad = grad.contiguous()
+        for index, tile in enumerate(ctx.tiles):
+            rows = _rows(tile, q, ctx.groups)
+            keys = _gather(k, tile)
+            p = kept[index] if kept else _probabilities(tile, q[:, rows], keys, ctx.groups)
+            grad_p = torch.bmm(grad[:, rows], _gather(v, tile).transpose(1, 2))
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
+            torch.bmm(grad_scores, keys, out=grad_q[:, rows])
+            column = 0
+            for start, end in tile.ranges:
+                columns = slice(column, column + end - start)
+                _add_product(grad_k[:, start:end], grad_scores[:, :, columns].transpose(1, 2), q[:, rows])
+                _add_product(grad_v[:, start:end], p[:, :, columns].transpose(1, 2), grad[:, rows])
+                column = columns.stop
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+
+
+def _rows(tile: Tile, q: Tensor, groups: tuple[int, ...]) -> slice:
+    return slice(tile.first * groups[-1], min(tile.end * groups[-1], q.shape[1]))
+
+
+def _gather(x_ZSH: Tensor, tile: Tile) -> Tensor:
+    """Keys or values of a tile, [Z, W, H]."""
+    slices = [x_ZSH[:, start:end] for start, end in tile.ranges]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=1)
+
+
+def _probabilities(tile: Tile, q: Tensor, k: Tensor, groups: tuple[int, ...]) -> Tensor:
+    """Softmax of the scores of one tile, [Z, T * G, W]."""
+    scores = torch.bmm(q, k.transpose(1, 2))
+    B, K, G = groups
+    scores_BKTGW = scores.view(B, K, -1, G, scores.shape[-1])
+    for column, bias in tile.biases:
+        bias = bias[:, None, : scores_BKTGW.shape[2], None]
+        scores_BKTGW[..., column : column + bias.shape[-1]].add_(bias)
+    return torch.softmax(scores, dim=-1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total.add_(torch.bmm(left, right))

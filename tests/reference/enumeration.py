@@ -1,0 +1,291 @@
+"""What the truth tests share: a second implementation of the model, exact values by enumeration, ideal denoisers.
+
+Nothing here calls the code under test, but for the stand-in for a model, which reads the pattern that it is given.
+The mask token is the last one everywhere.
+
+Shapes: B rows, L tokens, Q queries and S keys of them, N query heads, K key-value heads, H width of a head, V tokens
+without the mask token, M masks, R scored outputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from config.model import ModelConfig
+from diffusionlm.kernels.cross_entropy import Score, Scored
+from diffusionlm.models.patterns import AttentionPattern, BlockDiffusion, Causal
+from diffusionlm.models.transformer import Transformer
+
+Places = tuple[int, ...]
+Cache = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer, [B, K, S, H]."""
+
+
+def subsets(places: Sequence[int]) -> list[Places]:
+    """All but the empty one."""
+    return [M for size in range(1, len(places) + 1) for M in itertools.combinations(places, size)]
+
+
+def as_masks(sets: Sequence[Places], length: int) -> Tensor:
+    """Boolean [M, L]."""
+    return torch.tensor([[place in M for place in range(length)] for M in sets])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model, written again
+
+
+class PlainModel:
+    """The same parameters, read by name, in a forward of a few lines with a cache of its own."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.config, self.parameters = model.config, dict(model.named_parameters())
+
+    def __call__(
+        self, tokens_BQ: Tensor, positions_Q: Tensor, may_see_QS: Tensor | None = None, past: Cache | None = None
+    ) -> tuple[Tensor, Cache]:
+        """Logits [B, Q, V + 1], and the cache with these tokens behind the past ones, for which there must be as many
+        rows or one. Without a mask all queries see all keys."""
+        c, kept = self.config, []
+        x = self.parameters["model.embed_tokens.weight"][tokens_BQ]
+        for layer in range(c.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            normed = self._norm(x, prefix + "input_layernorm")
+            q = self._heads(normed, prefix + "self_attn.q", positions_Q)
+            k = self._heads(normed, prefix + "self_attn.k", positions_Q)
+            v = self._linear(normed, prefix + "self_attn.v_proj").unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
+            if past is not None:
+                k = torch.cat([past[layer][0].expand(len(k), -1, -1, -1), k], dim=2)
+                v = torch.cat([past[layer][1].expand(len(v), -1, -1, -1), v], dim=2)
+            kept.append((k, v))
+            repeats = c.num_attention_heads // c.num_key_value_heads
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+            scores_BNQS = torch.einsum("bnqh,bnsh->bnqs", q, k) / math.sqrt(c.head_dim)
+            if may_see_QS is not None:
+                hidden = ~(may_see_QS[:, None] if may_see_QS.dim() == 3 else may_see_QS)
+                scores_BNQS = scores_BNQS.masked_fill(hidden, -torch.inf)
+            attended = torch.einsum("bnqs,bnsh->bqnh", scores_BNQS.softmax(-1), v).flatten(2)
+            x = x + self._linear(attended, prefix + "self_attn.o_proj")
+            normed = self._norm(x, prefix + "post_attention_layernorm")
+            gate, up = self._linear(normed, prefix + "mlp.gate_proj"), self._linear(normed, prefix + "mlp.up_proj")
+            x = x + self._linear(gate * gate.sigmoid() * up, prefix + "mlp.down_proj")
+        head = self.parameters.get("lm_head.weight", self.parameters["model.embed_tokens.weight"])
+        return self._norm(x, "model.norm") @ head.T, kept
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.parameters[name + ".weight"], self.parameters.get(name + ".bias"))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+        return x * scale * self.parameters[name + ".weight"]
+
+    def _heads(self, normed: Tensor, name: str, positions_Q: Tensor) -> Tensor:
+        """Queries or keys, normed and turned, [B, N or K, Q, H]."""
+        H = self.config.head_dim
+        x = self._norm(self._linear(normed, name + "_proj").unflatten(-1, (-1, H)), name + "_norm").transpose(1, 2)
+        # Angles are fp32, as in Hugging Face's models, whatever the weights are.
+        frequencies = self.config.rope_theta ** -(torch.arange(0, H, 2, dtype=torch.float32) / H)
+        angles = positions_Q[:, None].float() * frequencies
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        first, second = x[..., : H // 2], x[..., H // 2 :]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Of the tokens other than the mask token, which gets none."""
+    return logits[..., :-1].log_softmax(-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Exact values
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A block with all its masks."""
+
+    sets: list[Places]
+    """Non-empty sets of its target places."""
+    ce_M: Tensor
+    """Cross-entropy of the masked tokens given the rest of the block and what is before it, for each."""
+
+    def bound(self, epsilon: float = 0.0) -> Tensor:
+        """Integral of f(p) / p over p from epsilon to 1; from 0 it is the NELBO."""
+        size = max(len(M) for M in self.sets)
+        weight = {m: mask_weight(m, size, epsilon) for m in range(1, size + 1)}
+        return self.ce_M @ torch.tensor([weight[len(M)] for M in self.sets], dtype=self.ce_M.dtype)
+
+
+def mask_weight(masked: int, size: int, epsilon: float = 0.0) -> float:
+    """Integral of p^(m - 1) (1 - p)^(n - m) over p from epsilon to 1; from 0 it is 1 / (m C(n, m))."""
+    nodes, weights = np.polynomial.legendre.leggauss(16)
+    p = (nodes * (1 - epsilon) + 1 + epsilon) / 2
+    return float(np.sum(weights * (1 - epsilon) / 2 * p ** (masked - 1) * (1 - p) ** (size - masked)))
+
+
+def spans(documents_L: Tensor | None, length: int) -> list[tuple[int, int]]:
+    """Start and end of each document."""
+    numbers = [0] * length if documents_L is None else documents_L.tolist()
+    starts = [i for i in range(length) if i == 0 or numbers[i] != numbers[i - 1]]
+    return list(zip(starts, [*starts[1:], length], strict=True))
+
+
+def exact_units(
+    model: Transformer,
+    tokens_L: Tensor,
+    block_length: int | None = None,
+    *,
+    documents_L: Tensor | None = None,
+    is_target_L: Tensor | None = None,
+) -> list[Unit]:
+    """Every block of a row under every mask: one stream, each time only up to the block's end, and no earlier noise."""
+    plain, units, mask_token = PlainModel(model), [], model.config.mask_token
+    shifted = int(model.config.logit_alignment == "shifted")
+    for start, end in spans(documents_L, len(tokens_L)):
+        length = block_length or end - start
+        for first in range(start, end, length):
+            last = min(first + length, end)
+            targets = [
+                i
+                for i in range(max(first, start + shifted), last)
+                if (is_target_L is None or is_target_L[i]) and tokens_L[i] != mask_token
+            ]
+            if not targets:
+                continue
+            sets = subsets(targets)
+            masked = as_masks(sets, last)[:, start:]
+            block = torch.arange(last - start) // length
+            logits, _ = plain(
+                torch.where(masked, mask_token, tokens_L[start:last]),
+                torch.arange(start, last),
+                block[:, None] >= block,
+            )
+            log_p = log_probabilities(logits)
+            ce = [
+                -sum(log_p[m, i - start - shifted, tokens_L[i]] for i in M)  # type: ignore[operator]
+                for m, M in enumerate(sets)
+            ]
+            units.append(Unit(sets, torch.stack(ce)))
+    return units
+
+
+def exact_nelbo(
+    model: Transformer, tokens_BL: Tensor, block_length: int | None = None, *, epsilon: float = 0.0
+) -> Tensor:
+    """In nats, [B]; see `exact_units` and `Unit.bound`."""
+    rows = [exact_units(model, tokens_L, block_length) for tokens_L in tokens_BL]
+    return torch.stack([torch.stack([unit.bound(epsilon) for unit in units]).sum() for units in rows])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Denoisers that are tables
+
+Posterior = Callable[[Tensor, Tensor], Tensor]
+"""From visible tokens [R, L], -1 where unknown, and one place of each [R], to probabilities [R, V]."""
+
+
+class RandomTable:
+    """Any conditional for every pattern of visible tokens: no joint distribution has them all."""
+
+    def __init__(self, num_tokens: int, length: int, seed: int = 0) -> None:
+        chance = torch.Generator().manual_seed(seed)
+        self.base = num_tokens + 1
+        logits = torch.randn(self.base**length, length, num_tokens, dtype=torch.float64, generator=chance)
+        self.p = logits.softmax(-1)
+
+    def __call__(self, context_RL: Tensor, places_R: Tensor) -> Tensor:
+        powers_L = self.base ** torch.arange(context_RL.shape[1])
+        return self.p[((context_RL + 1) * powers_L).sum(1), places_R]
+
+
+class IdealTable:
+    """The true conditionals of a source that is a list of sequences and their probabilities."""
+
+    def __init__(self, sequences_NL: Tensor, probabilities_N: Tensor, num_tokens: int) -> None:
+        self.sequences_NL, self.probabilities_N = sequences_NL, probabilities_N
+        self.is_token_NLV = F.one_hot(sequences_NL, num_tokens).double()
+
+    @property
+    def entropy(self) -> float:
+        p_N = self.probabilities_N[self.probabilities_N > 0]
+        return float(-(p_N * p_N.log()).sum())
+
+    def __call__(self, context_RL: Tensor, places_R: Tensor) -> Tensor:
+        fits_RN = ((context_RL[:, None] == self.sequences_NL) | (context_RL[:, None] < 0)).all(-1)
+        mass_RN = fits_RN * self.probabilities_N
+        by_place_RLV = torch.einsum("rn,nlv->rlv", mass_RN, self.is_token_NLV)
+        p_RV = by_place_RLV[torch.arange(len(places_R)), places_R]
+        return p_RV / mass_RN.sum(1, keepdim=True)
+
+
+def table_nll(posterior: Posterior, sequences_NL: Tensor) -> dict[Places, Tensor]:
+    """-log p of the masked tokens given the others, [N, len(M)], for every mask M."""
+    N, L = sequences_NL.shape
+    found = {}
+    for M in subsets(range(L)):
+        places = torch.tensor(M)
+        context = sequences_NL.clone()
+        context[:, places] = -1
+        p = posterior(context.repeat_interleave(len(M), 0), places.repeat(N)).view(N, len(M), -1)
+        found[M] = -p.gather(2, sequences_NL[:, places, None])[..., 0].log()
+    return found
+
+
+class StandIn:
+    """What likelihoods and objectives ask of a model, answered by a table of posteriors."""
+
+    def __init__(self, posterior: Posterior, config: ModelConfig) -> None:
+        self.posterior, self.config = posterior, config
+        self.lm_head = SimpleNamespace(weight=torch.zeros(1))
+
+    def __call__(self, inputs_BS: Tensor, *, pattern: AttentionPattern, rows: Tensor, score: Score) -> Scored:
+        assert score.excluded_token == self.config.mask_token_id and pattern.documents_BL is None
+        S = inputs_BS.shape[1]
+        L = S // pattern.streams
+        places_R = rows % S % L + int(self.config.logit_alignment == "shifted")
+        index_1L, streams = torch.arange(L)[None], inputs_BS[rows // S]
+        first_R1, length = torch.zeros_like(places_R)[:, None], L
+        if isinstance(pattern, BlockDiffusion):
+            length = pattern.block_length
+            first_R1 = places_R[:, None] // length * length
+        if isinstance(pattern, Causal):
+            first_R1, length = places_R[:, None], 0
+        context_RL = torch.where(index_1L < first_R1, streams[:, -L:], streams[:, :L])
+        context_RL = torch.where(index_1L < first_R1 + length, context_RL, -1)
+        context_RL = torch.where(context_RL == self.config.mask_token_id, -1, context_RL)
+        nll_R = -self.posterior(context_RL, places_R).gather(1, score.targets_R[:, None])[:, 0].log()
+        return Scored((nll_R * score.weights_R).sum(), nll_R)
+
+
+def table_config(num_tokens: int, length: int, **overrides: object) -> ModelConfig:
+    """The config of a stand-in; of the sizes, only those of vocabulary and context mean anything."""
+    sizes = dict.fromkeys(("hidden_size", "head_dim", "intermediate_size"), 2)
+    layers = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    values = {"vocab_size": num_tokens + 1, "mask_token_id": num_tokens, "max_position_embeddings": length}
+    return ModelConfig(**{**sizes, **layers, **values, **overrides})
+
+
+def all_sequences(num_tokens: int, length: int) -> Tensor:
+    """Every sequence, [num_tokens ** length, length]."""
+    return torch.tensor(list(itertools.product(range(num_tokens), repeat=length)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def assert_mean(values: np.ndarray, expected: float | np.ndarray, relative_error: float, sigmas: float = 4.0) -> None:
+    """The mean of independent values is what was expected, and its error is small enough to tell."""
+    error = values.std(axis=0, ddof=1) / math.sqrt(len(values))
+    off = np.abs(values.mean(axis=0) - expected)
+    assert (off <= sigmas * error + 1e-12).all(), (values.mean(axis=0), expected, error)
+    assert (error <= relative_error * np.abs(expected)).all(), f"too weak a test: {error} of {expected}"

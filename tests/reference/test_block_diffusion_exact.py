@@ -1,0 +1,306 @@
+"""Block diffusion against block-by-block forwards of a second implementation with a cache, and against enumeration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from config.objective import BlockDiffusion, MaskedDiffusion
+from diffusionlm.diffusion.batch import Batch
+from diffusionlm.diffusion.layout import Layout
+from diffusionlm.diffusion.likelihood import masked_nll, nelbo
+from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.models import patterns
+from diffusionlm.models.transformer import Transformer
+from tests.reference.enumeration import (
+    Cache,
+    PlainModel,
+    all_sequences,
+    as_masks,
+    exact_units,
+    log_probabilities,
+    mask_weight,
+    spans,
+    subsets,
+)
+
+MakeModel = Callable[..., Transformer]
+
+VOCAB, MASK, L = 6, 5, 12
+EXACT = {"rtol": 0.0, "atol": 1e-12}
+PACKED = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4]])
+BLOCKS = [1, 2, 3, 4, L]
+ALIGNMENTS = ["same_position", "shifted"]
+
+
+@pytest.fixture(scope="module", params=ALIGNMENTS)
+def model(tiny_model: MakeModel, request: pytest.FixtureRequest) -> Transformer:
+    return small(tiny_model, request.param)
+
+
+def small(tiny_model: MakeModel, alignment: str, **changes: object) -> Transformer:
+    vocabulary = {"vocab_size": VOCAB, "mask_token_id": MASK, "eos_token_id": 0, "pad_token_id": 0}
+    return tiny_model(
+        torch.float64, scale=0.4, logit_alignment=alignment, attention_bias=True, **{**vocabulary, **changes}
+    )
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(0, MASK, (2, L))
+
+
+def cached_log_probabilities(model: Transformer, x_L: Tensor, masked_L: Tensor, block_length: int) -> Tensor:
+    """Of every token of one document at every place, [L, V]: noisy block behind the cache, then the clean one into it.
+
+    Shifted: a block's first place reads the last output of the clean block before it; the document's first has none.
+    """
+    plain, past, outputs = PlainModel(model), None, []
+    before: Tensor | None = None
+    for first in range(0, len(x_L), block_length):
+        block = slice(first, first + block_length)
+        positions = torch.arange(first, first + len(x_L[block]))
+        noisy, _ = plain(torch.where(masked_L, model.config.mask_token, x_L)[None, block], positions, past=past)
+        clean, past = plain(x_L[None, block], positions, past=past)
+        if model.config.logit_alignment == "shifted":
+            head = torch.full_like(noisy[:, :1], torch.nan) if before is None else before
+            noisy = torch.cat([head, noisy[:, :-1]], dim=1)
+            before = clean[:, -1:]
+        outputs.append(noisy[0])
+    return log_probabilities(torch.cat(outputs))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_length", BLOCKS)
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
+def test_two_streams_equal_the_cached_sequential_forward(
+    model: Transformer, tokens: Tensor, block_length: int, documents: Tensor | None
+) -> None:
+    """Every masked token's likelihood, for random masks; documents one by one, each from position 0.
+
+    Rotations are relative, but their angles are fp32: where a document starts later, that is the precision.
+    """
+    layout = Layout.of(model.config, block_length)
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
+    tolerance = EXACT if documents is None else {"rtol": 0.0, "atol": 1e-5}
+    for share in (0.3, 0.7, 1.0):
+        masked = (torch.rand(tokens.shape) < share) & torch.from_numpy(layout.eligible(batch))
+        ours = torch.from_numpy(masked_nll(model, layout, batch, masked.numpy()))
+        for row in range(len(tokens)):
+            for start, end in spans(None if documents is None else documents[row], L):
+                x, m = tokens[row, start:end], masked[row, start:end]
+                log_p = cached_log_probabilities(model, x, m, block_length).gather(1, x[:, None])[:, 0]
+                torch.testing.assert_close(ours[row, start:end][m], -log_p[m], **tolerance)
+                assert ours[row, start:end][~m].isnan().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_length", BLOCKS)
+def test_all_outputs_of_both_streams_equal_the_sequential_forward(tiny_model: MakeModel, block_length: int) -> None:
+    """Packed, with the row's positions: exact. The clean stream is the block-causal forward of the clean tokens."""
+    model = small(tiny_model, "same_position", tie_word_embeddings=False)
+    x, noisy = torch.randint(0, MASK, (2, L)), torch.randint(0, VOCAB, (2, L))
+    logits = model(torch.cat([noisy, x], 1), pattern=patterns.BlockDiffusion(block_length, PACKED))
+    plain = PlainModel(model)
+    for row in range(2):
+        for start, end in spans(PACKED[row], L):
+            past: Cache | None = None
+            for first in range(start, end, block_length):
+                last = min(first + block_length, end)
+                positions = torch.arange(first, last)
+                of_noisy, _ = plain(noisy[row : row + 1, first:last], positions, past=past)
+                of_clean, past = plain(x[row : row + 1, first:last], positions, past=past)
+                torch.testing.assert_close(logits[row, first:last], of_noisy[0], **EXACT)
+                torch.testing.assert_close(logits[row, L + first : L + last], of_clean[0], **EXACT)
+    causal = model(x, pattern=patterns.BlockCausal(block_length, PACKED))
+    torch.testing.assert_close(logits[:, L:], causal, **EXACT)
+
+
+@torch.no_grad()
+def test_one_block_is_bidirectional_whatever_the_clean_stream_holds(model: Transformer, tokens: Tensor) -> None:
+    noisy = torch.where(torch.rand(tokens.shape) < 0.5, MASK, tokens)
+    single = model(noisy, pattern=patterns.Bidirectional())
+    for clean in (tokens, torch.randint(0, VOCAB, tokens.shape)):
+        double = model(torch.cat([noisy, clean], 1), pattern=patterns.BlockDiffusion(L))
+        torch.testing.assert_close(double[:, :L], single, **EXACT)
+    assert (
+        Layout.of(model.config, L)
+        .draw(Batch(tokens, tokens >= 0), noisy.numpy() == MASK, np.ones(tokens.shape), num_targets=0, denominator=0.0)
+        .pattern
+        == patterns.Bidirectional()
+    )
+
+
+@torch.no_grad()
+def test_blocks_of_one_token_are_the_chain_rule(tiny_model: MakeModel) -> None:
+    """A mask behind the cached clean tokens; the probabilities of all 81 sequences sum to one."""
+    model = small(tiny_model, "same_position", vocab_size=4, mask_token_id=3)
+    everything = all_sequences(3, 4)
+    report = nelbo(model, everything, block_length=1, num_draws=2)
+    plain, past, log_p = PlainModel(model), None, torch.zeros(len(everything), dtype=torch.float64)
+    for place in range(4):
+        position = torch.tensor([place])
+        logits, _ = plain(torch.full((len(everything), 1), 3), position, past=past)
+        _, past = plain(everything[:, place : place + 1], position, past=past)
+        log_p += log_probabilities(logits)[:, 0].gather(1, everything[:, place : place + 1])[:, 0]
+    torch.testing.assert_close(torch.tensor(report.row_nats, dtype=torch.float64), -log_p, **EXACT)
+    assert float(np.exp(-np.array(report.row_nats)).sum()) == pytest.approx(1.0, abs=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
+def test_shifted_blocks_of_one_token_are_next_token_prediction(
+    tiny_model: MakeModel, tokens: Tensor, documents: Tensor | None
+) -> None:
+    """Three ways to the same numbers: the product's causal stream, two streams, and the plain causal forward."""
+    model = small(tiny_model, "shifted")
+    visible = torch.ones(L, L, dtype=torch.bool).tril()[None].expand(2, -1, -1)
+    has_before = torch.arange(L).expand(2, -1) > 0
+    if documents is not None:
+        visible = visible & (documents[:, :, None] == documents[:, None])
+        has_before = torch.cat([has_before[:, :1], documents[:, 1:] == documents[:, :-1]], dim=1)
+    logits, _ = PlainModel(model)(tokens, torch.arange(L), visible)
+    log_p = log_probabilities(logits[:, :-1]).gather(2, tokens[:, 1:, None])[..., 0]
+    expected = -log_p[has_before[:, 1:]]
+
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
+    layout = Layout.of(model.config, 1)
+    np.testing.assert_array_equal(layout.eligible(batch), has_before.numpy())
+    ours = torch.from_numpy(masked_nll(model, layout, batch, has_before.numpy()))
+    torch.testing.assert_close(ours[has_before], expected, **EXACT)
+
+    rows = (torch.arange(2)[:, None] * 2 * L + L - 1 + torch.arange(L))[has_before]  # clean outputs before each token
+    two = model(
+        torch.cat([torch.full_like(tokens, MASK), tokens], dim=1),
+        pattern=patterns.BlockDiffusion(1, documents),
+        rows=rows,
+        score=Score(tokens[has_before], torch.ones(len(rows)), excluded_token=MASK),
+    )
+    torch.testing.assert_close(two.nll_R, expected, **EXACT)
+    report = nelbo(model, tokens, block_length=1, document_BL=documents)
+    assert report.nats == pytest.approx(float(expected.sum()), abs=1e-10)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Masks
+
+
+@pytest.mark.parametrize("block_length", [1, 2, 3, 5, 8, 20])
+@pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
+def test_mask_is_its_three_rules(block_length: int, documents: Tensor | None) -> None:
+    mask = patterns.BlockDiffusion(block_length, documents).dense(2 * L)
+    for row in range(len(mask)):
+        document, block = np.zeros(L, dtype=int), np.zeros(L, dtype=int)
+        for number, (start, end) in enumerate(spans(None if documents is None else documents[row], L)):
+            document[start:end], block[start:end] = number, np.arange(end - start) // block_length
+        for query in range(2 * L):
+            for key in range(2 * L):
+                q, k = query % L, key % L
+                noisy_query, noisy_key = query < L, key < L
+                own_noisy = noisy_query and noisy_key and block[q] == block[k]
+                earlier_clean = noisy_query and not noisy_key and block[q] > block[k]
+                clean = not noisy_query and not noisy_key and block[q] >= block[k]
+                expected = document[q] == document[k] and (own_noisy or earlier_clean or clean)
+                assert bool(mask[row, query, key]) == expected, (row, query, key)
+
+
+@pytest.mark.parametrize("block_length", [1, 2, 3, 4, 6, 12])
+def test_mask_holds_as_many_pairs_as_it_should(block_length: int) -> None:
+    """L^2 + L B in all; noisy query i sees B + B floor(i / B) keys."""
+    mask = patterns.BlockDiffusion(block_length).dense(2 * L)[0]
+    assert int(mask.sum()) == L * L + L * block_length
+    expected = block_length + block_length * (torch.arange(L) // block_length)
+    torch.testing.assert_close(mask[:L].sum(1), expected)
+    torch.testing.assert_close(mask[L:].sum(1), expected)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values and gradients, all masks enumerated
+
+SHORT = torch.tensor([0, 4, 2, 2, 1, 3])
+"""One row, which enumeration covers."""
+TWO_DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1])
+TARGETS = torch.tensor([False, True, True, False, True, True])
+WITH_MASK_TOKEN = torch.tensor([0, 4, MASK, 2, 1, 3])
+"""Its mask token is data: always there, never scored."""
+
+
+def gradients(value: Tensor, model: Transformer) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(value, parameters, retain_graph=True), strict=True))
+
+
+def enumerated(
+    model: Transformer,
+    tokens_L: Tensor,
+    block_length: int | None,
+    documents_L: Tensor | None,
+    is_target_L: Tensor | None,
+    per: str,
+) -> tuple[Tensor, int]:
+    """Every mask of the units through the product's layout, score and model, weighted n / k and by its probability.
+
+    per "document": all masks of a document at once, so that all of its blocks are noisy together; what is drawn for the
+    one is then the sum over the blocks.
+    """
+    config = MaskedDiffusion() if block_length is None else BlockDiffusion(block_length=block_length)
+    objective, layout = build_objective(config, model.config), Layout.of(model.config, block_length)
+    targets = torch.ones_like(tokens_L, dtype=torch.bool) if is_target_L is None else is_target_L
+    row = Batch(tokens_L[None], targets[None], None if documents_L is None else documents_L[None])
+    eligible = layout.eligible(row)[0]
+    sets, probabilities_times_weights = [], []
+    for start, end in spans(documents_L, len(tokens_L)):
+        length = block_length if per == "block" and block_length is not None else end - start
+        for first in range(start, end, length):
+            places = [i for i in range(first, min(first + length, end)) if eligible[i]]
+            for M in subsets(places):
+                sets.append(M)
+                # 1 / (n C(n, k)) times n / k
+                probabilities_times_weights.append(mask_weight(len(M), len(places)))
+    masked = as_masks(sets, len(tokens_L)).numpy()
+    many = Batch(
+        row.tokens_BL.repeat(len(sets), 1),
+        row.is_target_BL.repeat(len(sets), 1),
+        None if row.document_BL is None else row.document_BL.repeat(len(sets), 1),
+    )
+    weights = masked * np.array(probabilities_times_weights)[:, None]
+    count = int(eligible.sum())
+    draw = layout.draw(many, masked, weights, num_targets=count, denominator=float(count))
+    scored = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=objective.score(draw, 1.0))
+    return scored.loss_sum, count
+
+
+@pytest.mark.parametrize("per", ["block", "document"])
+@pytest.mark.parametrize(
+    ("tokens", "documents", "targets"),
+    [
+        (SHORT, None, None),
+        (SHORT, TWO_DOCUMENTS, None),
+        (SHORT, TWO_DOCUMENTS, TARGETS),
+        (SHORT, None, TARGETS),
+        (WITH_MASK_TOKEN, TWO_DOCUMENTS, None),
+    ],
+    ids=["plain", "packed", "packed-prompt", "prompt", "mask-token"],
+)
+@pytest.mark.parametrize("block_length", [None, 1, 2, 3, 4, 6])
+def test_enumerated_objective_and_its_gradient(
+    model: Transformer,
+    block_length: int | None,
+    tokens: Tensor,
+    documents: Tensor | None,
+    targets: Tensor | None,
+    per: str,
+) -> None:
+    ours, count = enumerated(model, tokens, block_length, documents, targets, per)
+    units = exact_units(model, tokens, block_length, documents_L=documents, is_target_L=targets)
+    exact = torch.stack([unit.bound() for unit in units]).sum()
+    assert count == sum(max(len(M) for M in unit.sets) for unit in units)
+    torch.testing.assert_close(ours, exact, rtol=1e-13, atol=0.0)
+    expected = gradients(exact, model)
+    for name, gradient in gradients(ours, model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=lambda m, name=name: name + m)

@@ -1,0 +1,331 @@
+"""Losses as others publish them, written out plainly, on the masks that the product drew.
+
+The transcriptions take full logits of a second implementation of the model (`enumeration.py`) and share nothing with
+the code under test. Their masking probabilities are recovered from what was drawn. One difference to all of them is
+kept apart: their softmax lets the mask token compete, here it has probability zero (SUBS), so that they get logits
+without it.
+
+Shapes: B rows, L tokens, V tokens without the mask token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from config.objective import Bernoulli, BlockDiffusion, Cosine, Linear, MaskedDiffusion
+from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
+from diffusionlm.diffusion.corruption import draw_noise, unit_numbers
+from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.models.transformer import Transformer
+from tests.reference.enumeration import PlainModel, spans
+
+MakeModel = Callable[..., Transformer]
+
+VOCAB, MASK = 7, 6
+B, L = 4, 12
+KEY = DrawKey(seed=8, step=2, first_row=0, rows_in_step=B)
+PROMPT = torch.tensor([4, 0, 8, 4])
+"""Prompt tokens of each row."""
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12, [0] * 3 + [1] * 4 + [2] * 5, [0] * 8 + [1] * 4])
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: MakeModel) -> Transformer:
+    return tiny_model(torch.float64, vocab_size=VOCAB, mask_token_id=MASK, eos_token_id=0, pad_token_id=0)
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(0, MASK, (B, L))
+
+
+def ours(model: Transformer, config: MaskedDiffusion | BlockDiffusion, batch: Batch) -> tuple[Tensor, Draw]:
+    """The product's loss, and what it drew."""
+    objective = build_objective(config, model.config)
+    draw = objective.draw(batch, KEY)
+    score = objective.score(draw, draw.denominator)
+    return model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score).loss_sum, draw
+
+
+def probabilities(config: MaskedDiffusion | BlockDiffusion, batch: Batch, unit: Any, draw: Draw) -> Tensor:
+    """Masking probability of each masked token, 1 elsewhere, [B, L]: one over the weight that the same noise gets.
+
+    That they are right is another test's matter (`test_drawn_times_probabilities_and_weights_fit_together`).
+    """
+    assert isinstance(config.estimator, Bernoulli)
+    units_BL = unit_numbers(batch, batch.is_target_BL.numpy(), unit, 4)
+    (noise,) = draw_noise(units_BL, KEY, config.estimator, "inverse_p")
+    np.testing.assert_array_equal(noise.masked_BL, draw.inputs_BS[:, :L].numpy() == MASK)
+    return torch.from_numpy(1.0 / np.where(noise.masked_BL, noise.weights_BL, 1.0))
+
+
+def assert_same_loss_and_gradient(
+    model: Transformer, one: Tensor, other: Tensor, *, rtol: float = 1e-10, atol: float = 1e-12
+) -> None:
+    torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+    parameters = list(model.parameters())
+    gradients = (torch.autograd.grad(value, parameters) for value in (one, other))
+    for (name, _), first, second in zip(model.named_parameters(), *gradients, strict=True):
+        torch.testing.assert_close(first, second, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+    assert float(one.detach()) > 0.1
+
+
+def bidirectional_logits(model: Transformer, noisy_BL: Tensor) -> Tensor:
+    """[B, L, V], without the mask token's."""
+    return PlainModel(model)(noisy_BL, torch.arange(noisy_BL.shape[1]))[0][..., :MASK]
+
+
+def everything(tokens: Tensor) -> Tensor:
+    return torch.ones_like(tokens, dtype=torch.bool)
+
+
+def answers(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1]) >= PROMPT[:, None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# LLaDA, as its guidelines have it
+
+
+def llada_pretraining_loss(logits: Tensor, input_ids: Tensor, noisy: Tensor, p_mask: Tensor) -> Tensor:
+    masked_indices = noisy == MASK
+    token_loss = F.cross_entropy(logits[masked_indices], input_ids[masked_indices], reduction="none")
+    return (token_loss / p_mask[masked_indices]).sum() / (input_ids.shape[0] * input_ids.shape[1])
+
+
+def llada_sft_loss(logits: Tensor, input_ids: Tensor, noisy: Tensor, p_mask: Tensor, prompt_lengths: Tensor) -> Tensor:
+    answer_lengths = (input_ids.shape[1] - prompt_lengths)[:, None].expand(input_ids.shape)
+    noisy = torch.where(torch.arange(input_ids.shape[1]) < prompt_lengths[:, None], input_ids, noisy)
+    masked_indices = noisy == MASK
+    token_loss = F.cross_entropy(logits[masked_indices], input_ids[masked_indices], reduction="none")
+    return (token_loss / p_mask[masked_indices] / answer_lengths[masked_indices]).sum() / input_ids.shape[0]
+
+
+@pytest.mark.parametrize("times", ["stratified", "uniform", "antithetic"])
+def test_llada_pretraining(model: Transformer, tokens: Tensor, times: Any) -> None:
+    config = MaskedDiffusion(loss="guidelines", estimator=Bernoulli(times=times))
+    batch = Batch(tokens, everything(tokens))
+    loss, draw = ours(model, config, batch)
+    p_mask = probabilities(config, batch, "row", draw)
+    theirs = llada_pretraining_loss(bidirectional_logits(model, draw.inputs_BS), tokens, draw.inputs_BS, p_mask)
+    assert_same_loss_and_gradient(model, loss, theirs)
+
+
+def test_llada_sft(model: Transformer, tokens: Tensor) -> None:
+    config = MaskedDiffusion(loss="guidelines", estimator=Bernoulli())
+    batch = Batch(tokens, answers(tokens))
+    loss, draw = ours(model, config, batch)
+    p_mask = probabilities(config, batch, "row", draw)
+    logits = bidirectional_logits(model, draw.inputs_BS)
+    assert_same_loss_and_gradient(model, loss, llada_sft_loss(logits, tokens, draw.inputs_BS, p_mask, PROMPT))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Qwen3LLada
+
+
+def soft_ce_loss(logits: Tensor, input_ids: Tensor, masked: Tensor, p_mask: Tensor, smoothing: float = 0.1) -> Tensor:
+    log_p = logits.log_softmax(-1)
+    hard = -log_p.gather(-1, input_ids[..., None])[..., 0]
+    soft = -log_p.mean(-1)
+    per_token = ((1 - smoothing) * hard + smoothing * soft) / p_mask
+    return per_token[masked].sum() / input_ids.numel()
+
+
+def test_soft_ce(model: Transformer, tokens: Tensor) -> None:
+    config = MaskedDiffusion(loss="soft_ce", estimator=Bernoulli())
+    batch = Batch(tokens, everything(tokens))
+    loss, draw = ours(model, config, batch)
+    p_mask = probabilities(config, batch, "row", draw)
+    logits = bidirectional_logits(model, draw.inputs_BS)
+    assert_same_loss_and_gradient(model, loss, soft_ce_loss(logits, tokens, draw.inputs_BS == MASK, p_mask))
+
+
+def test_soft_ce_with_a_floor_and_a_cap(model: Transformer, tokens: Tensor) -> None:
+    """min_masking_rate raises p before masks are drawn; reweight_cap c bounds the weight by c afterwards."""
+    config = MaskedDiffusion(loss="soft_ce", estimator=Bernoulli(min_masking_rate=0.3, reweight_cap=2.0))
+    batch = Batch(tokens, everything(tokens))
+    loss, draw = ours(model, config, batch)
+    floored = MaskedDiffusion(estimator=Bernoulli(min_masking_rate=0.3))
+    p_mask = probabilities(floored, batch, "row", draw)
+    assert p_mask.min() == pytest.approx(0.3) and (p_mask < 0.5).any()
+    logits = bidirectional_logits(model, draw.inputs_BS)
+    theirs = soft_ce_loss(logits, tokens, draw.inputs_BS == MASK, p_mask.clamp(min=1 / 2.0))
+    assert_same_loss_and_gradient(model, loss, theirs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dLLM, MDLM
+
+
+def dllm_loss(logits: Tensor, input_ids: Tensor, labels: Tensor, masked: Tensor, w: Tensor) -> Tensor:
+    """loss_norm_type "token"."""
+    token_nll = F.cross_entropy(logits.transpose(1, 2), input_ids, reduction="none") * w * masked
+    return token_nll.sum() / (labels != -100).sum()
+
+
+def dllm_weight(schedule: str, t: Tensor, guard: float) -> Tensor:
+    if schedule == "linear":
+        alpha, slope = 1 - t, -torch.ones_like(t)
+    else:
+        alpha = 1 - torch.cos(math.pi / 2 * (1 - t))
+        slope = -math.pi / 2 * torch.sin(math.pi / 2 * (1 - t))
+    return -slope / (1 - alpha + guard)
+
+
+@pytest.mark.parametrize("schedule", [Linear(), Cosine()], ids=lambda config: config.kind)
+@pytest.mark.parametrize(("guard", "rtol"), [(0.0, 1e-9), (1e-6, 1e-4)], ids=["plain", "guarded"])
+def test_dllm_mdlm(model: Transformer, tokens: Tensor, schedule: Any, guard: float, rtol: float) -> None:
+    """Their denominator carries 1e-6 more."""
+    config = MaskedDiffusion(estimator=Bernoulli(schedule=schedule, epsilon=0.0))
+    batch = Batch(tokens, answers(tokens))
+    loss, draw = ours(model, config, batch)
+    p = probabilities(config, batch, "row", draw)
+    t = p if schedule.kind == "linear" else 2 / math.pi * torch.asin(p)
+    labels = torch.where(batch.is_target_BL, tokens, -100)
+    logits = bidirectional_logits(model, draw.inputs_BS)
+    theirs = dllm_loss(logits, tokens, labels, draw.inputs_BS == MASK, dllm_weight(schedule.kind, t, guard))
+    assert_same_loss_and_gradient(model, loss, theirs, rtol=rtol, atol=1e-10 if guard == 0 else 1e-5)
+
+
+def test_dllm_weights_are_the_published_ones() -> None:
+    """Vectors obtained by running dLLM."""
+    t = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    linear, cosine = dllm_weight("linear", t, 1e-6), dllm_weight("cosine", t, 1e-6)
+    torch.testing.assert_close(linear, torch.tensor([3.99998, 2.0, 1.33333]).double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(cosine, torch.tensor([3.79223, 1.57079, 0.65064]).double(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3])
+def test_mdlm_log_linear(model: Transformer, tokens: Tensor, epsilon: float) -> None:
+    """sigma = -log(1 - (1 - eps) t), masks with 1 - exp(-sigma), weight dsigma / expm1(sigma), mean over tokens."""
+    config = MaskedDiffusion(estimator=Bernoulli(epsilon=epsilon))
+    batch = Batch(tokens, everything(tokens))
+    loss, draw = ours(model, config, batch)
+    p = probabilities(config, batch, "row", draw)
+    masked = draw.inputs_BS == MASK
+    t = torch.where(masked, p / (1 - epsilon), 0.5)
+    sigma = -torch.log1p(-(1 - epsilon) * t)
+    dsigma = (1 - epsilon) / (1 - (1 - epsilon) * t)
+    log_p = bidirectional_logits(model, draw.inputs_BS).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    theirs = (-log_p * masked * dsigma / torch.expm1(sigma)).sum() / tokens.numel()
+    assert_same_loss_and_gradient(model, loss, theirs, rtol=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SDAR, dLLM-RL
+
+
+def sdar_loss(
+    model: Transformer, input_ids: Tensor, documents: Tensor, labels: Tensor, masked: Tensor, p_mask: Tensor
+) -> Tensor:
+    """Each document as [noisy | clean], one behind the other; positions begin with the document; block 4."""
+    losses = []
+    for row in range(len(input_ids)):
+        pieces, positions, document, half, block, scored = [], [], [], [], [], []
+        for number, (start, end) in enumerate(spans(documents[row], input_ids.shape[1])):
+            n = end - start
+            clean = input_ids[row, start:end]
+            pieces += [torch.where(masked[row, start:end], MASK, clean), clean]
+            for is_clean in (0, 1):
+                positions += range(n)
+                document += [number] * n
+                half += [is_clean] * n
+                block += [i // 4 for i in range(n)]
+                scored += [None if is_clean else start + i for i in range(n)]
+        may_see = torch.tensor(
+            [
+                [
+                    document[q] == document[k]
+                    and (
+                        (half[q] == half[k] and block[q] == block[k])
+                        or (half[q] == 0 and half[k] == 1 and block[q] > block[k])
+                        or (half[q] == 1 and half[k] == 1 and block[q] >= block[k])
+                    )
+                    for k in range(len(positions))
+                ]
+                for q in range(len(positions))
+            ]
+        )
+        logits = PlainModel(model)(torch.cat(pieces)[None], torch.tensor(positions), may_see)[0][0, :, :MASK]
+        for place, target in enumerate(scored):
+            if target is not None and masked[row, target]:
+                ce = F.cross_entropy(logits[place], input_ids[row, target])
+                losses.append(ce / p_mask[row, target])
+    return torch.stack(losses).sum() / (labels != -100).sum()
+
+
+def test_sdar(model: Transformer, tokens: Tensor) -> None:
+    """Rotations begin at each document there and at the row here: fp32 angles leave 1e-8."""
+    estimator = Bernoulli(draw_per="document", weight="inverse_p")
+    config = BlockDiffusion(block_length=4, estimator=estimator)
+    is_target = torch.rand(B, L) < 0.8
+    batch = Batch(tokens, is_target, DOCUMENTS)
+    loss, draw = ours(model, config, batch)
+    p_mask = probabilities(config, batch, "document", draw)
+    labels = torch.where(is_target, tokens, -100)
+    theirs = sdar_loss(model, tokens, DOCUMENTS, labels, draw.inputs_BS[:, :L] == MASK, p_mask)
+    assert_same_loss_and_gradient(model, loss, theirs, rtol=1e-6, atol=1e-6)
+    masked = draw.inputs_BS[:, :L] == MASK
+    levels = [p_mask[row][masked[row] & (DOCUMENTS[row] == number)].unique() for row in range(B) for number in range(3)]
+    assert max(len(each) for each in levels) == 1, "one level for a document"
+    assert len(torch.cat(levels).unique()) == sum(len(each) for each in levels) > B, "each has its own"
+
+
+def test_sdar_with_one_document_a_row(model: Transformer, tokens: Tensor) -> None:
+    """Equal positions: equal to the last digits."""
+    config = BlockDiffusion(block_length=4, estimator=Bernoulli(draw_per="document", weight="inverse_p"))
+    batch = Batch(tokens, answers(tokens))
+    loss, draw = ours(model, config, batch)
+    p_mask = probabilities(config, batch, "document", draw)
+    labels = torch.where(batch.is_target_BL, tokens, -100)
+    documents = torch.zeros_like(tokens)
+    theirs = sdar_loss(model, tokens, documents, labels, draw.inputs_BS[:, :L] == MASK, p_mask)
+    assert_same_loss_and_gradient(model, loss, theirs)
+
+
+def test_dllm_rl_full_attention_sft(model: Transformer, tokens: Tensor) -> None:
+    """Mean over the row's masked tokens, mean over rows, no weight; levels from 0.1 to 0.9."""
+    config = MaskedDiffusion(loss="dllm", estimator=Bernoulli(range=(0.1, 0.9), epsilon=0.0, times="uniform"))
+    batch = Batch(tokens, answers(tokens))
+    loss, draw = ours(model, config, batch)
+    logits, losses = bidirectional_logits(model, draw.inputs_BS), []
+    for row in range(B):
+        masked = draw.inputs_BS[row] == MASK
+        losses.append(F.cross_entropy(logits[row, masked], tokens[row, masked], reduction="mean"))
+    assert_same_loss_and_gradient(model, loss, torch.stack(losses).mean())
+    p = probabilities(config, batch, "row", draw)[draw.inputs_BS == MASK]
+    assert p.min() >= 0.1 and p.max() <= 0.9
+
+
+def test_dllm_rl_block_sft(model: Transformer, tokens: Tensor) -> None:
+    """[prompt | response | noisy response], each row by itself; prompts are whole blocks, so that both count the same.
+
+    Minus the sum of log p over the masked, over the response's length, mean over rows.
+    """
+    config = BlockDiffusion(block_length=4, loss="dllm", estimator=Bernoulli(range=(0.1, 0.9), epsilon=0.0))
+    batch = Batch(tokens, answers(tokens))
+    loss, draw = ours(model, config, batch)
+    losses = []
+    for row in range(B):
+        prompt = int(PROMPT[row])
+        response = L - prompt
+        noisy = draw.inputs_BS[row, prompt:L]
+        sequence = torch.cat([tokens[row], noisy])
+        positions = torch.cat([torch.arange(L), torch.arange(prompt, L)])
+        block, is_noisy = positions // 4, torch.arange(L + response) >= L
+        clean_rule = ~is_noisy[:, None] & ~is_noisy & (block[:, None] >= block)
+        earlier_rule = is_noisy[:, None] & ~is_noisy & (block[:, None] > block)
+        own_rule = is_noisy[:, None] & is_noisy & (block[:, None] == block)
+        logits, _ = PlainModel(model)(sequence[None], positions, clean_rule | earlier_rule | own_rule)
+        log_p = logits[0, L:, :MASK].log_softmax(-1).gather(1, tokens[row, prompt:, None])[:, 0]
+        losses.append(-log_p[noisy == MASK].sum() / response)
+    assert_same_loss_and_gradient(model, loss, torch.stack(losses).mean())

@@ -1,0 +1,454 @@
+"""``diffusionlm-eval`` on tiny models: every number against one that is worked out otherwise."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.eval import main
+from config.data import DataConfig, LocalFiles
+from config.dump import to_toml
+from config.eval import EvalConfig, NelboConfig, SamplerConfig
+from config.generation import GenerationConfig
+from config.load import load_config
+from config.model import ModelConfig
+from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
+from diffusionlm.data.loader import batch_of, rows_of
+from diffusionlm.data.packing import Row
+from diffusionlm.data.sources import open_source
+from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.inference.likelihood import sampler_likelihood
+from diffusionlm.models.init import init_weights
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.evaluate import bits_per_byte, bytes_of_rows
+from diffusionlm.training.likelihood import evaluate_likelihood
+from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
+
+ROOT = Path(__file__).parents[3]
+RESOURCE = ROOT / "config" / "resources" / "eval.toml"
+TEXTS = [
+    "the cat sat on the mat",
+    "the dog sat too, naïve and 日本",
+    "a dog",
+    "the mat and the cat and the dog sat on the mat, and the cat sat too and the dog",
+    "x",
+]
+MakeDirectory = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(["the cat sat on the mat and the dog sat too"] * 2, vocab_size=270)
+
+
+@pytest.fixture(scope="module")
+def make_dir(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> MakeDirectory:
+    """``make_dir(**config)``: an untrained model, its tokenizer beside it."""
+
+    def make(**overrides: Any) -> Path:
+        config = ModelConfig(
+            **{
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "intermediate_size": 24,
+                "max_position_embeddings": 32,
+                "vocab_size": tokenizer.vocab_size,
+                "mask_token_id": tokenizer.mask_token_id,
+                "eos_token_id": tokenizer.eos_token_id,
+                **overrides,
+            }
+        )
+        model = Transformer(config)
+        init_weights(model, seed=3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        folder = tmp_path_factory.mktemp("model")
+        save_model_directory(model, tokenizer, folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def model_dir(make_dir: MakeDirectory) -> Path:
+    return make_dir()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five documents with text and an empty one."""
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    lines = [json.dumps({"text": text}) for text in (*TEXTS, "")]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def run(*argv: object) -> None:
+    main([str(item) for item in argv])
+
+
+def failure(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 1) -> str:
+    with pytest.raises(SystemExit) as caught:
+        run(*argv)
+    assert caught.value.code == code
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err
+    assert output.err.startswith("diffusionlm-eval: error: ")
+    return output.err
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    run(*argv, "--json", "--set", "model.device=cpu")
+    [line] = capsys.readouterr().out.splitlines()
+    values: dict[str, Any] = json.loads(line)
+    return values
+
+
+def padded_rows(tokenizer: Tokenizer, length: int = 32) -> list[Row]:
+    """The documents as ``rows = "padded"`` without shuffling makes them."""
+    rows = []
+    for text in TEXTS:
+        ids = [*tokenizer.encode(text)[: length - 1], tokenizer.eos_token_id]
+        tokens = torch.full((length,), tokenizer.eos_token_id or 0, dtype=torch.int32)
+        tokens[: len(ids)] = torch.tensor(ids)
+        is_text = torch.arange(length) < len(ids)
+        rows.append(Row(tokens.numpy(), torch.where(is_text, 0, -1).int().numpy(), is_text.numpy()))
+    return rows
+
+
+IN_ORDER = ("--set", "data.rows=padded", "--set", "data.shuffle_window=0")
+
+
+def test_a_bound_and_its_bytes(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path, tokenizer: Tokenizer
+) -> None:
+    result = evaluated(capsys, "--model", model_dir, "--data", data, *IN_ORDER, "--set", "likelihood.num_draws=3")
+    batch = batch_of(padded_rows(tokenizer))
+    expected = nelbo(
+        load_model(model_dir), batch.tokens_BL, batch.is_target_BL, num_draws=3, document_BL=batch.document_BL
+    )
+    assert result["method"] == "bound, bidirectional"
+    assert (result["is_exact"], result["block_length"], result["num_forwards"]) == (False, None, None)
+    assert result["nats_per_token"] == pytest.approx(expected.nats_per_token, abs=1e-6)
+    assert result["nats_per_token_standard_error"] == pytest.approx(expected.standard_error, abs=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(expected.nats_per_token), rel=1e-5)
+    assert result["perplexity_standard_error"] == pytest.approx(
+        math.exp(expected.nats_per_token) * expected.standard_error, rel=1e-5
+    )
+    assert (result["num_tokens"], result["num_rows"], result["row_length"]) == (expected.num_tokens, 5, 32)
+    cut = [text.encode() for text in TEXTS]
+    cut[3] = tokenizer.decode_bytes(tokenizer.encode(TEXTS[3])[:31])  # one document is longer than a row
+    assert result["num_bytes"] == sum(map(len, cut))
+    assert result["bits_per_byte"] == pytest.approx(expected.nats / math.log(2) / sum(map(len, cut)), rel=1e-5)
+    assert (result["num_unscored_tokens"], result["skipped_documents"]) == (0, {"empty": 1})
+    assert [tuple(entry) for entry in result["by_masked_fraction"]] == [
+        pytest.approx(entry, abs=1e-5) for entry in expected.by_masked_fraction
+    ]
+
+
+def test_bits_per_byte_by_hand(tokenizer: Tokenizer) -> None:
+    # é has two bytes, 日 three, 🙂 four; the end of text none.
+    texts = ["é日", "🙂a"]
+    rows = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
+    assert [len(row) for row in rows] == [6, 6]  # the tokenizer has no merges for them
+    tokens_BL = torch.tensor(rows).numpy()
+    bytes_B = bytes_of_rows(tokenizer, tokens_BL, torch.ones(2, 6, dtype=torch.bool).numpy())
+    assert bytes_B.tolist() == [5, 5]
+    value, error = bits_per_byte([6.0, 4.0], bytes_B)
+    assert value == pytest.approx(1.0 / math.log(2))
+    # Residuals 1 and -1; sqrt(2 / 1 * 2) / 10 bytes.
+    assert error == pytest.approx(0.2 / math.log(2))
+    first_only = torch.tensor([[True, True, False, False, False, False], [False] * 6]).numpy()
+    assert bytes_of_rows(tokenizer, tokens_BL, first_only).tolist() == [2, 0]
+    assert bits_per_byte([1.0, 1.0], bytes_B * 0) == (math.inf, math.inf)
+
+
+def test_blocks(capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path, tokenizer: Tokenizer) -> None:
+    batch = batch_of(padded_rows(tokenizer))
+    folder = make_dir(block_length=4)
+    model = load_model(folder)
+    for options, block_length, method in (
+        ((), 4, "bound, blocks of 4"),
+        (("--set", "likelihood.block_length=16"), 16, "bound, blocks of 16"),
+        (("--set", "likelihood.bidirectional=true"), None, "bound, bidirectional"),
+        (("--set", "likelihood.block_length=1"), 1, "exact, block length 1"),
+    ):
+        result = evaluated(capsys, "--model", folder, "--data", data, *IN_ORDER, *options)
+        expected = nelbo(model, batch.tokens_BL, batch.is_target_BL, block_length, document_BL=batch.document_BL)
+        assert (result["method"], result["block_length"]) == (method, block_length)
+        assert result["nats_per_token"] == pytest.approx(expected.nats_per_token, abs=1e-5)
+        assert result["is_exact"] == (block_length == 1)
+        assert (result["by_masked_fraction"] == []) == (block_length == 1)
+
+
+def test_a_sampler(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path, tokenizer: Tokenizer) -> None:
+    batch = batch_of(padded_rows(tokenizer))
+    settings = ("likelihood.kind=sampler", "likelihood.generation.block_length=8", "likelihood.batch_size=2")
+    options = [each for setting in settings for each in ("--set", setting)]
+    result = evaluated(capsys, "--model", model_dir, "--data", data, *IN_ORDER, *options)
+    expected = sampler_likelihood(
+        load_model(model_dir),
+        batch.tokens_BL,
+        batch.is_target_BL,
+        GenerationConfig(block_length=8),
+        document_BL=batch.document_BL,
+    )
+    assert (result["method"], result["is_exact"]) == ("exact, low_confidence sampler", True)
+    assert result["nats_per_token"] == pytest.approx(expected.nats_per_token, abs=1e-5)
+    assert result["num_forwards"] == expected.num_forwards == expected.num_tokens
+    run("--model", model_dir, "--data", data, *IN_ORDER, *options)
+    assert f" {expected.num_forwards} of one document, 1.00 tokens each\n" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def qwen_dir(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal Qwen3 that transformers wrote."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.Qwen3Config(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("qwen")
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    return folder
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_causal_checkpoint_is_what_transformers_says(
+    capsys: pytest.CaptureFixture[str], qwen_dir: Path, data: Path, tokenizer: Tokenizer, begins: bool
+) -> None:
+    import transformers
+
+    result = evaluated(
+        capsys, "--model", qwen_dir, "--data", data, "--set", f"data.begin_with_eos={json.dumps(begins)}"
+    )
+    peer = transformers.AutoModelForCausalLM.from_pretrained(qwen_dir)
+    source = LocalFiles(paths=(str(data),), validation_paths=("none",))
+    recipe = DataConfig(source=source, begin_with_eos=begins, row_shuffle_window=0)
+    rows, _ = rows_of(open_source(source, "train"), recipe, tokenizer, 64, 0).read(0, None, 100)
+    pieces = [row.tokens_L[row.documents_L == number] for row in rows for number in range(row.documents_L.max() + 1)]
+    assert len(pieces) > len(TEXTS)  # a row's end cuts one
+    nats, count = 0.0, 0
+    for piece in pieces:
+        ids_1L = torch.from_numpy(piece).long()[None]
+        if len(piece) > 1:
+            with torch.no_grad():
+                nats += float(peer(ids_1L, labels=ids_1L).loss) * (len(piece) - 1)
+            count += len(piece) - 1
+    num_bytes = sum(tokenizer.num_bytes(piece[1:]) for piece in pieces)
+    assert result["method"] == "exact, next token"
+    assert (result["num_tokens"], result["num_bytes"], result["row_length"]) == (count, num_bytes, 64)
+    assert result["nats_per_token"] == pytest.approx(nats / count, abs=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(nats / num_bytes / math.log(2), abs=1e-5)
+    assert result["num_unscored_tokens"] == (0 if begins else len(pieces))
+    assert num_bytes == sum(len(text.encode()) for text in TEXTS) or not begins
+
+
+def test_what_an_autoregressive_model_refuses(
+    capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path
+) -> None:
+    folder = make_dir(block_length=1, logit_alignment="shifted", mask_token_id=None)
+    common = ("--model", folder, "--data", data)
+    assert evaluated(capsys, *common)["method"] == "exact, next token"
+    assert evaluated(capsys, *common, "--set", "likelihood.block_length=1")["method"] == "exact, next token"
+    for setting, words in (
+        ("likelihood.block_length=4", "likelihood: block_length = 4 is not for this autoregressive model"),
+        ("likelihood.bidirectional=true", "likelihood: bidirectional attention is not for this autoregressive model"),
+    ):
+        assert words in failure(capsys, *common, "--set", setting)
+    sampler = (*common, "--set", "likelihood.kind=sampler")
+    assert evaluated(capsys, *sampler)["nats_per_token"] == pytest.approx(
+        evaluated(capsys, *common)["nats_per_token"], abs=1e-5
+    )
+    message = failure(capsys, *sampler, "--set", "likelihood.generation.attention=bidirectional")
+    assert "likelihood.generation: bidirectional attention is not for" in message
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path) -> None:
+    run("--model", model_dir, "--data", data)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("bound, bidirectional  <= ")
+    assert lines[0].endswith(" nats per token")
+    assert " +- " in lines[0]
+    assert lines[1].endswith(" perplexity")
+    assert lines[2].endswith(" bits per byte")
+    assert lines[3].startswith("scored                ")
+    assert "documents skipped     1 empty" in lines
+    assert "cross-entropy by      masked share of the row, nats per masked token" in lines
+    assert any(line.startswith("  90% - 100%  ") for line in lines)
+    run("--model", model_dir, "--data", data, "--set", "data.max_rows=1")
+    assert "(no error: a single row) nats per token" in capsys.readouterr().out
+
+
+def test_rows(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path) -> None:
+    common = ("--model", model_dir, "--data", data, "--set", "data.row_length=8")
+    some = evaluated(capsys, *common, "--set", "data.max_rows=3")
+    assert (some["num_rows"], some["row_length"], some["num_tokens"]) == (3, 8, 24)
+    every = evaluated(capsys, *common, "--set", "data.max_rows=0")
+    assert every["num_rows"] > 10
+    assert every["num_bytes"] == sum(len(text.encode()) for text in TEXTS)
+    other = evaluated(capsys, *common, "--set", "data.max_rows=3", "--set", "data.seed=7")
+    assert other["nats_per_token"] != some["nats_per_token"]
+    again = evaluated(capsys, *common, "--set", "data.max_rows=3")
+    assert {**again, "seconds": 0} == {**some, "seconds": 0}
+    one = evaluated(capsys, *common, "--set", "data.max_rows=1")
+    assert one["nats_per_token_standard_error"] is None
+
+
+def test_what_takes_long_shows_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_dir: Path, data: Path
+) -> None:
+    run("--model", model_dir, "--data", data)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("diffusionlm.training.likelihood.SECONDS_WITHOUT_PROGRESS", 0.0)
+    run("--model", model_dir, "--data", data, "--json")
+    output = capsys.readouterr()
+    assert "reading:" in output.err
+    assert "scoring:" in output.err
+    assert len(output.out.splitlines()) == 1
+    run("--model", model_dir, "--data", data, "--set", "likelihood.kind=sampler")
+    assert "decoding:" in capsys.readouterr().err
+
+
+def test_splits_of_a_source(make_dir: MakeDirectory, data: Path) -> None:
+    folder = make_dir(begin_with_eos=True)
+    values: dict[str, Any] = {"model": {"path": folder, "device": "cpu"}}
+    source = {"kind": "files", "paths": [str(data)], "validation_fraction": 0.5}
+    bytes_of = {}
+    for split in ("train", "validation", "all"):
+        config = EvalConfig.model_validate({**values, "data": {"source": source, "split": split}})
+        result = evaluate_likelihood(config)
+        bytes_of[split] = result.num_bytes
+        assert result.num_unscored_tokens == 0
+    assert 0 < bytes_of["validation"] < bytes_of["all"] == bytes_of["train"] + bytes_of["validation"]
+    markov = {"source": "markov", "rows": "padded", "row_length": 32, "end_with_eos": False, "begin_with_eos": False}
+    result = evaluate_likelihood(EvalConfig.model_validate({**values, "data": {**markov, "max_rows": 4}}))
+    assert (result.num_tokens, result.num_bytes) == (128, 128)
+
+
+def test_errors(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, make_dir: MakeDirectory, data: Path, tmp_path: Path
+) -> None:
+    assert failure(capsys, "--data", data, code=2) == (
+        "diffusionlm-eval: error: no model given: add --model DIR, or path to [model] of the config\n"
+    )
+    assert "no data given: add --data FILE" in failure(capsys, "--model", model_dir, code=2)
+    assert "no model at" in failure(capsys, "--model", tmp_path / "none", "--data", data)
+    message = failure(capsys, "--model", model_dir, "--data", tmp_path / "none.txt")
+    assert "data.source.paths: " in message
+    assert "none.txt' matches no file" in message
+    (tmp_path / "empty.txt").touch()
+    assert "empty file" in failure(capsys, "--model", model_dir, "--data", tmp_path / "empty.txt")
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
+    message = failure(capsys, "--model", model_dir, "--data", tmp_path / "blank.jsonl")
+    assert 'data.source has no text for split = "all"' in message
+    message = failure(capsys, "--model", model_dir, "--data", data, "--set", "data.row_length=99")
+    assert "data.row_length = 99 is longer than the model's context, max_position_embeddings = 32" in message
+    short = ("--data", data, "--set", "data.row_length=1")
+    begins = ("--set", "data.begin_with_eos=true")
+    assert "rows of at least 2 tokens" in failure(capsys, "--model", model_dir, *short, *begins)
+    shifted = make_dir(logit_alignment="shifted")
+    message = failure(capsys, "--model", shifted, *short)
+    assert "nothing to score" in message
+    assert "set data.begin_with_eos = true, or raise data.row_length" in message
+    small = make_dir(vocab_size=200, mask_token_id=199, eos_token_id=None)
+    message = failure(capsys, "--model", small, "--data", data)
+    assert "outside the model's vocabulary of 200 tokens" in message
+    message = failure(
+        capsys, *("--model", model_dir, "--data", data, "--set", "likelihood.kind=sampler"),
+        *("--set", "likelihood.generation.remasking_strategy=random"),
+    )  # fmt: skip
+    assert '"random" has no exact likelihood' in message
+
+
+def test_a_directory_without_a_tokenizer(
+    capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path
+) -> None:
+    folder = make_dir()
+    for path in folder.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            path.unlink()
+    assert "holds no tokenizer" in failure(capsys, "--model", folder, "--data", data)
+
+
+def test_damaged_weights_are_told(
+    capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path, tokenizer: Tokenizer
+) -> None:
+    folder = make_dir()
+    model = load_model(folder)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    save_model_directory(model, load_tokenizer(folder), folder)
+    assert "probabilities are not finite" in failure(capsys, "--model", folder, "--data", data)
+
+
+def test_the_config() -> None:
+    config = load_config(EvalConfig, RESOURCE)
+    assert (str(config.model.path), config.data.max_rows) == ("runs/quickstart", 128)
+    assert isinstance(config.likelihood, NelboConfig)
+    assert EvalConfig().likelihood == NelboConfig(num_draws=4)
+    overrides = ["likelihood.kind=sampler", "likelihood.generation.denoising_steps=8"]
+    assert load_config(EvalConfig, None, overrides).likelihood == SamplerConfig(
+        generation=GenerationConfig(denoising_steps=8)
+    )
+    for overrides, words in (
+        (["likelihood.bidirectional=true", "likelihood.block_length=4"], "contradict each other"),
+        (["likelihood.block_length=0"], "must be greater than 0"),
+        (["data.source=markov", "data.split=all"], 'split = "all" is for a source of files'),
+        (["likelihood.generation.steps=8"], 'generation needs kind = "sampler"'),
+    ):
+        with pytest.raises(ValueError, match="EvalConfig") as caught:
+            load_config(EvalConfig, None, overrides)
+        assert words in str(caught.value)
+
+
+def test_shorthands_are_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "printed.toml"
+    with pytest.raises(SystemExit) as caught:
+        run("--config", RESOURCE, "--model", "m", "--data", 'a "b".txt', "--json", "--print-config")
+    assert caught.value.code == 0
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    config = load_config(EvalConfig, path)
+    assert config.data.source == LocalFiles(paths=('a "b".txt',))
+    assert (str(config.model.path), config.data.split, config.output.format) == ("m", "all", "json")
+    with pytest.raises(SystemExit):
+        run("--print-config")
+    assert capsys.readouterr().out == to_toml(EvalConfig())
+
+
+def test_help_and_config_errors_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys, contextlib, cli.eval\n"
+        "for argv in (['--help'], ['--print-config'], ['--set', 'a.b=1'], ['--schema'], ['--data', 'x']):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        cli.eval.main(argv)\n"
+        "print({'torch', 'numpy', 'tokenizer'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+    assert "diffusionlm-eval --model runs/quickstart --data README.md" in done.stdout

@@ -1,0 +1,95 @@
+"""The data section: the sources of made-up text, and how documents begin and end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from config.base import Section
+from config.data import (
+    CopiedSymbols,
+    DataConfig,
+    MarkovChain,
+    NestedExpressions,
+    ReversedAddition,
+    ShidokuGrids,
+    SyntheticText,
+)
+from config.dump import to_toml
+from config.load import ConfigError, load_config
+
+
+class Config(Section):
+    data: DataConfig
+
+
+def load(*overrides: str) -> DataConfig:
+    return load_config(Config, None, overrides).data
+
+
+@pytest.mark.parametrize(
+    ("kind", "section"),
+    [
+        ("markov", MarkovChain(symbols="abcdefgh", length=32, stay=0.8)),
+        ("shidoku", ShidokuGrids()),
+        ("copy", CopiedSymbols(symbols="abcdefgh", length=8)),
+        ("addition", ReversedAddition(digits=3)),
+        ("grammar", NestedExpressions(depth=3)),
+    ],
+)
+def test_sources_by_their_kind(kind: str, section: SyntheticText, tmp_path: Path) -> None:
+    data = load(f"data.source={kind}")
+    assert data.source == section
+    assert (section.seed, section.documents_per_epoch, section.validation_documents) == (0, 100_000, 4_096)
+    assert load(f"data.source={kind}", "data.source.seed=7").source == section.model_copy(update={"seed": 7})
+    path = tmp_path / "a.toml"
+    path.write_text(to_toml(Config(data=data)), encoding="utf-8")
+    assert load_config(Config, path).data == data
+
+
+def test_symbols_that_look_like_a_number_are_symbols() -> None:
+    source = load("data.source.kind=markov", "data.source.symbols=01", "data.source.stay=1").source
+    assert source == MarkovChain(symbols="01", stay=1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "message"),
+    [
+        ("markov", "stay=1.5", "must be at most 1"),
+        ("markov", "stay=-0.1", "must be at least 0"),
+        ("markov", "symbols=a", "give at least 2 symbols"),
+        ("markov", "symbols=", "give at least 2 symbols"),
+        ("copy", "symbols=abca", "'a' is there twice"),
+        ("copy", "symbols=aé", "'é' is not a printable ASCII character"),
+        ("markov", "symbols=a b", "' ' is not a printable ASCII character"),
+        ("markov", "length=0", "must be greater than 0"),
+        ("copy", "length=0", "must be greater than 0"),
+        ("copy", "stay=0.5", 'stay needs kind = "markov"'),
+        ("addition", "digits=0", "must be greater than 0"),
+        ("grammar", "depth=-1", "must be at least 0"),
+        ("grammar", "depth=11", "must be at most 10"),
+        ("shidoku", "seed=-1", "must be at least 0"),
+        ("shidoku", "documents_per_epoch=0", "must be greater than 0"),
+        ("shidoku", "validation_documents=0", "must be greater than 0"),
+        ("shidoku", "symbols=ab", "unknown key"),
+    ],
+)
+def test_bad_values_of_the_sources(kind: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="1 problem") as caught:
+        load(f"data.source.kind={kind}", f"data.source.{override}")
+    assert f"--set data.source.{override}" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_misspelt_kinds_are_answered() -> None:
+    with pytest.raises(ConfigError, match="did you mean") as caught:
+        load("data.source.kind=shidokus")
+    assert '"shidoku"' in str(caught.value)
+
+
+def test_documents_end_in_eos_and_do_not_begin_with_it() -> None:
+    assert not load("data.source=copy").begin_with_eos
+    assert load("data.source=copy").end_with_eos
+    data = load("data.source=copy", "data.begin_with_eos=true", "data.end_with_eos=false")
+    assert data.begin_with_eos and not data.end_with_eos

@@ -1,0 +1,238 @@
+"""[objective]: schedules by name, estimators, block lengths; what does not go together is said with the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from config.base import Section
+from config.dump import to_toml
+from config.load import ConfigError, load_config
+from config.objective import (
+    Bernoulli,
+    BlockDiffusion,
+    CleanCosine,
+    Cosine,
+    Counts,
+    MaskedDiffusion,
+    NextToken,
+    Objective,
+    Power,
+    Sigmoid,
+    Stage,
+)
+from config.train import TrainConfig
+
+RUN = """
+[run]
+directory = "runs/x"
+[model]
+hidden_size = 8
+num_hidden_layers = 1
+num_attention_heads = 1
+num_key_value_heads = 1
+head_dim = 8
+intermediate_size = 8
+max_position_embeddings = 128
+[data]
+source = "python-stdlib"
+[training]
+batch_size = 1
+max_steps = 10
+"""
+
+
+class Config(Section):
+    objective: Objective = MaskedDiffusion()
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Objective:
+    path = tmp_path / "c.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(Config, path, overrides).objective
+
+
+BLOCKS = '[objective]\nkind = "block_diffusion"\n'
+BERNOULLI = '[objective.estimator]\nkind = "bernoulli"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", MaskedDiffusion()),
+        ('[objective]\nkind = "masked_diffusion"\nloss = "soft_ce"\n', MaskedDiffusion(loss="soft_ce")),
+        ('[objective]\nkind = "next_token"\nz_loss = 1e-4\n', NextToken(z_loss=1e-4)),
+        (BLOCKS + "block_length = 4\n", BlockDiffusion(block_length=4)),
+        (BLOCKS + "block_length = [1, 4, 32]\n", BlockDiffusion(block_length=(1, 4, 32))),
+        (
+            BLOCKS + "stages = [{from_step = 0, block_length = 32}, {from_step = 10, block_length = 4}]\n",
+            BlockDiffusion(stages=(Stage(from_step=0, block_length=32), Stage(from_step=10, block_length=4))),
+        ),
+        (
+            BLOCKS
+            + 'block_length = 8\n[objective.estimator]\nkind = "counts"\ncomplementary = true\ndraw_per = "row"\n',
+            BlockDiffusion(block_length=8, estimator=Counts(complementary=True, draw_per="row")),
+        ),
+        (
+            BERNOULLI + 'schedule = "cosine"\nrange = [0, 0.5]\n',
+            MaskedDiffusion(estimator=Bernoulli(schedule=Cosine(), range=(0.0, 0.5))),
+        ),
+        (
+            BERNOULLI + 'schedule = {kind = "power", exponent = 3.0}\n',
+            MaskedDiffusion(estimator=Bernoulli(schedule=Power(exponent=3.0))),
+        ),
+        (
+            BERNOULLI + '[objective.estimator.schedule]\nkind = "sigmoid"\nsteepness = 4\n',
+            MaskedDiffusion(estimator=Bernoulli(schedule=Sigmoid(steepness=4.0))),
+        ),
+        (
+            BERNOULLI + 'times = "antithetic"\nmin_masking_rate = 0.1\nreweight_cap = 20\nreplace_with = "random"\n',
+            MaskedDiffusion(
+                estimator=Bernoulli(times="antithetic", min_masking_rate=0.1, reweight_cap=20.0, replace_with="random")
+            ),
+        ),
+    ],
+)
+def test_what_is_written_is_read_and_comes_back(text: str, expected: Objective, tmp_path: Path) -> None:
+    found = load(tmp_path, text)
+    assert found == expected
+    assert load(tmp_path, to_toml(Config(objective=expected))) == expected
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    kind = "objective.estimator.kind=bernoulli"
+    for override in ("objective.estimator.schedule=clean_cosine", "objective.estimator.schedule.kind=clean_cosine"):
+        assert load(tmp_path, "", "objective.kind=masked_diffusion", kind, override) == MaskedDiffusion(
+            estimator=Bernoulli(schedule=CleanCosine())
+        )
+    overrides = ("objective.estimator.schedule.kind=power", "objective.estimator.schedule.exponent=0.5")
+    found = load(tmp_path, "", "objective.kind=masked_diffusion", kind, *overrides)
+    assert found == MaskedDiffusion(estimator=Bernoulli(schedule=Power(exponent=0.5)))
+    found = load(tmp_path, "", "objective.kind=block_diffusion", "objective.block_length=[2, 8]")
+    assert found == BlockDiffusion(block_length=(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (BLOCKS, ["objective", "give either block_length or stages"]),
+        (
+            BLOCKS + "block_length = 4\nstages = [{from_step = 0, block_length = 4}]\n",
+            ["objective", "give either block_length or stages"],
+        ),
+        (BLOCKS + "stages = []\n", ["give either block_length or stages"]),
+        (BLOCKS + "stages = [{from_step = 1, block_length = 4}]\n", ["stages[0].from_step = 1 must be 0"]),
+        (
+            BLOCKS + "stages = [{from_step = 0, block_length = 4}, {from_step = 0, block_length = 2}]\n",
+            ["stages: from_step 0 must come after 0"],
+        ),
+        (
+            BLOCKS
+            + "stages = [{from_step = 0, block_length = 4}, {from_step = 9, block_length = 2},"
+            + " {from_step = 5, block_length = 2}]\n",
+            ["stages: from_step 5 must come after 9"],
+        ),
+        (BLOCKS + "stages = [{from_step = 0}]\n", ["stages", "block_length"]),
+        (BLOCKS + "block_length = 0\n", ["objective", "block_length"]),
+        (BLOCKS + "block_length = [4, 0]\n", ["objective", "block_length"]),
+        (BLOCKS + "block_length = []\n", ["objective", "block_length"]),
+        (BLOCKS + "block_length = 2.5\n", ["objective", "block_length"]),
+        (
+            '[objective]\nkind = "masked_diffusion"\n[objective.estimator]\nkind = "counts"\ndraw_per = "block"\n',
+            ["objective", 'estimator.draw_per = "block" needs blocks', 'kind = "block_diffusion"'],
+        ),
+        (BERNOULLI + "range = [0.5, 0.5]\n", ["objective.estimator", "range = [0.5, 0.5] must rise"]),
+        (BERNOULLI + "range = [0.9, 0.1]\n", ["range = [0.9, 0.1] must rise"]),
+        (BERNOULLI + "range = [0.0, 1.5]\n", ["objective.estimator.range"]),
+        (BERNOULLI + "range = [0.5]\n", ["objective.estimator.range"]),
+        (BERNOULLI + 'schedule = "cosines"\n', ["objective.estimator.schedule", "cosines", "clean_cosine"]),
+        (BERNOULLI + 'schedule = {kind = "power", exponent = 0}\n', ["objective.estimator.schedule", "exponent"]),
+        (BERNOULLI + 'schedule = {kind = "linear", exponent = 2}\n', ["objective.estimator.schedule", "exponent"]),
+        (BERNOULLI + "epsilon = 1.0\n", ["objective.estimator.epsilon"]),
+        (BERNOULLI + "reweight_cap = 0.5\n", ["objective.estimator.reweight_cap"]),
+        (BERNOULLI + "complementary = true\n", ["objective.estimator.complementary"]),
+        (BERNOULLI + 'times = "sorted"\n', ["objective.estimator.times"]),
+        ('[objective]\nkind = "masked_diffusion"\nlabel_smoothing = 1.0\n', ["objective.label_smoothing"]),
+        ('[objective]\nkind = "masked_diffusion"\nz_loss = -1.0\n', ["objective.z_loss"]),
+        ('[objective]\nkind = "masked_diffusion"\nblock_length = 4\n', ["objective.block_length"]),
+        ('[objective]\nkind = "next_token"\nloss = "elbo"\n', ["objective.loss"]),
+        ('[objective]\nkind = "diffusion"\n', ["objective", "block_diffusion"]),
+    ],
+)
+def test_what_does_not_go_together_is_named(text: str, parts: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    message = str(caught.value)
+    assert "1 problem\n" in message
+    for part in parts:
+        assert part in message
+
+
+SHIFTED = "model.logit_alignment=shifted"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["objective.kind=next_token"],
+            'objective.kind = "next_token" predicts token i by output i - 1: set model.logit',
+        ),
+        (
+            ["objective.kind=block_diffusion", "objective.block_length=99999"],
+            "objective.block_length = 99999 is longer than a row",
+        ),
+        (
+            ["objective.kind=block_diffusion", "objective.block_length=[4, 65]", "data.row_length=64"],
+            "objective.block_length = 65 is longer than a row of 64 tokens",
+        ),
+        (
+            [
+                "objective.kind=block_diffusion",
+                "objective.stages=[{from_step=0, block_length=64}, {from_step=3, block_length=65}]",
+                "data.row_length=64",
+            ],
+            "objective.stages: block_length = 65 is longer than a row of 64 tokens",
+        ),
+        (
+            [
+                "objective.kind=block_diffusion",
+                "objective.stages=[{from_step=0, block_length=64}, {from_step=10, block_length=4}]",
+            ],
+            "objective.stages: from_step = 10 is never reached, since training.max_steps = 10",
+        ),
+    ],
+)
+def test_objective_and_model_go_together(overrides: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(RUN, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, tmp_path / "train.toml", overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths", "final"),
+    [
+        ([], (None,), None),
+        (["objective.kind=next_token", SHIFTED], (1,), 1),
+        (["objective.kind=block_diffusion", "objective.block_length=64", "data.row_length=64"], (64,), 64),
+        (["objective.kind=block_diffusion", "objective.block_length=[8, 32, 1]", SHIFTED], (8, 32, 1), 32),
+        (
+            [
+                "objective.kind=block_diffusion",
+                "objective.stages=[{from_step=0, block_length=8},{from_step=2, block_length=1}]",
+            ],
+            (8, 1),
+            1,
+        ),
+    ],
+)
+def test_block_lengths_of_an_objective(
+    overrides: list[str], lengths: tuple[int | None, ...], final: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "train.toml").write_text(RUN, encoding="utf-8")
+    config = load_config(TrainConfig, tmp_path / "train.toml", overrides)
+    assert (config.objective.block_lengths, config.objective.final_block_length) == (lengths, final)
+    (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
+    assert load_config(TrainConfig, tmp_path / "again.toml") == config

@@ -1,0 +1,347 @@
+"""Made-up text: what is said of its distribution is exact, and every document is where it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.data import (
+    CopiedSymbols,
+    DataConfig,
+    MarkovChain,
+    NestedExpressions,
+    PythonStdlib,
+    ReversedAddition,
+    ShidokuGrids,
+    SyntheticText,
+)
+from diffusionlm.data import synthetic
+from diffusionlm.data.loader import Loader, batch_of, rows_of
+from diffusionlm.data.sources import KnownEntropy, open_source
+from diffusionlm.data.synthetic import (
+    BLOCK,
+    GrammarLaw,
+    MarkovLaw,
+    SyntheticSource,
+    is_shidoku,
+    law_of,
+    puzzle,
+    shidoku_grids,
+    solutions,
+)
+from tokenizer import train_bpe
+from tokenizer.patterns import PATTERNS
+
+Drain = Callable[..., list[Any]]
+ALL = [
+    MarkovChain(),
+    MarkovChain(symbols="01", length=5, stay=0.0),
+    MarkovChain(symbols="xyz", length=7, stay=1.0),
+    MarkovChain(length=1),
+    ShidokuGrids(),
+    CopiedSymbols(),
+    CopiedSymbols(symbols="()", length=1),
+    ReversedAddition(),
+    ReversedAddition(digits=25),
+    NestedExpressions(),
+    NestedExpressions(depth=0),
+    NestedExpressions(depth=6),
+]
+
+
+@pytest.fixture(params=ALL, ids=lambda config: f"{config.kind}{ALL.index(config)}")
+def config(request: pytest.FixtureRequest) -> SyntheticText:
+    return request.param  # type: ignore[no-any-return]
+
+
+def of_size(config: SyntheticText, size: int, **changes: Any) -> SyntheticText:
+    return type(config).model_validate(config.model_dump() | {"documents_per_epoch": size} | changes)
+
+
+def open_train(config: SyntheticText) -> SyntheticSource:
+    source = open_source(config, "train")
+    assert isinstance(source, SyntheticSource)
+    return source
+
+
+def test_the_sample_has_the_entropy_that_is_claimed(config: SyntheticText) -> None:
+    source = open_train(config)
+    documents, _ = source.read(0, None, 10_000)
+    surprises = -np.array([source.log_probability(text) for text in documents])
+    error = surprises.std(ddof=1) / math.sqrt(len(surprises))
+    assert abs(surprises.mean() - source.entropy_nats) <= 4 * error + 1e-9
+
+
+def test_lengths_are_as_they_are_said_to_be(config: SyntheticText) -> None:
+    source = open_train(config)
+    documents, _ = source.read(0, None, 10_000)
+    counts = Counter(map(len, documents))
+    assert max(counts) <= source.max_length
+    shares = np.array(list(counts.values())) / len(documents)
+    # The plug-in estimate is a little too low: half a nat in 10,000 for each length.
+    assert -(shares * np.log(shares)).sum() == pytest.approx(source.length_entropy_nats, abs=0.05)
+    if source.length_entropy_nats == 0.0:
+        assert set(counts) == {source.max_length}
+    assert all(text.isascii() and text.isprintable() for text in documents)
+
+
+@pytest.mark.parametrize(
+    ("config", "nats"),
+    [
+        (MarkovChain(), 29.656560),
+        (MarkovChain(symbols="ab", length=4, stay=0.5), 4 * math.log(2)),
+        (MarkovChain(symbols="abc", length=4, stay=0.0), math.log(3) + 3 * math.log(2)),
+        (MarkovChain(symbols="abc", length=9, stay=1.0), math.log(3)),
+        (ShidokuGrids(), math.log(288)),
+        (CopiedSymbols(), 16.635532),
+        (ReversedAddition(digits=2), math.log(10_000)),
+        (NestedExpressions(depth=0), math.log(10)),
+    ],
+)
+def test_entropies_known_from_elsewhere(config: SyntheticText, nats: float) -> None:
+    assert law_of(config).entropy_nats == pytest.approx(nats, abs=5e-7)
+
+
+def derivations(depth: int) -> list[str]:
+    """Every expression of the grammar."""
+    texts = list("0123456789")
+    for _ in range(depth):
+        texts = [*"0123456789", *(f"({a}{sign}{b})" for a in texts for sign in "+*" for b in texts)]
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        (
+            MarkovChain(symbols="abc", length=5, stay=0.7),
+            ["".join(text) for text in itertools.product("abc", repeat=5)],
+        ),
+        (MarkovChain(symbols="ab", length=1), ["a", "b"]),
+        (ShidokuGrids(), list(shidoku_grids())),
+        (CopiedSymbols(symbols="abc", length=3), ["".join(half) * 2 for half in itertools.product("abc", repeat=3)]),
+        (ReversedAddition(digits=1), [f"{a}+{b}={(a + b) % 10}{(a + b) // 10}" for a in range(10) for b in range(10)]),
+        (NestedExpressions(depth=1), derivations(1)),
+        (NestedExpressions(depth=2), derivations(2)),
+    ],
+)
+def test_probabilities_sum_to_one(config: SyntheticText, texts: list[str]) -> None:
+    law = law_of(config)
+    logs = np.array([law.log_probability(text) for text in texts])
+    assert len(set(texts)) == len(texts)
+    assert np.exp(logs).sum() == pytest.approx(1.0, abs=1e-12)
+    assert -(np.exp(logs) * logs).sum() == pytest.approx(law.entropy_nats, abs=1e-10)
+    lengths = np.bincount([len(text) for text in texts], weights=np.exp(logs))
+    of_length = -sum(share * math.log(share) for share in lengths if share)
+    assert of_length == pytest.approx(law.length_entropy_nats, abs=1e-10)
+
+
+def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
+    law = MarkovLaw("abc", 3, 0.6)
+    counts = Counter(law.sample(27_000, np.random.default_rng(0)))
+    for text in map("".join, itertools.product("abc", repeat=3)):
+        expected = 27_000 * math.exp(law.log_probability(text))
+        assert abs(counts[text] - expected) < 5 * math.sqrt(expected)
+    grids = Counter(law_of(ShidokuGrids()).sample(28_800, np.random.default_rng(0)))
+    assert len(grids) == 288
+    assert min(grids.values()) > 50 and max(grids.values()) < 150
+    expressions = Counter(GrammarLaw(1).sample(42_000, np.random.default_rng(0)))
+    assert set(expressions) == set(derivations(1))
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "message"),
+    [
+        (MarkovChain(), "abc", "3 symbols, not 32"),
+        (MarkovChain(length=3), "abz", "holds 'z'"),
+        (MarkovChain(length=3, stay=0.0), "aab", "probability 0"),
+        (MarkovChain(length=3, stay=1.0), "aab", "probability 0"),
+        (ShidokuGrids(), "1234341221434322", "not a 4x4 Sudoku grid"),
+        (CopiedSymbols(length=3), "abcabd", "not a copy"),
+        (CopiedSymbols(length=3), "abab", "4 symbols, not 6"),
+        (ReversedAddition(), "321+654=9751", r"123 \+ 456 is 579, not 1579"),
+        (ReversedAddition(), "21+54=75", "3 digits"),
+        (ReversedAddition(digits=1), "1+1=20\n", "not a sum"),
+        (ReversedAddition(digits=1), "\u0661+1=20", "not a sum"),
+        (NestedExpressions(), "", "unexpected the end at character 0"),
+        (NestedExpressions(), "(1+2", "unexpected the end at character 4"),
+        (NestedExpressions(), "(1", "unexpected the end at character 2"),
+        (NestedExpressions(), "(1-2)", "unexpected '-' at character 2"),
+        (NestedExpressions(), "1+2", r"unexpected '\+' at character 1"),
+        (NestedExpressions(depth=1), "(1+(2*3))", r"at most 1 nested.* unexpected '\(' at character 3"),
+        (NestedExpressions(), "\u0663", "unexpected"),
+    ],
+)
+def test_a_text_of_no_probability_is_an_error(config: SyntheticText, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        law_of(config).log_probability(text)
+
+
+def test_the_shortest_and_the_longest_expression() -> None:
+    law = GrammarLaw(3)
+    longest = "1"
+    for _ in range(3):
+        longest = f"({longest}*{longest})"
+    assert len(longest) == law.max_length == len(law.length_probabilities()) - 1
+    # 7 nestings, none of which could not have been, with an operator each, and 8 digits where nothing else may be.
+    expected = 7 * math.log(synthetic.NESTING / 2) - 8 * math.log(10)
+    assert law.log_probability(longest) == pytest.approx(expected, abs=1e-12)
+    assert law.log_probability("7") == pytest.approx(math.log((1 - synthetic.NESTING) / 10), abs=1e-12)
+    assert law.length_probabilities().sum() == pytest.approx(1.0, abs=1e-12)
+    assert np.flatnonzero(law.length_probabilities())[:3].tolist() == [1, 5, 9]
+
+
+def test_the_grids_are_all_there_are() -> None:
+    grids = shidoku_grids()
+    assert len(grids) == len(set(grids)) == 288
+    units = [range(row * 4, row * 4 + 4) for row in range(4)]
+    units += [range(column, 16, 4) for column in range(4)]
+    units += [[corner, corner + 1, corner + 4, corner + 5] for corner in (0, 2, 8, 10)]  # type: ignore[list-item]
+    assert all(sorted(grid[cell] for cell in unit) == list("1234") for grid in grids for unit in units)
+    assert all(map(is_shidoku, grids))
+    assert not any(map(is_shidoku, ["", "1" * 16, grids[0] + "1", grids[0][:15], grids[0].replace("1", "5")]))
+
+
+def test_puzzles_and_their_solutions() -> None:
+    grid = shidoku_grids()[100]
+    assert solutions("." * 16) == list(shidoku_grids())
+    assert solutions(grid) == [grid]
+    assert solutions("11" + "." * 14) == []
+    unique = 0
+    for seed in range(50):
+        made = puzzle(grid, 6, np.random.default_rng(seed))
+        assert made.count(".") == 10
+        assert all(digit in (".", right) for digit, right in zip(made, grid, strict=True))
+        assert grid in solutions(made)
+        unique += len(solutions(made)) == 1
+    assert 0 < unique < 50
+    assert puzzle(grid, 16, np.random.default_rng(0)) == grid
+    assert puzzle(grid, 0, np.random.default_rng(0)) == "." * 16
+
+
+def test_what_is_no_puzzle_is_an_error() -> None:
+    chance = np.random.default_rng(0)
+    for text in ("", "." * 15, "5" + "." * 15, "." * 16 + "\n"):
+        with pytest.raises(ValueError, match="not a 4x4 puzzle"):
+            solutions(text)
+    for givens in (-1, 17):
+        with pytest.raises(ValueError, match="givens"):
+            puzzle(shidoku_grids()[0], givens, chance)
+    with pytest.raises(ValueError, match="not a 4x4 Sudoku grid"):
+        puzzle("1" * 16, 4, chance)
+
+
+@pytest.mark.parametrize("size", [1, 10, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 300])
+def test_reading_on_from_any_position(size: int, drain: Drain) -> None:
+    for config in (MarkovChain(), NestedExpressions()):
+        whole = drain(open_train(of_size(config, size)), (10 * size,))
+        assert len(whole) == size
+        source = open_train(of_size(config, size))
+        assert drain(source, (size,)) == whole
+        assert drain(source, (7, 1, 1000)) == whole
+        for start in {0, 1, size // 3, size - 1, size, min(BLOCK, size), min(BLOCK - 1, size)}:
+            head, position = open_train(of_size(config, size)).read(0, None, start)
+            assert head + drain(open_train(of_size(config, size)), (513,), position=position) == whole
+
+
+def test_all_sources_read_on_as_whole(config: SyntheticText, drain: Drain) -> None:
+    whole = drain(open_train(of_size(config, 3000)))
+    assert drain(open_train(of_size(config, 3000)), (1, 1023, 500)) == whole
+    assert drain(open_train(of_size(config, 5000)))[:3000] == whole, "a longer epoch begins alike"
+
+
+def test_epochs_splits_and_seeds_have_other_documents(drain: Drain) -> None:
+    config = MarkovChain(documents_per_epoch=3 * BLOCK, validation_documents=1500)
+    train, validation = open_train(config), open_source(config, "validation")
+    other = open_train(config.model_copy(update={"seed": 1}))
+    groups = [drain(train), drain(train, epoch=1), drain(validation), drain(other)]
+    assert [len(group) for group in groups] == [3 * BLOCK, 3 * BLOCK, 1500, 3 * BLOCK]
+    groups += [groups[0][:BLOCK], groups[0][BLOCK:]]
+    del groups[0]
+    for one, two in itertools.combinations(groups, 2):
+        # Only the chains that never or hardly ever move are common enough to come twice.
+        assert len(set(one) & set(two)) < 40
+    assert drain(train) == groups[-2] + groups[-1], "an epoch is the same when it is read again"
+    assert train.identity != validation.identity != other.identity != train.identity
+
+
+def test_identity_changes_with_the_documents_alone() -> None:
+    def identity(**changes: Any) -> str:
+        return open_train(MarkovChain(**changes)).identity
+
+    assert identity() == identity(validation_documents=7)
+    variants = [
+        identity(),
+        identity(seed=1),
+        identity(stay=0.7),
+        identity(length=31),
+        identity(symbols="abcdefgi"),
+        identity(documents_per_epoch=99),
+        open_train(CopiedSymbols()).identity,
+        open_train(CopiedSymbols(length=32)).identity,
+    ]
+    assert len(set(variants)) == len(variants)
+
+
+def test_callers_can_ask_whether_the_entropy_is_known(config: SyntheticText) -> None:
+    source = open_source(config, "validation")
+    assert isinstance(source, KnownEntropy)
+    assert source.entropy_nats == law_of(config).entropy_nats
+    assert source.skipped == {}
+    assert not isinstance(open_source(PythonStdlib(), "validation"), KnownEntropy)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_tokenizer_without_merges_has_one_token_a_character(pattern: str, config: SyntheticText) -> None:
+    documents, _ = open_train(config).read(0, None, 500)
+    tokenizer = train_bpe(documents, vocab_size=258, pattern=pattern)
+    assert tokenizer.vocab_size == 258 and tokenizer.merges == ()
+    assert tokenizer.eos_token_id is not None and tokenizer.mask_token_id is not None
+    for text in documents:
+        tokens = tokenizer.encode(text)
+        assert len(tokens) == len(text) and tokenizer.decode(tokens) == text
+    assert len(tokenizer.encode("1234123412341234")) == 16
+
+
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -> None:
+    source = NestedExpressions(documents_per_epoch=40)
+    data = DataConfig(source=source, rows=rows, begin_with_eos=True, document_shuffle_window=16, row_shuffle_window=8)
+
+    class Batches:
+        def draw(self, batch: Any, key: Any) -> Any:
+            return batch
+
+        def score(self, draw: Any, denominator: float) -> Any:
+            raise AssertionError
+
+    def make() -> Loader:
+        reader = rows_of(open_source(source, "train"), data, byte_tokenizer, 32, seed=3)
+        return Loader(reader, Batches(), 6, 6, seed=3)  # type: ignore[arg-type]
+
+    loader, states, seen = make(), [], []
+    for step in range(20):
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        seen.append(loader.next_step(step)[0])
+    assert loader.epoch >= 2
+    for resumed_at in range(20):
+        resumed = make()
+        resumed.load_state_dict(states[resumed_at])
+        batch: Any = resumed.next_step(resumed_at)[0]
+        assert batch.tokens_BL.equal(seen[resumed_at].tokens_BL)  # type: ignore[attr-defined]
+        assert batch.is_target_BL.equal(seen[resumed_at].is_target_BL)  # type: ignore[attr-defined]
+
+
+def test_fixed_lengths_fill_their_rows(byte_tokenizer: Any) -> None:
+    data = DataConfig(source=MarkovChain(), rows="padded", end_with_eos=False)
+    rows, _ = rows_of(open_source(data.source, "train"), data, byte_tokenizer, 32, seed=0).read(0, None, 8)
+    batch = batch_of(rows)
+    assert batch.is_target_BL.all()
+    assert set(batch.tokens_BL.flatten().tolist()) == set(b"abcdefgh")

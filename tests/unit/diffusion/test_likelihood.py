@@ -1,0 +1,237 @@
+"""Likelihood of tiny models against enumeration and plain loops, in fp64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from diffusionlm.diffusion import likelihood
+from diffusionlm.diffusion.likelihood import conditional_likelihood, nelbo
+from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
+from diffusionlm.models.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+VOCAB, MASK = 6, 5
+TOKENS = torch.tensor([[0, 2, 1, 4, 3, 1, 0], [3, 3, 0, 2, 4, 4, 1], [1, 0, 2, 2, 3, 0, 4]])
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0] * 7, [0, 0, 1, 1, 1, 1, -1]])
+
+
+@pytest.fixture(scope="module")
+def diffusion(tiny_model: MakeModel) -> Transformer:
+    return tiny_model(torch.float64, vocab_size=VOCAB, mask_token_id=MASK, eos_token_id=0, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def shifted(tiny_model: MakeModel) -> Transformer:
+    return tiny_model(
+        torch.float64,
+        vocab_size=VOCAB,
+        mask_token_id=MASK,
+        eos_token_id=0,
+        pad_token_id=0,
+        logit_alignment="shifted",
+    )
+
+
+@pytest.fixture(scope="module")
+def autoregressive(tiny_model: MakeModel) -> Transformer:
+    return tiny_model(
+        torch.float64,
+        vocab_size=VOCAB,
+        mask_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+        logit_alignment="shifted",
+        block_length=1,
+    )
+
+
+def log_probabilities(logits_V: torch.Tensor, model: Transformer) -> torch.Tensor:
+    if model.config.mask_token_id is not None:
+        logits_V = logits_V.clone()
+        logits_V[MASK] = -math.inf
+    return logits_V.log_softmax(-1)
+
+
+@torch.no_grad()
+def left_to_right(model: Transformer, text: list[int]) -> list[float]:
+    """Log-probability of each token after the clean ones before it, by a forward for each."""
+    values = []
+    is_shifted = model.config.logit_alignment == "shifted"
+    for place, token in enumerate(text):
+        if is_shifted:
+            if place == 0:
+                continue
+            logits_V = model(torch.tensor([text[:place]]), pattern=Causal())[0, -1]
+        else:
+            logits_V = model(torch.tensor([[*text[:place], MASK]]), pattern=BlockCausal(1))[0, -1]
+        values.append(float(log_probabilities(logits_V, model)[token]))
+    return values
+
+
+@pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
+def test_blocks_of_one_token_are_exact(which: str, request: pytest.FixtureRequest) -> None:
+    model: Transformer = request.getfixturevalue(which)
+    for seed, draws in ((0, 1), (1, 3)):
+        report = nelbo(model, TOKENS, block_length=1, num_draws=draws, seed=seed)
+        expected = [left_to_right(model, row) for row in TOKENS.tolist()]
+        assert report.row_nats == pytest.approx([-sum(row) for row in expected], abs=1e-5)
+        assert report.num_tokens == sum(map(len, expected))
+        assert report.nats == pytest.approx(sum(report.row_nats))
+        assert report.nats_per_token == pytest.approx(report.nats / report.num_tokens)
+
+
+@pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
+def test_documents_of_a_row_are_texts_of_their_own(which: str, request: pytest.FixtureRequest) -> None:
+    model: Transformer = request.getfixturevalue(which)
+    is_target = DOCUMENTS >= 0
+    report = nelbo(model, TOKENS, is_target, block_length=1, document_BL=DOCUMENTS, batch_size=2)
+    expected = []
+    for row, documents in zip(TOKENS.tolist(), DOCUMENTS.tolist(), strict=True):
+        pieces = [[t for t, d in zip(row, documents, strict=True) if d == number] for number in (0, 1)]
+        expected.append(-sum(value for piece in pieces for value in left_to_right(model, piece)))
+    assert report.row_nats == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_block_as_long_as_the_text_is_the_whole_row(diffusion: Transformer) -> None:
+    whole, block = nelbo(diffusion, TOKENS, num_draws=3), nelbo(diffusion, TOKENS, block_length=7, num_draws=3)
+    longer = nelbo(diffusion, TOKENS, block_length=64, num_draws=3)
+    assert whole == block == longer
+
+
+def test_the_sum_over_all_texts_is_one(autoregressive: Transformer, diffusion: Transformer) -> None:
+    texts = torch.tensor(list(itertools.product(range(VOCAB - 1), repeat=3)))
+    report = nelbo(diffusion, texts, block_length=1, batch_size=200)
+    assert np.exp(-np.array(report.row_nats)).sum() == pytest.approx(1.0, abs=1e-5)
+    after = torch.tensor([[2, *text] for text in itertools.product(range(VOCAB), repeat=3)])
+    report = nelbo(autoregressive, after, block_length=1, batch_size=500)
+    assert np.exp(-np.array(report.row_nats)).sum() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_arguments_are_checked(diffusion: Transformer, autoregressive: Transformer) -> None:
+    for name in ("num_draws", "block_length", "batch_size"):
+        with pytest.raises(ValueError, match=f"{name} = 0 must be at least 1"):
+            nelbo(diffusion, TOKENS, **{name: 0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no target token"):
+        nelbo(diffusion, TOKENS, torch.zeros_like(TOKENS, dtype=torch.bool))
+    with pytest.raises(ValueError, match="no target token"):
+        nelbo(autoregressive, TOKENS[:, :1], block_length=1)
+    for block_length in (None, 2):
+        with pytest.raises(ValueError, match="no mask token"):
+            nelbo(autoregressive, TOKENS, block_length=block_length)
+
+
+def test_rows_and_a_single_row(diffusion: Transformer) -> None:
+    is_target = torch.ones_like(TOKENS, dtype=torch.bool)
+    is_target[1] = False
+    report = nelbo(diffusion, TOKENS, is_target, block_length=3)
+    assert report.row_nats[1] == 0.0 and report.num_tokens == 14
+    assert nelbo(diffusion, TOKENS[:1]).standard_error == math.inf
+
+
+def test_curve_of_block_diffusion_is_by_share_of_the_block(diffusion: Transformer) -> None:
+    """Blocks of two tokens: one or both are masked, half or all of it; the last block has one."""
+    report = nelbo(diffusion, TOKENS, block_length=2, num_draws=2)
+    assert [(low, high) for low, high, _ in report.by_masked_fraction] == [(0.4, 0.5), (0.9, 1.0)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An answer after its prompt
+
+PROMPT = [2, 0, 1]
+
+
+@torch.no_grad()
+def enumerated(model: Transformer, prompt: list[int], answer: list[int]) -> float:
+    """The NELBO of the answer: the mean over sizes k and masks of that size of n / k times their cross-entropy."""
+    n, total = len(answer), 0.0
+    for k in range(1, n + 1):
+        masks = list(itertools.combinations(range(n), k))
+        for places in masks:
+            canvas = [*prompt, *(MASK if i in places else token for i, token in enumerate(answer))]
+            logits_LV = model(torch.tensor([canvas]), pattern=Bidirectional())[0]
+            cost = -sum(float(log_probabilities(logits_LV[len(prompt) + i], model)[answer[i]]) for i in places)
+            total += n / k * cost / len(masks) / n
+    return total
+
+
+def test_an_answer_of_one_token_is_exact(diffusion: Transformer, shifted: Transformer) -> None:
+    estimate = conditional_likelihood(diffusion, PROMPT, [4], num_draws=7)
+    assert estimate.log_likelihood == pytest.approx(-enumerated(diffusion, PROMPT, [4]), abs=1e-6)
+    assert (estimate.standard_error, estimate.num_tokens) == (0.0, 1)
+    assert conditional_likelihood(shifted, PROMPT, [4]).standard_error == 0.0
+
+
+@pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
+def test_an_answer_token_by_token_is_exact(which: str, request: pytest.FixtureRequest) -> None:
+    model: Transformer = request.getfixturevalue(which)
+    estimate = conditional_likelihood(model, PROMPT, [4, 3, 3, 1], block_length=1)
+    expected = sum(left_to_right(model, [*PROMPT, 4, 3, 3, 1])[-4:])
+    assert estimate.log_likelihood == pytest.approx(expected, abs=1e-5)
+    assert (estimate.standard_error, estimate.num_tokens) == (0.0, 4)
+
+
+def test_what_is_exact_takes_one_forward_of_one_row(diffusion: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = likelihood.masked_nll, list[tuple[int, ...]]()
+
+    def noting(*args: object) -> np.ndarray:
+        seen.append(args[3].shape)  # type: ignore[attr-defined]
+        return original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(likelihood, "masked_nll", noting)
+    conditional_likelihood(diffusion, PROMPT, [4], num_draws=9)
+    conditional_likelihood(diffusion, PROMPT, [4, 1], block_length=1, num_draws=9)
+    assert seen == [(1, 4), (1, 5)]
+
+
+def test_an_answer_of_several_tokens_is_unbiased(diffusion: Transformer) -> None:
+    exact = -enumerated(diffusion, PROMPT, [4, 3, 1])
+    values = [conditional_likelihood(diffusion, PROMPT, [4, 3, 1], num_draws=48, seed=seed) for seed in range(40)]
+    found = np.array([value.log_likelihood for value in values])
+    spread = float(found.std(ddof=1))
+    assert abs(found.mean() - exact) < 4 * spread / math.sqrt(len(found))
+    assert spread / math.sqrt(len(found)) < 0.01 * abs(exact), "too weak a test"
+    # The counts are spread evenly, which the reported error cannot know: it is rather too large.
+    reported = float(np.mean([value.standard_error for value in values]))
+    assert 0.3 < spread / reported < 1.3
+
+
+@pytest.mark.parametrize(("tokens", "draws"), [(8, 16), (8, 128), (5, 20), (3, 7)])
+def test_counts_of_masked_answer_tokens_are_uniform(
+    diffusion: Transformer, monkeypatch: pytest.MonkeyPatch, tokens: int, draws: int
+) -> None:
+    """Where the published protocol's counts, rounded half to even, are not: each comes equally often, in every seed."""
+    original, seen = likelihood.masked_nll, list[np.ndarray]()
+
+    def noting(*args: object) -> np.ndarray:
+        seen.append(args[3])  # type: ignore[arg-type]
+        return original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(likelihood, "masked_nll", noting)
+    answer = [token % 5 for token in range(tokens)]
+    for seed in range(3):
+        seen.clear()
+        conditional_likelihood(diffusion, PROMPT, answer, num_draws=draws, seed=seed)
+        masked = np.concatenate(seen)
+        assert masked.shape == (draws, 3 + tokens) and not masked[:, :3].any()
+        histogram = np.bincount(masked.sum(axis=1), minlength=tokens + 1)
+        assert histogram[0] == 0
+        most = 0 if draws % tokens == 0 else 2
+        assert histogram[1:].max() - histogram[1:].min() <= most
+
+
+def test_answers_that_cannot_be_scored(diffusion: Transformer, shifted: Transformer) -> None:
+    with pytest.raises(ValueError, match="an empty answer has no likelihood"):
+        conditional_likelihood(diffusion, PROMPT, [])
+    with pytest.raises(ValueError, match="num_draws = 0 must be at least 1"):
+        conditional_likelihood(diffusion, PROMPT, [1, 2], num_draws=0)
+    assert conditional_likelihood(diffusion, [], [1, 2], num_draws=4).num_tokens == 2
+    with pytest.raises(ValueError, match="1 of the answer's 2 tokens cannot be predicted"):
+        conditional_likelihood(shifted, [], [1, 2], num_draws=4)
+    with pytest.raises(ValueError, match="1 of the answer's 3 tokens cannot be predicted"):
+        conditional_likelihood(diffusion, PROMPT, [1, MASK, 2], num_draws=4)

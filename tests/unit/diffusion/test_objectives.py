@@ -1,0 +1,444 @@
+"""Objectives: what each loss divides by, what claims to be the NELBO, and block lengths over the steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from config.model import ModelConfig
+from config.objective import BlockDiffusion, Counts, MaskedDiffusion, NextToken
+from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
+from diffusionlm.diffusion.corruption import draw_noise, unit_numbers
+from diffusionlm.diffusion.layout import target_places
+from diffusionlm.diffusion.objectives import (
+    Objective,
+    block_length_at,
+    build_objective,
+    draw_unit,
+    why_not_nelbo,
+)
+from diffusionlm.models.patterns import BlockDiffusion as TwoStreams
+
+MakeConfig = Callable[..., ModelConfig]
+MASK, LENGTH, BLOCK = 18, 12, 4
+ESTIMATORS: list[dict[str, Any]] = [
+    {},
+    {"complementary": True},
+    {"kind": "bernoulli", "schedule": "cosine", "epsilon": 0.01},
+    {"kind": "bernoulli", "times": "antithetic", "draw_per": "document"},
+    {"kind": "bernoulli", "times": "uniform", "draw_per": "row"},
+    {"contiguous_probability": 0.5, "replace_with": "random", "draw_per": "document"},
+]
+LOSSES = ["elbo", "guidelines", "soft_ce", "dllm", "masked_mean"]
+
+
+def parse(kind: str, **values: Any) -> Any:
+    """An objective's section; block diffusion with blocks of four."""
+    if kind == "masked_diffusion":
+        return MaskedDiffusion.model_validate({"estimator": {"kind": "counts"}, **values})
+    return BlockDiffusion.model_validate({"block_length": BLOCK, **values})
+
+
+def with_kind(estimator: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "counts", **estimator}
+
+
+@pytest.fixture
+def build(make_config: MakeConfig) -> Callable[[Any], Objective]:
+    return lambda config: build_objective(config, make_config())
+
+
+def batch_of(rows: int) -> Batch:
+    """Rows of unequal numbers of targets, with prompts, two documents and padding; every fifth has none."""
+    chance = np.random.default_rng(0)
+    tokens = torch.from_numpy(chance.integers(0, MASK, (rows, LENGTH)))
+    documents, targets = np.zeros((rows, LENGTH), dtype=np.int64), np.ones((rows, LENGTH), dtype=np.bool_)
+    for row in range(rows):
+        documents[row, 5 + row % 3 :] = 1
+        documents[row, LENGTH - row % 4 :] = -1
+        targets[row, : row % 5] = False
+    targets &= documents >= 0
+    targets[3::5] = False
+    return Batch(tokens, torch.from_numpy(targets), torch.from_numpy(documents))
+
+
+def weighted_sum(draw: Draw, costs_BL: np.ndarray) -> float:
+    """Sum of weights times made-up cross-entropies over the denominator: what the step's loss would be."""
+    places = target_places(draw, "same_position").numpy() % costs_BL.size
+    return float((draw.weights_R.numpy() * costs_BL.flatten()[places]).sum() / draw.denominator)
+
+
+def by_plain_loops(loss: str, config: Any, batch: Batch, key: DrawKey, costs_BL: np.ndarray) -> float:
+    """The same from the masks, one token after the other, as the papers write it."""
+    targets = batch.is_target_BL.numpy()
+    blocks: Any = config.block_length if isinstance(config, BlockDiffusion) else None
+    units = unit_numbers(batch, targets, draw_unit(config), blocks)
+    elbo = draw_noise(units, key, config.estimator, "elbo")
+    over_p = draw_noise(units, key, config.estimator, "inverse_p")
+    rows = [row for row in range(len(targets)) if targets[row].any()]
+    total = 0.0
+    for part, weighted in zip(elbo, over_p, strict=True):
+        share = 1.0 / len(elbo)
+        for row in rows:
+            masked = np.flatnonzero(part.masked_BL[row])
+            n = int(targets[row].sum())
+            for place in masked:
+                cost = costs_BL[row, place]
+                match loss:
+                    case "elbo":
+                        total += part.weights_BL[row, place] * cost / targets.sum()
+                    case "guidelines" | "soft_ce":
+                        total += weighted.weights_BL[row, place] * cost / n / len(rows)
+                    case "dllm":
+                        divisor = len(masked) if blocks is None else n
+                        total += share * cost / divisor / len(rows)
+                    case "masked_mean":
+                        total += cost / sum(each.masked_BL.sum() for each in elbo)
+    return total
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", ["masked_diffusion", "block_diffusion"])
+def test_losses_are_divided_as_they_say(
+    build: Callable[[Any], Objective], kind: str, loss: str, estimator: dict[str, Any]
+) -> None:
+    config = parse(kind, loss=loss, estimator=with_kind(estimator))
+    batch, costs = batch_of(10), np.random.default_rng(1).random((10, LENGTH))
+    for step in range(3):
+        key = DrawKey(0, step, 0, 10)
+        draw = build(config).draw(batch, key)
+        expected = by_plain_loops(loss, config, batch, key, costs)
+        assert weighted_sum(draw, costs) == pytest.approx(expected, rel=1e-12)
+        assert draw.num_targets == int(batch.is_target_BL.sum())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", ["masked_diffusion", "block_diffusion"])
+def test_micro_batches_are_the_whole_batch(
+    build: Callable[[Any], Objective], kind: str, loss: str, estimator: dict[str, Any]
+) -> None:
+    """Denominators add up, and every token is scored with the same weight. Complements come right after their own
+    micro-batch, so that the order of the scored tokens differs."""
+    objective = build(parse(kind, loss=loss, estimator=with_kind(estimator)))
+    batch, key = batch_of(10), DrawKey(3, 1, 0, 10)
+    whole = objective.draw(batch, key)
+    parts = [
+        objective.draw(batch.rows(slice(first, first + 2)), dataclasses.replace(key, first_row=first))
+        for first in range(0, 10, 2)
+    ]
+    assert sum(part.denominator for part in parts) == whole.denominator
+    assert sum(part.num_targets for part in parts) == whole.num_targets
+
+    def scored(draw: Draw, first: int, rows: int) -> list[tuple[int, int, float]]:
+        places = target_places(draw, "same_position") % (rows * LENGTH) + first * LENGTH
+        return list(zip(places.tolist(), draw.targets_R.tolist(), draw.weights_R.tolist(), strict=True))
+
+    together = [entry for index, part in enumerate(parts) for entry in scored(part, 2 * index, 2)]
+    assert sorted(together) == sorted(scored(whole, 0, 10))
+    rows = [tuple(row) for part in parts for row in part.inputs_BS[:, :LENGTH].tolist()]
+    assert sorted(rows) == sorted(tuple(row) for row in whole.inputs_BS[:, :LENGTH].tolist())
+
+
+@pytest.mark.parametrize("kind", ["masked_diffusion", "block_diffusion"])
+def test_a_draw_holds_together(build: Callable[[Any], Objective], kind: str) -> None:
+    batch = batch_of(20)
+    batch.tokens_BL[:, 7] = MASK
+    clean = batch.tokens_BL.clone()
+    objective = build(parse(kind))
+    for step in range(4):
+        draw = objective.draw(batch, DrawKey(0, step, 0, 20))
+        masked = torch.zeros(20 * LENGTH, dtype=torch.bool)
+        masked[target_places(draw, "same_position")] = True
+        masked = masked.view(20, LENGTH)
+        assert not (masked & ~batch.is_target_BL).any(), "prompt or padding was masked"
+        assert not masked[:, 7].any(), "a mask token of the data was scored"
+        assert torch.equal(draw.inputs_BS[:, :LENGTH], torch.where(masked, MASK, clean))
+        assert torch.equal(draw.targets_R, clean[masked])
+        assert (draw.rows_R.diff() > 0).all()
+        expected = batch.is_target_BL.clone()
+        expected[:, 7] = False
+        assert draw.num_targets == int(expected.sum()) == draw.denominator
+        assert torch.equal(batch.tokens_BL, clean), "the batch was changed"
+
+
+def test_random_tokens_stand_in_place_of_noise(build: Callable[[Any], Objective]) -> None:
+    batch = batch_of(40)
+    draw = build(parse("block_diffusion", estimator={"kind": "counts", "replace_with": "random"})).draw(
+        batch, DrawKey(0, 0, 0, 40)
+    )
+    noised, clean = draw.inputs_BS[:, :LENGTH], draw.inputs_BS[:, LENGTH:]
+    assert torch.equal(clean, batch.tokens_BL) and not (noised == MASK).any()
+    places = torch.zeros(40 * LENGTH, dtype=torch.bool)
+    places[target_places(draw, "same_position")] = True
+    assert torch.equal(noised.flatten()[~places], clean.flatten()[~places])
+    assert int((noised != clean).sum()) > 0.8 * int(places.sum())
+
+
+def test_a_batch_without_targets(build: Callable[[Any], Objective]) -> None:
+    batch = Batch(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.bool))
+    for kind in ("masked_diffusion", "block_diffusion"):
+        for loss in LOSSES:
+            draw = build(parse(kind, loss=loss)).draw(batch, DrawKey(0, 0, 0, 3))
+            assert (draw.num_targets, draw.denominator, len(draw.rows_R)) == (0, 0.0, 0)
+            assert torch.equal(draw.inputs_BS[:, :5], batch.tokens_BL)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is the NELBO
+
+# Square root is left out: its weights have so heavy a tail that no number of draws would tell.
+UNBIASED: list[tuple[str, dict[str, Any]]] = [
+    *[
+        (kind, {"estimator": with_kind(estimator)})
+        for kind in ("masked_diffusion", "block_diffusion")
+        for estimator in (
+            {},
+            {"draw_per": "row"},
+            {"draw_per": "document"},
+            {"complementary": True},
+            {"complementary": True, "draw_per": "document"},
+            {"weight": "inverse_p"},
+        )
+    ],
+    *[
+        ("masked_diffusion", {"estimator": {"kind": "bernoulli", "schedule": schedule, "epsilon": 0.0}})
+        for schedule in (
+            *("linear", "cosine", "raised_cosine", "clean_cosine", "power", "sigmoid", "logarithmic"),
+            {"kind": "power", "exponent": 1.3},
+        )
+    ],
+    *[
+        (kind, {"estimator": {"kind": "bernoulli", "epsilon": 0.0, "times": times, "draw_per": per, **more}})
+        for kind, per in (("masked_diffusion", "document"), ("block_diffusion", "block"), ("block_diffusion", "row"))
+        for times, more in (
+            ("stratified", {"weight": "inverse_p"}),
+            ("antithetic", {"schedule": "cosine"}),
+            ("uniform", {"schedule": "raised_cosine"}),
+        )
+    ],
+]
+
+BIASED: list[tuple[str, dict[str, Any], str]] = [
+    ("masked_diffusion", {"estimator": {"kind": "counts", "weight": "uniform"}}, "not weighted"),
+    (
+        "masked_diffusion",
+        {"estimator": {"kind": "bernoulli", "epsilon": 0.0, "schedule": "cosine", "weight": "inverse_p"}},
+        "undo a linear schedule only",
+    ),
+    ("masked_diffusion", {"loss": "guidelines"}, "rows weigh the same"),
+    ("masked_diffusion", {"loss": "soft_ce", "label_smoothing": 0.0}, "rows weigh the same"),
+    ("masked_diffusion", {"loss": "dllm", "estimator": {"kind": "counts", "weight": "elbo"}}, "divided by masked"),
+    ("block_diffusion", {"loss": "dllm", "estimator": {"kind": "counts", "weight": "elbo"}}, "rows weigh the same"),
+    (
+        "masked_diffusion",
+        {"loss": "masked_mean", "estimator": {"kind": "counts", "weight": "elbo"}},
+        "divided by masked",
+    ),
+    ("masked_diffusion", {"estimator": {"kind": "counts", "reweight_cap": 1.5}}, "reweight_cap"),
+    ("masked_diffusion", {"estimator": {"kind": "counts", "range": [0.2, 0.7]}}, "range"),
+    ("masked_diffusion", {"estimator": {"kind": "bernoulli", "epsilon": 0.3}}, "epsilon"),
+    (
+        "masked_diffusion",
+        {"estimator": {"kind": "bernoulli", "epsilon": 0.0, "min_masking_rate": 0.5}},
+        "min_masking_rate",
+    ),
+]
+
+
+def costs_by_count(draw: Draw, batch: Batch, config: Any) -> float:
+    """The estimate where a masked token costs k^2 nats, with k tokens of its block (or document) masked."""
+    block: Any = config.block_length if isinstance(config, BlockDiffusion) else None
+    units = unit_numbers(batch, batch.is_target_BL.numpy(), "document" if block is None else "block", block)
+    places = target_places(draw, "same_position").numpy()
+    names = places // LENGTH * 100 + np.tile(units.flatten(), 2)[places]
+    _, index, counts = np.unique(names, return_inverse=True, return_counts=True)
+    return float((draw.weights_R.numpy() * counts[index] ** 2).sum() / draw.denominator)
+
+
+def exact_by_count(batch: Batch, config: Any) -> float:
+    """The NELBO of such a model: the sum over k = 1 ... n of k^2 nats, per token."""
+    block: Any = config.block_length if isinstance(config, BlockDiffusion) else None
+    targets = batch.is_target_BL.numpy()
+    units = unit_numbers(batch, targets, "document" if block is None else "block", block)
+    total = 0.0
+    for row in range(len(targets)):
+        sizes = np.bincount(units[row][targets[row]])
+        total += float((sizes * (sizes + 1) * (2 * sizes + 1) / 6).sum())
+    return float(total / targets.sum())
+
+
+def estimates(
+    build: Callable[[Any], Objective], config: Any, batch: Batch, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """By step: sum of weights over targets, and the estimate of the model whose costs are counts."""
+    objective, rows = build(config), len(batch.tokens_BL)
+    draws = [objective.draw(batch, DrawKey(5, step, 0, rows)) for step in range(steps)]
+    weights = [float(draw.weights_R.sum()) / draw.denominator for draw in draws]
+    return np.array(weights), np.array([costs_by_count(draw, batch, config) for draw in draws])
+
+
+def error_of(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+@pytest.mark.parametrize(("kind", "values"), UNBIASED, ids=str)
+def test_what_claims_to_be_the_nelbo_is(build: Callable[[Any], Objective], kind: str, values: dict[str, Any]) -> None:
+    config = parse(kind, **values)
+    assert why_not_nelbo(config) is None
+    batch = batch_of(10)
+    weights, costs = estimates(build, config, batch, 200)
+    exact = exact_by_count(batch, config)
+    assert abs(weights.mean() - 1.0) < 4 * error_of(weights) + 1e-9
+    assert abs(costs.mean() - exact) < 4 * error_of(costs)
+    assert error_of(weights) < 0.1 and error_of(costs) < 0.05 * exact, "too weak a test"
+
+
+@pytest.mark.parametrize(("kind", "values", "reason"), BIASED, ids=str)
+def test_what_is_not_the_nelbo_says_so(
+    build: Callable[[Any], Objective], kind: str, values: dict[str, Any], reason: str
+) -> None:
+    config = parse(kind, **values)
+    said = why_not_nelbo(config)
+    assert said is not None and reason in said and ";" not in said
+    # Rows of twelve targets and of two.
+    targets = torch.ones(6, LENGTH, dtype=torch.bool)
+    targets[::2, 2:] = False
+    batch = Batch(torch.zeros(6, LENGTH, dtype=torch.int64), targets)
+    weights, costs = estimates(build, config, batch, 150)
+    exact = exact_by_count(batch, config)
+    off_weights, off_costs = abs(weights.mean() - 1.0), abs(costs.mean() - exact)
+    assert off_weights > 4 * error_of(weights) + 1e-9 or off_costs > 4 * error_of(costs) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"estimator": {"kind": "counts", "contiguous_probability": 0.1}}, "contiguous"),
+        ({"estimator": {"kind": "counts", "replace_with": "random"}}, "random tokens"),
+        ({"label_smoothing": 0.1}, "smoothed"),
+        ({"z_loss": 1e-4}, "z-loss"),
+    ],
+)
+def test_other_reasons(values: dict[str, Any], reason: str) -> None:
+    for kind in ("masked_diffusion", "block_diffusion"):
+        said = why_not_nelbo(parse(kind, **values))
+        assert said is not None and reason in said and ";" not in said
+
+
+def test_all_reasons_are_named_together() -> None:
+    config = parse("masked_diffusion", loss="soft_ce", z_loss=0.1, estimator={"kind": "bernoulli", "reweight_cap": 5.0})
+    said = why_not_nelbo(config)
+    assert said is not None and len(said.split("; ")) == 5  # rows, cap, epsilon, smoothing, z-loss
+
+
+def test_next_token_is_exact_unless_regularised() -> None:
+    assert why_not_nelbo(NextToken()) is None
+    assert why_not_nelbo(NextToken(label_smoothing=0.1)) == why_not_nelbo(NextToken(z_loss=1e-4)) is not None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Block lengths, next token, score
+
+
+def test_one_of_several_block_lengths_for_each_step() -> None:
+    config = parse("block_diffusion", block_length=[2, 3, 7])
+    lengths = [block_length_at(config, DrawKey(0, step, 0, 8)) for step in range(900)]
+    counts = np.array([lengths.count(length) for length in (2, 3, 7)])
+    assert counts.sum() == 900
+    assert float(((counts - 300) ** 2 / 300).sum()) < 18.4  # 2 degrees of freedom: p = 1e-4
+    for first in (1, 5):
+        assert [block_length_at(config, DrawKey(0, step, first, 8)) for step in range(50)] == lengths[:50]
+    assert [block_length_at(config, DrawKey(1, step, 0, 8)) for step in range(50)] != lengths[:50]
+    assert block_length_at(parse("block_diffusion", block_length=[5]), DrawKey(0, 0, 0, 1)) == 5
+    assert block_length_at(MaskedDiffusion(), DrawKey(0, 0, 0, 1)) is None
+
+
+def test_the_steps_block_length_reaches_units_and_pattern(build: Callable[[Any], Objective]) -> None:
+    config = parse("block_diffusion", block_length=[2, 3, 6])
+    objective, batch = build(config), Batch(torch.zeros(4, LENGTH, dtype=torch.int64), torch.ones(4, LENGTH).bool())
+    seen = set()
+    for step in range(20):
+        key = DrawKey(0, step, 0, 4)
+        length = block_length_at(config, key)
+        assert length is not None
+        draw = objective.draw(batch, key)
+        assert draw.pattern == TwoStreams(length)
+        masked = (draw.inputs_BS[:, :LENGTH] == MASK).view(4, -1, length)
+        assert (masked.sum(dim=2) >= 1).all()
+        seen.add(length)
+    assert seen == {2, 3, 6}
+
+
+def test_stages_follow_each_other(build: Callable[[Any], Objective]) -> None:
+    stages = [
+        {"from_step": 0, "block_length": 12},
+        {"from_step": 5, "block_length": 3},
+        {"from_step": 6, "block_length": 1},
+    ]
+    config = BlockDiffusion.model_validate({"stages": stages})
+    assert [block_length_at(config, DrawKey(0, step, 0, 1)) for step in (0, 4, 5, 6, 7, 999)] == [12, 12, 3, 1, 1, 1]
+    assert (config.final_block_length, config.block_lengths) == (1, (12, 3, 1))
+    batch = Batch(torch.zeros(2, LENGTH, dtype=torch.int64), torch.ones(2, LENGTH).bool())
+    shapes = [build(config).draw(batch, DrawKey(0, step, 0, 2)).inputs_BS.shape[1] for step in (4, 5, 6)]
+    assert shapes == [LENGTH, 2 * LENGTH, 2 * LENGTH], "one block for the whole row is one stream"
+
+
+def test_one_block_for_the_whole_row_is_masked_diffusion(build: Callable[[Any], Objective]) -> None:
+    batch, key = Batch(torch.arange(24).view(2, 12) % MASK, torch.ones(2, 12).bool()), DrawKey(0, 0, 0, 2)
+    one = build(parse("block_diffusion", block_length=12)).draw(batch, key)
+    other = build(parse("masked_diffusion")).draw(batch, key)
+    assert torch.equal(one.inputs_BS, other.inputs_BS) and one.pattern == other.pattern
+    assert torch.equal(one.rows_R, other.rows_R) and torch.equal(one.weights_R, other.weights_R)
+
+
+def test_next_token_scores_every_target(make_config: MakeConfig) -> None:
+    objective = build_objective(NextToken(label_smoothing=0.1, z_loss=0.2), make_config(logit_alignment="shifted"))
+    batch = batch_of(10)
+    draw = objective.draw(batch, DrawKey(0, 0, 0, 10))
+    assert batch.document_BL is not None
+    predicted = batch.is_target_BL.clone()
+    predicted[:, 0] = False
+    predicted[:, 1:] &= batch.document_BL[:, 1:] == batch.document_BL[:, :-1]
+    assert torch.equal(draw.inputs_BS, batch.tokens_BL)
+    assert torch.equal(target_places(draw, "shifted"), predicted.flatten().nonzero()[:, 0])
+    assert torch.equal(draw.targets_R, batch.tokens_BL[predicted])
+    assert draw.weights_R.tolist() == [1.0] * int(predicted.sum())
+    assert draw.denominator == draw.num_targets == int(predicted.sum())
+    score = objective.score(draw, 2.0)
+    assert (score.label_smoothing, score.z_loss, score.excluded_token) == (0.1, 0.2, MASK)
+    assert score.weights_R.tolist() == [0.5] * len(draw.weights_R)
+
+
+def test_next_token_needs_shifted_outputs(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match=r'model\.logit_alignment = "shifted" \(it is "same_position"\)'):
+        build_objective(NextToken(), make_config())
+
+
+def test_only_next_token_goes_without_a_mask_token(make_config: MakeConfig) -> None:
+    config = make_config(mask_token_id=None, logit_alignment="shifted")
+    assert build_objective(NextToken(), config).score(
+        build_objective(NextToken(), config).draw(batch_of(2), DrawKey(0, 0, 0, 2)), 1.0
+    ).excluded_token is None  # fmt: skip
+    for objective in (MaskedDiffusion(), BlockDiffusion(block_length=1), BlockDiffusion(block_length=4)):
+        with pytest.raises(ValueError, match="no mask token"):
+            build_objective(objective, config)
+
+
+def test_score_divides_and_excludes_the_mask(build: Callable[[Any], Objective]) -> None:
+    for loss, smoothing in (("elbo", 0.0), ("soft_ce", 0.1)):
+        objective = build(parse("masked_diffusion", loss=loss, z_loss=1e-3))
+        draw = objective.draw(batch_of(8), DrawKey(0, 0, 0, 8))
+        score = objective.score(draw, denominator=17.0)
+        assert torch.equal(score.weights_R, draw.weights_R / 17.0)
+        assert torch.equal(score.targets_R, draw.targets_R)
+        assert (score.excluded_token, score.label_smoothing, score.z_loss) == (MASK, smoothing, 1e-3)
+    assert MaskedDiffusion(loss="soft_ce", label_smoothing=0.0).smoothing == 0.0
+    assert MaskedDiffusion(estimator=Counts(), label_smoothing=0.3).smoothing == 0.3

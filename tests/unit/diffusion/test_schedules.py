@@ -1,0 +1,117 @@
+"""Noise schedules against their formulae, their derivatives and published values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from config.objective import (
+    CleanCosine,
+    Cosine,
+    Linear,
+    Logarithmic,
+    NoiseScheduleConfig,
+    Power,
+    RaisedCosine,
+    Sigmoid,
+    SquareRoot,
+)
+from diffusionlm.diffusion.schedules import build_schedule
+
+FIVE = 1 / (1 + math.exp(2.5)), 1 / (1 + math.exp(-2.5))
+SIX = 1 / (1 + math.exp(3)), 1 / (1 + math.exp(-3))
+
+FORMULAE: dict[str, tuple[Any, Callable[[float], float]]] = {
+    "linear": (Linear(), lambda t: 1 - t),
+    "cosine": (Cosine(), lambda t: 1 - math.cos(math.pi / 2 * (1 - t))),
+    "raised_cosine": (RaisedCosine(), lambda t: (1 + math.cos(math.pi * t)) / 2),
+    "clean_cosine": (CleanCosine(), lambda t: math.cos(math.pi * t / 2)),
+    "power 2": (Power(), lambda t: 1 - t * t),
+    "power 3.5": (Power(exponent=3.5), lambda t: 1 - t**3.5),
+    "square_root": (SquareRoot(), lambda t: 1 - math.sqrt(t)),
+    "sigmoid 6": (Sigmoid(), lambda t: 1 - (1 / (1 + math.exp(3 - 6 * t)) - SIX[0]) / (SIX[1] - SIX[0])),
+    "sigmoid 5": (
+        Sigmoid(steepness=5.0),
+        lambda t: 1 - (1 / (1 + math.exp(-5 * (t - 0.5))) - FIVE[0]) / (FIVE[1] - FIVE[0]),
+    ),
+    "logarithmic": (Logarithmic(), lambda t: 1 - math.log(1 + t) / math.log(2)),
+}
+INNER = np.linspace(0.01, 0.99, 99)
+
+
+@pytest.fixture(params=FORMULAE)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_every_schedule_is_here() -> None:
+    variants = TypeAdapter(NoiseScheduleConfig).json_schema()["discriminator"]["mapping"]
+    assert {config.kind for config, _ in FORMULAE.values()} == set(variants)
+
+
+def test_alpha_is_its_formula(name: str) -> None:
+    config, formula = FORMULAE[name]
+    ours = build_schedule(config).alpha(INNER)
+    np.testing.assert_allclose(ours, [formula(t) for t in INNER], rtol=1e-13, atol=1e-15)
+    assert ours.dtype == np.float64
+
+
+def test_alpha_falls_from_one_to_zero(name: str) -> None:
+    schedule = build_schedule(FORMULAE[name][0])
+    ends = schedule.alpha(np.array([0.0, 1.0]))
+    np.testing.assert_allclose(ends, [1.0, 0.0], rtol=0, atol=1e-15)
+    assert (np.diff(schedule.alpha(np.linspace(0.0, 1.0, 1001))) < 0).all()
+
+
+def test_alpha_prime_is_the_derivative(name: str) -> None:
+    schedule, h = build_schedule(FORMULAE[name][0]), 1e-6
+    slope = (schedule.alpha(INNER + h) - schedule.alpha(INNER - h)) / (2 * h)
+    np.testing.assert_allclose(schedule.alpha_prime(INNER), slope, rtol=1e-6)
+
+
+def test_small_masked_shares_keep_their_digits(name: str) -> None:
+    """1 - alpha(t) against the integral of the slope, near t = 0, where 1 - cos loses its digits."""
+    schedule, t = build_schedule(FORMULAE[name][0]), 1e-6
+    nodes, weights = np.polynomial.legendre.leggauss(20)
+    # t = s^2 takes the singular slope of the square root out.
+    s = (nodes + 1) / 2 * math.sqrt(t)
+    integral = float((weights / 2 * math.sqrt(t) * -schedule.alpha_prime(s * s) * 2 * s).sum())
+    assert float(1.0 - schedule.alpha(np.array(t))) == pytest.approx(integral, rel=1e-3)
+
+
+def test_weight_times_masked_share_integrates_to_one(name: str) -> None:
+    """E_t[w (1 - alpha)] = 1: a cross-entropy of one everywhere gives one nat per token, whatever the schedule."""
+    schedule = build_schedule(FORMULAE[name][0])
+    nodes, node_weights = np.polynomial.legendre.leggauss(64)
+    s = (nodes + 1) / 2
+    t = s * s
+    share = 1.0 - schedule.alpha(t)
+    weight = -schedule.alpha_prime(t) / np.maximum(share, 1e-30)
+    assert float((node_weights / 2 * 2 * s * weight * share).sum()) == pytest.approx(1.0, abs=1e-10)
+
+
+def test_published_values() -> None:
+    """dLLM's linear and cosine at t = .25, .5, .75; its weights have 1e-6 in the denominator."""
+    t = np.array([0.25, 0.5, 0.75])
+    for config, alphas, weights in (
+        (Linear(), [0.75, 0.5, 0.25], [3.99998, 2.0, 1.33333]),
+        (Cosine(), [0.617317, 0.292893, 0.076120], [3.79223, 1.57079, 0.65064]),
+    ):
+        schedule = build_schedule(config)
+        np.testing.assert_allclose(schedule.alpha(t), alphas, atol=6e-7)
+        weight = -schedule.alpha_prime(t) / (1.0 - schedule.alpha(t) + 1e-6)
+        np.testing.assert_allclose(weight, weights, atol=1e-5)
+
+
+def test_the_three_cosines_are_not_the_same() -> None:
+    t = np.array([0.25, 0.5, 0.75])
+    cosine, raised, clean = (build_schedule(each).alpha(t) for each in (Cosine(), RaisedCosine(), CleanCosine()))
+    assert (cosine + 0.07 < raised).all() and (raised + 0.07 < clean).all()
+    np.testing.assert_allclose(clean, [math.cos(math.pi / 8), math.sqrt(0.5), math.cos(3 * math.pi / 8)])
+    np.testing.assert_allclose(cosine, 1 - clean[::-1])
+    np.testing.assert_allclose(raised, clean**2)

@@ -1,0 +1,287 @@
+"""The exact likelihood of deterministic samplers: probabilities that sum to one, and orders written out.
+
+Shapes: B rows, L positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from config.generation import GenerationConfig, RemaskingStrategy
+from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.inference.generate import generate
+from diffusionlm.inference.likelihood import sampler_likelihood
+from diffusionlm.inference.policies import build_policy
+from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
+from diffusionlm.models.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+DETERMINISTIC: tuple[RemaskingStrategy, ...] = ("low_confidence", "topk_margin", "entropy", "sequential")
+TOKENS, LENGTH = 3, 4
+EVERY_TEXT = torch.tensor(list(product(range(TOKENS), repeat=LENGTH)))
+
+
+def settings(**values: Any) -> GenerationConfig:
+    return GenerationConfig.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model: MakeModel) -> MakeModel:
+    """``small(**config)``: three tokens and the mask, in fp64."""
+
+    def make(**config: Any) -> Transformer:
+        sizes = {"vocab_size": TOKENS + 1, "mask_token_id": TOKENS, "eos_token_id": None, "pad_token_id": None}
+        return tiny_model(torch.float64, **{**sizes, **config}).eval()
+
+    return make
+
+
+def total_probability(row_nats: tuple[float, ...]) -> float:
+    return math.fsum(math.exp(-nats) for nats in row_nats)
+
+
+@pytest.mark.parametrize("strategy", DETERMINISTIC)
+@pytest.mark.parametrize("steps", [4, 2, 1])
+@pytest.mark.parametrize("batch_size", [81, 7])
+def test_probabilities_of_all_texts_sum_to_one(
+    small: MakeModel, strategy: RemaskingStrategy, steps: int, batch_size: int
+) -> None:
+    config = settings(remasking_strategy=strategy, denoising_steps=steps)
+    report = sampler_likelihood(small(), EVERY_TEXT, config=config, batch_size=batch_size)
+    assert total_probability(report.row_nats) == pytest.approx(1.0, abs=1e-9)
+    forwards = len(build_policy(config).quotas(4, steps))  # Dream's counts are a little uneven
+    assert (report.num_tokens, report.num_forwards) == (81 * 4, 81 * forwards)
+    assert forwards == steps or strategy in ("topk_margin", "entropy")
+    assert report.nats_per_token == pytest.approx(sum(report.row_nats) / 324)
+    assert report.nats == pytest.approx(sum(report.row_nats))
+
+
+@pytest.mark.parametrize("strategy", DETERMINISTIC)
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
+@pytest.mark.parametrize(("block_length", "steps"), [(1, 1), (2, 2), (2, 1), (3, 2), (4, 4), (4, 2), (4, 1)])
+def test_probabilities_sum_to_one_in_blocks(
+    small: MakeModel, strategy: RemaskingStrategy, attention: str, block_length: int, steps: int
+) -> None:
+    config = settings(
+        remasking_strategy=strategy, attention=attention, block_length=block_length, denoising_steps=steps
+    )
+    report = sampler_likelihood(small(), EVERY_TEXT, config=config)
+    assert total_probability(report.row_nats) == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("strategy", DETERMINISTIC)
+@pytest.mark.parametrize("block_length", [None, 2])
+def test_probabilities_sum_to_one_with_shifted_outputs(
+    small: MakeModel, strategy: RemaskingStrategy, block_length: int | None
+) -> None:
+    """The first token is context, so that it sums to one for each of the three."""
+    model = small(logit_alignment="shifted", block_length=block_length)
+    report = sampler_likelihood(model, EVERY_TEXT, config=settings(remasking_strategy=strategy))
+    assert total_probability(report.row_nats) == pytest.approx(3.0, abs=1e-9)
+    assert report.num_tokens == 81 * 3
+
+
+def by_hand(model: Transformer, text: list[int], order: list[list[int]], pattern: Any) -> float:
+    """Nats of a text revealed in groups of positions."""
+    mask, nats = model.config.mask_token, 0.0
+    hidden = {place for group in order for place in group}
+    for group in order:
+        canvas = [mask if place in hidden else token for place, token in enumerate(text)]
+        with torch.no_grad():
+            logits_LV = model(torch.tensor([canvas]), pattern=pattern)[0].clone()
+        logits_LV[:, mask] = float("-inf")
+        logprobs_LV = logits_LV.log_softmax(dim=1)
+        shift = int(model.config.logit_alignment == "shifted")
+        nats -= sum(float(logprobs_LV[place - shift, text[place]]) for place in group)
+        hidden -= set(group)
+    return nats
+
+
+def test_sequential_is_the_chain_rule(small: MakeModel) -> None:
+    model = small()
+    text = [2, 0, 1, 1, 2, 0, 0]
+    tokens_BL = torch.tensor([text])
+    chain = [[place] for place in range(7)]
+    report = sampler_likelihood(model, tokens_BL, config=settings(remasking_strategy="sequential"))
+    assert report.nats == pytest.approx(by_hand(model, text, chain, Bidirectional()), abs=1e-9)
+    assert report.standard_error == math.inf
+    pairs = sampler_likelihood(
+        model, tokens_BL, config=settings(remasking_strategy="sequential", denoising_steps=2, block_length=4)
+    )
+    groups = [[0, 1], [2, 3], [4, 5], [6]]
+    assert pairs.nats == pytest.approx(by_hand(model, text, groups, Bidirectional()), abs=1e-9)
+    blocks = settings(remasking_strategy="sequential", attention="block_causal", block_length=3)
+    expected = by_hand(model, text, chain, BlockCausal(3))
+    assert sampler_likelihood(model, tokens_BL, config=blocks).nats == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+@pytest.mark.parametrize("block_length", [None, 4])
+@pytest.mark.parametrize("strategy", DETERMINISTIC)
+def test_the_order_is_that_of_the_distributions(
+    small: MakeModel, alignment: str, block_length: int | None, strategy: RemaskingStrategy
+) -> None:
+    """A slow sampler that asks for all logits and picks the surest open position of the block."""
+    model = small(logit_alignment=alignment, block_length=block_length)
+    text = [1, 2, 0, 0, 2, 1, 1, 0, 2]
+    pattern = Bidirectional() if block_length is None else BlockCausal(block_length)
+    shift, size = int(alignment == "shifted"), block_length or 9
+    order: list[list[int]] = []
+    hidden = set(range(shift, 9))
+    for start in range(0, 9, size):
+        block = [place for place in range(start, min(start + size, 9)) if place in hidden]
+        for quota in build_policy(settings(remasking_strategy=strategy)).quotas(len(block), len(block)):
+            canvas = [TOKENS if place in hidden else token for place, token in enumerate(text)]
+            with torch.no_grad():
+                logits_LV = model(torch.tensor([canvas]), pattern=pattern)[0].clone()
+            logits_LV[:, TOKENS] = float("-inf")
+            sure = {place: sureness(logits_LV[place - shift].softmax(dim=0), strategy) for place in block}
+            # Rounded, since on a canvas of masks alone all positions are equal: then the first comes first.
+            ranked = sorted(set(block) & hidden, key=lambda place, sure=sure: (-round(sure[place], 7), place))  # type: ignore[misc]
+            order.append(ranked[:quota])
+            hidden -= set(ranked[:quota])
+    report = sampler_likelihood(model, torch.tensor([text]), config=settings(remasking_strategy=strategy))
+    assert report.nats == pytest.approx(by_hand(model, text, order, pattern), abs=1e-9)
+
+
+def sureness(probs_V: Tensor, strategy: RemaskingStrategy) -> float:
+    best, second, _, _ = probs_V.sort(descending=True).values.tolist()
+    match strategy:
+        case "low_confidence":
+            return float(best)
+        case "topk_margin":
+            return float(best - second)
+        case "entropy":
+            return float(torch.xlogy(probs_V, probs_V).sum())
+        case _:
+            return 0.0
+
+
+def test_blocks_of_one_token_are_nelbos(small: MakeModel) -> None:
+    model = small()
+    tokens_BL = torch.randint(0, TOKENS, (5, 9), generator=torch.Generator().manual_seed(1))
+    documents_BL = torch.tensor([[0] * 9, [0] * 4 + [1] * 5, [0] * 6 + [-1] * 3, [0] * 2 + [3] * 7, [5] * 9])
+    targets_BL = documents_BL >= 0
+    config = settings(attention="block_causal", block_length=1)
+    report = sampler_likelihood(model, tokens_BL, config=config, document_BL=documents_BL)
+    expected = nelbo(model, tokens_BL, targets_BL, 1, document_BL=documents_BL)
+    # Rotary angles are in fp32, so a document is not quite the same further on in a row.
+    assert report.row_nats == pytest.approx(expected.row_nats, abs=1e-6)
+    assert (report.num_tokens, report.num_forwards) == (expected.num_tokens, expected.num_tokens)
+    assert report.standard_error == pytest.approx(expected.standard_error, abs=1e-6)
+
+
+def test_an_autoregressive_model_needs_no_mask_token(small: MakeModel) -> None:
+    model = small(mask_token_id=None, block_length=1, logit_alignment="shifted")
+    tokens_BL = torch.randint(0, TOKENS + 1, (4, 8), generator=torch.Generator().manual_seed(1))
+    report = sampler_likelihood(model, tokens_BL)
+    with torch.no_grad():
+        logprobs_BLV = model(tokens_BL, pattern=Causal())[:, :-1].log_softmax(dim=2)
+    expected_B = -logprobs_BLV.gather(2, tokens_BL[:, 1:, None]).sum(dim=(1, 2))
+    assert report.row_nats == pytest.approx(expected_B.tolist(), abs=1e-9)
+    assert report.num_tokens == 28
+
+
+def test_prompts_are_seen_and_not_scored(small: MakeModel) -> None:
+    model = small()
+    text = [2, 0, 1, 1, 2, 0, 0]
+    tokens_BL = torch.tensor([text])
+    is_target_BL = torch.tensor([[False, True, False, True, True, False, True]])
+    config = settings(remasking_strategy="sequential", denoising_steps=1, block_length=2)
+    report = sampler_likelihood(model, tokens_BL, is_target_BL, config)
+    assert report.nats == pytest.approx(by_hand(model, text, [[1, 3], [4, 6]], Bidirectional()), abs=1e-9)
+    assert (report.num_tokens, report.num_forwards) == (4, 2)
+    assert tokens_BL.tolist() == [text]
+
+
+def test_a_mask_token_in_the_data_is_text(small: MakeModel) -> None:
+    model, text = small(), [2, TOKENS, 1, 0]
+    report = sampler_likelihood(model, torch.tensor([text]), config=settings(remasking_strategy="sequential"))
+    assert report.nats == pytest.approx(by_hand(model, text, [[0], [2], [3]], Bidirectional()), abs=1e-9)
+    assert report.num_tokens == 3
+
+
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
+def test_rows_of_different_lengths_and_packed_ones(small: MakeModel, attention: str) -> None:
+    model = small()
+    texts = [[2, 0, 1, 1, 2, 0], [1, 0, 2], [0, 0, 2, 1, 1], [1]]
+    config = settings(attention=attention, block_length=2, denoising_steps=1)
+    alone = [sampler_likelihood(model, torch.tensor([text]), config=config).nats for text in texts]
+    tokens_BL, documents_BL = torch.zeros(4, 9, dtype=torch.int64), torch.full((4, 9), -1)
+    for row, text in enumerate(texts):
+        tokens_BL[row, : len(text)], documents_BL[row, : len(text)] = torch.tensor(text), 0
+    padded = sampler_likelihood(model, tokens_BL, config=config, document_BL=documents_BL, batch_size=3)
+    assert padded.row_nats == pytest.approx(alone, abs=1e-9)
+    assert padded.num_tokens == sum(map(len, texts))
+    packed = torch.tensor([[*texts[0], *texts[1]], [*texts[2], *texts[3], 0, 0, 0]])
+    numbers = torch.tensor([[0] * 6 + [1] * 3, [0] * 5 + [1] + [-1] * 3])
+    together = sampler_likelihood(model, packed, config=config, document_BL=numbers)
+    assert together.row_nats == pytest.approx([alone[0] + alone[1], alone[2] + alone[3]], abs=1e-9)
+
+
+def test_rows_do_not_depend_on_each_other(small: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    tokens_BL = torch.randint(0, TOKENS, (9, 7), generator=torch.Generator().manual_seed(2))
+    config = settings(denoising_steps=3)
+    whole = sampler_likelihood(model, tokens_BL, config=config)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(3))
+    shuffled = sampler_likelihood(model, tokens_BL[order], config=config, batch_size=2)
+    assert shuffled.row_nats == pytest.approx([whole.row_nats[row] for row in order], abs=1e-9)
+    assert shuffled.standard_error == pytest.approx(whole.standard_error, abs=1e-9)
+    monkeypatch.setattr("diffusionlm.inference.likelihood.CHUNK_BYTES", 8 * 4 * 5)
+    monkeypatch.setattr("diffusionlm.inference.likelihood.LOGITS_BYTES", 4 * 4 * 15)
+    assert sampler_likelihood(model, tokens_BL, config=config).row_nats == pytest.approx(whole.row_nats, abs=1e-9)
+
+
+def test_progress_ends_at_all_tokens(small: MakeModel) -> None:
+    seen: list[tuple[int, int]] = []
+    sampler_likelihood(small(), EVERY_TEXT[:5], batch_size=2, on_progress=lambda *now: seen.append(now))
+    assert seen[0] == (2, 20)
+    assert seen[-1] == (20, 20)
+    assert seen == sorted(seen)
+
+
+def test_it_is_the_likelihood_of_what_sequential_generates(small: MakeModel) -> None:
+    model = small()
+    config = settings(remasking_strategy="sequential", temperature=1.0, max_new_tokens=6, stop_token_ids=())
+    [done] = generate(model, [[1, 2]], config)
+    assert done.step_map == (1, 2, 3, 4, 5, 6)
+    tokens_BL = torch.tensor([[1, 2, *done.token_ids]])
+    is_target_BL = torch.arange(8)[None] >= 2
+    report = sampler_likelihood(model, tokens_BL, is_target_BL, config)
+    assert report.nats == pytest.approx(-sum(done.logprobs), abs=1e-9)
+
+
+def test_refusals(small: MakeModel) -> None:
+    model, tokens_BL = small(), torch.tensor([[0, 1, 2]])
+    for strategy in ("random", "threshold"):
+        with pytest.raises(ValueError, match=f'"{strategy}" has no exact likelihood.*low_confidence, topk_margin'):
+            sampler_likelihood(model, tokens_BL, config=settings(remasking_strategy=strategy))
+    for values, words in (
+        ({"temperature": 0.5}, "temperature = 0.5: the likelihood is that of temperature 1"),
+        ({"top_k": 2}, "top_k = 2 makes texts impossible"),
+        ({"top_p": 0.9}, "top_p = 0.9 makes texts impossible"),
+        ({"suppress_token_ids": [1]}, "suppress_token_ids = .* makes texts impossible"),
+        ({"block_length": 1, "steps": 2}, "steps = 2 are fewer than the 3 blocks"),
+        ({"attention": "block_causal"}, "needs block_length"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sampler_likelihood(model, tokens_BL, config=settings(**values))
+    with pytest.raises(ValueError, match="no target token"):
+        sampler_likelihood(model, tokens_BL, torch.zeros(1, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="batch_size = 0"):
+        sampler_likelihood(model, tokens_BL, batch_size=0)
+    autoregressive = small(mask_token_id=None, block_length=1, logit_alignment="shifted")
+    with pytest.raises(ValueError, match="no mask token"):
+        sampler_likelihood(autoregressive, tokens_BL, config=settings(attention="bidirectional"))
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        sampler_likelihood(model, tokens_BL)

@@ -1,0 +1,125 @@
+"""FlexAttention's block mask in closed form against torch's own from every pair, and what it computes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from diffusionlm.models.attention import Backend
+from diffusionlm.models.flex import block_mask, count_visible
+from diffusionlm.models.lowering import lower
+from diffusionlm.models.patterns import (
+    AttentionPattern,
+    Bidirectional,
+    BlockCausal,
+    BlockDiffusion,
+    Causal,
+    PromptAndOwnBlock,
+)
+
+LENGTH = 330
+DOCUMENTS = torch.tensor([[0] * 140 + [1] * 3 + [2] * 150 + [-1] * 37, [0] * 330])
+
+
+def patterns() -> list[AttentionPattern]:
+    made: list[AttentionPattern] = [PromptAndOwnBlock(16, torch.arange(LENGTH)[None] < 200)]
+    for packed in (None, DOCUMENTS):
+        made += [Bidirectional(packed), Causal(packed)]
+        made += [make(block, packed) for make in (BlockCausal, BlockDiffusion) for block in (1, 4, 7, 128, 500)]
+    return made
+
+
+def name(value: object) -> str:
+    if isinstance(value, int | None):
+        return f"window-{value}"
+    block = getattr(value, "block_length", "")
+    return f"{type(value).__name__}{block}" + ("" if getattr(value, "documents_BL", None) is None else "-documents")
+
+
+def listed(numbers: torch.Tensor, indices: torch.Tensor) -> list[list[list[int]]]:
+    return [
+        [sorted(tiles[:number].tolist()) for number, tiles in zip(row[0], table[0], strict=True)]
+        for row, table in zip(numbers, indices, strict=True)
+    ]
+
+
+def assert_same(ours: BlockMask, theirs: BlockMask) -> None:
+    assert ours.shape == theirs.shape
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        numbers, indices = getattr(ours, f"{kind}_num_blocks"), getattr(ours, f"{kind}_indices")
+        their_numbers, their_indices = getattr(theirs, f"{kind}_num_blocks"), getattr(theirs, f"{kind}_indices")
+        assert numbers.dtype == indices.dtype == torch.int32
+        assert listed(numbers, indices) == listed(their_numbers, their_indices), kind
+
+
+@pytest.mark.parametrize("window", [None, 9, 255], ids=name)  # 255: one pair of a tile is hidden
+@pytest.mark.parametrize("pattern", patterns(), ids=name)
+def test_tiles_are_those_of_create_block_mask(pattern: AttentionPattern, window: int | None) -> None:
+    length = LENGTH * pattern.streams
+    dense = pattern.dense(length, window=window)
+    intervals = pattern.intervals(length, window=window)
+    assert intervals is not None
+    for queries in (length, 200):
+        expected = create_block_mask(
+            lambda b, h, q, k: dense[b, q, k], len(dense), 1, queries, length, device=torch.device("cpu")
+        )
+        assert_same(block_mask(intervals, queries), expected)
+
+
+def test_tables_are_small() -> None:
+    """Nothing of the size of all pairs is made: 2^20 positions would be a terabyte."""
+    intervals = BlockDiffusion(32).intervals(1 << 16)
+    visible = count_visible(*intervals, 1 << 16)
+    assert visible.shape == (1, 512, 512)
+    assert visible.sum() == (1 << 15) ** 2 + (1 << 15) * 32
+    full = block_mask(intervals, 1 << 16)
+    assert int(full.kv_num_blocks.sum()) == 3 * 256 and int(full.full_kv_num_blocks.sum()) == 256 * 255
+
+
+def tensors(length: int, queries: int) -> list[torch.Tensor]:
+    return [torch.randn(2, positions, heads, 16) for positions, heads in ((queries, 4), (length, 2), (length, 2))]
+
+
+@pytest.mark.parametrize("window", [None, 9], ids=name)
+@pytest.mark.parametrize("pattern", patterns()[::3], ids=name)
+def test_flex_equals_sdpa_on_the_cpu(pattern: AttentionPattern, window: int | None) -> None:
+    length = LENGTH * pattern.streams
+    flex, sdpa = (lower(pattern, length, "cpu", backend, window) for backend in ("flex", "sdpa"))
+    for queries in (length, 200):
+        q, k, v = tensors(length, queries)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That it is slow without the compiler.
+            ours = flex(q, k, v)
+        torch.testing.assert_close(ours, sdpa(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_no_gradients_on_the_cpu() -> None:
+    attention = lower(Causal(), LENGTH, "cpu", "flex")
+    q, k, v = tensors(LENGTH, LENGTH)
+    k.requires_grad_()
+    with pytest.raises(ValueError, match=r'"flex".*CPU.*"tiled"'):
+        attention(q, k, v)
+    with torch.no_grad():
+        assert attention(q, k, v).shape == q.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("backend", ["flex", "auto", "tiled"])
+@pytest.mark.parametrize("window", [None, 100], ids=name)
+@pytest.mark.parametrize("pattern", patterns(), ids=name)
+def test_cuda_forward_and_backward(pattern: AttentionPattern, window: int | None, backend: Backend) -> None:
+    length = LENGTH * pattern.streams
+    wide: list[Any] = [each.double().requires_grad_() for each in tensors(length, length)]
+    ours: list[Any] = [each.detach().to("cuda", torch.float32).requires_grad_() for each in wide]
+    expected = lower(pattern, length, "cpu", "eager", window)(*wide)
+    out = lower(pattern.to("cuda"), length, "cuda", backend, window)(*ours)
+    cotangent = torch.randn_like(expected)
+    theirs = torch.autograd.grad(expected, wide, cotangent)
+    gradients = torch.autograd.grad(out, ours, cotangent.to(out))
+    for our, their in zip((out, *gradients), (expected, *theirs), strict=True):
+        assert (our.cpu().double() - their).norm() < 5e-3 * their.norm()

@@ -1,0 +1,187 @@
+"""Every way to compute a pattern against softmax written out, and which of them is chosen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from diffusionlm.models import lowering
+from diffusionlm.models.attention import Backend
+from diffusionlm.models.lowering import lower
+from diffusionlm.models.patterns import (
+    AttentionPattern,
+    Bidirectional,
+    BlockCausal,
+    BlockDiffusion,
+    Causal,
+    DenseBias,
+    PromptAndOwnBlock,
+    document_offsets,
+)
+
+LENGTH = 150
+"""More than two tiles, and no multiple of one."""
+BLOCKS = (1, 2, 3, 4, 7, 50, 200)
+WINDOW = 20
+
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 64 + [3] * 71 + [-1] * 9, [0] * 2 + [1] * 38 + [2] * 110])
+"""Short and long ones, one of a single token, and padding."""
+
+
+def patterns() -> list[AttentionPattern]:
+    made: list[AttentionPattern] = []
+    for packed in (None, DOCUMENTS):
+        offsets = torch.arange(LENGTH)[None] if packed is None else document_offsets(packed)
+        made += [Bidirectional(packed), Causal(packed)]
+        made += [make(block, packed) for make in (BlockCausal, BlockDiffusion) for block in BLOCKS]
+        made += [PromptAndOwnBlock(block, offsets < 30, packed) for block in (1, 4, 7, 200)]
+    return made
+
+
+def name(value: object) -> str:
+    if isinstance(value, int | None):
+        return f"window-{value}"
+    block = getattr(value, "block_length", "")
+    return f"{type(value).__name__}{block}" + ("" if getattr(value, "documents_BL", None) is None else "-documents")
+
+
+def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    G = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(G, dim=2), v.repeat_interleave(G, dim=2)
+    scores = torch.einsum("bqnh,bknh->bnqk", q, k) / math.sqrt(q.shape[-1])
+    mask = mask[:, None] if mask.dim() == 3 else mask
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return torch.einsum("bnqk,bknh->bqnh", torch.softmax(scores, dim=-1), v)
+
+
+def tensors(
+    length: int, queries: int | None = None, *, dtype: torch.dtype = torch.float64, device: str = "cpu", width: int = 4
+) -> list[torch.Tensor]:
+    shapes = [(2, length if queries is None else queries, 4, width), (2, length, 2, width), (2, length, 2, width)]
+    return [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def assert_equals_softmax(
+    pattern: AttentionPattern, backend: Backend, window: int | None, *, queries: int | None = None
+) -> None:
+    length = LENGTH * pattern.streams
+    q, k, v = tensors(length, queries)
+    expected = softmax_attention(q, k, v, pattern.dense(length, window=window)[..., : q.shape[1], :])
+    ours = lower(pattern, length, "cpu", backend, window)(q, k, v)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    cotangent = torch.randn_like(expected)
+    for our, their in zip(
+        torch.autograd.grad(ours, (q, k, v), cotangent),
+        torch.autograd.grad(expected, (q, k, v), cotangent),
+        strict=True,
+    ):
+        torch.testing.assert_close(our, their, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW], ids=name)
+@pytest.mark.parametrize("pattern", patterns(), ids=name)
+def test_tiled_equals_softmax(pattern: AttentionPattern, window: int | None) -> None:
+    assert_equals_softmax(pattern, "tiled", window)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
+@pytest.mark.parametrize("window", [None, WINDOW, 1000], ids=name)
+@pytest.mark.parametrize(
+    "pattern",
+    [Bidirectional(), BlockCausal(7), BlockDiffusion(7), BlockDiffusion(4, DOCUMENTS), Bidirectional(DOCUMENTS)],
+    ids=name,
+)
+def test_dense_and_auto_equal_softmax(pattern: AttentionPattern, window: int | None, backend: Backend) -> None:
+    assert_equals_softmax(pattern, backend, window)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "tiled"])
+@pytest.mark.parametrize("queries", [1, 64, 65, LENGTH])
+@pytest.mark.parametrize("pattern", [Causal(), BlockDiffusion(7), BlockDiffusion(32, DOCUMENTS)], ids=name)
+def test_fewer_queries_than_keys(pattern: AttentionPattern, queries: int, backend: Backend) -> None:
+    assert_equals_softmax(pattern, backend, None, queries=queries)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
+@pytest.mark.parametrize("shape", [(2, 1, 9, 9), (1, 4, 9, 9), (9, 9)])
+def test_a_bias_of_the_user(shape: tuple[int, ...], backend: Backend) -> None:
+    q, k, v = tensors(9, dtype=torch.float32)
+    pattern = DenseBias(torch.randn(shape, dtype=torch.float64))
+    for window in (None, 3):
+        expected = softmax_attention(q, k, v, pattern.dense(9, window=window).float())
+        for queries in (9, 4):
+            ours = lower(pattern, 9, "cpu", backend, window)(q[:, :queries], k, v)
+            torch.testing.assert_close(ours, expected[:, :queries], rtol=1e-5, atol=1e-5)
+    half = [each.detach().bfloat16() for each in (q, k, v)]
+    assert lower(pattern, 9, "cpu", backend)(*half).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ["tiled", "flex"])
+def test_a_bias_has_no_closed_form(backend: Backend) -> None:
+    with pytest.raises(ValueError, match=rf'"{backend}" cannot compute DenseBias.*"eager"'):
+        lower(DenseBias(torch.zeros(9, 9)), 9, "cpu", backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "tiled", "flex"])
+def test_a_sequence_that_does_not_fit_is_refused_at_once(backend: Backend) -> None:
+    with pytest.raises(ValueError, match="two streams"):
+        lower(BlockDiffusion(2), 7, "cpu", backend)
+    with pytest.raises(ValueError, match="documents_BL is for 150 tokens"):
+        lower(Causal(DOCUMENTS), 9, "cpu", backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", [Bidirectional(DOCUMENTS), Causal(), BlockDiffusion(7)], ids=name)
+def test_tiled_within_each_precision(pattern: AttentionPattern, dtype: torch.dtype) -> None:
+    length = LENGTH * pattern.streams
+    q, k, v = tensors(length, dtype=dtype, width=16)
+    wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
+    expected = softmax_attention(wide[0], wide[1], wide[2], pattern.dense(length))
+    ours = lower(pattern, length, "cpu", "tiled")(q, k, v)
+    cotangent = torch.randn_like(ours)
+    gradients = torch.autograd.grad(ours, (q, k, v), cotangent)
+    theirs = torch.autograd.grad(expected, wide, cotangent.double())
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for our, their in zip((ours, *gradients), (expected, *theirs), strict=True):
+        assert our.dtype == dtype
+        assert (our.double() - their).norm() < tolerance * their.norm()
+
+
+def test_auto_takes_tiles_where_they_skip_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choice(pattern: AttentionPattern, length: int, dtype: torch.dtype = torch.float32, **options: Any) -> str:
+        return lower(pattern, length, "cpu", "auto", **options).choose(torch.zeros(1, length, 1, 8, dtype=dtype))
+
+    assert choice(Bidirectional(), 1024) == "sdpa"
+    assert choice(Bidirectional(), 512, torch.bfloat16) == "eager"
+    for pattern in (Causal(), BlockCausal(32), BlockDiffusion(32), BlockDiffusion(512)):
+        assert choice(pattern, 1024) == "tiled"
+        assert choice(pattern, 1024, torch.bfloat16) == "tiled"
+        assert choice(pattern, 64) == "sdpa"
+        assert choice(pattern, 64, torch.bfloat16) == "eager"
+    assert choice(BlockDiffusion(16), 256) == "tiled"
+    assert choice(BlockDiffusion(16), 256, torch.bfloat16) == "eager"
+    assert choice(Bidirectional(torch.arange(1024)[None] // 128), 1024) == "tiled"
+    assert choice(Bidirectional(torch.arange(1024)[None] // 1000), 1024) == "sdpa", "nearly everything is seen"
+    assert choice(BlockCausal(2000), 1024) == "sdpa", "everything is seen"
+    assert choice(Bidirectional(), 1024, window=100) == "tiled"
+    assert choice(Bidirectional(), 1024, window=1024) == "sdpa"
+    assert choice(DenseBias(torch.zeros(1024, 1024)), 1024) == "sdpa"
+    monkeypatch.setattr(lowering, "cut", None)
+    assert choice(Bidirectional(), 1024) == "sdpa", "tiles were made for nothing"
+    assert choice(Causal(), 64) == "sdpa", "tiles were made for nothing"
+
+
+def test_what_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = lowering.cut
+    monkeypatch.setattr(lowering, "cut", lambda *arguments: (made.append(1), original(*arguments))[1])
+    attention = lower(BlockDiffusion(4), 512, "cpu")
+    for _ in range(3):
+        attention(*tensors(512))
+    assert len(made) == 1
+    attention(*tensors(512, dtype=torch.float32))
+    assert len(made) == 2
