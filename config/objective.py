@@ -134,7 +134,7 @@ class Bernoulli(_Noise):
     times: Literal["stratified", "antithetic", "uniform"] = "stratified"
     """stratified: evenly spread over the units of the step. antithetic: in pairs t, 1 - t. uniform: independent."""
     epsilon: HalfOpenFraction = 1e-3
-    """Least masking probability, which bounds the weight; leaves masked shares below it out of the NELBO."""
+    """Least masking probability, which bounds 1 / p; leaves masked shares below it out of the NELBO."""
     min_masking_rate: HalfOpenFraction = 0.0
     """Smaller masking probabilities are raised to this, which is no longer the NELBO."""
 
