@@ -123,19 +123,24 @@ def infill(
     """Fill every mask token of each canvas; all other tokens stay as they are.
 
     As `generate`, but ``max_new_tokens`` and stop tokens play no part, and a block is ``block_length`` holes, wherever
-    they are. A canvas without holes comes back after 0 forwards.
+    they are. A canvas without holes comes back after 0 forwards. A block-causal model does not see what is right of the
+    hole's block, an autoregressive one nothing right of the token.
 
     Raises:
         ValueError: as in `generate`.
     """
-    _check_config(config, model)
-    for index, canvas in enumerate(canvases):
-        _check_length(len(canvas), model, f"canvas {index}", "shorten the text or its holes")
-    tokens = [np.array(canvas, dtype=np.int64) for canvas in canvases]
-    holes = [np.flatnonzero(canvas == model.config.mask_token) for canvas in tokens]
-    requests = _requests(model, tokens, holes, config, seeds)
+    requests = _infill_requests(model, canvases, config, seeds)
     _decode(model, requests, config, frozenset(), on_step)
     return [_infilled(request) for request in requests]
+
+
+def check_infill(model: Transformer, canvases: Sequence[Sequence[int]], config: GenerationConfig) -> None:
+    """Say now what `infill` would refuse later.
+
+    Raises:
+        ValueError: as in `infill`.
+    """
+    _infill_requests(model, canvases, config, None)
 
 
 class _Request:
@@ -271,6 +276,17 @@ def _propose(logits_RV: Tensor, active: list[_Request], reader: _Reader) -> list
 
 def _uniforms(active: list[_Request], stream: Stream, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([request.uniforms(stream) for request in active])).to(device)
+
+
+def _infill_requests(
+    model: Transformer, canvases: Sequence[Sequence[int]], config: GenerationConfig, seeds: Sequence[int] | None
+) -> list[_Request]:
+    _check_config(config, model)
+    for index, canvas in enumerate(canvases):
+        _check_length(len(canvas), model, f"canvas {index}", "shorten the text or its holes")
+    tokens = [np.array(canvas, dtype=np.int64) for canvas in canvases]
+    holes = [np.flatnonzero(canvas == model.config.mask_token) for canvas in tokens]
+    return _requests(model, tokens, holes, config, seeds)
 
 
 def _requests(

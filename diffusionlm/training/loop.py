@@ -29,7 +29,7 @@ from diffusionlm.training.run_directory import RunDirectory, open_run_directory
 from diffusionlm.training.setup import build_model, choose_precision, prepare_tokenizer, set_up_device
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.summary import Summary, render_summary
-from diffusionlm.training.validation import Validator, inference_weights, show_samples
+from diffusionlm.training.validation import Samples, Validator, inference_weights
 from logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, RunLogger, console_style
 from tokenizer import Tokenizer, save_tokenizer
 
@@ -79,6 +79,7 @@ class Run:
     average: WeightAverage | None
     loader: Loader
     validator: Validator
+    samples: Samples
     max_steps: int
     data_identity: str
     progress: Progress = field(default_factory=Progress)
@@ -133,6 +134,7 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
     )
     max_steps = config.training.max_steps or _steps_of_epochs(config, rows)
     validator = Validator.open(config, tokenizer)
+    samples = Samples.open(config.samples.infills if config.samples.every_steps else (), tokenizer, model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     skipped = "".join(f"; {count} skipped ({reason})" for reason, count in source.skipped.items())
     _say(
@@ -154,6 +156,7 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
         average=average,
         loader=loader,
         validator=validator,
+        samples=samples,
         max_steps=max_steps,
         data_identity=source.identity,
     )
@@ -178,7 +181,7 @@ def train_steps(run: Run, logger: RunLogger, stop: StopRequest) -> None:
             validate(run, logger)
         if config.samples.every_steps and (step % config.samples.every_steps == 0 or last):
             with inference_weights(run.model, run.average):
-                show_samples(run.model, run.tokenizer, config.samples.infills, step, logger)
+                run.samples.show(run.model, step, logger)
         if step % config.checkpoint.every_steps == 0 or last or stop.signal is not None:
             save(run, logger, must_succeed=last or stop.signal is not None)
         if stop.signal is not None:

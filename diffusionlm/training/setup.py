@@ -14,7 +14,13 @@ from config.data import TokenizerConfig
 from config.objective import NextToken
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
-from diffusionlm.checkpoints.huggingface import WEIGHTS, load_tokenizer, load_weights, resolve_model_directory
+from diffusionlm.checkpoints.huggingface import (
+    WEIGHTS,
+    config_json,
+    load_tokenizer,
+    load_weights,
+    resolve_model_directory,
+)
 from diffusionlm.checkpoints.manifest import verify, write_directory
 from diffusionlm.data.sources import DocumentSource
 from diffusionlm.models.init import init_weights
@@ -114,7 +120,7 @@ def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device)
     """The model for the tokenizer's vocabulary and the objective's blocks, initialised or loaded from ``init_from``.
 
     Raises:
-        ValueError: there is no mask token, or the weights do not fit; lists them.
+        ValueError: there is no mask token, no checkpoint format holds such a model, or the weights do not fit.
     """
     if tokenizer.mask_token_id is None and not isinstance(config.objective, NextToken):
         raise ValueError(
@@ -130,6 +136,7 @@ def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device)
         block_length=config.objective.final_block_length,
         begin_with_eos=config.data.begin_with_eos,
     )
+    config_json(full, torch.float32)  # what cannot be saved is refused now, not at the first checkpoint
     model = Transformer(full)
     if section.init_from is None:
         init_weights(model, config.run.seed)

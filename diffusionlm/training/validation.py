@@ -14,7 +14,7 @@ from config.train import TrainConfig
 from diffusionlm.data.loader import rows_of
 from diffusionlm.data.packing import Row
 from diffusionlm.data.sources import DocumentSource, KnownEntropy, open_source
-from diffusionlm.inference.generate import infill
+from diffusionlm.inference.generate import check_infill, infill
 from diffusionlm.inference.text import parse_infill
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.ema import WeightAverage
@@ -123,12 +123,36 @@ def inference_weights(model: Transformer, average: WeightAverage | None) -> Iter
         yield
 
 
-def show_samples(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], step: int, logger: RunLogger) -> None:
-    """Fill the holes of the texts, greedily, one token a step, and log what comes out."""
-    if not texts:
-        return
+@dataclass(frozen=True)
+class Samples:
+    """Texts with holes that a run fills now and then, for the eye."""
 
-    begin = model.config.beginning
-    canvases = [[*begin, *parse_infill(text, tokenizer)] for text in texts]
-    for text, filled in zip(texts, infill(model, canvases, GenerationConfig()), strict=True):
-        logger.event(step, "sample", f"step {step}: {text!r} -> {tokenizer.decode(filled.token_ids[len(begin) :])!r}")
+    tokenizer: Tokenizer
+    texts: Sequence[str]
+    beginning: list[int]
+    """What stands before each text and is not shown."""
+    canvases: list[list[int]]
+
+    @classmethod
+    def open(cls, texts: Sequence[str], tokenizer: Tokenizer, model: Transformer) -> Samples:
+        """Encode the texts, and see that the model can fill them.
+
+        Raises:
+            ValueError: it cannot; names the key.
+        """
+        beginning = model.config.beginning
+        try:
+            canvases = [[*beginning, *parse_infill(text, tokenizer)] for text in texts]
+            if canvases:
+                check_infill(model, canvases, GenerationConfig())
+        except ValueError as error:
+            raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
+        return cls(tokenizer, texts, beginning, canvases)
+
+    def show(self, model: Transformer, step: int, logger: RunLogger) -> None:
+        """Fill the holes greedily, one token a step, and log what comes out."""
+        if not self.canvases:
+            return
+        for text, filled in zip(self.texts, infill(model, self.canvases, GenerationConfig()), strict=True):
+            shown = self.tokenizer.decode(filled.token_ids[len(self.beginning) :])
+            logger.event(step, "sample", f"step {step}: {text!r} -> {shown!r}")

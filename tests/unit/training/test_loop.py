@@ -111,3 +111,30 @@ def test_a_directory_of_something_else_is_refused(config: TrainConfig) -> None:
     (config.run.directory / "thesis.tex").write_text("precious", encoding="utf-8")
     with pytest.raises(ValueError, match=r"not empty and not a run \(it holds thesis.tex\)"):
         train(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples": {"infills": ["no hole"]}}, r"samples\.infills = \['no hole'\]: .*\[MASK:n\]"),
+        ({"samples": {"infills": ["cat [MASK:40]"]}}, r"samples\.infills.*max_position_embeddings = 16; shorten"),
+        (
+            {"samples": {"infills": ["[MASK:2] cat"]}, "model": {"logit_alignment": "shifted"}},
+            r"samples\.infills.*first token of a text cannot be predicted",
+        ),
+        (
+            {"model": {"qk_norm": False, "layer_types": ["sliding_attention"], "sliding_window": 4}},
+            r"sliding_attention.*set qk_norm = true",
+        ),
+    ],
+    ids=["no hole", "too long", "hole first", "no format"],
+)
+def test_what_would_end_a_run_later_is_refused_at_its_start(
+    config: TrainConfig, changes: dict[str, dict[str, Any]], message: str
+) -> None:
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    for name, section in changes.items():
+        values[name] = values.get(name, {}) | section
+    with pytest.raises(ValueError, match=message):
+        train(TrainConfig.model_validate(values))
+    assert not (config.run.directory / "metrics.jsonl").exists()
