@@ -33,6 +33,14 @@ test-all *args:
 bench *args:
     uv run --group bench diffusionlm-bench-train --config config/resources/bench_train.toml {{args}}
 
+# The loader's speed: from text, with workers, from shards.
+bench-data *args:
+    uv run --group bench python -m benchmarking.bench_data {{args}}
+
+# The tokenizer's speed beside tokenizers' and tiktoken's.
+bench-tokenizer *args:
+    uv run --group bench diffusionlm-bench-tokenizer --config config/resources/bench_tokenizer.toml {{args}}
+
 # Known entropies: the bound of a trained model beside the exact value (docs/results/truth.md).
 truth:
     uv run diffusionlm-train --config config/resources/shidoku.toml

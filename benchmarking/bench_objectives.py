@@ -11,9 +11,10 @@ import statistics
 import torch
 
 from benchmarking.bench_train import Case, build_ours
-from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns, usable_cores
+from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns
 from config.bench_train import Precision, Shape
 from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
+from profiling.cores import usable_cores
 
 SHAPE = Shape(
     name="256 wide",

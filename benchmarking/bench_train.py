@@ -34,7 +34,6 @@ from benchmarking.harness import (
     say,
     speedup,
     time_in_turns,
-    usable_cores,
 )
 from config.bench_train import BenchSection, BenchTrainConfig, Precision, Shape
 from config.objective import MaskedDiffusion, NextToken, Objective
@@ -44,6 +43,7 @@ from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.optim import build_optimizers
+from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth
 
 OURS = "diffusionlm"

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from profiling.cores import usable_cores
+
 Seconds = dict[str, list[float]]
 """Measured times of each contestant, round by round."""
 
@@ -68,12 +70,6 @@ def speedup(ours: Sequence[float], theirs: Sequence[float]) -> Speedup:
     ratios = [slow / fast for fast, slow in zip(ours, theirs, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return Speedup(statistics.median(theirs) / statistics.median(ours), middle, low, high)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def cpu_model() -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from config.base import NonNegativeInt, PositiveInt, Section
-from config.data import Source
+from config.data import SourceOrName
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 
@@ -15,7 +15,7 @@ from config.infer import InferModelConfig
 class EvalDataConfig(Section):
     """``[data]``: the text, and the rows that are made of it."""
 
-    source: Source | None = None
+    source: SourceOrName | None = None
     """A `kind` alone, or a table `[data.source]` with its `kind`, as for training; required, here or as --data."""
     split: Literal["validation", "train", "all"] = "validation"
     """Which documents of the source: those that a training run validates on, or those that it trains on. all: every
@@ -36,11 +36,6 @@ class EvalDataConfig(Section):
     """Documents are shuffled within windows of this many before the rows are taken; 0: the first ones."""
     seed: NonNegativeInt = 0
     """Of the shuffling."""
-
-    @field_validator("source", mode="before")
-    @classmethod
-    def _name_alone(cls, value: object) -> object:
-        return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _all_of_files(self) -> Self:

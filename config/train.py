@@ -109,7 +109,7 @@ RENAMED = {
     "data.runs_path": "is called run.directory here",
     "data.tokenizer": "is the section [tokenizer] here",
     "data.dataset_name": 'is data.source.dataset here, with data.source.kind = "hub"',
-    "data.pipeline_mode": "is called data.rows here: packed or padded",
+    "data.pipeline_mode": "is called data.rows here: packed, best_fit or padded",
     "data.shuffle_buffer_size": "is called data.document_shuffle_window here",
     "checkpointing": "is the section [checkpoint] here",
     "ddp": "is not needed to train on one device",

@@ -62,7 +62,10 @@ def test_commands() -> None:
         "diffusionlm-train": "cli.train:main",
         "diffusionlm-infer": "cli.infer:main",
         "diffusionlm-eval": "cli.eval:main",
+        "diffusionlm-train-tokenizer": "cli.train_tokenizer:main",
+        "diffusionlm-make-data": "cli.make_data:main",
         "diffusionlm-bench-train": "cli.bench_train:main",
+        "diffusionlm-bench-tokenizer": "cli.bench_tokenizer:main",
     }
 
 

@@ -7,7 +7,7 @@ import heapq
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, Literal
@@ -21,10 +21,11 @@ from tokenizer.patterns import make_splitter, pattern_regex
 Normalization = Literal["NFC"] | None
 
 _NO_RANK = 1 << 62
-# Above this many bytes the quadratic loop, though it runs in C for the most part, loses to the heap.
-_LONG_WORD = 200
+# Above this many bytes the quadratic loop, though it runs in C for the most part, loses to the linked list.
+_LONG_WORD = 50
 _CACHED_WORDS = 1 << 18
 _LONGEST_CACHED_WORD = 512
+_LARGEST_ID = (1 << 24) - 1
 # These bytes occur in no UTF-8 text, so a vocabulary may lack them.
 _NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 
@@ -43,6 +44,25 @@ class _WordCache(dict[str, tuple[int, ...]]):
                 self.clear()
             self[word] = ids
         return ids
+
+
+class _SpecialTokens:
+    """Special tokens to look for in a text: leftmost first, of several at one place the longest."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = {text: (token_id,) for text, token_id in ids.items()}
+        # Alternatives are tried in order: longest first makes the match the longest.
+        alternatives = map(re.escape, sorted(ids, key=len, reverse=True))
+        self._regex = re.compile("|".join(alternatives)) if ids else None
+
+    def cut(self, text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Pieces of text, each with the id of the special token behind it; there is none behind the last piece."""
+        end = 0
+        if self._regex is not None:
+            for match in self._regex.finditer(text):
+                yield text[end : match.start()], self._ids[match.group()]
+                end = match.end()
+        yield text[end:], ()
 
 
 class Tokenizer:
@@ -83,6 +103,7 @@ class Tokenizer:
         self.mask_token, self.eos_token, self.pad_token = mask_token, eos_token, pad_token
         self.ignore_merges = False
         self.visible_tokens: frozenset[str] = frozenset()
+        self.normalized_tokens: frozenset[str] = frozenset()
         self._check()
         self._bytes_of = {token_id: token for token, token_id in self._vocab.items()}
         self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
@@ -91,21 +112,31 @@ class Tokenizer:
         self._fingerprint: str | None = None
         self._prepare()
 
-    def adapted(self, *, ignore_merges: bool = False, visible_tokens: Iterable[str] = ()) -> "Tokenizer":
+    def adapted(
+        self,
+        *,
+        ignore_merges: bool = False,
+        visible_tokens: Iterable[str] = (),
+        normalized_tokens: Iterable[str] = (),
+    ) -> "Tokenizer":
         """A copy with habits of files from elsewhere.
 
         `ignore_merges`: a word that is itself a token becomes that token, whatever the merges say (Llama 3).
         `visible_tokens`: special tokens that `decode(skip_special=True)` keeps, as Hugging Face does with added
         tokens that are not marked special, such as Qwen3's `<think>`.
+        `normalized_tokens`: special tokens that `encode(allow_special=True)` looks for last, in what the others leave
+        and after normalization, as Hugging Face does with added tokens that are marked normalized.
 
         Raises:
-            ValueError: a visible token is not among the special tokens.
+            ValueError: a token that is named is not among the special tokens.
         """
         other = copy.copy(self)  # through __getstate__: nothing that changes is shared
         other.ignore_merges = ignore_merges
         other.visible_tokens = frozenset(visible_tokens)
-        for text in other.visible_tokens - self._special.keys():
-            raise ValueError(f"visible_tokens: {text!r} is not among the special tokens {sorted(self._special)}")
+        other.normalized_tokens = frozenset(normalized_tokens)
+        for name in ("visible_tokens", "normalized_tokens"):
+            for text in getattr(other, name) - self._special.keys():
+                raise ValueError(f"{name}: {text!r} is not among the special tokens {sorted(self._special)}")
         other._fingerprint = None
         other._prepare()
         return other
@@ -114,7 +145,7 @@ class Tokenizer:
         return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self._special)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_cache", "_split", "_special_regex", "_hidden_ids", "_lengths")
+        derived = ("_cache", "_split", "_early", "_late", "_hidden_ids", "_lengths")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -163,6 +194,7 @@ class Tokenizer:
                 sorted(self._special.items()),
                 [pattern_regex(self.pattern), self.normalization, self.ignore_merges, sorted(self.visible_tokens)],
                 [self.mask_token, self.eos_token, self.pad_token],
+                *([sorted(self.normalized_tokens)] if self.normalized_tokens else []),
             ]
             self._fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
         return self._fingerprint
@@ -171,20 +203,20 @@ class Tokenizer:
         """Token ids of a text.
 
         A special token written in the text is ordinary text, unless `allow_special`: then it becomes its id, the
-        longest one first, looked for before normalization (as Hugging Face does).
+        first and the longest one first, looked for before normalization (as Hugging Face does; see `adapted`).
 
         Raises:
             ValueError: the text contains a lone surrogate, which has no UTF-8 form.
         """
-        if not allow_special or self._special_regex is None:
-            return self._encode_ordinary(text)
+        if not allow_special:
+            return self._encode_words(self._normalize(text))
         ids: list[int] = []
-        end = 0
-        for match in self._special_regex.finditer(text):
-            ids += self._encode_ordinary(text[end : match.start()])
-            ids.append(self._special[match.group()])
-            end = match.end()
-        return ids + self._encode_ordinary(text[end:])
+        for piece, early in self._early.cut(text):
+            for part, late in self._late.cut(self._normalize(piece)):
+                ids += self._encode_words(part)
+                ids += late
+            ids += early
+        return ids
 
     def encode_batch(self, texts: Iterable[str], *, allow_special: bool = False) -> list[list[int]]:
         """`encode` of each text."""
@@ -252,8 +284,8 @@ class Tokenizer:
         owners: dict[int, str] = {}
         named = [(bytes_to_chars(token), token_id) for token, token_id in self._vocab.items()]
         for text, token_id in chain(named, self._special.items()):
-            if token_id < 0:
-                raise ValueError(f"token {text!r} has the id {token_id}: ids start at 0")
+            if not 0 <= token_id <= _LARGEST_ID:
+                raise ValueError(f"token {text!r} has the id {token_id}: ids start at 0 and end at {_LARGEST_ID}")
             if token_id in owners:
                 raise ValueError(f"id {token_id} belongs to two tokens, {owners[token_id]!r} and {text!r}")
             owners[token_id] = text
@@ -285,9 +317,9 @@ class Tokenizer:
         """(Re)build what is derived and not pickled."""
         self._split = make_splitter(self.pattern)
         self._cache = _WordCache(self._encode_word)
-        # Alternatives are tried in order: longest first makes the match the longest.
-        alternatives = sorted(self._special, key=len, reverse=True)
-        self._special_regex = re.compile("|".join(map(re.escape, alternatives))) if alternatives else None
+        late = self._special.keys() & self.normalized_tokens
+        self._early = _SpecialTokens({text: self._special[text] for text in self._special.keys() - late})
+        self._late = _SpecialTokens({self._normalize(text): self._special[text] for text in late})
         hidden = self._special.keys() - self.visible_tokens
         self._hidden_ids = frozenset(self._special[text] for text in hidden)
         self._lengths = np.zeros(max(self._bytes_of) + 1, dtype=np.int64)
@@ -295,9 +327,10 @@ class Tokenizer:
             self._lengths[token_id] = len(token)
         self._lengths.flags.writeable = False
 
-    def _encode_ordinary(self, text: str) -> list[int]:
-        if self.normalization is not None:
-            text = unicodedata.normalize(self.normalization, text)
+    def _normalize(self, text: str) -> str:
+        return text if self.normalization is None else unicodedata.normalize(self.normalization, text)
+
+    def _encode_words(self, text: str) -> list[int]:
         try:
             return list(chain.from_iterable(map(self._cache.__getitem__, self._split(text))))
         except UnicodeEncodeError:
@@ -329,27 +362,40 @@ class Tokenizer:
         return tuple(ids)
 
     def _merge_long(self, ids: list[int]) -> tuple[int, ...]:
-        """The same result through a heap of (rank, position) over a linked list: n log n."""
-        ranks, end = self._ranks, len(ids)
-        following = list(range(1, end + 1))
-        previous = list(range(-1, end - 1))
-        heap = [(ranks[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in ranks]
+        """The same result over a linked list, with the places of each pair in one bucket by rank: nearly linear."""
+        ranks, rank_of = self._ranks, self._ranks.get
+        ids.append(-1)  # no pair has this id; before the first place as well, since previous[0] is -1
+        following = list(range(1, len(ids) + 1))
+        previous = list(range(-1, len(ids) - 1))
+        places: dict[int, list[int]] = {}
+        for i, pair in enumerate(pairwise(ids)):
+            if pair in ranks:
+                places.setdefault(ranks[pair], []).append(i)
+        heap = list(places)
         heapq.heapify(heap)
         while heap:
-            rank, i = heapq.heappop(heap)
-            j = following[i]
-            # Entries are not removed when a neighbour changes; a dead position has the id -1, which no pair has.
-            if j == end or ranks.get((ids[i], ids[j])) != rank:
-                continue
-            ids[i], ids[j] = self._products[rank], -1
-            k = following[i] = following[j]
-            if k != end:
-                previous[k] = i
-                if (ids[i], ids[k]) in ranks:
-                    heapq.heappush(heap, (ranks[ids[i], ids[k]], i))
-            h = previous[i]
-            if h >= 0 and (ids[h], ids[i]) in ranks:
-                heapq.heappush(heap, (ranks[ids[h], ids[i]], h))
+            rank = heapq.heappop(heap)
+            product = self._products[rank]
+            waiting = iter(sorted(places.pop(rank)))
+            for i in waiting:
+                j = following[i]
+                # A place stays in its bucket when its pair is gone: a neighbour changed, or it died and its id is -1.
+                if rank_of((ids[i], ids[j])) != rank:
+                    continue
+                ids[i], ids[j] = product, -1
+                h, k = previous[i], following[j]
+                following[i], previous[k] = k, i
+                for place, new_rank in ((i, rank_of((product, ids[k]))), (h, rank_of((ids[h], product)))):
+                    if new_rank is None:
+                        continue
+                    if new_rank not in places:
+                        places[new_rank] = []
+                        heapq.heappush(heap, new_rank)
+                    places[new_rank].append(place)
+                if heap and heap[0] < rank:  # a merge outranks one that makes its parts: no training gives that
+                    places[rank] = list(waiting)
+                    heapq.heappush(heap, rank)
+                    break
         return tuple(token_id for token_id in ids if token_id >= 0)
 
 

@@ -44,6 +44,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
         "normalization": tokenizer.normalization,
         "ignore_merges": tokenizer.ignore_merges,
         "visible_tokens": sorted(tokenizer.visible_tokens),
+        "normalized_tokens": sorted(tokenizer.normalized_tokens),
         "fingerprint": tokenizer.fingerprint,
     }
     _write(folder / VOCAB_FILE, json.dumps(vocab, ensure_ascii=False))
@@ -101,7 +102,11 @@ def _load_own(folder: Path) -> Tokenizer:
             pattern,
             own.get("normalization"),
             **{role: own.get(role) for role in _ROLES},
-        ).adapted(ignore_merges=own.get("ignore_merges", False), visible_tokens=own.get("visible_tokens", ()))
+        ).adapted(
+            ignore_merges=own.get("ignore_merges", False),
+            visible_tokens=own.get("visible_tokens", ()),
+            normalized_tokens=own.get("normalized_tokens", ()),
+        )
         expected = own.get("fingerprint")
         if expected is not None and expected != tokenizer.fingerprint:
             raise ValueError(
@@ -147,7 +152,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     text = _read(path)
     try:
         contents = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
         raise ValueError(f"{path}: is not valid JSON ({error})") from error
     if not isinstance(contents, dict):
         raise ValueError(f"{path}: holds {type(contents).__name__}, expected a JSON object")

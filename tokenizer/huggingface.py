@@ -40,7 +40,7 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,
-                "normalized": False,
+                "normalized": text in tokenizer.normalized_tokens,
                 "special": text not in tokenizer.visible_tokens,
             }
             for text, token_id in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
@@ -84,7 +84,7 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
     """
     model = _table(contents, "model")
     _check_model(model)
-    special, visible = _added_tokens(contents, config)
+    special, visible, normalized = _added_tokens(contents, config)
     listed = _table(model, "vocab")
     for role in WELL_KNOWN_TOKENS:
         named = _named_in_config(role, config)
@@ -97,15 +97,19 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise ValueError("model.merges is not a list: expected pairs of tokens")
+    pairs = [read_merge(merge) for merge in merges]
+    made = {bytes_to_chars(left + right) for left, right in pairs}
+    for text in special.keys() & made:
+        raise ValueError(f"added token {text!r} is also made by model.merges, which is unsupported: remove one of them")
     roles = {role: _role(role, special, config) for role in WELL_KNOWN_TOKENS}
     return Tokenizer(
         vocab=vocab,
-        merges=[read_merge(merge) for merge in merges],
+        merges=pairs,
         special_tokens=special,
         pattern=_pattern(contents.get("pre_tokenizer")),
         normalization=_normalization(contents.get("normalizer")),
         **roles,
-    ).adapted(ignore_merges=bool(model.get("ignore_merges")), visible_tokens=visible)
+    ).adapted(ignore_merges=bool(model.get("ignore_merges")), visible_tokens=visible, normalized_tokens=normalized)
 
 
 def contents_of_slow_tokenizer(
@@ -190,8 +194,8 @@ def _check_model(model: Mapping[str, Any]) -> None:
             raise ValueError(f"model.{key} = {model[key]!r} is unsupported: only byte-level BPE without it is")
 
 
-def _added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Added tokens' text to id, and those of them that are not marked special.
+def _added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, int], set[str], set[str]]:
+    """Added tokens' text to id, those of them that are not marked special, and those that are marked normalized.
 
     transformers also adds the tokens that tokenizer_config.json lists under added_tokens_decoder; so does this.
     """
@@ -199,7 +203,8 @@ def _added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> tup
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         listed.append({**token, "id": int(token_id)})
     ids: dict[str, int] = {}
-    visible: list[str] = []
+    visible: set[str] = set()
+    normalized: set[str] = set()
     for token in listed:
         text = token.get("content") if isinstance(token, dict) else None
         if not isinstance(text, str):
@@ -207,15 +212,18 @@ def _added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> tup
         for flag in ("lstrip", "rstrip", "single_word"):
             if token.get(flag):
                 raise ValueError(f"added_tokens: {flag} = true of {text!r} is unsupported: set it to false")
+        is_special = token.get("special", True)
+        if not is_special:
+            visible.add(text)
+        if text not in ids and token.get("normalized", not is_special):  # tokenizer.json decides, where both list it
+            normalized.add(text)
         token_id = read_id(text, token.get("id"))
         if ids.setdefault(text, token_id) != token_id:
             raise ValueError(
                 f"added token {text!r} has the id {ids[text]} in tokenizer.json and {token_id} in "
                 "added_tokens_decoder of tokenizer_config.json: make them agree"
             )
-        if not token.get("special", True):
-            visible.append(text)
-    return ids, visible
+    return ids, visible, normalized
 
 
 def _normalization(normalizer: Any) -> Normalization:

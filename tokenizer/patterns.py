@@ -1,5 +1,11 @@
-"""Pre-tokenisation: the regular expressions that cut text into the words within which BPE merges."""
+"""Pre-tokenisation: the regular expressions that cut text into the words within which BPE merges.
 
+What a letter or a digit is, `regex` knows from a newer Unicode than `tokenizers` and `tiktoken` do (18 and 16 late in
+2026): a text with characters that were added in between may be cut otherwise than there. The round trip is exact for
+any text.
+"""
+
+import re
 from collections.abc import Callable
 
 import regex  # type: ignore[import-untyped, unused-ignore]
@@ -7,7 +13,8 @@ import regex  # type: ignore[import-untyped, unused-ignore]
 _CASELESS_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# Each is spelled exactly as the family's tokenizer.json spells it, so that a loaded file is recognised by name.
+# Each is spelled exactly as the family's tokenizer.json spells it, so that a loaded file is recognised by name. That of
+# GPT-4 is the one that it was published with; tiktoken has since changed what it makes of whitespace at the very end.
 PATTERNS: dict[str, str] = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "gpt4": (
@@ -47,6 +54,9 @@ def make_splitter(pattern: str) -> Splitter:
     except regex.error as error:
         raise ValueError(f"pattern {pattern!r} is not a valid regular expression: {error}") from error
 
+    if pattern_name(pattern) in PATTERNS:
+        return _splitter_without_gaps(pattern_regex(pattern), compiled.findall)
+
     def with_gaps(text: str) -> list[str]:
         words: list[str] = []
         end = 0
@@ -66,3 +76,13 @@ def make_splitter(pattern: str) -> Splitter:
         return words if sum(map(len, words)) == len(text) and all(words) else with_gaps(text)
 
     return split
+
+
+def _splitter_without_gaps(expression: str, find_all: Splitter) -> Splitter:
+    """The splitter of one of PATTERNS, whose matches cover any text.
+
+    In ASCII text the properties are ranges, and Python's own `re` is twice as fast.
+    """
+    ranges = expression.replace(r"\p{L}\p{N}", "A-Za-z0-9").replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]")
+    find_all_ascii: Splitter = re.compile(ranges, re.ASCII).findall
+    return lambda text: find_all_ascii(text) if text.isascii() else find_all(text)

@@ -4,6 +4,7 @@ import heapq
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
 from tokenizer.bpe import Tokenizer, surrogate_error
@@ -41,7 +42,8 @@ def train_bpe(
         on_progress: called with (tokens learned, tokens wanted) after each.
 
     Raises:
-        ValueError: an argument makes no sense, the corpus is empty, or a text contains a lone surrogate.
+        ValueError: an argument makes no sense, the corpus is empty, a text contains a lone surrogate, or a worker was
+            killed.
     """
     _check_arguments(texts, vocab_size, special_tokens, num_workers)
     for role, token in (("mask_token", mask_token), ("eos_token", eos_token)):
@@ -90,12 +92,17 @@ def _count_words_in_chunks(texts: Iterable[str], pattern: str, num_workers: int)
     total: Counter[str] = Counter()
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
         pending: deque[Future[Counter[str]]] = deque()
-        for chunk in _chunks(texts):
-            if len(pending) > 2 * num_workers:  # bounds memory when reading is faster than counting
-                total.update(pending.popleft().result())
-            pending.append(pool.submit(_count_words_by_pattern, chunk, pattern))
-        for future in pending:
-            total.update(future.result())
+        try:
+            for chunk in _chunks(texts):
+                if len(pending) > 2 * num_workers:  # bounds memory when reading is faster than counting
+                    total.update(pending.popleft().result())
+                pending.append(pool.submit(_count_words_by_pattern, chunk, pattern))
+            for future in pending:
+                total.update(future.result())
+        except BrokenProcessPool:
+            raise ValueError(
+                f"one of the num_workers = {num_workers} processes was killed; if memory ran out, use fewer"
+            ) from None
     return total
 
 

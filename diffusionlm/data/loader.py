@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from config.data import DataConfig
-from diffusionlm.data.packing import Encoder, PackedRows, PaddedRows, Row, cut_at_random
-from diffusionlm.data.shuffle import WindowShuffle
-from diffusionlm.data.sources import DocumentSource, Position, Reader
+from config.model import ModelConfig
+from config.objective import Objective as ObjectiveConfig
+from diffusionlm.data.encoding import Encoder
+from diffusionlm.data.packing import Row, cut_at_random
+from diffusionlm.data.parts import Part, open_parts, rows_of
+from diffusionlm.data.sources import Position, Reader
 from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.chance import Stream, generator
-from diffusionlm.diffusion.objectives import Objective
-
-
-def rows_of(source: DocumentSource, config: DataConfig, tokenizer: Encoder, row_length: int, seed: int) -> Reader[Row]:
-    """The rows of a source: documents shuffled, cut into rows, rows shuffled."""
-    documents: Reader[str] = source
-    if config.document_shuffle_window > 1:
-        documents = WindowShuffle(documents, config.document_shuffle_window, seed, Stream.DOCUMENT_ORDER)
-    rows: Reader[Row]
-    match config.rows:
-        case "packed":
-            rows = PackedRows(documents, tokenizer, row_length, config.begin_with_eos, config.end_with_eos)
-        case "padded":
-            rows = PaddedRows(documents, tokenizer, row_length, config.begin_with_eos, config.end_with_eos)
-    if config.row_shuffle_window > 1:
-        rows = WindowShuffle(rows, config.row_shuffle_window, seed, Stream.ROW_ORDER)
-    return rows
+from diffusionlm.diffusion.objectives import Objective, build_objective
+from tokenizer import Tokenizer
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
@@ -53,34 +42,98 @@ def count_rows(rows: Reader[Row]) -> int:
             return total
 
 
+@dataclass(frozen=True)
+class LoaderMetrics:
+    """How the loader is doing."""
+
+    epoch: int
+    padding_share: float
+    """Share of the places of the rows so far that hold padding."""
+    skipped: int
+    """Documents that were left out by this process so far; a run that resumes reads some again."""
+    tokens_per_second: float
+    """Tokens of rows, padding not counted, by the time that reading, packing and drawing took."""
+    wait_seconds: float
+    """What the last step waited for its draws."""
+    buffered_steps: int
+    """Steps that workers had ready when the last one was asked for; 0 without workers."""
+
+
+class StepLoader(Protocol):
+    """Where a run's draws come from: this process or workers."""
+
+    def next_step(self, step: int) -> list[Draw]:
+        """The micro-batches of a step, in order."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next step reads; JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; before the first step."""
+
+    def metrics(self) -> LoaderMetrics:
+        """After a step."""
+
+    def close(self) -> None:
+        """No more steps are asked for."""
+
+
 @dataclass
 class Loader:
-    """The draws of each optimizer step, epoch after epoch."""
+    """The draws of each optimizer step, epoch after epoch, made when they are asked for.
+
+    All ranks read the same rows, and each keeps its part of every step: so rows and draws are the same for any number
+    of ranks, and a state serves any number of them.
+    """
 
     rows: Reader[Row]
     objective: Objective
     batch_size: int
+    """Rows of a step, over all ranks."""
     micro_batch_size: int
+    """Rows of one forward."""
     seed: int
     random_length_probability: float = 0.0
     """Of a step whose rows are cut at random places."""
-    epoch: int = 0
-    position: Position = None
+    rank: int = 0
+    world_size: int = 1
+    parts: Sequence[Part] = ()
+    """The sources behind the rows, for their counters."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size % self.world_size:
+            raise ValueError(
+                f"training.batch_size = {self.batch_size} must be a multiple of the {self.world_size} ranks"
+            )
+        self.epoch = 0
+        self.position: Position = None
+        self._places = 0
+        self._padding = 0
+        self._tokens_timed = 0
+        self._seconds = 0.0
+        self._last_seconds = 0.0
 
     def next_step(self, step: int) -> list[Draw]:
-        """The micro-batches of a step.
+        """The micro-batches of a step: this rank's.
 
         Raises:
             ValueError: the source has no rows at all.
         """
+        started = time.perf_counter()
+        own = self.batch_size // self.world_size
+        first_own = self.rank * own
         rows = self._next_rows()
+        self._count(rows)
+        rows = rows[first_own : first_own + own]
         if generator(self.seed, Stream.RANDOM_LENGTH, step).random() < self.random_length_probability:
-            chances = (generator(self.seed, Stream.RANDOM_LENGTH, step, row) for row in range(len(rows)))
+            chances = (generator(self.seed, Stream.RANDOM_LENGTH, step, first_own + row) for row in range(own))
             rows = [cut_at_random(row, chance) for row, chance in zip(rows, chances, strict=True)]
         draws = []
-        for first in range(0, self.batch_size, self.micro_batch_size):
-            key = DrawKey(self.seed, step, first, self.batch_size)
+        for first in range(0, own, self.micro_batch_size):
+            key = DrawKey(self.seed, step, first_own + first, self.batch_size)
             draws.append(self.objective.draw(batch_of(rows[first : first + self.micro_batch_size]), key))
+        self._last_seconds = time.perf_counter() - started
+        self._seconds += self._last_seconds
         return draws
 
     def _next_rows(self) -> list[Row]:
@@ -95,10 +148,71 @@ class Loader:
                 self.epoch += 1
         return rows
 
+    def _count(self, rows: list[Row]) -> None:
+        places = sum(len(row.documents_L) for row in rows)
+        padding = sum(int((row.documents_L < 0).sum()) for row in rows)
+        self._places += places
+        self._padding += padding
+        self._tokens_timed += places - padding
+
+    def metrics(self) -> LoaderMetrics:
+        """Of the steps so far."""
+        return LoaderMetrics(
+            epoch=self.epoch,
+            padding_share=self._padding / max(1, self._places),
+            skipped=sum(part.num_skipped for part in self.parts),
+            tokens_per_second=self._tokens_timed / self._seconds if self._seconds else 0.0,
+            wait_seconds=self._last_seconds,
+            buffered_steps=0,
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next step reads; JSON."""
-        return {"epoch": self.epoch, "position": self.position}
+        return {"epoch": self.epoch, "position": self.position, "places": self._places, "padding": self._padding}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.epoch, self.position = state["epoch"], state["position"]
+        self._places, self._padding = state["places"], state["padding"]
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+@dataclass(frozen=True)
+class LoaderPlan:
+    """Everything that a loader is made of; can be sent to another process."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    row_length: int
+    objective: ObjectiveConfig
+    model: ModelConfig
+    batch_size: int
+    micro_batch_size: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+
+    def open(self, parts: list[Part] | None = None, encoder: Encoder | None = None) -> Loader:
+        """The loader.
+
+        Args:
+            parts: the sources, where they are open already.
+            encoder: who tokenises; None: this process.
+
+        Raises:
+            ValueError: nothing to read, or rows that do not fit.
+        """
+        parts = open_parts(self.data, "train") if parts is None else parts
+        return Loader(
+            rows_of(parts, self.data, self.tokenizer, self.row_length, self.seed, encoder=encoder),
+            build_objective(self.objective, self.model),
+            self.batch_size,
+            self.micro_batch_size,
+            self.seed,
+            self.data.random_length_probability,
+            self.rank,
+            self.world_size,
+            parts,
+        )

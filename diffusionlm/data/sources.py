@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, assert_never, runtime_checkable
 
-from config.data import HubDataset, LocalFiles, PythonStdlib, Source, Synthetic
+import numpy as np
+from numpy.typing import NDArray
+
+from config.data import HubDataset, LocalFiles, PythonStdlib, Synthetic, TextSource
 
 T = TypeVar("T")
 
+Tokens = NDArray[np.int32]
+"""Ids of one document, as its text gives them: without end-of-text tokens around it."""
+
 Split = Literal["train", "validation"]
+
+MENDED = "mended: "
+"""What the reasons of rows begin with that were mended, and not left out."""
 
 Position = Any
 """A JSON value that says where to read on: made by a reader, kept in checkpoints, given back to it. None: the start."""
@@ -34,6 +43,10 @@ class DocumentSource(Reader[str], Protocol):
     @property
     def identity(self) -> str:
         """Changes when the documents do; kept in checkpoints."""
+
+    @property
+    def provenance(self) -> str:
+        """Where the documents are and how many or how large, for people."""
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -67,7 +80,7 @@ class KnownEntropy(Protocol):
         """
 
 
-def open_source(config: Source, split: Split) -> DocumentSource:
+def open_source(config: TextSource, split: Split) -> DocumentSource:
     """The documents of a config section.
 
     Raises:
@@ -76,10 +89,14 @@ def open_source(config: Source, split: Split) -> DocumentSource:
     match config:
         case PythonStdlib():
             return StdlibSource.open(config, split)
-        case LocalFiles() | HubDataset():
-            from diffusionlm.data.streams import StreamSource
+        case LocalFiles():
+            from diffusionlm.data.files import open_files
 
-            return StreamSource.open(config, split)
+            return open_files(config, split)
+        case HubDataset():
+            from diffusionlm.data.hub import open_hub
+
+            return open_hub(config, split)
         case Synthetic():
             from diffusionlm.data.synthetic import SyntheticSource
 
@@ -101,6 +118,7 @@ class StdlibSource:
     root: Path
     paths: list[Path]
     identity: str
+    provenance: str
     skipped: dict[str, int]
 
     @classmethod
@@ -112,7 +130,7 @@ class StdlibSource:
             for path in root.rglob("*.py")
             if EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1]) and path.stat().st_size > 0
         )
-        chosen, skipped, digest = list[Path](), dict[str, int](), hashlib.sha256()
+        chosen, skipped, digest, size = list[Path](), dict[str, int](), hashlib.sha256(), 0
         for path in files:
             name = path.relative_to(root).as_posix()
             if _one_in(name, config.validation_share) != (split == "validation"):
@@ -124,10 +142,12 @@ class StdlibSource:
                 skipped["not UTF-8"] = skipped.get("not UTF-8", 0) + 1
                 continue
             chosen.append(path)
+            size += len(content)
             digest.update(name.encode() + hashlib.sha256(content).digest())
         if not chosen:
             raise ValueError(f"data.source python-stdlib: no Python files for {split} in {root}")
-        return cls(root, chosen, f"python-stdlib/{split}/{digest.hexdigest()[:16]}", skipped)
+        identity = f"python-stdlib/{split}/{digest.hexdigest()[:16]}"
+        return cls(root, chosen, identity, f"{len(chosen)} files, {size:,} bytes, in {root}", skipped)
 
     def read(self, epoch: int, position: Position, limit: int) -> tuple[list[str], Position]:
         """The files from the ``position``-th on."""

@@ -85,6 +85,11 @@ class SyntheticSource:
     def __post_init__(self) -> None:
         self._held: tuple[tuple[int, int] | None, list[str]] = (None, [])
 
+    @property
+    def provenance(self) -> str:
+        """How many documents an epoch has."""
+        return f"{self.documents:,} documents, made up"
+
     @classmethod
     def open(cls, config: SyntheticText, split: Split) -> SyntheticSource:
         """The source of a config section."""

@@ -21,9 +21,10 @@ from config.eval import EvalConfig, EvalDataConfig, NelboConfig, SamplerConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_tokenizer
 from diffusionlm.checkpoints.loading import open_model
-from diffusionlm.data.loader import batch_of, rows_of
+from diffusionlm.data.loader import batch_of
 from diffusionlm.data.packing import Row
-from diffusionlm.data.sources import DocumentSource, Position, open_source
+from diffusionlm.data.parts import Part, open_parts, rows_of
+from diffusionlm.data.sources import Position
 from diffusionlm.diffusion.batch import Batch
 from diffusionlm.diffusion.layout import Layout
 from diffusionlm.diffusion.likelihood import NelboReport, nelbo
@@ -122,9 +123,10 @@ def evaluate_likelihood(config: EvalConfig) -> LikelihoodResult:
     tokenizer = load_tokenizer(config.model.path)
     model = open_model(config.model)
     layout, method = _method(config.likelihood, model.config)
-    source = _open_source(config.data)
+    recipe = _recipe(config.data, model.config)
+    parts = open_parts(recipe, "validation" if config.data.split == "validation" else "train")
     row_length = _row_length(config.data, model.config)
-    rows = _read_rows(config.data, source, tokenizer, model.config, row_length)
+    rows = _read_rows(config.data, recipe, parts, tokenizer, model.config, row_length)
     batch = batch_of(rows)
     eligible_BL = layout.eligible(batch)
     if not eligible_BL.any():
@@ -154,7 +156,7 @@ def evaluate_likelihood(config: EvalConfig) -> LikelihoodResult:
         num_rows=len(rows),
         row_length=row_length,
         num_forwards=report.num_forwards if isinstance(report, SamplerReport) else None,
-        skipped_documents=dict(source.skipped),
+        skipped_documents=dict(parts[0].skipped),
         by_masked_fraction=() if isinstance(report, SamplerReport) or is_exact else report.by_masked_fraction,
         seconds=round(time.perf_counter() - started, 3),
     )
@@ -186,13 +188,21 @@ def _method(config: NelboConfig | SamplerConfig, model: ModelConfig) -> tuple[La
     return Layout.of(model, block_length), name
 
 
-def _open_source(config: EvalDataConfig) -> DocumentSource:
-    assert config.source is not None
-    if config.split != "all":
-        return open_source(config.source, config.split)
-    assert isinstance(config.source, LocalFiles)
-    # Where validation has files of its own, all of `paths` are for training.
-    return open_source(config.source.model_copy(update={"validation_paths": config.source.paths}), "train")
+def _recipe(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
+    """The rows, as the data of a training run."""
+    source = config.source
+    if config.split == "all":
+        assert isinstance(source, LocalFiles)
+        # Where validation has files of its own, all of `paths` are for training.
+        source = source.model_copy(update={"validation_paths": source.paths})
+    return DataConfig(
+        source=source,
+        rows=config.rows,
+        begin_with_eos=model.begin_with_eos if config.begin_with_eos is None else config.begin_with_eos,
+        end_with_eos=config.end_with_eos,
+        document_shuffle_window=config.shuffle_window,
+        row_shuffle_window=0,
+    )
 
 
 def _row_length(config: EvalDataConfig, model: ModelConfig) -> int:
@@ -208,23 +218,19 @@ def _row_length(config: EvalDataConfig, model: ModelConfig) -> int:
 
 
 def _read_rows(
-    config: EvalDataConfig, source: DocumentSource, tokenizer: Tokenizer, model: ModelConfig, row_length: int
+    config: EvalDataConfig,
+    recipe: DataConfig,
+    parts: list[Part],
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    row_length: int,
 ) -> list[Row]:
     """The rows that are evaluated.
 
     Raises:
         ValueError: there are none, or tokens that the model does not know.
     """
-    assert config.source is not None
-    recipe = DataConfig(
-        source=config.source,
-        rows=config.rows,
-        begin_with_eos=model.begin_with_eos if config.begin_with_eos is None else config.begin_with_eos,
-        end_with_eos=config.end_with_eos,
-        document_shuffle_window=config.shuffle_window,
-        row_shuffle_window=0,
-    )
-    reader = rows_of(source, recipe, tokenizer, row_length, config.seed)
+    reader = rows_of(parts, recipe, tokenizer, row_length, config.seed, repeat=False)
     rows: list[Row] = []
     position: Position = None
     with _progress("reading", config.max_rows or None, "row") as bar:

@@ -16,8 +16,9 @@ from config.dump import to_toml
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import save_model
 from diffusionlm.checkpoints.manifest import replace_text
-from diffusionlm.data.loader import Loader, count_rows, rows_of
-from diffusionlm.data.sources import open_source
+from diffusionlm.data.loader import LoaderPlan, StepLoader, count_rows
+from diffusionlm.data.parts import Part, identity_of, open_parts
+from diffusionlm.data.workers import WorkerLoader
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.diffusion.objectives import Objective, build_objective, why_not_nelbo
 from diffusionlm.models.transformer import Transformer
@@ -77,11 +78,12 @@ class Run:
     objective: Objective
     optimizers: Optimizers
     average: WeightAverage | None
-    loader: Loader
+    loader: StepLoader
     validator: Validator
     samples: Samples
     max_steps: int
-    data_identity: str
+    parts: list[Part]
+    """The sources of its data, read by this process."""
     progress: Progress = field(default_factory=Progress)
 
 
@@ -100,6 +102,7 @@ def train(config: TrainConfig) -> TrainResult:
             summary = Summary.from_json(json.loads(directory.summary.read_text(encoding="utf-8")))
         else:
             logger = build_logger(run)
+            tell_of_data(run, logger)
             try:
                 train_steps(run, logger, stop)
                 if stop.signal is not None and run.progress.step < run.max_steps:
@@ -107,6 +110,7 @@ def train(config: TrainConfig) -> TrainResult:
                     return TrainResult(run.progress.step, None, stop.signal)
             finally:
                 logger.close()
+                run.loader.close()
             summary = summarise(run)
         print(render_summary(summary, directory.path, next(iter(config.samples.infills), None)), flush=True)
         return TrainResult(run.progress.step, summary, None)
@@ -116,30 +120,31 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
     """Devices, tokenizer, model, objective, optimizer, loader: in this order."""
     device = set_up_device(config.run)
     precision = choose_precision(config.training, device)
-    source = open_source(config.data.source, "train")
-    tokenizer = prepare_tokenizer(config.tokenizer, config.model.init_from, source, directory.tokenizer, _say)
+    parts = open_parts(config.data, "train")
+    tokenizer = prepare_tokenizer(config.tokenizer, config.model.init_from, parts, directory.tokenizer, _say)
     model = build_model(config, tokenizer, device)
     objective = build_objective(config.objective, model.config)
     optimizers = build_optimizers(config.optimizer, model)
     average = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
-    rows = rows_of(source, config.data, tokenizer, config.row_length, config.run.seed)
     batch_size = config.training.batch_size
-    loader = Loader(
-        rows,
-        objective,
+    plan = LoaderPlan(
+        config.data,
+        tokenizer,
+        config.row_length,
+        config.objective,
+        model.config,
         batch_size,
         config.training.micro_batch_size or batch_size,
         config.run.seed,
-        config.data.random_length_probability,
     )
-    max_steps = config.training.max_steps or _steps_of_epochs(config, rows)
-    validator = Validator.open(config, tokenizer)
+    loader = WorkerLoader(plan) if config.data.workers else plan.open(parts)
+    max_steps = config.training.max_steps or _steps_of_epochs(plan, parts, config.training.epochs)
+    validator = Validator.open(config, tokenizer, parts)
     samples = Samples.open(config.samples.infills if config.samples.every_steps else (), tokenizer, model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    skipped = "".join(f"; {count} skipped ({reason})" for reason, count in source.skipped.items())
     _say(
         f"{parameters:,} parameters on {device} in {str(precision).removeprefix('torch.')}, "
-        f"{torch.get_num_threads()} threads; {source.identity}{skipped}; {max_steps:,} steps"
+        f"{torch.get_num_threads()} threads; {max_steps:,} steps"
     )
     bias = why_not_nelbo(config.objective)
     if bias is not None:
@@ -158,8 +163,16 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
         validator=validator,
         samples=samples,
         max_steps=max_steps,
-        data_identity=source.identity,
+        parts=parts,
     )
+
+
+def tell_of_data(run: Run, logger: RunLogger) -> None:
+    """Where the text comes from, for the record and for people."""
+    for part in run.parts:
+        reasons = "".join(f"; {count:,} {reason}" for reason, count in part.skipped.items())
+        text = f"data: {part.name}, {part.source.provenance} ({part.source.identity}){reasons}"
+        logger.event(run.progress.step, "data", text)
 
 
 def train_steps(run: Run, logger: RunLogger, stop: StopRequest) -> None:
@@ -264,8 +277,8 @@ def step_metrics(run: Run, loss: float, grad_norm: float, started: float) -> dic
         "tokens_per_second": progress.tokens_seen / progress.seconds,
         "step_seconds": time.perf_counter() - started,
         "seconds_left": per_step * (run.max_steps - progress.step),
-        "epoch": run.loader.epoch,
         "skipped_steps": progress.skipped,
+        **{f"data/{name}": value for name, value in vars(run.loader.metrics()).items()},
     }
 
 
@@ -301,7 +314,7 @@ def save(run: Run, logger: RunLogger, *, must_succeed: bool) -> None:
         "progress": vars(progress),
         "loader": run.loader.state_dict(),
         "max_steps": run.max_steps,
-        "data_identity": run.data_identity,
+        "data_identity": identity_of(run.parts),
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
         "average_updates": run.average.updates if run.average else 0,
         "torch": torch.__version__,
@@ -331,7 +344,7 @@ def resume(run: Run) -> None:
     saved = run.directory.store.load_newest(_say)
     if saved is None:
         return
-    made = {"data_identity": run.data_identity, "tokenizer_fingerprint": run.tokenizer.fingerprint}
+    made = {"data_identity": identity_of(run.parts), "tokenizer_fingerprint": run.tokenizer.fingerprint}
     for key, now in made.items():
         if saved.state[key] != now and run.config.checkpoint.config_change == "refuse":
             raise ValueError(
@@ -351,6 +364,7 @@ def resume(run: Run) -> None:
 def summarise(run: Run) -> Summary:
     """The final evaluation, kept in summary.json."""
     evaluations, ngrams = run.validator.final(run.model, run.average)
+    loaded = run.loader.state_dict()
     summary = Summary(
         evaluation=evaluations[0],
         other_block_lengths=tuple(evaluations[1:]),
@@ -360,6 +374,7 @@ def summarise(run: Run) -> Summary:
         step=run.progress.step,
         tokens_seen=run.progress.tokens_seen,
         seconds=run.progress.seconds,
+        padding_share=loaded["padding"] / max(1, loaded["places"]),
     )
     replace_text(run.directory.summary, json.dumps(summary.to_json(), indent=1) + "\n")
     return summary
@@ -374,10 +389,10 @@ def build_logger(run: Run) -> RunLogger:
     )
 
 
-def _steps_of_epochs(config: TrainConfig, rows: Any) -> int:
+def _steps_of_epochs(plan: LoaderPlan, parts: list[Part], epochs: int | None) -> int:
     _say("counting the rows of an epoch ...")
-    assert config.training.epochs is not None
-    return max(1, config.training.epochs * count_rows(rows) // config.training.batch_size)
+    assert epochs is not None
+    return max(1, epochs * count_rows(plan.open(parts).rows) // plan.batch_size)
 
 
 def _say(text: str) -> None:

@@ -101,5 +101,7 @@ def _changes(saved: Path, config: TrainConfig) -> list[str]:
     except ConfigError as error:
         return [f"{saved} is not valid any more: {error}"]
     free = {name: getattr(config, name) for name in FREE_SECTIONS}
+    workers = {"workers": config.data.workers, "prefetch_steps": config.data.prefetch_steps}
+    free["data"] = before.data.model_copy(update=workers)
     free["run"] = before.run.model_copy(update={"directory": config.run.directory, "threads": config.run.threads})
     return differences(before.model_copy(update=free), config)

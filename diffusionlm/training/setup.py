@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from config.data import TokenizerConfig
 from config.objective import NextToken
@@ -22,9 +20,13 @@ from diffusionlm.checkpoints.huggingface import (
     resolve_model_directory,
 )
 from diffusionlm.checkpoints.manifest import verify, write_directory
-from diffusionlm.data.sources import DocumentSource
+from diffusionlm.data.corpus import first_documents
+from diffusionlm.data.parts import Part, check_tokenizer, documents_of
+from diffusionlm.data.shards import ShardDocuments
+from diffusionlm.data.sources import Tokens
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
+from profiling.cores import usable_cores
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 Say = Callable[[str], None]
@@ -36,16 +38,11 @@ def set_up_device(config: RunConfig) -> torch.device:
     Raises:
         ValueError: CUDA is asked for and not there.
     """
-    torch.set_num_threads(config.threads or _usable_cores())
+    torch.set_num_threads(config.threads or usable_cores())
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError('run.device = "cuda", but torch sees no CUDA device; set run.device to "cpu" or "auto"')
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
-
-
-def _usable_cores() -> int:
-    """Cores that this process may use; not every system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_precision(config: TrainingConfig, device: torch.device) -> torch.dtype:
@@ -60,9 +57,9 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> torch.dtyp
 
 
 def prepare_tokenizer(
-    config: TokenizerConfig, init_from: Path | None, source: DocumentSource, directory: Path, say: Say
+    config: TokenizerConfig, init_from: Path | None, parts: list[Part], directory: Path, say: Say
 ) -> Tokenizer:
-    """The tokenizer of the run directory; if there is none yet, the given one, or one trained on the documents.
+    """The tokenizer of the run directory; if there is none yet, the given one, the shards', or one trained on the text.
 
     Raises:
         ValueError: a given tokenizer that cannot be read or has no end-of-text token; no documents.
@@ -71,49 +68,50 @@ def prepare_tokenizer(
         verify(directory)
         tokenizer = load_tokenizer(directory)
     else:
-        given = config.path or init_from
-        tokenizer = load_tokenizer(given) if given else _train_tokenizer(config, source, say)
+        of_shards = (part.source.tokenizer_directory for part in parts if isinstance(part.source, ShardDocuments))
+        given = config.path or init_from or next(of_shards, None)
+        tokenizer = load_tokenizer(given) if given else _train_tokenizer(config, parts, say)
         write_directory(directory, lambda folder: save_tokenizer(tokenizer, folder))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {directory} has no end-of-text token, which rows end in")
+    check_tokenizer(parts, tokenizer)
     return tokenizer
 
 
-def _train_tokenizer(config: TokenizerConfig, source: DocumentSource, say: Say) -> Tokenizer:
+def _train_tokenizer(config: TokenizerConfig, parts: list[Part], say: Say) -> Tokenizer:
+    """On the first documents of each part, by its weight."""
     say(f"training a byte-level BPE tokenizer of {config.vocab_size:,} tokens ...")
-    texts = _first_documents(source, config.max_training_bytes)
+    total = sum(part.weight for part in parts)
+    texts = (
+        text
+        for part in parts
+        if not isinstance(part.source, ShardDocuments)
+        for text in first_documents(part.source, int(config.max_training_bytes * part.weight / total))
+    )
     tokenizer = train_bpe(texts, vocab_size=config.vocab_size, pattern=config.pattern)
     if tokenizer.vocab_size < config.vocab_size:
         say(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
     return tokenizer
 
 
-def _first_documents(source: DocumentSource, max_bytes: int) -> Iterator[str]:
-    position = None
-    while max_bytes > 0:
-        documents, position = source.read(0, position, 64)
-        for text in documents:
-            max_bytes -= len(text.encode("utf-8", "surrogatepass"))
-            yield text
-        if position is None:
-            return
+def training_tokens(parts: list[Part], tokenizer: Tokenizer, limit: int, end_with_eos: bool = True) -> Tokens:
+    """The first tokens of the training documents, each ended by end-of-text or not, up to ``limit`` and a document.
 
-
-def training_tokens(
-    source: DocumentSource, tokenizer: Tokenizer, limit: int, end_with_eos: bool = True
-) -> NDArray[np.int64]:
-    """The first tokens of the training documents, each ended by end-of-text or not, up to ``limit`` and a document."""
-    end = [tokenizer.eos_token_id] if end_with_eos else []
-    parts: list[NDArray[np.int64]] = []
-    total, position = 0, None
-    while total < limit:
-        documents, position = source.read(0, position, 64)
-        for text in documents:
-            parts.append(np.array([*tokenizer.encode(text), *end], dtype=np.int64))
-            total += len(parts[-1])
-        if position is None:
-            break
-    return np.concatenate(parts)
+    Those of a mixture are there by their weights.
+    """
+    end = np.array([tokenizer.eos_token_id] if end_with_eos else [], dtype=np.int32)
+    total = sum(part.weight for part in parts)
+    documents: list[Tokens] = []
+    for part in parts:
+        reader = documents_of(part, tokenizer, window=0, seed=0)
+        wanted, position = limit * part.weight / total, None
+        while wanted > 0:
+            some, position = reader.read(0, position, 64)
+            documents += [each for tokens in some for each in (tokens, end)]
+            wanted -= sum(len(tokens) + len(end) for tokens in some)
+            if position is None:
+                break
+    return np.concatenate(documents)
 
 
 def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Transformer:

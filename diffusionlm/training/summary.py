@@ -25,6 +25,8 @@ class Summary:
     step: int
     tokens_seen: int
     seconds: float
+    padding_share: float
+    """Share of the places of the training rows that held padding."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -73,7 +75,7 @@ def render_summary(summary: Summary, directory: Path, infill: str | None = None)
         lines += [(f"  {low:.0%} - {high:.0%}", f"{value:.3f}") for low, high, value in result.by_masked_fraction]
     lines += [
         ("parameters", f"{summary.parameters:,}"),
-        ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps"),
+        ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps{_padding(summary.padding_share)}"),
         ("time", f"{summary.seconds:,.0f} s"),
     ]
     width = max(len(name) for name, _ in lines)
@@ -92,6 +94,10 @@ def _beside_entropy(result: Evaluation, entropy: float) -> str:
     tokens = result.num_tokens / result.num_rows
     value, error = result.nats_per_token * tokens, result.standard_error * tokens
     return f"{entropy:.3f} nats per document; the model's {value:.3f} +- {error:.3f} is {value - entropy:.3f} above"
+
+
+def _padding(share: float) -> str:
+    return f"; {share:.1%} of the rows was padding" if share >= 0.0005 else ""
 
 
 def next_command(directory: Path, infill: str | None) -> str:

@@ -11,9 +11,9 @@ import torch
 
 from config.generation import GenerationConfig
 from config.train import TrainConfig
-from diffusionlm.data.loader import rows_of
 from diffusionlm.data.packing import Row
-from diffusionlm.data.sources import DocumentSource, KnownEntropy, open_source
+from diffusionlm.data.parts import Part, open_parts, rows_of
+from diffusionlm.data.sources import KnownEntropy
 from diffusionlm.inference.generate import check_infill, infill
 from diffusionlm.inference.text import parse_infill
 from diffusionlm.models.transformer import Transformer
@@ -37,23 +37,23 @@ class Validator:
 
     config: TrainConfig
     tokenizer: Tokenizer
-    training_source: DocumentSource
+    training_parts: list[Part]
     rows: list[Row]
 
     @classmethod
-    def open(cls, config: TrainConfig, tokenizer: Tokenizer) -> Validator:
+    def open(cls, config: TrainConfig, tokenizer: Tokenizer, training_parts: list[Part]) -> Validator:
         """Read the rows once: a shuffled choice of the validation documents.
 
         Raises:
             ValueError: there are none.
         """
-        source = open_source(config.data.source, "validation")
-        rows = rows_of(source, config.data, tokenizer, config.row_length, GRID_SEED)
+        parts = open_parts(config.data, "validation")
+        rows = rows_of(parts, config.data, tokenizer, config.row_length, GRID_SEED, repeat=False)
         most = max(config.validation.rows, config.validation.final_rows)
         chosen, _ = rows.read(0, None, most)
         if not chosen:
             raise ValueError("data.source has no validation documents; give some, or a larger validation_fraction")
-        return cls(config, tokenizer, open_source(config.data.source, "train"), chosen)
+        return cls(config, tokenizer, training_parts, chosen)
 
     @property
     def block_lengths(self) -> list[int | None]:
@@ -68,7 +68,8 @@ class Validator:
         A bidirectional model sees how long a document is; where lengths differ, nothing is said of the models between
         that and next-token prediction.
         """
-        source, data = self.training_source, self.config.data
+        data = self.config.data
+        source = self.training_parts[0].source if len(self.training_parts) == 1 else None
         if not isinstance(source, KnownEntropy) or data.rows != "padded":
             return None
         if self.config.model.logit_alignment == "shifted" and not data.begin_with_eos:
@@ -86,7 +87,8 @@ class Validator:
 
     def final(self, model: Transformer, average: WeightAverage | None) -> tuple[list[Evaluation], dict[str, float]]:
         """The evaluation at the end for each block length, and the n-gram models' cross-entropy of the same rows."""
-        tokens = training_tokens(self.training_source, self.tokenizer, NGRAM_TOKENS, self.config.data.end_with_eos)
+        read = training_tokens(self.training_parts, self.tokenizer, NGRAM_TOKENS, self.config.data.end_with_eos)
+        tokens = read.astype(np.int64)
         rows = self.rows[: self.config.validation.final_rows]
         vocab_size = self.tokenizer.vocab_size
         with inference_weights(model, average):

@@ -21,9 +21,9 @@ from config.generation import GenerationConfig
 from config.load import load_config
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
-from diffusionlm.data.loader import batch_of, rows_of
+from diffusionlm.data.loader import batch_of
 from diffusionlm.data.packing import Row
-from diffusionlm.data.sources import open_source
+from diffusionlm.data.parts import open_parts, rows_of
 from diffusionlm.diffusion.likelihood import nelbo
 from diffusionlm.inference.likelihood import sampler_likelihood
 from diffusionlm.models.init import init_weights
@@ -250,7 +250,7 @@ def test_a_causal_checkpoint_is_what_transformers_says(
     peer = transformers.AutoModelForCausalLM.from_pretrained(qwen_dir)
     source = LocalFiles(paths=(str(data),), validation_paths=("none",))
     recipe = DataConfig(source=source, begin_with_eos=begins, row_shuffle_window=0)
-    rows, _ = rows_of(open_source(source, "train"), recipe, tokenizer, 64, 0).read(0, None, 100)
+    rows, _ = rows_of(open_parts(recipe, "train"), recipe, tokenizer, 64, 0).read(0, None, 100)
     pieces = [row.tokens_L[row.documents_L == number] for row in rows for number in range(row.documents_L.max() + 1)]
     assert len(pieces) > len(TEXTS)  # a row's end cuts one
     nats, count = 0.0, 0

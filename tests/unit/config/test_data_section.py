@@ -10,6 +10,7 @@ from config.base import Section
 from config.data import (
     CopiedSymbols,
     DataConfig,
+    HubDataset,
     MarkovChain,
     NestedExpressions,
     ReversedAddition,
@@ -93,3 +94,41 @@ def test_documents_end_in_eos_and_do_not_begin_with_it() -> None:
     assert load("data.source=copy").end_with_eos
     data = load("data.source=copy", "data.begin_with_eos=true", "data.end_with_eos=false")
     assert data.begin_with_eos and not data.end_with_eos
+
+
+HUB = ("data.source.kind=hub", "data.source.dataset=a/b")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        ((), ("train", None)),
+        (("data.source.max_documents=7",), ("train", 7)),
+        (("data.source.train_split=train:1000",), ("train", 1000)),
+        (("data.source.train_split=train+test:5",), ("train+test", 5)),
+        (("data.source.train_split=test", "data.source.validation_split=train"), ("test", None)),
+    ],
+)
+def test_first_documents_of_a_hub_split(overrides: tuple[str, ...], part: tuple[str, int | None]) -> None:
+    source = load(*HUB, *overrides).source
+    assert isinstance(source, HubDataset) and source.train_part == part
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("train_split=train:x",), "'train:x' is neither the name of a split, nor one with a number"),
+        (("train_split=train:0",), "'train:0' is neither"),
+        (("train_split=train:",), "'train:' is neither"),
+        (("train_split=:5",), "':5' is neither"),
+        (("train_split=train[:10]",), "'train[:10]' is neither"),
+        (("validation_split=test:5",), "'test:5' is not the name of a split"),
+        (("train_split=train:5", "max_documents=5"), "leave one of them out"),
+        (("max_documents=0",), "must be greater than 0"),
+        (("on_bad_row=ignore",), '"skip"'),
+    ],
+)
+def test_bad_values_of_a_hub_dataset(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match="1 problem") as caught:
+        load(*HUB, *(f"data.source.{override}" for override in overrides))
+    assert message in str(caught.value)

@@ -10,20 +10,26 @@ from pathlib import Path
 import pytest
 
 from config.base import Section
+from config.bench_tokenizer import BenchTokenizerConfig
 from config.bench_train import BenchTrainConfig
 from config.data import LocalFiles, PythonStdlib
 from config.dump import to_toml
 from config.eval import EvalConfig
 from config.infer import InferConfig
 from config.load import load_config
+from config.make_data import MakeDataConfig
 from config.train import RENAMED, TrainConfig
+from config.train_tokenizer import TrainTokenizerConfig
 
 ROOT = Path(__file__).parents[3]
 RESOURCES = ROOT / "config" / "resources"
 OTHERS: dict[str, type[Section]] = {
     "infer.toml": InferConfig,
     "eval.toml": EvalConfig,
+    "train_tokenizer.toml": TrainTokenizerConfig,
+    "make_data.toml": MakeDataConfig,
     "bench_train.toml": BenchTrainConfig,
+    "bench_tokenizer.toml": BenchTokenizerConfig,
 }
 CLASSES: dict[str, type[Section]] = {
     path.name: OTHERS.get(path.name, TrainConfig) for path in sorted(RESOURCES.glob("*.toml"))

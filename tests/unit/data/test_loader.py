@@ -13,8 +13,10 @@ import torch
 from config.data import DataConfig, LocalFiles, PythonStdlib
 from config.model import ModelConfig
 from config.objective import MaskedDiffusion
-from diffusionlm.data.loader import Loader, batch_of, count_rows, rows_of
-from diffusionlm.data.sources import open_source
+from diffusionlm.data.loader import Loader, batch_of, count_rows
+from diffusionlm.data.packing import Row
+from diffusionlm.data.parts import Part, rows_of
+from diffusionlm.data.sources import Reader, open_source
 from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.objectives import build_objective
 
@@ -51,6 +53,10 @@ class Recording:
         return self.inner.score(draw, denominator)
 
 
+def rows_from(source: Any, config: DataConfig, tokenizer: Any, length: int, seed: int) -> Reader[Row]:
+    return rows_of([Part("only", 1.0, source)], config, tokenizer, length, seed)
+
+
 def config_of(rows: str, documents: int = 5, window: int = 4) -> DataConfig:
     return DataConfig(source=PythonStdlib(), rows=rows, document_shuffle_window=documents, row_shuffle_window=window)  # type: ignore[arg-type]
 
@@ -66,7 +72,7 @@ def equal(one: list[Draw], other: list[Draw]) -> bool:
     )
 
 
-@pytest.fixture(params=["packed", "padded"])
+@pytest.fixture(params=["packed", "best_fit", "padded"])
 def rows(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -76,7 +82,7 @@ def test_resumed_tail_equals_the_uninterrupted_run(
     rows: str, windows: tuple[int, int], list_reader: Any, byte_tokenizer: Any
 ) -> None:
     def make() -> Loader:
-        reader = rows_of(list_reader(DOCUMENTS), config_of(rows, *windows), byte_tokenizer, LENGTH, seed=1)
+        reader = rows_from(list_reader(DOCUMENTS), config_of(rows, *windows), byte_tokenizer, LENGTH, seed=1)
         return Loader(reader, Recording(), BATCH, 3, seed=1)
 
     loader = make()
@@ -95,7 +101,7 @@ def test_resumed_tail_equals_the_uninterrupted_run(
 
 def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     config = config_of(rows)
-    reader = rows_of(list_reader(DOCUMENTS), config, byte_tokenizer, LENGTH, seed=1)
+    reader = rows_from(list_reader(DOCUMENTS), config, byte_tokenizer, LENGTH, seed=1)
     total = count_rows(reader)
     objective = Recording()
     loader = Loader(reader, objective, total, total, seed=1)  # a step is an epoch
@@ -110,7 +116,7 @@ def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer
 
 def test_micro_batches_do_not_change_what_is_seen(rows: str, list_reader: Any, byte_tokenizer: Any) -> None:
     def run(micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        reader = rows_of(list_reader(DOCUMENTS), config_of(rows), byte_tokenizer, LENGTH, seed=1)
+        reader = rows_from(list_reader(DOCUMENTS), config_of(rows), byte_tokenizer, LENGTH, seed=1)
         objective = Recording()
         loader = Loader(reader, objective, BATCH, micro, seed=1)
         draws = [draw for step in range(3) for draw in loader.next_step(step)]
@@ -124,14 +130,14 @@ def test_micro_batches_do_not_change_what_is_seen(rows: str, list_reader: Any, b
 
 
 def test_step_larger_than_the_epoch(list_reader: Any, byte_tokenizer: Any) -> None:
-    reader = rows_of(list_reader(["one", "two"]), config_of("padded"), byte_tokenizer, LENGTH, seed=1)
+    reader = rows_from(list_reader(["one", "two"]), config_of("padded"), byte_tokenizer, LENGTH, seed=1)
     loader = Loader(reader, Recording(), 7, 7, seed=1)
     assert loader.next_step(0)[0].inputs_BS.shape == (7, LENGTH)
     assert loader.epoch >= 3
 
 
 def test_no_documents_is_an_error_and_no_endless_loop(rows: str, list_reader: Any, byte_tokenizer: Any) -> None:
-    reader = rows_of(list_reader([]), config_of(rows), byte_tokenizer, LENGTH, seed=1)
+    reader = rows_from(list_reader([]), config_of(rows), byte_tokenizer, LENGTH, seed=1)
     with pytest.raises(ValueError, match=r"data\.source"):
         Loader(reader, Recording(), 4, 4, seed=1).next_step(0)
     assert count_rows(reader) == 0
@@ -144,14 +150,14 @@ def test_count_rows_around_its_chunk(size: int, list_reader: Any) -> None:
 
 def test_seeds_order_the_data_differently(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     def first(seed: int) -> list[int]:
-        reader = rows_of(list_reader(DOCUMENTS), config_of("padded"), byte_tokenizer, LENGTH, seed=seed)
+        reader = rows_from(list_reader(DOCUMENTS), config_of("padded"), byte_tokenizer, LENGTH, seed=seed)
         return [token for row in drain(reader) for token in row.tokens_L.tolist()]
 
     assert first(0) == first(0) != first(1)
 
 
 def test_batch_has_targets_and_documents(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    rows = drain(rows_of(list_reader(DOCUMENTS), config_of("packed", 0, 0), byte_tokenizer, LENGTH, seed=0))
+    rows = drain(rows_from(list_reader(DOCUMENTS), config_of("packed", 0, 0), byte_tokenizer, LENGTH, seed=0))
     batch = batch_of(rows)
     assert batch.tokens_BL.dtype == torch.int64 and batch.document_BL is not None
     assert torch.equal(batch.is_target_BL, batch.document_BL >= 0)
@@ -160,7 +166,7 @@ def test_batch_has_targets_and_documents(list_reader: Any, byte_tokenizer: Any, 
 
 def test_rows_begin_and_end_as_the_config_says(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     config = config_of(rows, 0, 0).model_copy(update={"begin_with_eos": True, "end_with_eos": False})
-    batch = batch_of(drain(rows_of(list_reader(["abc", "de"]), config, byte_tokenizer, LENGTH, seed=0)))
+    batch = batch_of(drain(rows_from(list_reader(["abc", "de"]), config, byte_tokenizer, LENGTH, seed=0)))
     assert batch.document_BL is not None and batch.is_target_BL.dtype == torch.bool
     assert bytes(batch.tokens_BL[batch.is_target_BL].tolist()) == b"abcde"
     context = (batch.document_BL >= 0) & ~batch.is_target_BL
@@ -168,13 +174,13 @@ def test_rows_begin_and_end_as_the_config_says(rows: str, list_reader: Any, byte
 
 
 def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path, byte_tokenizer: Any) -> None:
-    """The whole chain as a run has it, with positions of the datasets library inside."""
+    """The whole chain as a run has it, with the positions of a file inside."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
 
     def make() -> Loader:
         source = open_source(LocalFiles(paths=(str(path),), validation_fraction=0.2), "train")
-        return Loader(rows_of(source, config_of(rows), byte_tokenizer, LENGTH, seed=1), Recording(), 4, 2, seed=1)
+        return Loader(rows_from(source, config_of(rows), byte_tokenizer, LENGTH, seed=1), Recording(), 4, 2, seed=1)
 
     loader = make()
     states, steps = [], []
@@ -192,7 +198,7 @@ def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
 def test_steps_are_cut_with_the_given_probability(probability: float, list_reader: Any, byte_tokenizer: Any) -> None:
     def batches(micro: int) -> list[Batch]:
-        reader = rows_of(list_reader(["x" * 3000]), config_of("packed"), byte_tokenizer, LENGTH, seed=1)
+        reader = rows_from(list_reader(["x" * 3000]), config_of("packed"), byte_tokenizer, LENGTH, seed=1)
         objective = Recording()
         loader = Loader(reader, objective, BATCH, micro, 1, random_length_probability=probability)
         for step in range(60):

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffusionlm.data.packing import PackedRows, PaddedRows, Row, cut_at_random
+from diffusionlm.data.encoding import InlineEncoder, encoded
+from diffusionlm.data.packing import Frame, PackedRows, PaddedRows, Row, best_fit_rows, cut_at_random
 
 Drain = Callable[..., list[Any]]
 EOS = 256
@@ -17,6 +18,10 @@ ENDS = [(begin, end) for begin in (False, True) for end in (False, True)]
 """begin_with_eos, end_with_eos."""
 DOCUMENTS = ["abc", "", "a long document that spans several rows", "x", "seven77", "1234567", "the end"]
 CASES = [DOCUMENTS, ["only"], ["12345678" * 3, "1234567"], ["1234567", "1234567"], ["", "", ""], ["x" * 100]]
+
+
+def frame(length: int, begin_with_eos: bool = False, end_with_eos: bool = True) -> Frame:
+    return Frame(length, EOS, begin_with_eos, end_with_eos)
 
 
 def streams(documents: list[str]) -> list[int]:
@@ -37,7 +42,7 @@ def equal(one: list[Row], other: list[Row]) -> bool:
 def test_packed_rows_are_the_documents_end_to_end(
     documents: list[str], length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
-    rows = drain(PackedRows(list_reader(documents), byte_tokenizer, length))
+    rows = drain(PackedRows(encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode)), frame(length)))
     tokens = np.concatenate([row.tokens_L for row in rows])
     real = np.concatenate([row.is_target_L for row in rows])
     expected = streams(documents)
@@ -60,7 +65,7 @@ def test_packed_rows_resume_at_every_place(
     documents: list[str], length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     def make() -> PackedRows:
-        return PackedRows(list_reader(documents), byte_tokenizer, length)
+        return PackedRows(encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode)), frame(length))
 
     whole = drain(make())
     assert equal(drain(make(), (1,)), whole) and equal(drain(make(), (2, 1)), whole)
@@ -100,7 +105,9 @@ def test_packed_documents_begin_and_end_as_asked(
     documents: list[str], length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     def make() -> PackedRows:
-        return PackedRows(list_reader(documents), byte_tokenizer, length, begin, end)
+        return PackedRows(
+            encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode)), frame(length, begin, end)
+        )
 
     rows = drain(make())
     expected = packed_rows([[*text.encode(), *[EOS] * end] for text in documents], length, begin)
@@ -119,7 +126,12 @@ def test_packed_documents_begin_and_end_as_asked(
 
 
 def test_a_document_that_goes_on_begins_again(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    rows = drain(PackedRows(list_reader(["ab", "cdefgh", "i"]), byte_tokenizer, 6, begin_with_eos=True))
+    rows = drain(
+        PackedRows(
+            encoded(list_reader(["ab", "cdefgh", "i"]), InlineEncoder(byte_tokenizer.encode)),
+            frame(6, begin_with_eos=True),
+        )
+    )
     a, b, c, d, e, f, g, h, i = b"abcdefghi"
     assert [row.tokens_L.tolist() for row in rows] == [
         [EOS, a, b, EOS, EOS, c],
@@ -131,7 +143,11 @@ def test_a_document_that_goes_on_begins_again(list_reader: Any, byte_tokenizer: 
 
 
 def test_a_beginning_alone_at_the_end_of_a_row_is_left_out(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    rows = drain(PackedRows(list_reader(["abc", "d"]), byte_tokenizer, 6, begin_with_eos=True))
+    rows = drain(
+        PackedRows(
+            encoded(list_reader(["abc", "d"]), InlineEncoder(byte_tokenizer.encode)), frame(6, begin_with_eos=True)
+        )
+    )
     assert [row.tokens_L.tolist() for row in rows] == [[EOS, *b"abc", EOS, EOS], [EOS, *b"d", EOS, EOS, EOS, EOS]]
     assert [row.documents_L.tolist() for row in rows] == [[0] * 5 + [-1], [0] * 3 + [-1] * 3]
 
@@ -142,7 +158,9 @@ def test_padded_documents_begin_and_end_as_asked(
     length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     def make() -> PaddedRows:
-        return PaddedRows(list_reader(DOCUMENTS), byte_tokenizer, length, begin, end)
+        return PaddedRows(
+            encoded(list_reader(DOCUMENTS), InlineEncoder(byte_tokenizer.encode)), frame(length, begin, end)
+        )
 
     rows = drain(make())
     texts = [text[: length - begin - end] for text in DOCUMENTS if text or end]
@@ -166,7 +184,9 @@ def test_documents_without_anything_to_score_are_left_out(
     kind: Any, begin: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     for documents in (["", "", ""], [], ["", "", "ab", "", "", "cd", "", ""]):
-        rows = drain(kind(list_reader(documents), byte_tokenizer, 8, begin, False), (2,))
+        rows = drain(
+            kind(encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode)), frame(8, begin, False)), (2,)
+        )
         scored = [bytes(row.tokens_L[row.is_target_L].tolist()).decode() for row in rows]
         assert "".join(scored) == "".join(documents)
         assert all(scored)
@@ -175,25 +195,25 @@ def test_documents_without_anything_to_score_are_left_out(
 @pytest.mark.parametrize("kind", [PackedRows, PaddedRows])
 def test_a_beginning_needs_room_behind_it(kind: Any, list_reader: Any, byte_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"data\.begin_with_eos needs rows of at least 2 tokens.* is 1"):
-        kind(list_reader(["ab"]), byte_tokenizer, 1, begin_with_eos=True)
+        kind(encoded(list_reader(["ab"]), InlineEncoder(byte_tokenizer.encode)), frame(1, begin_with_eos=True))
 
 
 def test_no_documents_no_rows(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    assert drain(PackedRows(list_reader([]), byte_tokenizer, 8)) == []
-    assert drain(PaddedRows(list_reader([]), byte_tokenizer, 8)) == []
+    assert drain(PackedRows(encoded(list_reader([]), InlineEncoder(byte_tokenizer.encode)), frame(8))) == []
+    assert drain(PaddedRows(encoded(list_reader([]), InlineEncoder(byte_tokenizer.encode)), frame(8))) == []
 
 
 def test_packed_documents_are_encoded_once(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    encoded: list[str] = []
+    seen: list[str] = []
     original = byte_tokenizer.encode
-    byte_tokenizer.encode = lambda text: (encoded.append(text), original(text))[1]
-    drain(PackedRows(list_reader(DOCUMENTS), byte_tokenizer, 4), (1,))
-    assert encoded == DOCUMENTS
+    byte_tokenizer.encode = lambda text: (seen.append(text), original(text))[1]
+    drain(PackedRows(encoded(list_reader(DOCUMENTS), InlineEncoder(byte_tokenizer.encode)), frame(4)), (1,))
+    assert seen == DOCUMENTS
 
 
 @pytest.mark.parametrize("length", [1, 4, 8, 64])
 def test_padded_rows_hold_one_document_each(length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    rows = drain(PaddedRows(list_reader(DOCUMENTS), byte_tokenizer, length))
+    rows = drain(PaddedRows(encoded(list_reader(DOCUMENTS), InlineEncoder(byte_tokenizer.encode)), frame(length)))
     assert len(rows) == len(DOCUMENTS)
     for text, row in zip(DOCUMENTS, rows, strict=True):
         expected = [*text.encode()[: length - 1], EOS]
@@ -204,19 +224,12 @@ def test_padded_rows_hold_one_document_each(length: int, list_reader: Any, byte_
 
 def test_padded_rows_resume_at_every_place(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     def make() -> PaddedRows:
-        return PaddedRows(list_reader(DOCUMENTS), byte_tokenizer, 8)
+        return PaddedRows(encoded(list_reader(DOCUMENTS), InlineEncoder(byte_tokenizer.encode)), frame(8))
 
     whole = drain(make())
     for count in range(1, len(whole) + 1):
         head, position = make().read(0, None, count)
         assert equal(head + drain(make(), (2,), position=json.loads(json.dumps(position))), whole)
-
-
-@pytest.mark.parametrize("kind", [PackedRows, PaddedRows])
-def test_tokenizer_without_end_of_text_is_refused(kind: Any, list_reader: Any, byte_tokenizer: Any) -> None:
-    byte_tokenizer.eos_token_id = None
-    with pytest.raises(ValueError, match="end-of-text"):
-        kind(list_reader([]), byte_tokenizer, 8)
 
 
 def test_packed_rows_of_two_epochs_are_not_mixed_up(byte_tokenizer: Any) -> None:
@@ -226,10 +239,58 @@ def test_packed_rows_of_two_epochs_are_not_mixed_up(byte_tokenizer: Any) -> None
         def read(self, epoch: int, position: Any, limit: int) -> tuple[list[str], Any]:
             return [f"epoch {epoch} " * 3], None
 
-    packed = PackedRows(Changing(), byte_tokenizer, 8)
+    packed = PackedRows(encoded(Changing(), InlineEncoder(byte_tokenizer.encode)), frame(8))
     for epoch in (0, 1, 0):
         row = packed.read(epoch, None, 1)[0][0]
         assert bytes(row.tokens_L.tolist()) == f"epoch {epoch} "[:8].encode()
+
+
+@pytest.mark.parametrize("documents", [*CASES, [f"{'ab' * (index * 7 % 13)}" for index in range(60)]])
+@pytest.mark.parametrize("length", [2, 3, 8, 64])
+@pytest.mark.parametrize(("begin", "end"), ENDS)
+def test_best_fit_keeps_every_document_whole_where_it_fits(
+    documents: list[str], length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
+) -> None:
+    def make() -> Any:
+        texts = encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode))
+        return best_fit_rows(texts, frame(length, begin, end), window=25)
+
+    rows = drain(make())
+    longest = length - begin
+    expected = []
+    for text in documents:
+        scored = [*text.encode(), *[EOS] * end]
+        expected += [[*[EOS] * begin, *scored[at : at + longest]] for at in range(0, len(scored), longest)]
+    found = []
+    for row in rows:
+        used = int((row.documents_L >= 0).sum())
+        assert (row.documents_L[used:] == -1).all() and (row.tokens_L[used:] == EOS).all()
+        assert not row.is_target_L[used:].any() and row.is_target_L.any()
+        for number in range(int(row.documents_L.max()) + 1):
+            places = np.flatnonzero(row.documents_L == number)
+            assert (np.diff(places) == 1).all()
+            found.append(row.tokens_L[places].tolist())
+            assert row.is_target_L[places].tolist() == [not begin or at > 0 for at in range(len(places))]
+    assert sorted(found) == sorted(expected)
+    for count in range(1, len(rows) + 1, 1 + len(rows) // 12):
+        head, position = make().read(0, None, count)
+        tail = [] if position is None else drain(make(), (2, 1), position=json.loads(json.dumps(position)))
+        assert equal(head + tail, rows)
+
+
+def test_best_fit_of_pieces_that_can_be_put_together_exactly(
+    list_reader: Any, byte_tokenizer: Any, drain: Drain
+) -> None:
+    chance = np.random.default_rng(0)
+    sizes: list[int] = []
+    for _ in range(200):  # 200 full rows, each cut into documents
+        cuts = np.sort(chance.choice(np.arange(8, 57), size=2, replace=False))
+        sizes += np.diff([0, *cuts, 64]).tolist()
+    texts = ["x" * (size - 1) for size in chance.permutation(sizes)]
+    rows = drain(best_fit_rows(encoded(list_reader(texts), InlineEncoder(byte_tokenizer.encode)), frame(64), 1000))
+    assert 200 <= len(rows) <= 204, "within two percent of the best"
+    in_turn = drain(best_fit_rows(encoded(list_reader(texts), InlineEncoder(byte_tokenizer.encode)), frame(64), 3))
+    assert len(in_turn) > 230, "a small window has less to choose from"
 
 
 def test_cutting_keeps_tokens_padding_and_documents() -> None:

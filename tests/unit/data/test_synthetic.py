@@ -23,7 +23,8 @@ from config.data import (
     SyntheticText,
 )
 from diffusionlm.data import synthetic
-from diffusionlm.data.loader import Loader, batch_of, rows_of
+from diffusionlm.data.loader import Loader, batch_of
+from diffusionlm.data.parts import open_parts, rows_of
 from diffusionlm.data.sources import KnownEntropy, open_source
 from diffusionlm.data.synthetic import (
     BLOCK,
@@ -323,7 +324,7 @@ def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -
             raise AssertionError
 
     def make() -> Loader:
-        reader = rows_of(open_source(source, "train"), data, byte_tokenizer, 32, seed=3)
+        reader = rows_of(open_parts(data, "train"), data, byte_tokenizer, 32, seed=3)
         return Loader(reader, Batches(), 6, 6, seed=3)  # type: ignore[arg-type]
 
     loader, states, seen = make(), [], []
@@ -341,7 +342,7 @@ def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -
 
 def test_fixed_lengths_fill_their_rows(byte_tokenizer: Any) -> None:
     data = DataConfig(source=MarkovChain(), rows="padded", end_with_eos=False)
-    rows, _ = rows_of(open_source(data.source, "train"), data, byte_tokenizer, 32, seed=0).read(0, None, 8)
+    rows, _ = rows_of(open_parts(data, "train"), data, byte_tokenizer, 32, seed=0).read(0, None, 8)
     batch = batch_of(rows)
     assert batch.is_target_BL.all()
     assert set(batch.tokens_BL.flatten().tolist()) == set(b"abcdefgh")

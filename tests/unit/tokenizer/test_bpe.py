@@ -146,6 +146,22 @@ def test_nfc_is_applied_before_words_are_cut() -> None:
     assert tok.encode_batch(["e\u0301", "é"])[0] == tok.encode("é")
 
 
+def test_normalized_tokens_are_looked_for_last() -> None:
+    tok = tiny([], "qwen", normalization="NFC")
+    mask, longer = tok.special_tokens["<|mask|>"], tok.special_tokens["<|mask|>>"]
+    late = tok.adapted(normalized_tokens=["<|mask|>>"])
+    assert tok.encode("<|mask|>>", allow_special=True) == [longer]
+    assert late.encode("<|mask|>>", allow_special=True) == [mask, *tok.encode(">")]
+    alone = tok.adapted(normalized_tokens=["<|mask|>"])
+    composed = tok.encode("<|mask|≯")  # what NFC makes of > and a long solidus
+    assert tok.encode("<|mask|>\u0338", allow_special=True) == [mask, *tok.encode("\u0338")]
+    assert alone.encode("<|mask|>\u0338", allow_special=True) == composed
+    assert alone.encode("<|mask|>>", allow_special=True) == [longer]
+    assert alone.encode("<|mask|>", allow_special=True) == [mask]
+    assert len({tok.fingerprint, late.fingerprint, alone.fingerprint}) == 3
+    assert pickle.loads(pickle.dumps(alone)).encode("<|mask|>", allow_special=True) == [mask]
+
+
 def test_ignore_merges_emits_a_whole_token() -> None:
     vocab = {**BYTES, b"abc": 256}
     tok = Tokenizer(vocab, [], {}, "qwen")
@@ -239,8 +255,11 @@ def test_contradictions_are_refused() -> None:
     refused("normalization 'NFKC' is unknown", normalization="NFKC")
     refused("pattern 'gpt5' is unknown", pattern="gpt5")
     refused("not a valid regular expression", pattern="(")
+    refused("'<s>' has the id 16777216: ids start at 0 and end at 16777215", special_tokens={"<s>": 1 << 24})
     with pytest.raises(ValueError, match="visible_tokens: '<x>'"):
         tiny([]).adapted(visible_tokens=["<x>"])
+    with pytest.raises(ValueError, match="normalized_tokens: '<x>'"):
+        tiny([]).adapted(normalized_tokens=["<x>"])
 
 
 def test_holes_in_the_ids_are_allowed() -> None:

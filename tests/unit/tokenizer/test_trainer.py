@@ -1,6 +1,9 @@
 import json
 import random
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import pytest
 import tokenizers
@@ -68,6 +71,26 @@ def test_a_small_corpus_gives_a_small_tokenizer() -> None:
 def test_workers_do_not_change_the_result(sources: list[str]) -> None:
     texts = sources * 4
     assert train_bpe(texts, vocab_size=400).fingerprint == train_bpe(texts, vocab_size=400, num_workers=2).fingerprint
+
+
+class DeadPool(ProcessPoolExecutor):
+    """A pool whose process was killed."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        raise BrokenProcessPool
+
+
+def test_a_killed_worker_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenizer.trainer.ProcessPoolExecutor", DeadPool)
+    with pytest.raises(
+        ValueError, match="one of the num_workers = 2 processes was killed; if memory ran out, use fewer"
+    ):
+        train_bpe(["a b"], vocab_size=300, num_workers=2)
+
+
+def test_errors_come_back_from_workers() -> None:
+    with pytest.raises(ValueError, match="lone surrogate"):
+        train_bpe(["fine", "bad \udc80"], vocab_size=300, num_workers=2)
 
 
 def test_a_long_run_can_be_trained_on() -> None:

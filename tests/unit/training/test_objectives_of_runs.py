@@ -16,6 +16,7 @@ from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
 from diffusionlm.data.loader import Loader
+from diffusionlm.data.parts import open_parts
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.diffusion.likelihood import nelbo
 from diffusionlm.inference.generate import generate
@@ -64,7 +65,7 @@ def in_directory(config: TrainConfig, directory: Path) -> TrainConfig:
 def records(config: TrainConfig) -> list[dict[str, Any]]:
     """The steps' numbers, without those of the clock."""
     lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    clock = ("tokens_per_second", "step_seconds", "seconds_left")
+    clock = ("tokens_per_second", "step_seconds", "seconds_left", "data/tokens_per_second", "data/wait_seconds")
     steps = [json.loads(line) for line in lines]
     return [
         {key: value for key, value in step["metrics"].items() if key not in clock}
@@ -192,7 +193,7 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     assert (model.config.block_length, model.config.logit_alignment) == (16, "same_position")
     # The table's numbers are what the library says of the saved model.
     tokenizer = load_tokenizer(config.run.directory)
-    rows = Validator.open(config, tokenizer).rows[:8]
+    rows = Validator.open(config, tokenizer, open_parts(config.data, "train")).rows[:8]
     batch: dict[str, Any] = {
         "tokens_BL": torch.from_numpy(np.stack([row.tokens_L for row in rows])).long(),
         "is_target_BL": torch.from_numpy(np.stack([row.is_target_L for row in rows])),
@@ -273,7 +274,7 @@ def test_the_entropy_of_the_source_is_named_where_it_is_the_floor(config: TrainC
     def entropy(objective: dict[str, Any], source: dict[str, Any], **data: Any) -> float | None:
         changed = with_objective(config, objective, data={"rows": "padded", "source": source, **data})
         tokenizer = train_bpe(["abc"], vocab_size=258)
-        return Validator.open(changed, tokenizer).source_entropy
+        return Validator.open(changed, tokenizer, open_parts(changed.data, "train")).source_entropy
 
     markov = {"kind": "markov", "symbols": "ab", "length": 4, "stay": 0.5}
     whole = {"kind": "masked_diffusion"}

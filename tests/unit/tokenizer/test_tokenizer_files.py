@@ -34,7 +34,8 @@ def edit(path: Path, change: Edit) -> None:
 
 
 def test_round_trip_of_both_forms(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    variants = [tokenizer, tokenizer.adapted(ignore_merges=True, visible_tokens=["<|endoftext|>"])]
+    habits: dict[str, Any] = {"visible_tokens": ["<|endoftext|>"], "normalized_tokens": ["<|mask|>"]}
+    variants = [tokenizer, tokenizer.adapted(ignore_merges=True, **habits)]
     for normalization in (None, "NFC"):
         special = {**tokenizer.special_tokens, "é<p>": tokenizer.vocab_size + 7}
         parts = (tokenizer.vocab, tokenizer.merges, special, r"\p{L}+| ?\d", normalization)
@@ -146,6 +147,11 @@ def test_hash_merges_survive(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).merges == ((b"#", b"#"), (b"#", b"version:"))
 
 
+def add_token(contents: dict[str, Any], text: str, token_id: int | None = None) -> None:
+    listed = contents["model"]["vocab"].get(text, token_id)
+    contents["added_tokens"].append({"id": listed, "content": text, "special": False, "normalized": True})
+
+
 UNSUPPORTED: list[tuple[str, Edit]] = [
     ("model.type 'WordPiece'", lambda c: c["model"].update(type="WordPiece")),
     ("model.byte_fallback = True", lambda c: c["model"].update(byte_fallback=True)),
@@ -162,6 +168,8 @@ UNSUPPORTED: list[tuple[str, Edit]] = [
     ("expected an integer", lambda c: c["model"]["vocab"].update({"a": "1"})),
     ("has the id 3, but 999", lambda c: c["added_tokens"][1].update(id=3)),
     ("merge 'a' is not a pair", lambda c: c["model"].update(merges=["a"])),
+    ("added token 'in' is also made by model.merges", lambda c: add_token(c, "in")),
+    ("'<far>' has the id 99999999: ids start at 0 and end at", lambda c: add_token(c, "<far>", 99_999_999)),
     ("model is missing", lambda c: c.pop("model")),
     ("is not as the format has it", lambda c: c.update(normalizer="NFC")),
 ]
@@ -199,8 +207,9 @@ def test_missing_and_corrupt_files_are_named(saved: Path, tmp_path: Path) -> Non
     refused("mask_token '<gone>' is not among the special tokens")
     edit(saved / "special_tokens.json", lambda c: c.pop("special_tokens"))
     refused("special_tokens.json: is not as the format has it (KeyError: 'special_tokens')")
-    (saved / "vocab.json").write_text('{"a": 1,')
-    refused("vocab.json: is not valid JSON")
+    for text in ('{"a": 1,', '{"a":' * 100_000, f'{{"a": {"1" * 5_000}}}'):
+        (saved / "vocab.json").write_text(text)
+        refused("vocab.json: is not valid JSON")
     (saved / "special_tokens.json").write_text("[]")
     refused("special_tokens.json: holds list, expected a JSON object")
 

@@ -1,0 +1,30 @@
+"""``diffusionlm-bench-tokenizer``: speed of the tokenizer, beside that of peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from config.bench_tokenizer import BenchTokenizerConfig
+from config.command import friendly_errors, parse_command
+
+NAME = "diffusionlm-bench-tokenizer"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, load the config, measure."""
+    config, _ = parse_command(
+        BenchTokenizerConfig,
+        name=NAME,
+        description="Measure megabytes per CPU-second of training, encoding and decoding, round by round with peers.",
+        example=f"  {NAME} --config config/resources/bench_tokenizer.toml --set output.directory=runs/bench_tokenizer",
+        argv=argv,
+    )
+    with friendly_errors(NAME):
+        # Only now, so that --help and config errors do not wait for what it needs.
+        from benchmarking.bench_tokenizer import bench_tokenizer
+
+        print(bench_tokenizer(config))
+
+
+if __name__ == "__main__":
+    main()

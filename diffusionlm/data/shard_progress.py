@@ -1,0 +1,196 @@
+"""A directory of tokens that is being made: whose it is, how far it is, and what of it counts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt
+
+from config.dump import plain, render
+from config.make_data import MakeDataConfig
+from diffusionlm.data.shard_index import PROGRESS, TOKENIZER, VERSION, Record, SplitIndex, check_sizes, read_record
+from diffusionlm.data.shard_writers import aside, replace_text
+from diffusionlm.data.sources import DocumentSource, Position, Split
+from tokenizer import Tokenizer
+
+LOCK = ".lock"
+OURS = re.compile(r"(train|validation)(-\d{5,}\.(bin|idx|parquet)|\.dat)(\.tmp)?")
+"""Files of shards, complete or not."""
+
+
+class SplitProgress(Record):
+    """What is done of a split."""
+
+    index: SplitIndex
+    """The shards that are complete; rows that were skipped before ``position``."""
+    position: Position = None
+    """Where the source is read on."""
+    past: NonNegativeInt = 0
+    """Documents from there on that are in complete shards already."""
+    done: bool = False
+
+
+class Progress(Record):
+    """``progress.json``: replaced after each shard."""
+
+    version: Literal[1] = VERSION
+    config: dict[str, Any]
+    tokenizer_fingerprint: str | None = None
+    """None: there is no tokenizer yet."""
+    splits: dict[Split, SplitProgress]
+
+    def save(self, directory: Path) -> None:
+        """Replace the file."""
+        replace_text(directory / PROGRESS, self.model_dump_json(indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """The directory, made if need be, for this process alone.
+
+    Raises:
+        ValueError: it is a file, cannot be made, or another process writes there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / LOCK).open("a")
+    except OSError as error:
+        raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"output.directory = {directory} is in use by another process; wait for it or stop it"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """A block in which an OSError means that the directory could not be written, and that Ctrl-C does not cut short."""
+    try:
+        with _interrupts_wait():
+            yield
+    except OSError as error:
+        free = shutil.disk_usage(directory).free / 2**20
+        raise ValueError(
+            f"output.directory = {directory} could not be written: {error.strerror or error} ({free:,.0f} MiB are free "
+            "there). What was complete is kept: make room, and repeat the command"
+        ) from error
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C counts at the end of the block: no file is left behind that nobody knows of."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    waiting: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            signal.raise_signal(signal.SIGINT)
+
+
+def contents_of(config: MakeDataConfig) -> dict[str, Any]:
+    """What of a config decides the contents: all but the directory and the number of workers."""
+    values: dict[str, Any] = plain(config, "config")
+    kept = {key: value for key, value in values["output"].items() if key not in ("directory", "workers")}
+    return {**values, "output": kept}
+
+
+def begin_or_go_on(
+    config: MakeDataConfig, sources: Mapping[Split, DocumentSource], given: Tokenizer | None
+) -> Progress:
+    """What is done so far; what a killed process left half done is removed.
+
+    Raises:
+        ValueError: the directory holds something else, data that is made otherwise, or not what it should.
+    """
+    directory = config.output.directory
+    path = directory / PROGRESS
+    if not path.is_file():
+        foreign = sorted({each.name for each in directory.iterdir()} - {LOCK, aside(path).name})
+        if foreign:
+            raise ValueError(
+                f"output.directory = {directory} is not empty and has no {PROGRESS} (it holds "
+                f"{', '.join(foreign[:5])}); name another directory"
+            )
+        splits = {
+            split: SplitProgress(index=SplitIndex(identity=source.identity, provenance=source.provenance))
+            for split, source in sources.items()
+        }
+        progress = Progress(config=contents_of(config), splits=splits)
+        progress.save(directory)
+        return progress
+    progress = read_record(Progress, path, "remove the directory and begin again")
+    identities = {split: state.index.identity for split, state in progress.splits.items()}
+    check_same(config, sources, given, progress.config, identities, progress.tokenizer_fingerprint)
+    listed = {name for state in progress.splits.values() for name in state.index.sizes}
+    for each in directory.iterdir():
+        if OURS.fullmatch(each.name) and not {each.name, each.name.removesuffix(".tmp")} & listed:
+            each.unlink()
+    if config.output.format != "dat":  # whose file is checked when it is written on
+        for state in progress.splits.values():
+            check_sizes(directory, state.index)
+    if progress.tokenizer_fingerprint is None:
+        shutil.rmtree(directory / TOKENIZER, ignore_errors=True)
+    return progress
+
+
+def check_same(
+    config: MakeDataConfig,
+    sources: Mapping[Split, DocumentSource],
+    given: Tokenizer | None,
+    saved_config: dict[str, Any],
+    saved_identities: Mapping[Split, str],
+    saved_fingerprint: str | None,
+) -> None:
+    """See that what a directory holds was made from the same.
+
+    Raises:
+        ValueError: it was not; lists what differs.
+    """
+    before, now = _leaves(saved_config), _leaves(contents_of(config))
+    changes = [
+        f"{key}: {_shown(before, key)} -> {_shown(now, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    for split, source in sources.items():
+        if saved_identities.get(split) != source.identity:
+            changes.append(f"the {split} documents: {saved_identities.get(split)} -> {source.identity}")
+    if given is not None and saved_fingerprint not in (None, given.fingerprint):
+        changes.append(f"the tokenizer in {config.tokenizer.path}: its fingerprint is another one now")
+    if changes:
+        listed = "\n  ".join(changes)
+        raise ValueError(
+            f"output.directory = {config.output.directory} holds data that was made otherwise:\n  {listed}\n"
+            "name another directory, or remove this one"
+        )
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Every value that is no table, by its dotted path."""
+    if not isinstance(value, dict):
+        return {path: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= _leaves(item, f"{path}.{key}" if path else key)
+    return found
+
+
+def _shown(leaves: dict[str, Any], key: str) -> str:
+    return render(leaves[key], limit=200) if key in leaves else "(not set)"

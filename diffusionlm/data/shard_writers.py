@@ -1,0 +1,248 @@
+"""Files of tokens, one writer for each format: written aside, hashed on the way, fsynced, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+from typing import IO, Any, Protocol, assert_never
+
+import numpy as np
+
+from diffusionlm.data.shard_index import COLUMN, OFFSET, Dtype, FilePart, Format
+from diffusionlm.data.sources import Split, Tokens
+
+ASIDE = ".tmp"
+"""Ending of a file that is being written."""
+
+ROW_GROUP_TOKENS = 1 << 22
+"""A row group of Parquet ends with the document that brings it to so many: 16 MiB before compression."""
+
+
+class ShardWriter(Protocol):
+    """Writes one shard; what it has written does not depend on how the documents came in portions."""
+
+    def add(self, documents: list[Tokens]) -> None:
+        """Append documents."""
+
+    def finish(self) -> tuple[FilePart, ...]:
+        """Make the shard durable; says what was written."""
+
+    def discard(self) -> None:
+        """Leave nothing of a shard that is not finished."""
+
+
+def open_writer(
+    kind: Format, directory: Path, split: Split, number: int, start: int, dtype: Dtype, eos_token_id: int
+) -> ShardWriter:
+    """The writer of a split's shard with this number; ``start`` is where it begins in a ``dat`` file.
+
+    Raises:
+        ValueError: the part of a ``dat`` file that was written before is not all there.
+    """
+    path = directory / f"{split}-{number:05}"
+    match kind:
+        case "bin":
+            return _BinWriter(path, dtype)
+        case "parquet":
+            return _ParquetWriter(path)
+        case "dat":
+            return _DatWriter(directory / f"{split}.dat", start, dtype, eos_token_id)
+        case _:
+            assert_never(kind)
+
+
+def publish(directory: Path, split: Split, kind: Format) -> None:
+    """Give the file of a split that grew over all its shards its name; those of the other formats have theirs."""
+    path = directory / f"{split}.dat"
+    if kind == "dat" and aside(path).exists():
+        os.replace(aside(path), path)
+        fsync(directory)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    try:
+        aside(path).write_text(text, encoding="utf-8")
+        fsync(aside(path))
+        os.replace(aside(path), path)
+        fsync(path.parent)
+    finally:
+        aside(path).unlink(missing_ok=True)
+
+
+def aside(path: Path) -> Path:
+    """Where a file is written until it is complete."""
+    return path.with_name(path.name + ASIDE)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class HashedFile:
+    """A file that is written once from its start to its end; as much of Python's files as Parquet needs."""
+
+    closed = False
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        size = self._file.write(data)
+        self._digest.update(data)
+        self._size += size
+        return size
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self._size
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Make it durable."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.closed = True
+
+    def abandon(self) -> None:
+        """Close it as it is."""
+        with contextlib.suppress(OSError):  # a full disk once more
+            self._file.close()
+
+    def part(self, name: str, start: int = 0) -> FilePart:
+        """What was written."""
+        return FilePart(file=name, start=start, bytes=self._size, sha256=self._digest.hexdigest())
+
+
+class _NewFile:
+    """A file that gets its name when it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.file = HashedFile(aside(path).open("wb"))
+
+    def finish(self) -> FilePart:
+        self.file.close()
+        os.replace(aside(self._path), self._path)
+        fsync(self._path.parent)
+        return self.file.part(self._path.name)
+
+    def discard(self) -> None:
+        self.file.abandon()
+        aside(self._path).unlink(missing_ok=True)
+
+
+class _BinWriter:
+    def __init__(self, path: Path, dtype: Dtype) -> None:
+        self._path, self._dtype = path, _little(dtype)
+        self._ids = _NewFile(path.with_name(path.name + ".bin"))
+        self._lengths: list[int] = []
+
+    def add(self, documents: list[Tokens]) -> None:
+        self._ids.file.write(np.concatenate(documents).astype(self._dtype).data)
+        self._lengths += map(len, documents)
+
+    def finish(self) -> tuple[FilePart, ...]:
+        ids = self._ids.finish()
+        offsets = _NewFile(self._path.with_name(self._path.name + ".idx"))
+        try:
+            offsets.file.write(np.cumsum([0, *self._lengths]).astype(OFFSET).data)
+            return ids, offsets.finish()
+        except BaseException:
+            offsets.discard()
+            raise
+
+    def discard(self) -> None:
+        self._ids.discard()
+
+
+class _DatWriter:
+    """Appends to the one file of the split, which gets its name when all of it is there."""
+
+    def __init__(self, path: Path, start: int, dtype: Dtype, eos_token_id: int) -> None:
+        self._path, self._start, self._dtype = path, start, _little(dtype)
+        self._end = np.array([eos_token_id], dtype=np.int32)
+        file = aside(path).open("r+b" if start else "wb")
+        if file.seek(0, os.SEEK_END) < start:
+            file.close()
+            raise ValueError(
+                f"{aside(path)} is shorter than {start:,} bytes, which were there: remove the directory and begin again"
+            )
+        file.truncate(start)
+        file.seek(start)
+        self._file = HashedFile(file)
+
+    def add(self, documents: list[Tokens]) -> None:
+        ended = [each for tokens in documents for each in (tokens, self._end)]
+        self._file.write(np.concatenate(ended).astype(self._dtype).data)
+
+    def finish(self) -> tuple[FilePart, ...]:
+        self._file.close()
+        return (self._file.part(self._path.name, self._start),)
+
+    def discard(self) -> None:
+        if self._file.closed:
+            return  # it may be on record already; if not, the next writer of this shard cuts it off
+        self._file.abandon()
+        os.truncate(aside(self._path), self._start)
+
+
+class _ParquetWriter:
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._new = _NewFile(path.with_name(path.name + ".parquet"))
+        self._schema = pa.schema([pa.field(COLUMN, pa.list_(pa.field("element", pa.int32(), nullable=False)))])
+        try:  # it writes the first bytes at once
+            self._writer = pq.ParquetWriter(self._new.file, self._schema, compression="zstd", write_page_checksum=True)
+        except BaseException:
+            self._new.discard()
+            raise
+        self._group: list[Tokens] = []
+        self._tokens = 0
+
+    def add(self, documents: list[Tokens]) -> None:
+        for tokens in documents:
+            self._group.append(tokens)
+            self._tokens += len(tokens)
+            if self._tokens >= ROW_GROUP_TOKENS:
+                self._write_group()
+
+    def finish(self) -> tuple[FilePart, ...]:
+        self._write_group()
+        self._writer.close()
+        return (self._new.finish(),)
+
+    def discard(self) -> None:
+        self._writer.is_open = False  # else it writes its footer when it is deleted
+        self._new.discard()
+
+    def _write_group(self) -> None:
+        import pyarrow as pa
+
+        if not self._group:
+            return
+        offsets = np.cumsum([0, *map(len, self._group)]).astype(np.int32)
+        lists = pa.ListArray.from_arrays(offsets, np.concatenate(self._group), type=self._schema.field(0).type)
+        self._writer.write_table(pa.table([lists], schema=self._schema), row_group_size=len(self._group))
+        self._group, self._tokens = [], 0
+
+
+def _little(dtype: Dtype) -> np.dtype[Any]:
+    """Unsigned integers, little-endian on every machine."""
+    return np.dtype(dtype).newbyteorder("<")

@@ -1,0 +1,282 @@
+"""Documents that ``diffusionlm-make-data`` tokenised, memory-mapped, in any order.
+
+The files are described in `diffusionlm.data.shard_index`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from config.data import Shards
+from diffusionlm.data.permutation import KeyedPermutation
+from diffusionlm.data.shard_index import COLUMN, OFFSET, TOKENIZER, Index, Shard, SplitIndex, check_sizes, read_index
+from diffusionlm.data.sources import Position, Split, Tokens
+from diffusionlm.diffusion.chance import Stream
+
+KEY = "data.source.path"
+
+LOOK_AHEAD_DOCUMENTS = 1_024
+LOOK_AHEAD_TOKENS = 1 << 20
+"""`ShuffledShards` fetches about so many at once, whichever is less: one by one costs ten times as much."""
+
+MOST_PARQUET_TOKENS = 1 << 30
+"""Parquet is read into memory, 4 bytes a token, by each process that reads."""
+
+Ids = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _File:
+    """Documents that lie one behind the other."""
+
+    ids: Ids
+    offsets: Sequence[int]
+    """Where each document starts in ``ids``, and the end of the last one."""
+
+
+@dataclass(frozen=True)
+class ShardDocuments:
+    """The documents of one split, by their number."""
+
+    identity: str
+    """Changes when the tokens do."""
+    provenance: str
+    """What there is, and what it was made from, for people."""
+    tokenizer_directory: Path
+    tokenizer_fingerprint: str
+    num_tokens: int
+    """Of all documents, without end-of-text tokens."""
+    num_documents: int
+    vocab_size: int
+    _path: Path
+    _files: list[_File]
+    _first_F: NDArray[np.int64]
+    """Number of the first document of each file."""
+    _gap: int
+    """Tokens between two documents: the end-of-text tokens of ``dat``."""
+
+    @classmethod
+    def open(cls, config: Shards, split: Split) -> ShardDocuments:
+        """The shards of a split; sizes are checked, contents are not (``diffusionlm-make-data`` does, given again).
+
+        Raises:
+            ValueError: the directory is missing, not complete or damaged, or too large to be read as Parquet; names
+                the file, and says what to do.
+        """
+        index = read_index(config.path, KEY)
+        described = index.splits.get(split)
+        if described is None or not described.documents:
+            raise ValueError(f"{KEY} = {config.path} has no {split} documents: make the data again")
+        check_sizes(config.path, described)
+        if not (config.path / TOKENIZER).is_dir():
+            raise ValueError(f"{config.path / TOKENIZER} is missing: copy it again, or make the data again")
+        files = _open_files(config.path, index, described)
+        most = config.max_documents if split == "train" else None
+        firsts = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
+        count = min(int(firsts[-1]), most or sys.maxsize)
+        gap = int(index.format == "dat")
+        cut = "" if count == described.documents else f"the first {count:,} of "
+        on_disk = f"{described.bytes_on_disk / 2**20:,.1f} MiB of {index.format}"
+        in_memory = f", {described.tokens * 4 / 2**20:,.1f} MiB in memory" if index.format == "parquet" else ""
+        return cls(
+            identity=_identity(index, described, split, count),
+            provenance=f"{cut}{described.documents:,} documents, {described.tokens:,} tokens, {on_disk} in "
+            f"{config.path}{in_memory}, made from {described.provenance}",
+            tokenizer_directory=config.path / TOKENIZER,
+            tokenizer_fingerprint=index.tokenizer_fingerprint,
+            num_tokens=_tokens_of_first(files, firsts, count, gap),
+            num_documents=count,
+            vocab_size=index.vocab_size,
+            _path=config.path,
+            _files=files,
+            _first_F=firsts[:-1],
+            _gap=gap,
+        )
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def tokens(self, index: int) -> Tokens:
+        """Ids of one document; for many, `documents` is faster."""
+        return self.documents(np.array([index]))[0]
+
+    def documents(self, indices: NDArray[np.int64]) -> list[Tokens]:
+        """Ids of these documents. They share their memory: a document that is kept keeps all of them.
+
+        Raises:
+            ValueError: an id is outside of the vocabulary; names the directory.
+        """
+        if not indices.size:
+            return []
+        assert 0 <= int(indices.min()) <= int(indices.max()) < len(self), "documents are 0 to len - 1"
+        file_of = np.searchsorted(self._first_F, indices, side="right") - 1
+        within = indices - self._first_F[file_of]
+        files, gap = self._files, self._gap
+        pieces = []
+        for number, document in zip(file_of.tolist(), within.tolist(), strict=True):
+            file = files[number]
+            pieces.append(file.ids[file.offsets[document] : file.offsets[document + 1] - gap])
+        together: Tokens = np.concatenate(pieces, dtype=np.int32, casting="same_kind")
+        # Without signs, so that an id of 2 ** 31 or more is large too.
+        if together.size and int(together.view(np.uint32).max()) >= self.vocab_size:
+            raise ValueError(
+                f"{KEY} = {self._path} is damaged: it has the token id {int(together.view(np.uint32).max())}, and the "
+                f"vocabulary has {self.vocab_size}; repeat the diffusionlm-make-data command to find the file"
+            )
+        ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+        return [together[start:end] for start, end in pairwise([0, *ends])]
+
+
+@dataclass
+class ShuffledShards:
+    """All documents of each epoch, in an order that is a function of (seed, epoch); a position is a number.
+
+    The order takes no memory, and reading may begin anywhere in it.
+    """
+
+    documents: ShardDocuments
+    seed: int
+    shuffled: bool
+    """Else in the order of the shards, each epoch alike."""
+
+    def __post_init__(self) -> None:
+        mean = max(1, self.documents.num_tokens // len(self.documents))
+        self._ahead = min(LOOK_AHEAD_DOCUMENTS, max(1, LOOK_AHEAD_TOKENS // mean))
+        self._held: tuple[int, int, list[Tokens]] = (0, 0, [])
+        self._order: tuple[int, KeyedPermutation] | None = None
+
+    def read(self, epoch: int, position: Position, limit: int) -> tuple[list[Tokens], Position]:
+        """Up to ``limit`` documents, and the position behind them."""
+        start: int = position or 0
+        stop = min(start + limit, len(self.documents))
+        held_epoch, first, held = self._held
+        if held_epoch != epoch or start < first or stop > first + len(held):
+            first, held = start, self._fetch(epoch, start, max(limit, self._ahead))
+            self._held = (epoch, first, held)
+        documents = held[start - first : stop - first]
+        return documents, stop if len(documents) == limit else None
+
+    def _fetch(self, epoch: int, start: int, count: int) -> list[Tokens]:
+        places = np.arange(start, min(start + count, len(self.documents)))
+        if not self.shuffled:
+            return self.documents.documents(places)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, KeyedPermutation(len(self.documents), self.seed, Stream.DOCUMENT_ORDER, epoch))
+        return self.documents.documents(self._order[1](places))
+
+
+def _identity(index: Index, described: SplitIndex, split: Split, count: int) -> str:
+    sums = " ".join(part.sha256 for shard in described.shards for part in shard.parts)
+    digest = hashlib.sha256(f"{index.tokenizer_fingerprint} {count} {sums}".encode()).hexdigest()
+    return f"shards/{split}/{digest[:16]}"
+
+
+def _open_files(directory: Path, index: Index, described: SplitIndex) -> list[_File]:
+    match index.format:
+        case "bin":
+            return [_open_bin(directory, shard, index.dtype) for shard in described.shards]
+        case "dat":
+            return [_open_dat(directory / name, index, described) for name in described.sizes]
+        case "parquet":
+            if described.tokens > MOST_PARQUET_TOKENS:
+                raise ValueError(
+                    f"{KEY} = {directory} is Parquet, whose {described.tokens:,} tokens would take "
+                    f"{described.tokens * 4 / 2**30:.1f} GiB in memory; at most {MOST_PARQUET_TOKENS * 4 / 2**30:.0f} "
+                    'are read: make the data with output.format = "bin", which is for training'
+                )
+            names = [directory / name for name in described.sizes]
+            return [_read_parquet(*each) for each in zip(names, described.shards, strict=True)]
+
+
+def _open_bin(directory: Path, shard: Shard, dtype: str) -> _File:
+    ids, path = (directory / part.file for part in shard.parts)
+    offsets = _mapped(path, OFFSET)
+    whole = len(offsets) == shard.documents + 1 and offsets[0] == 0 and offsets[-1] == shard.tokens
+    if not whole or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(
+            f"{path} is damaged: it does not cut {shard.tokens:,} tokens into {shard.documents:,} documents; copy it "
+            "again, or make the data again"
+        )
+    return _File(_mapped(ids, _little(dtype)), _integers(offsets))
+
+
+def _open_dat(path: Path, index: Index, described: SplitIndex) -> _File:
+    """The file is read once, to find where documents end; that takes 8 bytes of memory for each."""
+    ids = _mapped(path, _little(index.dtype))
+    block = 1 << 24
+    ends = [np.flatnonzero(ids[at : at + block] == index.eos_token_id) + at for at in range(0, len(ids), block)]
+    offsets = np.concatenate([[0], *(each + 1 for each in ends)])
+    if len(offsets) != described.documents + 1 or offsets[-1] != len(ids):
+        raise ValueError(
+            f"{path} is damaged: {len(offsets) - 1:,} documents end in it, not {described.documents:,}, or it goes on "
+            "behind the last one; copy it again, or make the data again"
+        )
+    return _File(ids, _integers(offsets))
+
+
+def _integers(offsets: NDArray[np.int64]) -> Sequence[int]:
+    """The same as Python's integers, several times faster to get at than those of an array."""
+    return memoryview(offsets)  # type: ignore[arg-type]
+
+
+def _little(dtype: str) -> str:
+    return np.dtype(dtype).newbyteorder("<").str
+
+
+def _mapped(path: Path, dtype: str) -> Ids:
+    """A file as an array that is read when it is used."""
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:  # documents without tokens; an empty file cannot be mapped
+                return np.empty(0, dtype)
+            return np.frombuffer(_map(file.fileno()), dtype)
+    except OSError as error:
+        many = "; raise the limit of open files (ulimit -n), or make the data with a larger output.shard_tokens"
+        raise ValueError(f"{path} cannot be read: {error.strerror}{many if error.errno == 24 else ''}") from error
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):  # else the map holds the file open, and there may be thousands of them
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ, trackfd=False)
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+
+
+def _read_parquet(path: Path, shard: Shard) -> _File:
+    """The file in memory."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    ids, offsets = np.empty(shard.tokens, np.int32), np.zeros(shard.documents + 1, np.int64)
+    document = token = 0
+    try:
+        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(columns=[COLUMN]):
+            lists = batch.column(0)
+            values, lengths = lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
+            ids[token : token + len(values)] = values
+            offsets[document + 1 : document + 1 + len(lengths)] = lengths
+            document, token = document + len(lengths), token + len(values)
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: more rows or ids than there should be
+        raise ValueError(f"{path} is damaged ({error}): copy it again, or make the data again") from error
+    np.cumsum(offsets, out=offsets)
+    if (document, token, offsets[-1]) != (shard.documents, shard.tokens, shard.tokens):
+        raise ValueError(
+            f"{path} is damaged: it has {document:,} documents of {token:,} tokens, not {shard.documents:,} of "
+            f"{shard.tokens:,}; copy it again, or make the data again"
+        )
+    return _File(ids, _integers(offsets))
+
+
+def _tokens_of_first(files: list[_File], firsts: NDArray[np.int64], count: int, gap: int) -> int:
+    """Tokens of the first ``count`` documents."""
+    taken = [min(len(file.offsets) - 1, max(0, count - int(first))) for file, first in zip(files, firsts, strict=False)]
+    return sum(file.offsets[number] - gap * number for file, number in zip(files, taken, strict=True))

@@ -1,0 +1,169 @@
+"""Processes that tokenise, pack and draw noise while the model trains.
+
+The first worker runs the loader and sends the draws of one step after the other; the others tokenise for it. What is
+read and drawn is the same as without them. A process ends when its pipe does, so that none outlives the training,
+whatever ends that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import threading
+import time
+import traceback
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from diffusionlm.data.loader import LoaderMetrics, LoaderPlan
+from diffusionlm.data.tokenising import Tokenisers, signals_held_back
+from diffusionlm.diffusion.batch import Draw
+
+SPAWN = get_context("spawn")
+"""Forked children of a process with threads may hang, and CUDA does not survive a fork."""
+
+SECONDS_TO_END = 5.0
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the loader's process sends of a step."""
+
+    draws: list[Draw]
+    state: dict[str, Any]
+    metrics: LoaderMetrics
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What it sends in place of a step, as its last word."""
+
+    error: Exception
+
+
+class WorkerLoader:
+    """A loader in another process, some steps ahead."""
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        if plan.data.workers < 1:
+            raise ValueError(f"data.workers = {plan.data.workers}: a loader in another process needs at least 1")
+        self._plan = plan
+        self._state: dict[str, Any] | None = None
+        self._metrics: LoaderMetrics | None = None
+        self._ready: queue.Queue[bytes | Exception] = queue.Queue(plan.data.prefetch_steps)
+        self._receiver: threading.Thread | None = None
+        self._connection: Connection | None = None
+        self._process: Any = None
+        self._next = 0
+        self._closed = False
+
+    def next_step(self, step: int) -> list[Draw]:
+        """The micro-batches of a step; steps come one after the other.
+
+        Raises:
+            ValueError: as the loader does.
+            ChildProcessError: the process ended before its work did.
+        """
+        if self._process is None:
+            self._start(step)
+        assert step == self._next, "workers draw the steps in order"
+        started, buffered = time.perf_counter(), self._ready.qsize()
+        received = self._ready.get()
+        message = received if isinstance(received, Exception) else pickle.loads(received)
+        if not isinstance(message, _Step):
+            error = message.error if isinstance(message, _Failure) else message
+            self.close()
+            raise error
+        waited = time.perf_counter() - started
+        self._next, self._state = step + 1, message.state
+        self._metrics = replace(message.metrics, wait_seconds=waited, buffered_steps=buffered)
+        return message.draws
+
+    def metrics(self) -> LoaderMetrics:
+        """Of the last step that was asked for."""
+        assert self._metrics is not None, "there was no step yet"
+        return self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Behind the last step that was asked for, not behind the last one that was drawn."""
+        assert self._state is not None, "there was no step yet"
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; before the first step."""
+        assert self._process is None, "the workers have started already"
+        self._state = state
+
+    def close(self) -> None:
+        """End the processes; what they had ready is dropped."""
+        self._closed = True
+        if self._process is None:
+            return
+        assert self._connection is not None and self._receiver is not None
+        self._process.kill()
+        while self._receiver.is_alive():  # it may wait for room
+            with contextlib.suppress(queue.Empty):
+                self._ready.get(timeout=0.05)
+        self._process.join()
+        self._connection.close()
+
+    def _start(self, step: int) -> None:
+        ours, theirs = SPAWN.Pipe(duplex=False)
+        arguments = (theirs, self._plan, self._state, step)
+        # Not a daemon: those may have no processes of their own.
+        self._process = SPAWN.Process(target=_load, args=arguments, name="diffusionlm loader")
+        with signals_held_back():  # the training makes its last step with what it gets from here
+            self._process.start()
+        theirs.close()
+        self._connection, self._next = ours, step
+        self._receiver = threading.Thread(target=self._receive, daemon=True)
+        self._receiver.start()
+
+    def _receive(self) -> None:
+        """Keep the queue filled; memory is bounded by its size."""
+        assert self._connection is not None
+        while not self._closed:
+            try:
+                self._ready.put(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                self._process.join(SECONDS_TO_END)
+                self._ready.put(_ended("loads data", self._process.exitcode))
+                return
+
+
+def _ended(what: str, code: int | None) -> ChildProcessError:
+    return ChildProcessError(
+        f"the process that {what} ended (exit code {code}); if the system ran out of memory, lower "
+        "data.prefetch_steps, data.document_shuffle_window or data.row_shuffle_window"
+    )
+
+
+def _load(connection: Connection, plan: LoaderPlan, state: dict[str, Any] | None, step: int) -> None:
+    """The first worker."""
+    torch.set_num_threads(1)
+    try:
+        with Tokenisers(plan.tokenizer, plan.data.workers - 1) as encoder:
+            loader = plan.open(encoder=encoder)
+            if state is not None:
+                loader.load_state_dict(state)
+            while True:
+                sent = _Step(loader.next_step(step), loader.state_dict(), loader.metrics())
+                connection.send_bytes(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+                step += 1
+    except BrokenPipeError:
+        return  # the training ended
+    except Exception as error:
+        with contextlib.suppress(BrokenPipeError):
+            connection.send_bytes(pickle.dumps(_Failure(_sendable(error))))
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself where it is the user's; else one with its place in the text."""
+    if isinstance(error, ValueError):
+        return ValueError(str(error))
+    return RuntimeError("the process that loads data failed:\n" + "".join(traceback.format_exception(error)))

@@ -1,0 +1,68 @@
+"""Every example of the guide to data is read: config, sources, rows of both splits."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from config.data import DataConfig, LocalFiles, TokenizerConfig
+from config.make_data import MakeDataConfig, OutputConfig
+from diffusionlm.data.make_data import make_data
+from diffusionlm.data.parts import open_parts, rows_of
+from tokenizer import load_tokenizer
+
+GUIDE = Path(__file__).parents[2] / "docs" / "data.md"
+EXAMPLES = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.S)]
+LINES = [json.dumps({"text": f"the cat {index} sat on the mat {index * index}"}) for index in range(120)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the examples name, in small."""
+    folder = tmp_path_factory.mktemp("guide")
+    for name in ("texts", "more", "books", "held-out", "crawl", "tiny"):
+        (folder / name).mkdir()
+    plain = "\n".join(LINES)
+    (folder / "texts/a.jsonl").write_text(plain, encoding="utf-8")
+    (folder / "more/b.json").write_text("[" + ",".join(LINES) + "]", encoding="utf-8")
+    (folder / "books/a.txt.gz").write_bytes(gzip.compress("\n\n".join(LINES).encode()))
+    (folder / "held-out/a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    broken = f"{plain}\nthis is no JSON\n".encode()
+    (folder / "crawl/a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(broken))
+    for split in ("train", "validation"):
+        (folder / f"tiny/{split}.jsonl").write_text(plain, encoding="utf-8")
+    source = LocalFiles(paths=(str(folder / "texts/a.jsonl"),))
+    output = OutputConfig(directory=folder / "data/stdlib", workers=0)
+    tokenizer = TokenizerConfig(vocab_size=300)
+    make_data(MakeDataConfig(source=source, tokenizer=tokenizer, output=output), lambda _: None)
+    return folder
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 8
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: str(example)[:60])
+def test_examples_give_rows(example: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    values = example["data"]
+    source = values.get("source")
+    if isinstance(source, dict) and source["kind"] == "hub":
+        source |= {"dataset": "./tiny"}  # the same reader, without the Hub
+        del source["revision"]
+    config = DataConfig.model_validate({"source": "python-stdlib"} | values if "mixture" not in values else values)
+    tokenizer = load_tokenizer(folder / "data/stdlib/tokenizer")
+    for split in ("train", "validation"):
+        parts = open_parts(config, split)  # type: ignore[arg-type]
+        rows, _ = rows_of(parts, config, tokenizer, config.row_length or 32, seed=0, repeat=split == "train").read(
+            0, None, 4
+        )
+        assert rows and all(row.is_target_L.any() for row in rows)
+        assert all(part.source.provenance and part.source.identity for part in parts)

@@ -1,0 +1,170 @@
+"""The tokenizer benchmark: its config, its contestants, its command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarking import bench_tokenizer as module
+from benchmarking.bench_tokenizer import (
+    ONE_THREAD,
+    OURS,
+    TokenizerSpeed,
+    bench_tokenizer,
+    check_peers,
+    check_same,
+    load,
+    measure,
+    merges_of,
+    report,
+    train_ours,
+    train_tokenizers,
+)
+from config.bench_tokenizer import BenchTokenizerConfig, BenchTokenizerOutput, BenchTokenizerSection, TokenizerPeer
+from config.data import PythonStdlib
+from config.load import ConfigError, load_config
+
+ROOT = Path(__file__).parents[3]
+RESOURCE = ROOT / "config" / "resources" / "bench_tokenizer.toml"
+TEXTS = ["the cat sat on the mat\r\n", "naïve 日本 '12345'", "", "the the the <|mask|>"]
+TASKS = ["training", "encoding, cold", "encoding, warm", "decoding"]
+
+
+def tiny(peers: tuple[TokenizerPeer, ...], directory: Path | None = None) -> BenchTokenizerConfig:
+    return BenchTokenizerConfig(
+        bench=BenchTokenizerSection(vocab_sizes=(300, 400), peers=peers, max_bytes=20_000, rounds=2),
+        output=BenchTokenizerOutput(directory=directory),
+    )
+
+
+def test_the_shipped_config_is_what_the_docs_say() -> None:
+    config = load_config(BenchTokenizerConfig, RESOURCE)
+    assert config.source == PythonStdlib()
+    assert config.bench.vocab_sizes == (4096, 16384)
+    assert config.bench.peers == ("tokenizers", "tiktoken")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("bench.peers=[jax]", "jax"),
+        ("bench.peers=[tiktoken,tiktoken]", "peers: 'tiktoken' is given twice"),
+        ("bench.vocab_sizes=[256]", "vocab_sizes: 256 has no room for a merge"),
+        ("bench.vocab_sizes=[400,400]", "vocab_sizes: 400 is given twice"),
+        ("bench.vocab_sizes=[]", "must not be empty"),
+        ("bench.rounds=1", "2"),
+        ("bench.warmup=0", "must be at least 1"),
+        ("source.kind=shards", "has tokens already"),
+        ("bench.threads=3", "unknown key"),
+    ],
+)
+def test_config_errors_name_the_problem(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(BenchTokenizerConfig, RESOURCE, [override])
+    assert message in str(caught.value)
+
+
+def test_help_and_config_errors_answer_at_once() -> None:
+    code = (
+        "import sys, contextlib, cli.bench_tokenizer as command\n"
+        "for argv in (['--help'], ['--config', sys.argv[1], '--print-config'], ['--config', 'missing.toml']):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        command.main(argv)\n"
+        "print({'torch', 'numpy', 'tokenizer', 'diffusionlm'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(RESOURCE)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("set()\n")
+    assert "missing.toml: there is no such file" in done.stderr
+
+
+def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_installed", lambda package: package != "tiktoken")
+    check_peers(["tokenizers"])
+    with pytest.raises(ValueError, match=r"tiktoken.*install the group bench.*bench.peers="):
+        check_peers(["tokenizers", "tiktoken"])
+
+
+@pytest.mark.parametrize("name", [OURS, "tokenizers", "tiktoken"])
+def test_contestants_do_the_same(name: str) -> None:
+    pytest.importorskip(name)
+    tokenizer = train_ours(TEXTS, 270, "llama3")
+    assert not tokenizer.special_tokens
+    codec = load(name, tokenizer)
+    for text in TEXTS:
+        assert list(codec.encode(text)) == tokenizer.encode(text)
+        assert codec.decode(tokenizer.encode(text)) == text
+
+
+def test_a_loaded_tokenizer_of_ours_is_cold() -> None:
+    tokenizer = train_ours(TEXTS, 270, "qwen")
+    tokenizer.encode("the cat")
+    encode = load(OURS, tokenizer).encode
+    [closure] = [encode.__self__]  # type: ignore[attr-defined]
+    assert closure is not tokenizer and len(closure._cache) == 0 and len(tokenizer._cache) > 0
+
+
+def test_merges_of_both_libraries_compare() -> None:
+    pytest.importorskip("tokenizers")
+    ours, theirs = train_ours(TEXTS, 280, "qwen"), train_tokenizers(TEXTS, 280, "qwen")
+    assert merges_of(ours) == merges_of(theirs) and len(merges_of(ours)) == 24
+
+
+def test_what_differs_is_an_error() -> None:
+    check_same("task", {OURS: [[1], [2, 3]], "other": [[1], [2, 3]]})
+    with pytest.raises(ValueError, match="task: other and diffusionlm differ, first in item 1;"):
+        check_same("task", {OURS: [[1], [2, 3]], "other": [[1], [2, 4]]})
+    with pytest.raises(ValueError, match="first in item 1;"):
+        check_same("task", {OURS: [1], "other": [1, 2]})
+    bench = BenchTokenizerSection(rounds=2)
+    with pytest.raises(ValueError, match="encoding: x and diffusionlm differ, first in item 0"):
+        measure("encoding", {OURS: lambda: [1], "x": lambda: [2]}, bench)
+
+
+def test_the_report_is_worked_out_by_hand() -> None:
+    results = [
+        TokenizerSpeed("training", 400, 3_000_000, {OURS: [1.0, 2.0, 3.0], "tokenizers": [4.0, 4.0, 4.0]}),
+        TokenizerSpeed("decoding", 400, 3_000_000, {OURS: [1.0], "tokenizers": [0.5], "tiktoken": [0.25]}),
+    ]
+    assert results[0].megabytes_per_second(OURS) == 1.5
+    results[1] = TokenizerSpeed("decoding", 400, 3_000_000, {name: [s, s] for name, [s] in results[1].seconds.items()})
+    lines = report(results, {"text": "some"}).splitlines()
+    assert lines[0] == "Vocabulary of 400:"
+    assert lines[2].startswith(
+        "| task | diffusionlm MB/s | tokenizers MB/s | tiktoken MB/s | speedup over tokenizers |"
+    )
+    assert lines[4] == "| training | 1.50 | 0.75 | - | 2.00 | 2.00 [1.67, 3.00] | - | - |"
+    assert lines[5] == "| decoding | 3.00 | 6.00 | 12.00 | 0.50 | 0.50 [0.50, 0.50] | 0.25 | 0.25 [0.25, 0.25] |"
+    assert lines[-1] == "- text: some"
+
+
+@pytest.mark.parametrize("peers", [(), ("tokenizers", "tiktoken")])
+def test_end_to_end(
+    peers: tuple[TokenizerPeer, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for peer in peers:
+        pytest.importorskip(peer)
+    for name in ONE_THREAD:
+        monkeypatch.setenv(name, "7")
+    text = bench_tokenizer(tiny(peers, tmp_path / "out"))
+    assert {name: os.environ[name] for name in ONE_THREAD} == ONE_THREAD
+    assert (tmp_path / "out" / "tokenizer_speed.md").read_text() == text + "\n"
+    assert text.count("| encoding, cold |") == 2 and ("tiktoken" in text) == bool(peers)
+    assert "- threads: one of each contestant; the process may use" in text
+    output = capsys.readouterr()
+    assert output.out == "" and "vocabulary 400, decoding: round 2/2: diffusionlm" in output.err
+    raw = [json.loads(line) for line in (tmp_path / "out" / "tokenizer_speed.jsonl").read_text().splitlines()]
+    names = [OURS, *peers]
+    measured = {(line["vocab_size"], line["task"], line["contestant"]) for line in raw}
+    everything = {(size, task, name) for size in (300, 400) for task in TASKS for name in names}
+    assert measured == everything - {(size, "training", "tiktoken") for size in (300, 400)}
+    assert all(len(line["cpu_seconds"]) == 2 and line["text_bytes"] >= 20_000 for line in raw)

@@ -1,0 +1,200 @@
+"""``diffusionlm-make-data``: what it prints, how it ends, and that it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.make_data import main
+from config.data import PythonStdlib, Shards
+from config.load import load_config
+from config.make_data import MakeDataConfig
+from config.train import TrainConfig
+
+ROOT = Path(__file__).parents[3]
+RESOURCES = ROOT / "config" / "resources"
+COMMAND = [sys.executable, "-m", "cli.make_data"]
+MARKOV = [
+    "source=markov",
+    "source.documents_per_epoch=300",
+    "source.validation_documents=40",
+    "tokenizer.vocab_size=258",
+]
+MANY = ["source.documents_per_epoch=40000", "output.shard_tokens=20000"]
+"""More than is done before it is interrupted."""
+
+
+def arguments(directory: Path, *overrides: str) -> list[str]:
+    """With a source that is made up at once."""
+    values = [*MARKOV, f"output.directory={directory}", "output.workers=0", *overrides]
+    return [part for value in values for part in ("--set", value)]
+
+
+def digest(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_the_shipped_config() -> None:
+    config = load_config(MakeDataConfig, RESOURCES / "make_data.toml")
+    assert config.source == PythonStdlib()
+    assert (config.output.format, config.output.shard_tokens, config.output.workers) == ("bin", 100_000_000, None)
+
+
+def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "with space"
+    main(["--config", str(RESOURCES / "make_data.toml"), *arguments(directory)])
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0].split() == ["documents", "tokens", "bytes", "of", "text", "bytes/token", "files", "MiB"]
+    assert lines[1].split() == ["train", "300", "9,600", "9,600", "1.00", "2", "0.0"]
+    assert lines[2].split() == ["validation", "40", "1,280", "1,280", "1.00", "2", "0.0"]
+    assert lines[3:5] == ["left out or mended, train: nothing", "left out or mended, validation: nothing"]
+    assert lines[5] == f"written to {directory}: bin, uint16, 258 ids; index.json lists the files"
+    assert shown.err == "training a byte-level BPE tokenizer of 258 tokens ...\n"
+    # The next command is one.
+    command, *words = shlex.split("\n".join(lines[6:]).removeprefix("next: ").replace("\\\n", ""))
+    assert command == "diffusionlm-train"
+    monkeypatch.chdir(ROOT)
+    assert words[0::2] == ["--config", "--set", "--set", "--set"]
+    config = load_config(TrainConfig, Path(words[1]), words[3::2])
+    assert config.data.source == Shards(path=directory)
+    assert str(config.run.directory) == "runs/with space"
+    main(["--config", str(RESOURCES / "make_data.toml"), *arguments(directory)])
+    again = capsys.readouterr()
+    assert again.out == shown.out
+    assert again.err == f"{directory} is complete; comparing its files with their checksums ...\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "words"),
+    [
+        (["source=shards"], 2, 'kind = "shards" has tokens already, and no text'),
+        (["source=nothing"], 2, '"python-stdlib", "files", "hub", "markov"'),
+        (["output.format=arrow"], 2, '"bin", "parquet" or "dat"'),
+        (["output.shard_tokens=0"], 2, "must be greater than 0"),
+        (["output.workers=-1"], 2, "output.workers=-1"),
+        (["tokenizer.path=nowhere"], 1, "nowhere: holds no tokenizer"),
+        (["source.kind=files", "source.paths=none/*.jsonl"], 1, "source.paths: "),
+        (
+            ["output.directory=cli/make_data.py"],
+            1,
+            "output.directory = cli/make_data.py cannot be written: File exists",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(
+    overrides: list[str],
+    code: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    wanted = ["source=markov", f"output.directory={tmp_path / 'made'}", *overrides]
+    if any(override.startswith("source") for override in overrides):
+        wanted = wanted[1:]
+    with pytest.raises(SystemExit) as caught:
+        main(["--config", os.devnull, *(part for value in wanted for part in ("--set", value))])
+    shown = capsys.readouterr()
+    assert caught.value.code == code
+    assert shown.err.startswith("diffusionlm-make-data: error: ")
+    assert words in shown.err
+    assert not (tmp_path / "made").exists()
+
+
+def test_help_and_config_errors_wait_for_nothing() -> None:
+    code = (
+        "import sys, contextlib, cli.make_data\n"
+        "for argv in (['--help'], ['--set', 'a.b=1', '--config', '/dev/null'], ['--schema'], []):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        cli.make_data.main(argv)\n"
+        "print({'torch', 'numpy', 'tokenizer'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+    assert "diffusionlm-make-data --config config/resources/make_data.toml" in done.stdout
+
+
+def test_making_needs_no_torch(tmp_path: Path) -> None:
+    """Neither here nor in the processes that tokenise, of which there may be many."""
+    code = "import sys, cli.make_data\ncli.make_data.main(sys.argv[1:])\nassert 'torch' not in sys.modules"
+    words = ["--config", os.devnull, *arguments(tmp_path / "made")]
+    subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, check=True, timeout=60)
+
+
+@contextlib.contextmanager
+def running(directory: Path, until: int) -> Iterator[subprocess.Popen[str]]:
+    """The command with two processes, once it has finished the shard with this number."""
+    words = ["--config", os.devnull, *arguments(directory, *MANY, "output.workers=2")]
+    process = subprocess.Popen(
+        [*COMMAND, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            if (directory / f"train-{until:05}.idx").exists():
+                break
+            time.sleep(0.005)
+        assert process.poll() is None, process.communicate()
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a group that have not ended."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, fields = path.read_text().rpartition(") ")
+            state, _, number = fields.split()[:3]
+            if int(number) == group and state != "Z":
+                members.append(int(path.parent.name))
+    return members
+
+
+def wait_until_alone(group: int) -> None:
+    deadline = time.monotonic() + 30
+    while group_members(group):
+        assert time.monotonic() < deadline, group_members(group)
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted in /proc")
+def test_ctrl_c_and_kill(tmp_path: Path) -> None:
+    """Neither leaves processes behind, and what is made in the end is what an undisturbed command makes."""
+    directory = tmp_path / "made"
+    with running(directory, until=1) as process:
+        assert len(group_members(process.pid)) >= 3
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert out == ""
+        assert "Traceback" not in err
+        assert err.endswith("The same command goes on from there\ndiffusionlm-make-data: interrupted\n")
+        wait_until_alone(process.pid)
+    assert not list(directory.glob("*-*.tmp"))
+    done = json.loads((directory / "progress.json").read_text())["splits"]["train"]["index"]["shards"]
+    assert len(done) >= 1
+    with running(directory, until=len(done) + 1) as process:
+        assert len(group_members(process.pid)) >= 3
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+        assert process.returncode == -signal.SIGKILL
+        wait_until_alone(process.pid)
+    main(["--config", os.devnull, *arguments(directory, *MANY)])
+    main(["--config", os.devnull, *arguments(tmp_path / "undisturbed", *MANY)])
+    assert digest(directory) == digest(tmp_path / "undisturbed")

@@ -1,0 +1,234 @@
+"""``diffusionlm-train-tokenizer``: what it writes, says and refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.train_tokenizer import main
+from config.data import LocalFiles, PythonStdlib
+from config.load import load_config
+from config.train import TrainConfig
+from config.train_tokenizer import TrainTokenizerConfig
+from diffusionlm.checkpoints.manifest import verify
+from diffusionlm.data.sources import open_source
+from diffusionlm.training import tokenizer_training as module
+from diffusionlm.training.tokenizer_training import Progress
+from tokenizer import load_tokenizer, train_bpe
+
+ROOT = Path(__file__).parents[3]
+RESOURCE = ROOT / "config" / "resources" / "train_tokenizer.toml"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    lines = [json.dumps({"text": f"the cat {index} sat on the mat, naïve <|mask|>"}) for index in range(300)]
+    path.write_text("\n".join([*lines, '{"text": ""}']) + "\n", encoding="utf-8")
+    return path
+
+
+def options(texts: Path, directory: Path, **more: object) -> list[str]:
+    values = {
+        "source.kind": "files",
+        "source.paths": f'["{texts}"]',
+        "source.validation_fraction": 0.1,
+        "tokenizer.vocab_size": 280,
+        "output.directory": directory,
+        **more,
+    }
+    return ["--config", str(RESOURCE), *(part for key, value in values.items() for part in ("--set", f"{key}={value}"))]
+
+
+def lines_of(text: str) -> dict[str, str]:
+    return dict(re.split(r"\s{2,}", line, maxsplit=1) for line in text.splitlines())  # type: ignore[misc]
+
+
+def failure(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 1) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == code
+    output = capsys.readouterr()
+    assert output.out == "" and "Traceback" not in output.err
+    assert output.err.startswith("diffusionlm-train-tokenizer: error: ")
+    return output.err
+
+
+def test_it_learns_measures_and_writes(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "made" / "tokenizer"
+    main(options(texts, directory))
+    output = capsys.readouterr()
+    config = LocalFiles(paths=(str(texts),), validation_fraction=0.1)
+    train, _ = open_source(config, "train").read(0, None, 1000)
+    held_out, _ = open_source(config, "validation").read(0, None, 1000)
+    assert len(train) + len(held_out) == 300 and held_out
+
+    tokenizer = load_tokenizer(directory)
+    verify(directory, must_have_manifest=True)
+    assert tokenizer.fingerprint == train_bpe(train, vocab_size=280).fingerprint
+    assert (tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.mask_token_id) == (280, 278, 279)
+    assert load_config(TrainTokenizerConfig, directory / "config.toml").output.directory == directory
+    assert [path.name for path in directory.parent.iterdir()] == ["tokenizer"], "nothing is left beside it"
+
+    said = lines_of(output.out)
+    assert said["tokenizer"] == "280 tokens: 256 bytes, 22 merges, <|endoftext|> <|mask|>; pattern qwen"
+    num_bytes = {name: sum(len(text.encode()) for text in some) for name, some in (("t", train), ("h", held_out))}
+    assert said["learnt from"] == f"{num_bytes['t']:,} bytes in {len(train)} documents"
+    per_token = num_bytes["h"] / sum(len(tokenizer.encode(text)) for text in held_out)
+    of_what = f"{num_bytes['h']:,} bytes in {len(held_out)} documents of the validation split"
+    assert said["held out"] == f"{per_token:.3f} bytes per token, on {of_what}"
+    assert said["written to"] == str(directory)
+    assert output.err == f"reading: {num_bytes['t']:,} bytes\nlearning: 22 of 22 merges\n"
+
+
+def test_the_next_command_is_valid(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "my tokenizer"
+    main(options(texts, directory))
+    command, _, rest = lines_of(capsys.readouterr().out)["next"].rpartition(", ")
+    assert rest == "with your text as [data.source]"
+    program, flag, path, *overrides = shlex.split(command)
+    assert (program, flag, overrides[::2]) == ("diffusionlm-train", "--config", ["--set", "--set"])
+    config = load_config(TrainConfig, ROOT / path, overrides[1::2])
+    assert config.tokenizer.path == str(directory)
+    assert config.run.directory == tmp_path / "my tokenizer-run"
+
+
+def test_the_shipped_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(TrainTokenizerConfig, RESOURCE)
+    assert config.source == PythonStdlib()
+    main(["--config", str(RESOURCE), "--set", f"output.directory={tmp_path / 't'}"])
+    said = lines_of(capsys.readouterr().out)
+    assert load_tokenizer(tmp_path / "t").vocab_size == config.tokenizer.vocab_size == 4096
+    assert 3.0 < float(said["held out"].split()[0]) < 4.5
+    assert said["next"].endswith("}'"), "the text is that of train.toml"
+
+
+def test_workers_and_limits(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fingerprints = set()
+    for workers in (0, 1, 2):
+        directory = tmp_path / str(workers)
+        main(options(texts, directory, **{"output.workers": workers, "tokenizer.max_training_bytes": 1000}))
+        fingerprints.add(load_tokenizer(directory).fingerprint)
+        learnt_from = lines_of(capsys.readouterr().out)["learnt from"]
+        num_bytes, documents = (int(word.replace(",", "")) for word in learnt_from.split() if word[0].isdigit())
+        assert 1000 <= num_bytes < 1060 and documents <= 25
+    assert len(fingerprints) == 1
+
+
+def test_tokens_of_ones_own(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    special = {"special_tokens": '["<s>", "[M]", "</s>"]', "mask_token": "[M]", "eos_token": "</s>", "pattern": "gpt2"}
+    changes = {f"tokenizer.{key}": value for key, value in special.items()}
+    main(options(texts, tmp_path / "t", **changes, **{"tokenizer.vocab_size": 2000}))
+    tokenizer = load_tokenizer(tmp_path / "t")
+    size = tokenizer.vocab_size
+    assert dict(tokenizer.special_tokens) == {"<s>": size - 3, "[M]": size - 2, "</s>": size - 1}
+    assert (tokenizer.mask_token, tokenizer.eos_token, tokenizer.pattern) == ("[M]", "</s>", "gpt2")
+    assert f"{2000 - size:,} fewer than asked for: the text has no more pairs to merge" in capsys.readouterr().out
+
+
+def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "a b"
+    directory.mkdir()
+    main(options(texts, directory))  # an empty one does
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    capsys.readouterr()
+    message = failure(capsys, options(texts, directory, **{"tokenizer.vocab_size": 270}))
+    assert f"output.directory = {directory} holds a tokenizer already, which is not overwritten" in message
+    assert f"(rm -r '{directory}')" in message
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    message = failure(capsys, options(texts, tmp_path))
+    assert "holds something else (a b, texts.jsonl); name another directory" in message and "rm -r" not in message
+    assert f"{texts} is a file; name another directory" in failure(capsys, options(texts, texts))
+
+
+def test_sources_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text('{"text": ""}\n', encoding="utf-8")
+    assert "[source] has no training documents" in failure(capsys, options(blank, tmp_path / "t"))
+    message = failure(capsys, options(tmp_path / "none.jsonl", tmp_path / "t"))
+    assert " source.paths: " in message and "matches no file" in message
+    assert not (tmp_path / "t").exists()
+
+
+def test_nothing_held_out_is_said(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts.write_text('{"text": "only this, only this"}\n', encoding="utf-8")
+    main(options(texts, tmp_path / "t", **{"source.validation_fraction": 1e-9}))
+    assert "no validation documents to measure it on" in lines_of(capsys.readouterr().out)["held out"]
+
+
+def test_an_interrupted_write_leaves_nothing(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "save_tokenizer", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        main(options(texts, tmp_path / "made" / "t"))
+    assert caught.value.code == 130
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["source=shards"], 'kind = "shards" has tokens already, and no text'),
+        (["source.kind=shards", "source.path=x"], "name the source that they were made from"),
+        (["tokenizer.vocab_size=257"], "set at least 258"),
+        (["tokenizer.vocab_size=0"], "must be greater than 256"),
+        (["tokenizer.special_tokens=[a,b,a]"], "'a' is there twice"),
+        (["tokenizer.special_tokens=[]"], "must not be empty"),
+        (["tokenizer.mask_token=[MASK]"], "mask_token = '[MASK]' is not among special_tokens"),
+        (["tokenizer.eos_token=<|mask|>"], "mask_token and eos_token are both '<|mask|>'"),
+        (["tokenizer.pattern=gpt5"], "gpt4"),
+        (["tokenizer.vocab_siz=500"], "did you mean vocab_size?"),
+        (["output.workers=-1"], "must be at least 0"),
+    ],
+)
+def test_config_errors(overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [part for override in overrides for part in ("--set", override)]
+    assert message in failure(capsys, ["--config", str(RESOURCE), *arguments], code=2)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_in_a_terminal_and_sparse_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, bar in ((Terminal(), True), (io.StringIO(), False)):
+        now = 0.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: now)  # noqa: B023
+        progress = Progress(stream)
+        progress.begin("learning", "merges", 200)
+        for done in range(1, 201):
+            now += 0.125
+            progress.show(done)
+        progress.close()
+        progress.close()
+        if bar:
+            assert "learning" in stream.getvalue() and "200/200" in stream.getvalue()
+        else:
+            told = ["81 of 200", "162 of 200", "200 of 200"]
+            assert stream.getvalue().splitlines() == [f"learning: {each} merges" for each in told]
+
+
+def test_it_answers_without_torch() -> None:
+    code = (
+        "import sys, contextlib, cli.train_tokenizer as command\n"
+        "for argv in (['--help'], ['--config', sys.argv[1], '--print-config'], ['--schema'], ['--set', 'a.b=1'], []):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        command.main(argv)\n"
+        "print({'torch', 'numpy', 'tokenizer', 'diffusionlm'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(RESOURCE)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("set()\n")
+    assert "diffusionlm-train-tokenizer --config config/resources/train_tokenizer.toml" in done.stdout

@@ -1,0 +1,488 @@
+"""Local files: what was written is read, from any place on, whatever the format and the compression."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from config.data import LocalFiles
+from diffusionlm.data import bytestreams, parquet_records
+from diffusionlm.data.files import format_of
+from diffusionlm.data.found_files import find_files
+from diffusionlm.data.sources import DocumentSource, Split, open_source
+
+Drain = Callable[..., list[Any]]
+
+TEXTS = [f"document {index} " + "é word" * (index % 7) + "\nsecond line" for index in range(57)]
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+FORMATS = ["jsonl", "array", "document", "paragraph", "line", "parquet"]
+KINDS = [(form, ending) for form in FORMATS for ending in COMPRESS if form != "parquet" or not ending]
+
+
+def opened(*paths: Path | str, split: Split = "train", **options: Any) -> DocumentSource:
+    options.setdefault("validation_paths", ("unused",))  # so that no document is kept for validation
+    return open_source(LocalFiles(paths=tuple(map(str, paths)), **options), split)
+
+
+def json_lines(texts: list[str]) -> str:
+    return "".join(json.dumps({"id": index, "text": text}) + "\n" for index, text in enumerate(texts))
+
+
+def random_texts(count: int, seed: int, form: str) -> list[str]:
+    """Characters of all planes and all kinds of line breaks, as far as the format can hold them."""
+    chance = np.random.default_rng(seed)
+    breaks = ["\n", "\r\n", "\r", "\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\ufeff", "\\", '"', "\x7f"]
+    if form in ("jsonl", "array", "parquet"):
+        breaks += ["\0", "\n\n"]
+    if form in ("paragraph", "line"):
+        breaks = ["\u2028", "\x85", "\ufeff", '"'] + (["\n"] if form == "paragraph" else [])
+    texts = []
+    for _ in range(count):
+        highest = chance.choice([0x7F, 0x7FF, 0xFFFF, 0x10FFFF])
+        codes = chance.integers(0x20, highest + 1, int(chance.integers(1, 40)))
+        pieces = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]
+        for _ in range(int(chance.integers(0, 4))):
+            pieces.insert(int(chance.integers(0, len(pieces) + 1)), str(chance.choice(breaks)))
+        text = "".join(pieces)
+        if form in ("paragraph", "line"):  # their ends would be read otherwise
+            text = "\n".join(f"a{line}z" for line in text.split("\n"))
+        if form == "document":
+            text = text.replace("\r\n", "\n").lstrip("\ufeff")
+        texts.append(text or "x")
+    return texts
+
+
+def content_of(texts: list[str], form: str, chance: np.random.Generator) -> bytes:
+    if form == "jsonl":
+        lines = [json.dumps({"text": text}, ensure_ascii=bool(chance.integers(2))) for text in texts]
+        return "\n".join(lines).encode() + b"\n" * int(chance.integers(2))
+    if form == "array":
+        rows = [{"id": 1, "text": text, "more": [{}]} for text in texts]
+        return json.dumps(
+            rows, ensure_ascii=bool(chance.integers(2)), indent=1 if chance.integers(2) else None
+        ).encode()
+    if form == "paragraph":
+        return b"\n" * 2 + "".join(text + "\n" * int(chance.integers(2, 5)) for text in texts).encode()
+    if form == "line":
+        return "".join(text + str(chance.choice(["\n", "\r\n", "\n\n"])) for text in texts).encode()
+    assert form == "document" and len(texts) == 1
+    return texts[0].encode()
+
+
+def write(folder: Path, texts: list[str], form: str, ending: str, seed: int = 0) -> Path:
+    """The texts in several files, in the order of their names; archives have two members."""
+    folder.mkdir(exist_ok=True)
+    chance = np.random.default_rng(seed)
+    parts = [[text] for text in texts] if form == "document" else [texts[:19], texts[19:20], texts[20:]]
+    name = {"jsonl": "jsonl", "array": "json", "parquet": "parquet"}.get(form, "txt")
+    for number, part in enumerate(parts):
+        path = folder / f"{number:03}.{name}{ending}"
+        if form == "parquet":
+            kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+            column = pa.array(part, pa.string()).cast(kinds[number % 3])
+            pq.write_table(pa.table({"id": range(len(part)), "text": column}), path, row_group_size=7)
+        else:
+            content = content_of(part, form, chance)
+            half = len(content) // 2
+            pieces = [content] if ending == "" else [content[:half], content[half:]]
+            path.write_bytes(b"".join(COMPRESS[ending](piece) for piece in pieces))
+    return folder
+
+
+def options_of(form: str) -> dict[str, str]:
+    return {"sample_by": form} if form in ("document", "paragraph", "line") else {}
+
+
+@pytest.fixture
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks end in the middle of lines, of characters and of row groups."""
+    monkeypatch.setattr(bytestreams, "CHUNK", 61)
+    monkeypatch.setattr(bytestreams, "COMPRESSED_BLOCK", 37)
+    monkeypatch.setattr(parquet_records, "MOST_BATCH_ROWS", 3)
+
+
+@pytest.mark.parametrize(("form", "ending"), KINDS)
+def test_what_was_written_is_read(form: str, ending: str, tmp_path: Path, drain: Drain) -> None:
+    for seed in range(3):
+        texts = random_texts(60, seed, form)
+        folder = write(tmp_path / str(seed), texts, form, ending, seed)
+        source = opened(folder, **options_of(form))
+        assert drain(source) == texts
+        assert drain(source, (len(texts),)) == texts
+        assert drain(source, (1,), epoch=1) == texts
+        assert drain(source, (10, 1, 3), epoch=2) == texts
+        assert source.skipped == {}
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize(("form", "ending"), KINDS)
+def test_resuming_at_every_cut(form: str, ending: str, tmp_path: Path, drain: Drain) -> None:
+    texts = random_texts(45, 9, form)
+    folder = write(tmp_path / "data", texts, form, ending)
+    source = opened(folder, **options_of(form))
+    position: Any = None
+    for cut in range(1, len(texts) + 1):
+        some, position = source.read(0, position, 1)
+        assert some == texts[cut - 1 : cut]
+        position = json.loads(json.dumps(position))
+        fresh = opened(folder, **options_of(form))
+        assert drain(fresh, (7, 1000), position=position) == texts[cut:], cut
+        assert fresh.read(3, position, 2)[0] == texts[cut : cut + 2], "back to it, out of turn"
+    assert source.read(0, position, 1) == ([], None)
+    assert source.read(1, None, 2)[0] == texts[:2]
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize(("form", "ending"), KINDS)
+def test_a_chain_of_resumes(form: str, ending: str, tmp_path: Path) -> None:
+    texts = random_texts(45, 5, form)
+    folder = write(tmp_path / "data", texts, form, ending)
+    read: list[str] = []
+    position: Any = None
+    for limit in (3, 1, 20, 1, 9, 100):
+        some, position = opened(folder, **options_of(form)).read(0, json.loads(json.dumps(position)), limit)
+        read += some
+    assert position is None and read == texts
+
+
+def test_json_and_parquet_together(tmp_path: Path, drain: Drain) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(COMPRESS[".zst"](json_lines(["a", "b"]).encode()))
+    (tmp_path / "b.json").write_text('{\n "text": "c",\n "id": 1}\n')
+    (tmp_path / "c.json").write_text('{"text": "d"}\n{"text": "e"}\n')
+    pq.write_table(pa.table({"text": ["f"]}), tmp_path / "d.parquet")
+    source = opened(tmp_path)
+    assert drain(source, (1,)) == list("abcdef")
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert source.provenance == f"4 files, {size:,} bytes, json and json (zst) and parquet, of {tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("[]", []),
+        (f'[{{"id": {"9" * 5000}, "text": "a"}}, {{"text": "b"}}]', ["a", "b"]),
+        ("  [ ]\n", []),
+        ("\ufeff\n[\n{}]", None),
+        ("", None),
+        (" \n ", []),
+        ('\n\n[{"text":"a"}\n,\n{"text":"b"} ]  \n', ["a", "b"]),
+        ('\ufeff{"text": "a"}\n\n{"text": "b"}', ["a", "b"]),
+        ('{"a": {\n"b": 1},\n"text": "x"}', ["x"]),
+    ],
+)
+def test_forms_of_a_json_file(content: str, expected: list[str] | None, tmp_path: Path, drain: Drain) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content, encoding="utf-8")
+    if expected is None:
+        with pytest.raises(ValueError, match=r"no field 'text'|empty file"):
+            drain(opened(path))
+    else:
+        assert drain(opened(path)) == expected
+
+
+@pytest.mark.parametrize(("form", "ending"), [kind for kind in KINDS if kind[1] in ("", ".gz") and kind[0] != "array"])
+def test_the_datasets_library_reads_the_same(form: str, ending: str, tmp_path: Path, drain: Drain) -> None:
+    """An independent reader of clean files."""
+    import datasets
+
+    texts = [f"é {index}\U0001f600" + ("\nmore" if form != "line" else "") for index in range(40)]
+    folder = write(tmp_path / "data", texts, form, ending)
+    options = options_of(form)
+    builder = {"jsonl": "json", "parquet": "parquet"}.get(form, "text")
+    files = [str(path) for path in sorted(folder.iterdir())]
+    stream = datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
+    theirs = [row["text"].strip("\n") for row in stream]
+    assert drain(opened(folder, **options)) == [text for text in theirs if text] == texts
+
+
+@pytest.mark.parametrize(
+    ("sample_by", "expected"),
+    [
+        ("document", ["one\ntwo\n\n \nthree\rfour\n"]),
+        ("paragraph", ["one\ntwo", "three\rfour"]),
+        ("line", ["one", "two", "three\rfour"]),
+    ],
+)
+@pytest.mark.parametrize("line_break", [b"\n", b"\r\n"])
+def test_documents_of_a_text_file(
+    sample_by: str, expected: list[str], line_break: bytes, tmp_path: Path, drain: Drain
+) -> None:
+    """Line breaks of Windows become plain ones, a lone carriage return stays, and a byte order mark goes."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + b"one\ntwo\n\n \nthree\rfour\n".replace(b"\n", line_break))
+    assert drain(opened(path, sample_by=sample_by), (1,)) == expected
+
+
+def test_a_position_may_be_used_twice_and_out_of_turn(tmp_path: Path) -> None:
+    source = opened(write(tmp_path / "data", TEXTS, "jsonl", ""))
+    first, behind = source.read(0, None, 5)
+    source.read(0, behind, 9)
+    assert source.read(0, behind, 3)[0] == TEXTS[5:8]
+    assert source.read(0, None, 5) == (first, behind)
+
+
+def test_going_on_does_not_open_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "data", TEXTS[:30], "jsonl", ".gz")
+    source = opened(folder)
+    opens: list[Path] = []
+    monkeypatch.setattr("diffusionlm.data.json_records.open_bytes", counting(opens, bytestreams.open_bytes))
+    position: Any = None
+    for _ in range(30):
+        _, position = source.read(0, position, 1)
+    assert len(opens) == 3
+
+
+def counting(opens: list[Path], open_bytes: Callable[..., Any]) -> Callable[..., Any]:
+    def opening(path: Path, offset: int = 0) -> Any:
+        opens.append(path)
+        return open_bytes(path, offset)
+
+    return opening
+
+
+# Splits
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3])
+def test_splits_by_the_hash_of_the_text(fraction: float, tmp_path: Path, drain: Drain) -> None:
+    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
+    options: dict[str, Any] = {"validation_paths": (), "validation_fraction": fraction}
+    shares = {text: int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) / 2**64 for text in TEXTS}
+    train, held = opened(folder, **options), opened(folder, split="validation", **options)
+    assert drain(held, (3,)) == [text for text in TEXTS if shares[text] < fraction]
+    assert drain(train, (4,)) == [text for text in TEXTS if shares[text] >= fraction]
+    assert train.identity != held.identity
+
+
+def test_validation_paths_are_read_instead(tmp_path: Path, drain: Drain) -> None:
+    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
+    held = tmp_path / "held.jsonl"
+    held.write_text(json_lines(["held out"]))
+    assert drain(opened(folder, split="validation", validation_paths=(str(held),), max_documents=7)) == ["held out"]
+    assert drain(opened(folder, validation_paths=(str(held),))) == TEXTS
+
+
+@pytest.mark.parametrize("chunks", [(1,), (3,), (10,), (1000,), (4, 6)])
+@pytest.mark.parametrize("most", [1, 10, 22, 1000])
+def test_the_first_training_documents_alone(most: int, chunks: tuple[int, ...], tmp_path: Path, drain: Drain) -> None:
+    folder = write(tmp_path / "data", TEXTS, "jsonl", ".gz")
+    options: dict[str, Any] = {"validation_paths": (), "validation_fraction": 0.3}
+    everything = drain(opened(folder, **options))
+    limited = opened(folder, max_documents=most, **options)
+    assert drain(limited, chunks) == everything[:most]
+    assert drain(limited, chunks, epoch=1) == everything[:most]
+    position = opened(folder, max_documents=most, **options).read(0, None, 4)[1]
+    if most > 4:
+        assert drain(limited, chunks, position=position) == everything[4:most]
+    whole = opened(folder, split="validation", **options)
+    held = opened(folder, split="validation", max_documents=most, **options)
+    assert drain(held) == drain(whole) and held.identity == whole.identity
+
+
+def test_nothing_is_read_behind_the_last_document(tmp_path: Path, drain: Drain) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json_lines(["a", "b"]) + "broken")
+    assert drain(opened(path, max_documents=2), (2,)) == ["a", "b"]
+    with pytest.raises(ValueError, match="line 3: malformed JSON"):
+        drain(opened(path, max_documents=3))
+
+
+# Identity
+
+
+def test_identity_follows_the_files_and_not_their_place(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
+    before = opened(folder).identity
+    assert opened(folder).identity == before
+    moved = folder.rename(tmp_path / "elsewhere")
+    assert opened(moved).identity == before
+    with (moved / "002.jsonl").open("a") as file:
+        file.write(json_lines(["more"]))
+    assert opened(moved).identity != before
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"text_field": "id"},
+        {"sample_by": "line"},
+        {"on_bad_row": "skip"},
+        {"max_documents": 3},
+        {"format": "text"},
+        {"validation_paths": ()},
+        {"validation_paths": (), "validation_fraction": 0.3},
+    ],
+)
+def test_identity_follows_what_changes_the_documents(option: dict[str, Any], tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
+    identities = {opened(folder).identity, opened(folder, **option).identity}
+    assert len(identities) == 2
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
+    last = folder / "002.jsonl"
+    source, other, touched, edited = (opened(folder) for _ in range(4))
+    _, behind = source.read(0, None, 3)
+    os.utime(last, ns=(1, 1))
+    assert len(touched.read(0, None, 100)[0]) == 57, "it was only touched"
+    content = last.read_bytes()
+    last.write_bytes(content.replace(b"document", b"Document"))
+    with pytest.raises(ValueError, match=r"002\.jsonl has changed"):
+        edited.read(0, None, 100)
+    last.write_bytes(content)
+    last.write_text(last.read_text() + json_lines(["more"]))
+    with pytest.raises(ValueError, match=r"data\.source\.paths: .*002\.jsonl has changed .*start a new run"):
+        source.read(0, behind, 100)
+    last.unlink()
+    with pytest.raises(ValueError, match=r"002\.jsonl was there, and cannot be read now \(No such file"):
+        other.read(0, None, 100)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_place_behind_the_end_of_a_file(ending: str, tmp_path: Path) -> None:
+    """As after a run went on with other data on purpose."""
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(COMPRESS[ending](json_lines(TEXTS).encode()))
+    _, position = opened(path).read(0, None, 30)
+    path.write_bytes(COMPRESS[ending](json_lines(TEXTS[:9]).encode()))
+    with pytest.raises(ValueError, match=r"a\.jsonl.* ends before byte [\d,]+, where reading is to go on"):
+        opened(path).read(0, position, 1)
+
+
+# Which files
+
+
+def test_globs_and_directories_without_files(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"data\.source\.paths: .*nothing\*\.jsonl.* matches no file"):
+        opened(tmp_path / "nothing*.jsonl")
+    with pytest.raises(ValueError, match=r"data\.source\.paths: .*empty' is a directory without files"):
+        opened(tmp_path / "empty")
+    with pytest.raises(ValueError, match=r"data\.source\.validation_paths: .* matches no file"):
+        opened(tmp_path / "a.jsonl", split="validation", validation_paths=(str(tmp_path / "none"),))
+
+
+def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
+    denied, open_file = folder / "001.jsonl", Path.open
+
+    def refusing(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == denied:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_file(path, *arguments, **options)
+
+    source = opened(folder)
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(ValueError, match=r"data\.source\.paths: .*001\.jsonl cannot be read \(Permission denied\)"):
+        opened(folder)
+    with pytest.raises(ValueError, match=r"data\.source\.paths: .*001\.jsonl cannot be read on \(Permission denied\)"):
+        source.read(0, None, 100)
+
+
+def test_formats_that_cannot_be_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json_lines(["a"]))
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "c.dat").write_text(json_lines(["c"]))
+    (tmp_path / "d.parquet.gz").write_bytes(b"d")
+    with pytest.raises(ValueError, match=r"b\.txt is plain text and .*a\.jsonl is json; .*\[\[data\.mixture\]\]"):
+        opened(tmp_path / "a.jsonl", tmp_path / "b.txt")
+    with pytest.raises(ValueError, match=r"c\.dat by its ending; .*data\.source\.format"):
+        opened(tmp_path / "c.dat")
+    with pytest.raises(ValueError, match=r"d\.parquet\.gz .*unpack it"):
+        opened(tmp_path / "d.parquet.gz")
+    assert opened(tmp_path / "c.dat", format="json").read(0, None, 1)[0] == ["c"]
+    assert opened(tmp_path / "a.jsonl", tmp_path / "b.txt", format="text").read(0, None, 3)[0][1] == "b"
+
+
+def test_find_files_sorts_and_does_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b/2.txt", "a/1.txt", "a/.hidden", ".git/x.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    found = find_files((str(tmp_path / "**" / "*.txt"), str(tmp_path / "a"), "c.txt", "./c.txt"), "key")
+    assert [path.relative_to(tmp_path).as_posix() for path in found] == ["a/1.txt", "b/2.txt", "c.txt"]
+    assert find_files((".",), "key") == found
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_files(("~/a",), "key") == found[:1]
+
+
+def test_name_with_glob_characters(tmp_path: Path, drain: Drain) -> None:
+    """A file that exists is read, whatever its name."""
+    path = tmp_path / "part[1].jsonl"
+    path.write_text(json_lines(["a"]))
+    assert drain(opened(path)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a.jsonl", "json"),
+        ("a.json.zst", "json"),
+        ("a.b.TXT.gz", "text"),
+        ("a.parquet", "parquet"),
+        ("a.gz", None),
+        ("a", None),
+        ("a.py", "text"),
+    ],
+)
+def test_format_by_ending(name: str, expected: str | None) -> None:
+    assert format_of(Path(name)) == expected
+
+
+# Memory
+
+
+@pytest.fixture
+def peak() -> Iterator[Callable[[], int]]:
+    """Bytes that Python held at most so far."""
+    tracemalloc.start()
+    yield lambda: tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_files_are_not_held_in_memory(ending: str, tmp_path: Path, peak: Callable[[], int]) -> None:
+    path = tmp_path / f"a.jsonl{ending}"
+    chance = np.random.default_rng(0)
+    rows = "".join(f'{{"text": "{chance.bytes(500).hex()}"}}\n' for _ in range(12_000))
+    path.write_bytes(COMPRESS[ending](rows.encode()))
+    del rows
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    source, position, count = opened(path), None, 0
+    while count == 0 or position is not None:
+        some, position = source.read(0, position, 100)
+        count += len(some)
+    assert count == 12_000
+    assert peak() - before < 6_000_000, "of 12 MB"
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_row_of_40_megabytes(ending: str, tmp_path: Path, drain: Drain) -> None:
+    text = "é" * 20_000_000
+    path = tmp_path / f"a.jsonl{ending}"
+    content = json_lines(["a", text, "b"]).replace("\\u00e9", "é").encode()
+    path.write_bytes(gzip.compress(content, 1) if ending else content)
+    assert drain(opened(path), (1,)) == ["a", text, "b"]

@@ -1,0 +1,217 @@
+"""Datasets through the datasets library, offline: directories, a cache, resuming, errors."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from config.data import HubDataset
+from diffusionlm.data.sources import DocumentSource, Split, open_source
+
+Drain = Callable[..., list[Any]]
+
+TEXTS = [f"document {index} é" for index in range(57)]
+COMMIT = "0123456789" * 4
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+def opened(dataset: Path | str, split: Split = "train", **options: Any) -> DocumentSource:
+    options.setdefault("validation_split", "test")  # so that no document is kept for validation
+    return open_source(HubDataset(dataset=str(dataset), **options), split)
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    """Two files for training, one to test."""
+    folder = tmp_path / "stories"
+    folder.mkdir()
+    for part, texts in enumerate((TEXTS[:30], TEXTS[30:])):
+        table = pa.table({"id": range(len(texts)), "text": texts})
+        pq.write_table(table, folder / f"train-{part}.parquet", row_group_size=8)
+    pq.write_table(pa.table({"id": [0, 1], "text": ["held", "out"]}), folder / "test-0.parquet")
+    return folder
+
+
+def json_directory(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir()
+    (folder / "train-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> str:
+    """What the library leaves in its cache of a dataset of the Hub."""
+    folder = tmp_path / "cache/someone___tiny/default/0.0.0" / COMMIT
+    folder.mkdir(parents=True)
+    table = pa.table({"text": TEXTS})
+    with pa.OSFile(str(folder / "tiny-train.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=10)
+    info = datasets.DatasetInfo(
+        features=datasets.Features({"text": datasets.Value("string")}),
+        builder_name="parquet",
+        dataset_name="tiny",
+        config_name="default",
+        version="0.0.0",
+        splits=[{"name": "train", "num_examples": len(TEXTS), "dataset_name": "tiny"}],
+    )
+    info.write_to_directory(str(folder))
+    return "someone/tiny"
+
+
+def test_all_documents_in_order_whatever_the_chunks(parquet: Path, drain: Drain) -> None:
+    source = opened(parquet)
+    assert drain(source) == TEXTS
+    assert drain(source, (len(TEXTS),)) == TEXTS
+    assert drain(source, (1,)) == TEXTS
+    assert drain(source, (10, 1, 3), epoch=1) == TEXTS
+    assert drain(opened(parquet, split="validation")) == ["held", "out"]
+    assert source.skipped == {}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "cached"])
+def test_resuming_at_every_cut(kind: str, request: pytest.FixtureRequest, tmp_path: Path, drain: Drain) -> None:
+    if kind == "json":
+        dataset: Path | str = json_directory(tmp_path / "lines", [{"text": text} for text in TEXTS])
+    else:
+        dataset = request.getfixturevalue(kind)
+    source, fresh = opened(dataset), opened(dataset)
+    position: Any = None
+    for cut in range(1, len(TEXTS) + 1):
+        _, position = source.read(0, position, 1)
+        position = json.loads(json.dumps(position))
+        assert drain(fresh, (9,), position=position) == TEXTS[cut:], cut
+        assert fresh.read(0, position, 2)[0] == TEXTS[cut : cut + 2], "back to it, out of turn"
+    assert drain(source, position=position) == [], "saved exactly at the end of the epoch"
+    assert drain(fresh, position=position) == [] and drain(fresh, epoch=1) == drain(fresh, epoch=2) == TEXTS
+    some, position = opened(dataset).read(0, None, 20)
+    for _ in range(3):
+        more, position = opened(dataset).read(0, json.loads(json.dumps(position)), 10)
+        some += more
+    assert some == TEXTS[:50]
+
+
+@pytest.mark.parametrize("limit", [{"train_split": "train:20"}, {"max_documents": 20}])
+def test_the_first_training_documents_alone(limit: dict[str, Any], parquet: Path, drain: Drain) -> None:
+    options: dict[str, Any] = {"validation_split": None, "validation_fraction": 0.3}
+    everything, held = drain(opened(parquet, **options)), drain(opened(parquet, "validation", **options))
+    assert sorted(everything + held) == sorted(TEXTS) and held
+    source = opened(parquet, **options, **limit)
+    assert drain(source, (7,)) == drain(source, (20,)) == everything[:20]
+    position = source.read(0, None, 15)[1]
+    assert drain(opened(parquet, **options, **limit), (1,), position=position) == everything[15:20]
+    assert drain(opened(parquet, "validation", **options, **limit)) == held
+    assert source.identity != opened(parquet, **options).identity
+    assert source.provenance.endswith("split train, the first 20 documents")
+
+
+def test_rows_that_are_no_text(tmp_path: Path, drain: Drain) -> None:
+    values = ["a", "", None, 12, 1.5, True, ["x"], {"y": 1}, "b\ufffd"]
+    folder = json_directory(tmp_path / "mixed", [{"text": value} for value in values])
+    with pytest.raises(ValueError, match=rf"data\.source\.text_field = 'text': {folder}, row 3: null .*\"skip\""):
+        drain(opened(folder))
+    source = opened(folder, on_bad_row="skip")
+    for _ in range(2):
+        assert drain(source, (1,)) == ["a", "b\ufffd"]
+    assert source.skipped == {
+        "empty": 1,
+        "null instead of text": 1,
+        "number instead of text": 2,
+        "boolean instead of text": 1,
+        "list instead of text": 1,
+        "object instead of text": 1,
+    }
+    source = opened(folder, on_bad_row="replace")
+    assert drain(source, (2,)) == ["a", "12", "1.5", "b\ufffd"]
+    assert source.skipped["mended: number instead of text"] == 2
+
+
+def test_times_that_the_library_makes_of_text(tmp_path: Path, drain: Drain) -> None:
+    folder = tmp_path / "times"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": [datetime.datetime(2020, 1, 2)]}), folder / "train.parquet")
+    with pytest.raises(ValueError, match="row 1: datetime instead of text"):
+        drain(opened(folder))
+
+
+def test_other_columns_are_not_decoded(tmp_path: Path, drain: Drain) -> None:
+    """As pictures that are none."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    table = pa.table({"text": ["a"], "image": [{"bytes": b"no picture", "path": "a.png"}]})
+    features = {"text": {"dtype": "string", "_type": "Value"}, "image": {"_type": "Image"}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, folder / "train.parquet")
+    assert drain(opened(folder)) == ["a"]
+
+
+def test_missing_column(parquet: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.source\.text_field = 'body' is no column .*'id', 'text'"):
+        opened(parquet, text_field="body")
+
+
+def test_missing_things(parquet: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.source\.train_split = 'nope'.*'train', 'test'"):
+        opened(parquet, train_split="nope")
+    with pytest.raises(ValueError, match=r"data\.source\.validation_split = 'nope'"):
+        opened(parquet, "validation", validation_split="nope")
+    with pytest.raises(ValueError, match=r"with config = 'other' cannot be opened: .*'default'"):
+        opened(parquet, config="other")
+    with pytest.raises(ValueError, match=r"data\.source\.dataset = '\./nowhere': there is no such directory"):
+        opened("./nowhere")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match=r"data\.source\.dataset = .*nothing.* doesn't contain any data files"):
+        opened(tmp_path / "nothing")
+    (tmp_path / "nothing/train.jsonl").touch()
+    with pytest.raises(ValueError, match=r"data\.source\..*is one of its files missing or empty\?"):
+        opened(tmp_path / "nothing").read(0, None, 1)
+
+
+def test_damage_ends_the_stream_with_an_error(tmp_path: Path, drain: Drain) -> None:
+    rows = [{"text": text} for text in TEXTS]
+    folder = json_directory(tmp_path / "lines", rows)
+    (folder / "train-1.jsonl").write_text('{"text": "a"}\n{"text": broken}\n')
+    with pytest.raises(ValueError, match=r"data\.source\.dataset = .*cannot be read on behind row 57.*kind = "):
+        drain(opened(folder, on_bad_row="skip"))
+
+
+def test_identity_and_provenance_of_a_directory(parquet: Path) -> None:
+    source = opened(parquet)
+    assert opened(parquet).identity == source.identity
+    assert opened(parquet, on_bad_row="skip").identity != source.identity
+    assert opened(parquet, "validation").identity != source.identity
+    assert source.provenance == f"{parquet}, config default, 3 files in a directory, split train"
+    pq.write_table(pa.table({"id": [0], "text": ["another"]}), parquet / "train-0.parquet")
+    assert opened(parquet).identity != source.identity
+
+
+def test_offline_with_a_cache(cached: str, drain: Drain) -> None:
+    source = opened(cached)
+    assert drain(source, (5,)) == TEXTS
+    assert source.provenance.startswith(f"someone/tiny, config default, revision {COMMIT}, from the local cache")
+    assert COMMIT in source.identity
+    pinned = opened(cached, revision=COMMIT)
+    assert pinned.identity == source.identity and drain(pinned) == TEXTS
+    with pytest.raises(ValueError, match=rf"data\.source\.revision = 'v2': .*the local cache has the commit {COMMIT}"):
+        opened(cached, revision="v2")
+
+
+def test_offline_without_a_cache(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'someone/other' is not in the local cache, .*HF_HUB_OFFLINE") as caught:
+        opened("someone/other", config="big")
+    assert "datasets.load_dataset('someone/other', 'big')" in str(caught.value)
+    assert str(tmp_path / "cache") in str(caught.value)

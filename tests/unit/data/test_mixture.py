@@ -1,0 +1,93 @@
+"""Mixtures: tokens by weight, every row of every part, resumable at every place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffusionlm.data.mixture import MixedRows
+from diffusionlm.data.packing import Row
+
+Drain = Callable[..., list[Any]]
+
+
+class Numbered:
+    """Rows that say which part, epoch and place they are of; ``sizes`` are their tokens."""
+
+    def __init__(self, part: int, sizes: list[int]) -> None:
+        self.part, self.sizes = part, sizes
+
+    def read(self, epoch: int, position: Any, limit: int) -> tuple[list[Row], Any]:
+        start = position or 0
+        rows = [self._row(epoch, place) for place in range(start, min(start + limit, len(self.sizes)))]
+        return rows, start + limit if len(rows) == limit else None
+
+    def _row(self, epoch: int, place: int) -> Row:
+        documents_L = np.where(np.arange(16) < self.sizes[place], 0, -1).astype(np.int32)
+        return Row(np.array([self.part, epoch, place], dtype=np.int32), documents_L, documents_L >= 0)
+
+
+def told(rows: list[Row]) -> list[tuple[int, int, int]]:
+    return [tuple(row.tokens_L.tolist()) for row in rows]  # type: ignore[misc]
+
+
+def mixed(sizes: list[list[int]], weights: list[float], repeat: bool = True) -> MixedRows:
+    parts: list[Any] = [Numbered(part, each) for part, each in enumerate(sizes)]
+    return MixedRows(parts, weights, [f"part {index}" for index in range(len(parts))], repeat)
+
+
+def random_sizes() -> list[list[int]]:
+    chance = np.random.default_rng(0)
+    return [chance.integers(1, 17, count).tolist() for count in (300, 40, 111)]
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [5.0, 1.0, 3.0], [0.1, 0.7, 0.2]])
+def test_tokens_follow_the_weights_at_every_place(weights: list[float]) -> None:
+    rows, _ = mixed(random_sizes(), weights).read(0, None, 400)
+    tokens = np.zeros((len(rows), 3))
+    for place, row in enumerate(rows):
+        tokens[place, row.tokens_L[0]] = (row.documents_L >= 0).sum()
+    so_far = tokens.cumsum(axis=0)
+    wanted = so_far.sum(axis=1, keepdims=True) * np.array(weights) / sum(weights)
+    assert np.abs(so_far - wanted).max() <= 16 * 2
+
+
+def test_an_epoch_has_every_row_of_every_part(drain: Drain) -> None:
+    sizes = random_sizes()
+    seen = told(drain(mixed(sizes, [1.0, 1.0, 1.0]), (7,)))
+    for part, each in enumerate(sizes):
+        first_pass = [place for owner, epoch, place in seen if owner == part and epoch == 0]
+        assert first_pass == list(range(len(each)))
+    passes = {part: {epoch for owner, epoch, _ in seen if owner == part} for part in range(3)}
+    assert passes[0] == {0} and len(passes[1]) > 3, "short parts begin again, in a pass of their own"
+    later = {epoch for _, epoch, _ in told(drain(mixed(sizes, [1.0, 1.0, 1.0]), epoch=1))}
+    assert not later & {epoch for _, epoch, _ in seen}, "no pass comes again in another epoch"
+
+
+def test_without_repeating_each_row_comes_once(drain: Drain) -> None:
+    sizes = [*random_sizes(), []]
+    seen = told(drain(mixed(sizes, [1.0, 2.0, 3.0, 1.0], repeat=False), (5, 1)))
+    assert sorted(seen) == [(part, 0, place) for part, each in enumerate(sizes) for place in range(len(each))]
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_resumes_at_every_place(repeat: bool, drain: Drain) -> None:
+    sizes = [[3, 5, 8, 1, 1, 9], [16, 2], [4, 4, 4, 4]]
+
+    def make() -> MixedRows:
+        return mixed(sizes, [2.0, 1.0, 1.5], repeat)
+
+    for epoch in (0, 2):
+        whole = told(drain(make(), epoch=epoch))
+        for count in range(1, len(whole) + 1):
+            head, position = make().read(epoch, None, count)
+            tail = [] if position is None else drain(make(), (2, 1), epoch=epoch, position=position)
+            assert told(head) + told(tail) == whole
+
+
+def test_a_part_without_rows_is_named() -> None:
+    with pytest.raises(ValueError, match=r"data\.mixture: part 1 has no documents"):
+        mixed([[1, 2], []], [1.0, 1.0]).read(0, None, 3)

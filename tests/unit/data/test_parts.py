@@ -1,0 +1,135 @@
+"""From the config to rows: names, identities, tokenizers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.data import DataConfig, LocalFiles, MarkovChain, MixturePart, PythonStdlib, Shards, TokenizerConfig
+from config.make_data import MakeDataConfig, OutputConfig
+from diffusionlm.data.make_data import make_data
+from diffusionlm.data.parts import Part, identity_of, open_parts, rows_of
+from diffusionlm.data.shards import ShardDocuments
+from tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+TEXTS = [f"{index}: " + "the cat sat on the mat " * (1 + index % 5) for index in range(200)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(TEXTS, vocab_size=270)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> LocalFiles:
+    path = tmp_path_factory.mktemp("files") / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS), encoding="utf-8")
+    return LocalFiles(paths=(str(path),), validation_fraction=0.2)
+
+
+@pytest.fixture(scope="module")
+def shards(files: LocalFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("shards") / "made"
+    config = MakeDataConfig(
+        source=files, tokenizer=TokenizerConfig(vocab_size=270), output=OutputConfig(directory=directory, workers=0)
+    )
+    make_data(config, lambda _: None)
+    return directory
+
+
+def documents(config: DataConfig, tokenizer: Tokenizer, **options: Any) -> Counter[str]:
+    """Texts of the rows' documents, each row one document."""
+    rows, behind = rows_of(open_parts(config, "train"), config, tokenizer, 128, 0, **options).read(0, None, 10_000)
+    assert behind is None
+    return Counter(tokenizer.decode(row.tokens_L[row.is_target_L].tolist(), skip_special=True) for row in rows)
+
+
+def test_shards_hold_the_documents_of_the_text_they_were_made_from(files: LocalFiles, shards: Path) -> None:
+    tokenizer = load_tokenizer(shards / "tokenizer")
+    text = DataConfig(source=files, rows="padded")
+    made = DataConfig(source=Shards(path=shards), rows="padded")
+    assert documents(text, tokenizer) == documents(made, tokenizer)
+    assert 120 < len(documents(made, tokenizer)) < 200
+
+
+def test_shards_of_another_tokenizer_are_refused(shards: Path, tokenizer: Tokenizer) -> None:
+    other = train_bpe(["something else"], vocab_size=265)
+    config = DataConfig(source=Shards(path=shards))
+    with pytest.raises(ValueError, match=r"made with another tokenizer.*set tokenizer\.path"):
+        rows_of(open_parts(config, "train"), config, other, 16, 0)
+
+
+def test_a_mixture_of_everything_has_its_shares(files: LocalFiles, shards: Path) -> None:
+    tokenizer = load_tokenizer(shards / "tokenizer")
+    parts = (
+        MixturePart(source=files, weight=1.0, name="text"),
+        MixturePart(source=Shards(path=shards), weight=2.0, name="shards"),
+        MixturePart(source=MarkovChain(), weight=5.0),
+    )
+    config = DataConfig(mixture=parts, rows="packed", row_shuffle_window=50)
+    opened = open_parts(config, "train")
+    assert [part.name for part in opened] == ["text", "shards", "markov-2"]
+    rows, _ = rows_of(opened, config, tokenizer, 64, 0).read(0, None, 400)
+    markov = [row for row in rows if set(tokenizer.decode(row.tokens_L.tolist(), skip_special=True)) <= set("abcdefgh")]
+    assert len(markov) == pytest.approx(400 * 5 / 8, abs=2)
+
+
+def test_identity_is_of_the_documents_and_their_weights(files: LocalFiles) -> None:
+    def identity(*weights: float, seed: int = 0) -> str:
+        sources = (files, MarkovChain(seed=seed))
+        parts = tuple(MixturePart(source=each, weight=weight) for each, weight in zip(sources, weights, strict=True))
+        return identity_of(open_parts(DataConfig(mixture=parts), "train"))
+
+    assert identity(1.0, 2.0) == identity(1.0, 2.0)
+    assert len({identity(1.0, 2.0), identity(2.0, 1.0), identity(1.0, 2.0, seed=1)}) == 3
+    single = open_parts(DataConfig(source=files), "train")
+    assert identity_of(single) == single[0].source.identity
+
+
+def test_parts_of_one_name_are_refused(files: LocalFiles) -> None:
+    parts = (MixturePart(source=files, name="a"), MixturePart(source=MarkovChain(), name="a"))
+    with pytest.raises(ValueError, match=r"data\.mixture: two parts are called 'a'"):
+        open_parts(DataConfig(mixture=parts), "train")
+
+
+def test_source_and_mixture_exclude_each_other(files: LocalFiles) -> None:
+    with pytest.raises(ValueError, match="no source given"):
+        DataConfig()
+    with pytest.raises(ValueError, match="both source and mixture"):
+        DataConfig(source=PythonStdlib(), mixture=(MixturePart(source=files),))
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(files: LocalFiles, tokenizer: Tokenizer) -> None:
+    bare = Tokenizer(tokenizer.vocab, tokenizer.merges, {}, "qwen")
+    config = DataConfig(source=files)
+    with pytest.raises(ValueError, match="no end-of-text token"):
+        rows_of(open_parts(config, "train"), config, bare, 16, 0)
+
+
+def test_the_parts_of_a_mixture_are_shuffled_apart(list_reader: Any, tokenizer: Tokenizer) -> None:
+    """Equal parts under one chance would come in the same order."""
+    texts = [f"{index:03}" for index in range(64)]
+    parts = [Part(name, 1.0, list_reader(texts)) for name in ("a", "b")]
+    config = DataConfig(source=PythonStdlib(), rows="padded", row_shuffle_window=0)
+    rows, _ = rows_of(parts, config, tokenizer, 8, 0).read(0, None, 128)
+    seen = [tokenizer.decode(row.tokens_L.tolist(), skip_special=True) for row in rows]
+    assert sorted(seen[::2]) == sorted(seen[1::2]) == texts and seen[::2] != seen[1::2]
+
+
+def test_shards_are_read_in_another_order_each_epoch(shards: Path) -> None:
+    tokenizer = load_tokenizer(shards / "tokenizer")
+    config = DataConfig(source=Shards(path=shards), rows="padded", row_shuffle_window=0)
+    parts = open_parts(config, "train")
+    source = parts[0].source
+    assert isinstance(source, ShardDocuments)
+    reader = rows_of(parts, config, tokenizer, 128, 0)
+    epochs = [[row.tokens_L.tolist() for row in reader.read(epoch, None, 1000)[0]] for epoch in (0, 1)]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
+    in_order = rows_of(parts, config.model_copy(update={"document_shuffle_window": 0}), tokenizer, 128, 0)
+    first = in_order.read(0, None, 1)[0][0]
+    assert np.array_equal(first.tokens_L[: len(source.tokens(0))], source.tokens(0))

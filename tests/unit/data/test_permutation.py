@@ -1,0 +1,132 @@
+"""Keyed permutations: that they are, that their keys matter, and that they look random."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from diffusionlm.data.permutation import ROUNDS, KeyedPermutation
+from diffusionlm.diffusion.chance import Stream, generator
+
+STREAM = Stream.DOCUMENT_ORDER
+
+
+def order(n: int, seed: int = 0, *key: int) -> list[int]:
+    return KeyedPermutation(n, seed, STREAM, *key)(np.arange(n)).tolist()
+
+
+@pytest.mark.parametrize("key", [(0, 0), (7, 3)])
+def test_every_item_once(key: tuple[int, int]) -> None:
+    for n in [*range(1, 301), 1023, 1024, 1025, 65_536, 65_537, 1_000_003]:
+        items = KeyedPermutation(n, key[0], STREAM, key[1])(np.arange(n))
+        assert items.dtype == np.int64
+        assert np.array_equal(np.sort(items), np.arange(n)), n
+
+
+def by_hand(n: int, place: int, keys: list[int]) -> int:
+    """The same with Python's integers, one place at a time."""
+    mask = 2**64 - 1
+
+    def below(size: int, value: int, key: int) -> int:
+        bits = (value + key) * 0x9E3779B97F4A7C15 & mask
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & mask
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & mask
+        return (bits >> 32) * size >> 32
+
+    a = math.ceil(math.sqrt(n))
+    b = math.ceil(n / a)
+    while True:
+        left, right = place % a, place // a
+        sizes = (a, b)
+        for key in keys:
+            left, right = right, (left + below(sizes[0], right, key)) % sizes[0]
+            sizes = sizes[::-1]
+        place = left + a * right
+        if place < n:
+            return place
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 12, 30, 31, 257])
+def test_it_is_the_network_that_it_says(n: int) -> None:
+    keys = generator(5, STREAM, 2).bit_generator.random_raw(ROUNDS).tolist()
+    assert order(n, 5, 2) == [by_hand(n, place, keys) for place in range(n)]
+
+
+def test_it_stays_what_it_was() -> None:
+    """Positions in checkpoints are places in this order: another one would read other documents."""
+    assert order(12, 0, 0) == [1, 8, 2, 9, 4, 10, 6, 3, 11, 5, 0, 7]
+
+
+def test_a_place_alone_and_in_any_shape() -> None:
+    permutation = KeyedPermutation(1_000, 1, STREAM, 4)
+    whole = permutation(np.arange(1_000))
+    for place in (0, 1, 499, 999):
+        assert permutation(np.array([place])).tolist() == [whole[place]]
+    square = np.arange(100).reshape(10, 10) * 10
+    assert np.array_equal(permutation(square), whole[square])
+    assert permutation(np.array([], dtype=np.int64)).tolist() == []
+    places = np.arange(5)
+    permutation(places)
+    assert places.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("n", [10**12, 1 << 62])
+def test_more_items_than_fit_into_memory(n: int) -> None:
+    permutation = KeyedPermutation(n, 3, STREAM, 1)
+    places = np.concatenate([np.arange(50_000), n - 1 - np.arange(50_000)])
+    items = permutation(places)
+    assert len(set(items.tolist())) == 100_000
+    assert 0 <= items.min() <= items.max() < n
+    # Spread over all of them: the mean of 100,000 has a standard error of 0.0009.
+    assert items.astype(np.float64).mean() / n == pytest.approx(0.5, abs=0.005)
+
+
+def test_keys_matter() -> None:
+    orders = [order(50, *key) for key in [(0, 0), (0, 1), (1, 0), (0,), (0, 0, 0), (0, 1, 0), (2**70, 0)]]
+    assert len(set(map(tuple, orders))) == len(orders)
+    assert order(50, 0, 1) == orders[1]
+    other = KeyedPermutation(50, 0, Stream.ROW_ORDER, 0)(np.arange(50)).tolist()
+    assert other not in orders
+
+
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_all_orders_are_equally_likely(n: int) -> None:
+    draws = 4_000
+    counts = Counter(tuple(order(n, seed, 0)) for seed in range(draws))
+    expected = draws / math.factorial(n)
+    chi = sum((counts[each] - expected) ** 2 / expected for each in itertools.permutations(range(n)))
+    freedom = math.factorial(n) - 1
+    assert chi < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("n", [30, 97])
+def test_each_item_is_at_each_place_equally_often(n: int) -> None:
+    epochs = 1_000
+    counts = np.zeros((n, n))
+    for epoch in range(epochs):
+        counts[np.arange(n), order(n, 0, epoch)] += 1
+    expected = epochs / n
+    chi = float(((counts - expected) ** 2 / expected).sum())
+    freedom = (n - 1) ** 2
+    assert abs(chi - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_neighbours_do_not_stay_neighbours() -> None:
+    items = np.array(order(100_000))
+    # About one in a random order, and Poisson.
+    assert np.count_nonzero(np.diff(items) == 1) <= 8
+    assert np.count_nonzero(items == np.arange(100_000)) <= 8
+    assert abs(np.corrcoef(items[:-1], items[1:])[0, 1]) < 0.02
+
+
+def test_what_makes_no_sense() -> None:
+    for n in (0, -1, (1 << 62) + 1):
+        with pytest.raises(ValueError, match=f"a permutation of {n} places"):
+            KeyedPermutation(n, 0, STREAM)
+    for place in (-1, 10):
+        with pytest.raises(AssertionError):
+            KeyedPermutation(10, 0, STREAM)(np.array([place]))

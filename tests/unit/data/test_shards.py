@@ -1,0 +1,382 @@
+"""Shards: every token comes back, in every format; order and resuming; what is damaged is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from config.data import Shards
+from diffusionlm.data import shards as shards_module
+from diffusionlm.data.permutation import KeyedPermutation
+from diffusionlm.data.shard_index import Dtype, Format, Index, Shard, SplitIndex, check_contents, read_index
+from diffusionlm.data.shard_writers import open_writer, publish
+from diffusionlm.data.shards import ShardDocuments, ShuffledShards
+from diffusionlm.data.sources import Split, Tokens
+from diffusionlm.diffusion.chance import Stream
+
+EOS = 3
+FORMATS: tuple[Format, ...] = ("bin", "parquet", "dat")
+Drain = Callable[..., list[Any]]
+
+
+def random_documents(seed: int, count: int, vocab_size: int, longest: int = 60) -> list[Tokens]:
+    """Some of them empty; end-of-text does not come up in text."""
+    chance = np.random.default_rng(seed)
+    lengths = chance.integers(0, longest, count)
+    lengths[chance.random(count) < 0.1] = 0
+    ids = [chance.integers(4, vocab_size, length, dtype=np.int32) for length in lengths]
+    return [np.where(chance.random(len(each)) < 0.1, 1, each).astype(np.int32) for each in ids]
+
+
+def write_shards(
+    folder: Path, shards: list[list[Tokens]], kind: Format = "bin", vocab_size: int = 1_000, split: Split = "train"
+) -> Path:
+    """A complete directory with these documents in its shards, which come in portions."""
+    dtype: Dtype = "int32" if kind == "parquet" else "uint16" if vocab_size <= 1 << 16 else "uint32"
+    (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+    made: list[Shard] = []
+    for number, documents in enumerate(shards):
+        start = sum(part.bytes for shard in made for part in shard.parts)
+        writer = open_writer(kind, folder, split, number, start, dtype, EOS)
+        for first in range(0, len(documents), 7):
+            writer.add(documents[first : first + 7])
+        tokens = sum(map(len, documents))
+        made.append(Shard(documents=len(documents), tokens=tokens, text_bytes=3 * tokens, parts=writer.finish()))
+    publish(folder, split, kind)
+    described = SplitIndex(identity="source/1", provenance="7 files of 1,234 bytes", shards=tuple(made))
+    index = Index(
+        format=kind,
+        dtype=dtype,
+        vocab_size=vocab_size,
+        eos_token_id=EOS,
+        tokenizer_fingerprint="abc",
+        config={},
+        splits={split: described},
+    )
+    (folder / "index.json").write_text(index.model_dump_json(), encoding="utf-8")
+    return folder
+
+
+def opened(folder: Path, max_documents: int | None = None, split: Split = "train") -> ShardDocuments:
+    return ShardDocuments.open(Shards(path=folder, max_documents=max_documents), split)
+
+
+def same(found: list[Tokens], expected: list[Tokens]) -> bool:
+    return len(found) == len(expected) and all(map(np.array_equal, found, expected))
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> tuple[Path, list[Tokens]]:
+    """A directory of three shards, and its 100 documents."""
+    documents = random_documents(1, 100, 1_000)
+    return write_shards(tmp_path / "made", [documents[:40], documents[40:41], documents[41:]]), documents
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("vocab_size", [1_000, 1 << 16, 200_000])
+def test_every_token_comes_back(tmp_path: Path, kind: Format, vocab_size: int) -> None:
+    documents = random_documents(vocab_size, 300, vocab_size)
+    documents[7] = np.random.default_rng(0).integers(4, vocab_size, 1_000_000, dtype=np.int32)
+    documents[8] = np.array([vocab_size - 1, 0, 4], dtype=np.int32)
+    documents[299] = np.array([], dtype=np.int32)
+    cuts = [documents[:1], documents[1:7], documents[7:8], documents[8:250], documents[250:]]
+    found = opened(write_shards(tmp_path, cuts, kind, vocab_size))
+    assert len(found) == 300
+    assert found.num_tokens == sum(map(len, documents))
+    assert same(found.documents(np.arange(300)), documents)
+    order = np.random.default_rng(1).integers(0, 300, 1_000)
+    assert same(found.documents(order), [documents[index] for index in order])
+    for index in (0, 1, 7, 8, 299):
+        assert np.array_equal(found.tokens(index), documents[index])
+        assert found.tokens(index).dtype == np.int32
+    assert found.documents(np.array([], dtype=np.int64)) == []
+    with pytest.raises(AssertionError):
+        found.tokens(300)
+    with pytest.raises(AssertionError):
+        found.tokens(-1)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_documents_without_any_token(tmp_path: Path, kind: Format) -> None:
+    empty = np.array([], dtype=np.int32)
+    found = opened(write_shards(tmp_path, [[empty], [empty, empty]], kind))
+    assert (len(found), found.num_tokens) == (3, 0)
+    assert same(found.documents(np.arange(3)), [empty] * 3)
+    read, position = ShuffledShards(found, 0, True).read(0, None, 5)
+    assert same(read, [empty] * 3) and position is None
+
+
+def test_the_files_are_what_the_documentation_says(tmp_path: Path) -> None:
+    documents = [np.array(ids, dtype=np.int32) for ids in ([5, 600], [], [7], [8, 9, 10])]
+    folder = write_shards(tmp_path / "bin", [documents[:3], documents[3:]])
+    assert (folder / "train-00000.bin").read_bytes() == bytes([5, 0, 600 % 256, 600 // 256, 7, 0])
+    assert np.fromfile(folder / "train-00000.idx", "<i8").tolist() == [0, 2, 2, 3]
+    assert np.fromfile(folder / "train-00001.bin", "<u2").tolist() == [8, 9, 10]
+    wide = write_shards(tmp_path / "wide", [[np.array([70_000, 1], dtype=np.int32)]], vocab_size=70_001)
+    assert np.fromfile(wide / "train-00000.bin", "<u4").tolist() == [70_000, 1]
+    dat = write_shards(tmp_path / "dat", [documents[:3], documents[3:]], "dat")
+    dtype = json.loads((dat / "index.json").read_text())["dtype"]
+    ids = np.memmap(dat / "train.dat", dtype=dtype, mode="r")
+    assert ids.tolist() == [5, 600, EOS, EOS, 7, EOS, 8, 9, 10, EOS]
+    assert sorted(path.name for path in dat.iterdir()) == ["index.json", "tokenizer", "train.dat"]
+    parquet = write_shards(tmp_path / "parquet", [documents[:3], documents[3:]], "parquet")
+    table = pq.read_table(parquet / "train-00000.parquet")
+    assert table.column_names == ["input_ids"]
+    assert table.column("input_ids").to_pylist() == [[5, 600], [], [7]]
+    assert str(table.schema.field("input_ids").type) == "list<element: int32 not null>"
+    metadata = pq.ParquetFile(parquet / "train-00001.parquet").metadata
+    assert metadata.row_group(0).column(0).compression == "ZSTD"
+
+
+def test_row_groups_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusionlm.data.shard_writers.ROW_GROUP_TOKENS", 10)
+    documents = [np.arange(4, 8, dtype=np.int32)] * 20
+    folder = write_shards(tmp_path, [documents], "parquet")
+    file = pq.ParquetFile(folder / "train-00000.parquet")
+    assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [3] * 6 + [2]
+    assert same(opened(folder).documents(np.arange(20)), documents)
+
+
+def test_identity_and_provenance(tmp_path: Path, three: tuple[Path, list[Tokens]]) -> None:
+    folder, documents = three
+    found = opened(folder)
+    assert found.identity == opened(folder).identity
+    assert found.identity.startswith("shards/train/")
+    changed = [each.copy() for each in documents]
+    next(each for each in changed if len(each))[0] += 1
+    again = write_shards(tmp_path / "again", [documents[:40], documents[40:41], documents[41:]])
+    other = write_shards(tmp_path / "other", [changed[:40], changed[40:41], changed[41:]])
+    fewer = opened(folder, 99)
+    assert opened(again).identity == found.identity
+    assert len({found.identity, opened(other).identity, fewer.identity}) == 3
+    text = (again / "index.json").read_text()
+    (again / "index.json").write_text(text.replace('"abc"', '"abd"'))
+    assert opened(again).identity != found.identity
+    assert (found.tokenizer_directory, found.tokenizer_fingerprint) == (folder / "tokenizer", "abc")
+    tokens = sum(map(len, documents))
+    size = sum(path.stat().st_size for path in folder.glob("train-*"))
+    assert found.provenance == (
+        f"100 documents, {tokens:,} tokens, {size / 2**20:,.1f} MiB of bin in {folder}, "
+        "made from 7 files of 1,234 bytes"
+    )
+    assert fewer.provenance.startswith("the first 99 of 100 documents")
+    parquet = opened(write_shards(tmp_path / "parquet", [documents], "parquet"))
+    assert "MiB in memory" in parquet.provenance
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_only_the_first_documents(tmp_path: Path, kind: Format) -> None:
+    documents = random_documents(2, 100, 1_000)
+    folder = write_shards(tmp_path / kind, [documents[:40], documents[40:41], documents[41:]], kind)
+    for count in (1, 39, 40, 41, 42, 99):
+        found = opened(folder, count)
+        assert len(found) == count
+        assert found.num_tokens == sum(map(len, documents[:count]))
+        assert same(found.documents(np.arange(count)), documents[:count])
+        with pytest.raises(AssertionError):
+            found.tokens(count)
+    assert len(opened(folder, 1_000)) == 100
+    held_out = write_shards(tmp_path / "validation", [documents], kind, split="validation")
+    assert len(opened(held_out, 5, "validation")) == 100  # it is about training documents
+
+
+@pytest.mark.parametrize("ahead", [1, 4, 1_000])
+def test_an_epoch_is_a_permutation(
+    three: tuple[Path, list[Tokens]], monkeypatch: pytest.MonkeyPatch, drain: Drain, ahead: int
+) -> None:
+    monkeypatch.setattr(shards_module, "LOOK_AHEAD_DOCUMENTS", ahead)
+    folder, documents = three
+    reader = ShuffledShards(opened(folder), 11, shuffled=True)
+    orders = []
+    for epoch in (0, 1, 0):
+        order = KeyedPermutation(100, 11, Stream.DOCUMENT_ORDER, epoch)(np.arange(100)).tolist()
+        orders.append(order)
+        assert same(drain(reader, (1, 7, 30), epoch), [documents[index] for index in order])
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == list(range(100))
+    in_order = ShuffledShards(opened(folder), 11, shuffled=False)
+    for epoch in (0, 1):
+        assert same(drain(in_order, (13,), epoch), documents)
+
+
+@pytest.mark.parametrize("ahead", [1, 8, 1_000])
+def test_reading_on_is_exact_at_every_place(
+    three: tuple[Path, list[Tokens]], monkeypatch: pytest.MonkeyPatch, drain: Drain, ahead: int
+) -> None:
+    monkeypatch.setattr(shards_module, "LOOK_AHEAD_DOCUMENTS", ahead)
+    folder, _ = three
+    found = opened(folder)
+    whole = drain(ShuffledShards(found, 4, True), (9,), epoch=3)
+    used = ShuffledShards(found, 4, True)
+    for cut in range(1, 101):
+        head, position = ShuffledShards(found, 4, True).read(3, None, cut)
+        assert position == cut
+        assert same(head + drain(ShuffledShards(found, 4, True), (6, 1), 3, position), whole)
+        assert same(drain(used, (11,), 3, position), whole[cut:])  # one that was elsewhere before
+    head, position = used.read(3, None, 101)
+    assert (len(head), position) == (100, None)
+    assert used.read(3, 100, 5) == ([], None)
+
+
+def test_many_are_fetched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one document at a time must not mean one fetch for each, nor long documents by the thousand."""
+    fetched: list[int] = []
+    fetch = ShardDocuments.documents
+
+    def counting(self: ShardDocuments, indices: Any) -> list[Tokens]:
+        fetched.append(len(indices))
+        return fetch(self, indices)
+
+    monkeypatch.setattr(ShardDocuments, "documents", counting)
+    short = ShuffledShards(opened(write_shards(tmp_path / "short", [random_documents(1, 3_000, 99)])), 0, True)
+    position = None
+    for _ in range(3_000):
+        _, position = short.read(0, position, 1)
+    assert fetched == [1_024, 1_024, 952]
+    monkeypatch.setattr(shards_module, "LOOK_AHEAD_TOKENS", 1_000)
+    fetched.clear()
+    long = write_shards(tmp_path / "long", [[np.full(100, 5, dtype=np.int32)] * 50])
+    ShuffledShards(opened(long), 0, True).read(0, None, 1)
+    assert fetched == [10]
+
+
+def refused(folder: Path, split: Split = "train") -> str:
+    with pytest.raises(ValueError) as caught:
+        opened(folder, split=split)
+    return str(caught.value)
+
+
+def test_what_is_no_directory_of_shards(tmp_path: Path, three: tuple[Path, list[Tokens]]) -> None:
+    folder, _ = three
+    missing = tmp_path / "none"
+    assert refused(missing) == f"data.source.path = {missing} is not a directory; diffusionlm-make-data makes one"
+    assert "has no index.json: name a directory that diffusionlm-make-data wrote" in refused(tmp_path)
+    (tmp_path / "progress.json").write_text("{}")
+    assert "is not complete: repeat the diffusionlm-make-data command" in refused(tmp_path)
+    assert f"data.source.path = {folder} has no validation documents" in refused(folder, "validation")
+    path = folder / "index.json"
+    text = path.read_text()
+    for broken, words in (
+        (text[:-20], f"{path} is damaged: "),
+        ("[]", f"{path} is damaged: "),
+        (text.replace('"version":1', '"version":2'), "version: Input should be 1; make the data again, or with the"),
+        (text.replace('"dtype":"uint16"', '"dtype":"uint8"'), "dtype: Input should be"),
+        (text.replace('"documents":40', '"documents":"x"'), "splits.train.shards.0.documents: Input should be a valid"),
+    ):
+        assert broken != text
+        path.write_text(broken)
+        assert words in refused(folder)
+    path.write_text(text)
+    (folder / "tokenizer").rmdir()
+    assert f"{folder / 'tokenizer'} is missing" in refused(folder)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_missing_and_short_files(tmp_path: Path, kind: Format) -> None:
+    documents = random_documents(3, 50, 1_000)
+    folder = write_shards(tmp_path, [documents[:20], documents[20:]], kind)
+    for path in sorted(folder.glob("train*")):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1])
+        assert refused(folder) == (
+            f"{path} has {len(whole) - 1:,} bytes, not {len(whole):,}: copy it again, or make the data again"
+        )
+        path.write_bytes(whole + b"\0")
+        assert f"{path} has {len(whole) + 1:,} bytes" in refused(folder)
+        path.unlink()
+        assert refused(folder).startswith(f"{path} is missing, though index.json names it")
+        path.write_bytes(whole)
+        assert len(opened(folder)) == 50
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+
+
+def test_damage_of_the_same_length(tmp_path: Path) -> None:
+    documents = [np.full(5, 7, dtype=np.int32)] * 10
+    for kind, name, place, words in (
+        ("bin", "train-00000.idx", 0, "does not cut 50 tokens into 10 documents"),
+        ("bin", "train-00000.idx", 24, "does not cut"),
+        ("bin", "train-00000.idx", -8, "does not cut"),
+        ("dat", "train.dat", -2, "9 documents end in it, not 10"),
+        ("parquet", "train-00000.parquet", -1, "is damaged"),
+        ("parquet", "train-00000.parquet", 30, "is damaged"),
+    ):
+        folder = write_shards(tmp_path / f"{kind}{place}", [documents], kind)  # type: ignore[arg-type]
+        flip(folder / name, place)
+        message = refused(folder)
+        assert message.startswith(f"{folder / name} is damaged")
+        assert words in message
+        with pytest.raises(ValueError, match="its checksum is not the index's"):
+            check_contents(folder, read_index(folder, "key").splits["train"])
+
+
+def test_ids_outside_of_the_vocabulary_are_found_when_they_are_read(tmp_path: Path) -> None:
+    documents = [np.full(5, 7, dtype=np.int32)] * 10
+    for vocab_size, place, found in ((1_000, 11, 0xFF07), (70_000, 23, 0xFF000007)):
+        folder = write_shards(tmp_path / str(vocab_size), [documents], vocab_size=vocab_size)
+        flip(folder / "train-00000.bin", place)
+        damaged = opened(folder)
+        assert damaged.tokens(0).tolist() == [7] * 5
+        with pytest.raises(ValueError, match=f"has the token id {found}, and the vocabulary has {vocab_size};"):
+            damaged.tokens(1)
+
+
+def test_checksums_find_what_cannot_be_seen_otherwise(tmp_path: Path) -> None:
+    documents = random_documents(5, 30, 1_000)
+    for kind in FORMATS:
+        folder = write_shards(tmp_path / kind, [documents[:10], documents[10:]], kind)
+        described = read_index(folder, "key").splits["train"]
+        check_contents(folder, described)
+        for path in sorted(folder.glob("train*")):
+            flip(path, 40)
+            with pytest.raises(ValueError, match=f"{path.name} is damaged: its checksum is not the index's"):
+                check_contents(folder, described)
+            flip(path, 40)
+        check_contents(folder, described)
+
+
+def test_too_much_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_shards(tmp_path, [[np.full(6, 7, dtype=np.int32)] * 10], "parquet")
+    monkeypatch.setattr(shards_module, "MOST_PARQUET_TOKENS", 59)
+    message = refused(folder)
+    assert "is Parquet, whose 60 tokens would take" in message
+    assert 'make the data with output.format = "bin", which is for training' in message
+    monkeypatch.setattr(shards_module, "MOST_PARQUET_TOKENS", 60)
+    assert len(opened(folder)) == 10
+
+
+def test_too_many_open_files_are_explained(three: tuple[Path, list[Tokens]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(shards_module, "_map", full)
+    assert "ulimit -n" in refused(three[0])
+
+
+def test_a_file_of_a_writer_that_was_interrupted_is_cut_back(tmp_path: Path) -> None:
+    """``dat``: what is behind the last complete shard does not count, and less than that is an error."""
+    first = open_writer("dat", tmp_path, "train", 0, 0, "uint16", EOS)
+    first.add([np.array([5, 6], dtype=np.int32)])
+    [part] = first.finish()
+    path = tmp_path / "train.dat.tmp"
+    path.write_bytes(path.read_bytes() + b"rubbish")
+    second = open_writer("dat", tmp_path, "train", 1, part.bytes, "uint16", EOS)
+    second.add([np.array([7], dtype=np.int32)])
+    second.finish()
+    assert np.fromfile(path, "<u2").tolist() == [5, 6, EOS, 7, EOS]
+    third = open_writer("dat", tmp_path, "train", 2, 10, "uint16", EOS)
+    third.add([np.array([8], dtype=np.int32)])
+    third.discard()
+    assert path.stat().st_size == 10
+    with pytest.raises(ValueError, match=r"train\.dat\.tmp is shorter than 12 bytes, which were there"):
+        open_writer("dat", tmp_path, "train", 2, 12, "uint16", EOS)

@@ -1,0 +1,46 @@
+"""How text is cut into words: every named pattern, on both of its ways."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import regex
+
+from tokenizer import PATTERNS
+from tokenizer.patterns import make_splitter
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_ascii_text_is_cut_as_the_pattern_says(name: str) -> None:
+    """ASCII goes through another engine, so all short texts of what the patterns tell apart are compared."""
+    split, expected = make_splitter(name), regex.compile(PATTERNS[name]).findall
+    for length, symbols in ((5, "sL1' \n\r!"), (4, "aTlVeRM'd\t\x0b\x1c\x00 9\n~")):
+        for symbols_of_text in product(symbols, repeat=length):
+            text = "".join(symbols_of_text)
+            assert split(text) == expected(text), ascii(text)
+    for first, second in product(map(chr, range(0x80)), repeat=2):
+        text = f"{first}{second}{first}  {second}a'{first}"
+        assert split(text) == expected(text), ascii(text)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_words_are_the_text(name: str) -> None:
+    """Also around every other code point; the last one alone leaves ASCII, and with it the engine."""
+    split, expected = make_splitter(name), regex.compile(PATTERNS[name]).findall
+    codes = np.random.default_rng(0).permutation([code for code in range(0x110000) if not 0xD800 <= code < 0xE000])
+    text = "".join(map(chr, codes.tolist()))
+    assert "".join(split(text)) == text
+    for tail in ("é", "\u2028", "\U0010ffff", "\u0301"):
+        text = f"it's 12  x\r\n\n {tail}"
+        assert split(text) == expected(text)
+
+
+def test_the_expression_of_a_named_pattern_is_that_pattern() -> None:
+    text = "It'S 1234 \n\n  é!"
+    for name, expression in PATTERNS.items():
+        assert make_splitter(expression)(text) == make_splitter(name)(text)
+    assert make_splitter("gpt4")(text)[:4] == ["It", "'S", " ", "123"]
+    assert make_splitter("qwen")(text)[:4] == ["It", "'S", " ", "1"]
+    assert make_splitter("gpt2")(text)[:4] == ["It", "'", "S", " 1234"]
