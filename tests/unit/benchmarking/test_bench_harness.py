@@ -114,14 +114,15 @@ def test_tables_and_lists() -> None:
 
 @pytest.mark.skipif(not reset_peak_resident(), reason="this system cannot reset the peak")
 def test_peak_growth_sees_what_came_and_went() -> None:
-    before = bytearray(48 * MEBIBYTE)
+    # Blocks above 32 MiB always come from the system and go back to it; smaller ones may be what was freed before.
+    before = bytearray(96 * MEBIBYTE)
     del before
     peak = PeakGrowth()
     assert peak.bytes() < 8 * MEBIBYTE
-    block = bytearray(32 * MEBIBYTE)
+    block = bytearray(64 * MEBIBYTE)
     assert resident_bytes() <= peak_resident_bytes()
     del block
-    assert 30 * MEBIBYTE < peak.bytes() < 40 * MEBIBYTE
+    assert 60 * MEBIBYTE < peak.bytes() < 72 * MEBIBYTE
 
 
 def test_attention_lowerings_are_timed_in_every_precision() -> None:
