@@ -283,6 +283,10 @@ class DataConfig(Section):
         return self.mixture if self.source is None else (MixturePart(source=self.source),)
 
 
+NEW_TOKENIZER = ("vocab_size", "pattern", "max_training_bytes")
+"""Keys that say how a tokenizer is trained."""
+
+
 class TokenizerConfig(Section):
     """``[tokenizer]``: trained on the training documents, unless one is given."""
 
@@ -297,7 +301,9 @@ class TokenizerConfig(Section):
 
     @model_validator(mode="after")
     def _given_or_trained(self) -> Self:
-        trained = {"vocab_size", "pattern", "max_training_bytes"} & self.model_fields_set
+        # By value, not by what was written: a resolved config writes the defaults as well.
+        fields = {name: TokenizerConfig.model_fields[name].default for name in NEW_TOKENIZER}
+        trained = {name for name, default in fields.items() if getattr(self, name) != default}
         if self.path is not None and trained:
             raise ValueError(f"path names a finished tokenizer, so {', '.join(sorted(trained))} cannot be set as well")
         return self

@@ -38,6 +38,7 @@ from diffusionlm.data.shard_writers import ShardWriter, aside, fsync, open_write
 from diffusionlm.data.sources import DocumentSource, Position, Split, Tokens, open_source
 from diffusionlm.data.tokenising import Tokenisers
 from diffusionlm.data.windows import Pending
+from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 
 SPLITS: tuple[Split, ...] = ("validation", "train")
@@ -100,7 +101,7 @@ def report(index: Index, directory: Path) -> str:
             *table,
             *skipped,
             f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX} lists the files",
-            "next: diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
+            "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
             f"    --set {shlex.quote(f'data.source.path={directory}')} "
             f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",
         ]
@@ -367,7 +368,7 @@ def _processes(workers: int | None) -> int:
     """None: one for each core that this process may use; not every system tells."""
     if workers is not None:
         return workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return cores if cores > 1 else 0
 
 

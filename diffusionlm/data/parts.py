@@ -82,7 +82,7 @@ def documents_of(
     """The tokens of a source's documents, shuffled within windows of so many (0, 1: in their order)."""
     source = part.source
     if isinstance(source, ShardDocuments):
-        return ShuffledShards(source, seed, shuffled=window > 1)
+        return ShuffledShards(source, seed, window > 1, key)
     texts: Reader[str] = source
     if window > 1:
         texts = shuffled(texts, window, seed, Stream.DOCUMENT_ORDER, *key)

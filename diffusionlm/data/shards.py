@@ -148,6 +148,8 @@ class ShuffledShards:
     seed: int
     shuffled: bool
     """Else in the order of the shards, each epoch alike."""
+    key: tuple[int, ...] = ()
+    """Of the order, beside the epoch: two readers of one run do not share theirs."""
 
     def __post_init__(self) -> None:
         mean = max(1, self.documents.num_tokens // len(self.documents))
@@ -171,7 +173,10 @@ class ShuffledShards:
         if not self.shuffled:
             return self.documents.documents(places)
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, KeyedPermutation(len(self.documents), self.seed, Stream.DOCUMENT_ORDER, epoch))
+            self._order = (
+                epoch,
+                KeyedPermutation(len(self.documents), self.seed, Stream.DOCUMENT_ORDER, *self.key, epoch),
+            )
         return self.documents.documents(self._order[1](places))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import signal
 from collections.abc import Iterator
@@ -46,15 +47,12 @@ class Tokenisers:
         return CHUNKS_AHEAD * self._wanted
 
     def __enter__(self) -> Tokenisers:
-        with signals_held_back():
-            for number in range(self._wanted):
-                ours, theirs = SPAWN.Pipe()
-                arguments = (theirs, self._tokenizer)
-                process = SPAWN.Process(target=_serve, args=arguments, name=f"tokeniser {number}", daemon=True)
-                process.start()
-                theirs.close()
-                self._started.append((process, ours))
-                self._idle.put((process, ours))
+        try:
+            with signals_held_back():
+                self._start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,6 +75,23 @@ class Tokenisers:
             return lambda: _cut(*_flat(self._tokenizer, texts))
         return self._threads.submit(self._call, texts).result
 
+    def _start(self) -> None:
+        for number in range(self._wanted):
+            ours, theirs = SPAWN.Pipe()
+            process = SPAWN.Process(target=_serve, args=(theirs,), name=f"tokeniser {number}", daemon=True)
+            process.start()
+            theirs.close()
+            self._started.append((process, ours))
+        tokenizer = pickle.dumps(self._tokenizer, pickle.HIGHEST_PROTOCOL)
+        for process, connection in self._started:
+            self._threads.submit(self._hand_over, process, connection, tokenizer)
+
+    def _hand_over(self, process: Any, connection: Connection, tokenizer: bytes) -> None:
+        """Not as an argument of the process: to one that ends while it starts, `start` would write for ever."""
+        with contextlib.suppress(OSError):  # its first chunk tells
+            connection.send_bytes(tokenizer)
+        self._idle.put((process, connection))
+
     def _call(self, texts: list[str]) -> list[Tokens]:
         process, connection = self._idle.get()
         try:
@@ -86,7 +101,7 @@ class Tokenisers:
             process.join()
             raise ValueError(
                 f"a process that tokenises ended (exit code {process.exitcode}); if the system ran out of memory, "
-                "lower output.workers"
+                "use fewer workers"
             ) from None
         finally:
             self._idle.put((process, connection))
@@ -95,9 +110,10 @@ class Tokenisers:
         return _cut(*answer)
 
 
-def _serve(connection: Connection, tokenizer: Tokenizer) -> None:
+def _serve(connection: Connection) -> None:
     """What a process does."""
     with contextlib.suppress(EOFError, OSError):  # nobody is there any more
+        tokenizer: Tokenizer = connection.recv()
         while True:
             texts = connection.recv()
             try:

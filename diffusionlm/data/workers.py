@@ -113,20 +113,23 @@ class WorkerLoader:
         self._connection.close()
 
     def _start(self, step: int) -> None:
-        ours, theirs = SPAWN.Pipe(duplex=False)
-        arguments = (theirs, self._plan, self._state, step)
+        ours, theirs = SPAWN.Pipe()
         # Not a daemon: those may have no processes of their own.
-        self._process = SPAWN.Process(target=_load, args=arguments, name="diffusionlm loader")
+        self._process = SPAWN.Process(target=_load, args=(theirs,), name="diffusionlm loader")
         with signals_held_back():  # the training makes its last step with what it gets from here
             self._process.start()
         theirs.close()
         self._connection, self._next = ours, step
-        self._receiver = threading.Thread(target=self._receive, daemon=True)
+        work = pickle.dumps((self._plan, self._state, step), pickle.HIGHEST_PROTOCOL)
+        self._receiver = threading.Thread(target=self._receive, args=(work,), daemon=True)
         self._receiver.start()
 
-    def _receive(self) -> None:
-        """Keep the queue filled; memory is bounded by its size."""
+    def _receive(self, work: bytes) -> None:
+        """Hand over the work (to a process that ends while it starts, one would write for ever), and keep the queue
+        filled; memory is bounded by its size."""
         assert self._connection is not None
+        with contextlib.suppress(OSError):  # what comes back tells
+            self._connection.send_bytes(work)
         while not self._closed:
             try:
                 self._ready.put(self._connection.recv_bytes())
@@ -143,10 +146,11 @@ def _ended(what: str, code: int | None) -> ChildProcessError:
     )
 
 
-def _load(connection: Connection, plan: LoaderPlan, state: dict[str, Any] | None, step: int) -> None:
+def _load(connection: Connection) -> None:
     """The first worker."""
     torch.set_num_threads(1)
     try:
+        plan, state, step = pickle.loads(connection.recv_bytes())
         with Tokenisers(plan.tokenizer, plan.data.workers - 1) as encoder:
             loader = plan.open(encoder=encoder)
             if state is not None:
@@ -155,10 +159,10 @@ def _load(connection: Connection, plan: LoaderPlan, state: dict[str, Any] | None
                 sent = _Step(loader.next_step(step), loader.state_dict(), loader.metrics())
                 connection.send_bytes(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
                 step += 1
-    except BrokenPipeError:
+    except (BrokenPipeError, ConnectionResetError, EOFError):
         return  # the training ended
     except Exception as error:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             connection.send_bytes(pickle.dumps(_Failure(_sendable(error))))
 
 

@@ -19,9 +19,9 @@ class Stream(IntEnum):
     BLOCK_LENGTH = 2
     """(step): block length of the step, where there are several."""
     DOCUMENT_ORDER = 10
-    """(epoch, window)."""
+    """(epoch, window), of shards (epoch); in a mixture with the part before it."""
     ROW_ORDER = 11
-    """(epoch, window)."""
+    """(epoch, window); in a mixture with the part before it."""
     RANDOM_LENGTH = 12
     """(step) whether the rows are cut, (step, row of the step) where."""
     SYNTHETIC = 13

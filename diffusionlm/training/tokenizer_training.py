@@ -89,7 +89,7 @@ class TokenizerResult:
         directory = self.config.output.directory
         overrides = [f"run.directory={directory}-run", f'tokenizer={{path="{directory.as_posix()}"}}']
         arguments = [part for override in overrides for part in ("--set", override)]
-        command = shlex.join(["diffusionlm-train", "--config", "config/resources/train.toml", *arguments])
+        command = shlex.join(["uv", "run", "diffusionlm-train", "--config", "config/resources/train.toml", *arguments])
         same = isinstance(self.config.source, PythonStdlib)
         return command if same else f"{command}, with your text as [data.source]"
 

@@ -62,7 +62,7 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert lines[5] == f"written to {directory}: bin, uint16, 258 ids; index.json lists the files"
     assert shown.err == "training a byte-level BPE tokenizer of 258 tokens ...\n"
     # The next command is one.
-    command, *words = shlex.split("\n".join(lines[6:]).removeprefix("next: ").replace("\\\n", ""))
+    command, *words = shlex.split("\n".join(lines[6:]).removeprefix("next: uv run ").replace("\\\n", ""))
     assert command == "diffusionlm-train"
     monkeypatch.chdir(ROOT)
     assert words[0::2] == ["--config", "--set", "--set", "--set"]

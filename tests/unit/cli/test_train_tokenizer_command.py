@@ -94,7 +94,7 @@ def test_the_next_command_is_valid(texts: Path, tmp_path: Path, capsys: pytest.C
     main(options(texts, directory))
     command, _, rest = lines_of(capsys.readouterr().out)["next"].rpartition(", ")
     assert rest == "with your text as [data.source]"
-    program, flag, path, *overrides = shlex.split(command)
+    program, flag, path, *overrides = shlex.split(command.removeprefix("uv run "))
     assert (program, flag, overrides[::2]) == ("diffusionlm-train", "--config", ["--set", "--set"])
     config = load_config(TrainConfig, ROOT / path, overrides[1::2])
     assert config.tokenizer.path == str(directory)

@@ -16,7 +16,7 @@ from config.data import LocalFiles, PythonStdlib
 from config.dump import to_toml
 from config.eval import EvalConfig
 from config.infer import InferConfig
-from config.load import load_config
+from config.load import ConfigError, load_config
 from config.make_data import MakeDataConfig
 from config.train import RENAMED, TrainConfig
 from config.train_tokenizer import TrainTokenizerConfig
@@ -47,6 +47,16 @@ def test_resources_are_valid_and_come_back(name: str, tmp_path: Path) -> None:
     printed = tmp_path / name
     printed.write_text(to_toml(config), encoding="utf-8")
     assert load_config(CLASSES[name], printed) == config
+
+
+def test_a_run_with_a_given_tokenizer_comes_back(tmp_path: Path) -> None:
+    """What the run directory keeps has all defaults, those of a new tokenizer, too."""
+    config = load_config(TrainConfig, RESOURCES / "train.toml", ['tokenizer={path="somewhere"}'])
+    printed = tmp_path / "config.toml"
+    printed.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(TrainConfig, printed) == config
+    with pytest.raises(ConfigError, match="path names a finished tokenizer, so vocab_size cannot be set as well"):
+        load_config(TrainConfig, RESOURCES / "train.toml", ["tokenizer.path=somewhere"])
 
 
 @pytest.mark.parametrize("key", sorted(RENAMED))

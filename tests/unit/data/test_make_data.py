@@ -535,9 +535,32 @@ def test_a_process_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Tokenisers, "submit", killing)
         message = failure(config_of(folder, tmp_path / "made", workers=1))
-    assert "a process that tokenises ended (exit code -9); if the system ran out of memory, lower" in message
+    assert (
+        "a process that tokenises ended (exit code -9); if the system ran out of memory, use fewer workers" in message
+    )
     make_data(config_of(folder, tmp_path / "made", workers=1), silent)
     assert len(read(tmp_path / "made", "train")) == len(TRAIN)
+
+
+def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
+    """As in a script that has forgotten that it is run again by each process; nothing waits for it for ever."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from diffusionlm.data.tokenising import Tokenisers\n"
+        "from tokenizer import Tokenizer\n"
+        "many = {f'<special token number {number}>': 256 + number for number in range(10_000)}\n"
+        "with Tokenisers(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as tokenisers:\n"
+        "    tokenisers.submit(['a'])()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "ValueError: a process that tokenises ended (exit code 1)" in done.stderr
 
 
 def test_text_without_a_utf8_form_is_an_error_of_its_process_too(folder: Path) -> None:
