@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from config.base import ConfigPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, TupleOf
+from config.base import (
+    ConfigPath,
+    IntTuple,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    TupleOf,
+)
+
+
+class LinearRope(Section):
+    """Positions are divided by a factor (Chen et al. 2023)."""
+
+    rope_type: Literal["linear"] = "linear"
+    factor: PositiveFloat
+    """What positions are divided by."""
+
+
+class Llama3Rope(Section):
+    """Llama 3.1's scaling: slow rotations as in `LinearRope`, fast ones as they are, those between in between."""
+
+    rope_type: Literal["llama3"] = "llama3"
+    factor: PositiveFloat
+    """What the slow rotations are divided by."""
+    low_freq_factor: PositiveFloat
+    """Rotations with fewer turns than this in the original context are slow."""
+    high_freq_factor: PositiveFloat
+    """Rotations with more turns than this in the original context are fast."""
+    original_max_position_embeddings: PositiveInt
+    """Context of the model before it was scaled."""
+
+    @model_validator(mode="after")
+    def _slow_before_fast(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor} must be less than high_freq_factor = {self.high_freq_factor}"
+            )
+        return self
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="rope_type")]
 
 
 class Architecture(Section):
@@ -34,6 +76,38 @@ class Architecture(Section):
     """RMSNorm on each head's queries and keys (Qwen3)."""
     attention_bias: bool = False
     """Bias in the query, key and value projections (Qwen2)."""
+    attention_output_bias: bool = False
+    """Bias in the output projection, too (a Llama or Qwen3 of transformers with attention_bias)."""
+    rope_scaling: RopeScaling | None = None
+    """How rotations were slowed down for a longer context. None: not at all."""
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    """Activation of the feed-forward; the second is Gemma's."""
+    sandwich_norms: bool = False
+    """Norms behind attention and feed-forward as well, before they are added to the residual (Gemma 2)."""
+    norm_offset: bool = False
+    """A norm's gain is 1 + its weight (Gemma)."""
+    scale_embeddings: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size) (Gemma)."""
+    query_pre_attn_scalar: PositiveFloat | None = None
+    """Attention scores are divided by its square root (Gemma). None: head_dim."""
+    attn_logit_softcapping: PositiveFloat | None = None
+    """Attention scores are c tanh(scores / c) (Gemma 2). None: not capped."""
+    final_logit_softcapping: PositiveFloat | None = None
+    """Logits are c tanh(logits / c) (Gemma 2). None: not capped."""
+    num_experts: NonNegativeInt = 0
+    """Experts of a mixture in place of the feed-forward (Qwen3-MoE). 0: none."""
+    num_experts_per_tok: PositiveInt = 8
+    """Experts that each token is sent to."""
+    moe_intermediate_size: PositiveInt | None = None
+    """Inner width of one expert; required with experts."""
+    norm_topk_prob: bool = True
+    """Weights of a token's experts are divided by their sum."""
+    decoder_sparse_step: PositiveInt = 1
+    """Every so many-th layer has experts; the others a feed-forward."""
+    mlp_only_layers: IntTuple = ()
+    """Layers that have a feed-forward all the same."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the routers' balance loss in training (Fedus et al. 2022, eq. 4)."""
     tie_word_embeddings: bool = True
     """The head is the embedding matrix."""
     initializer_range: NonNegativeFloat = 0.02
@@ -53,6 +127,15 @@ class Architecture(Section):
                 f"num_attention_heads = {self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads = {self.num_key_value_heads}"
             )
+        if self.num_experts:
+            if self.moe_intermediate_size is None:
+                raise ValueError(
+                    f"num_experts = {self.num_experts} needs moe_intermediate_size, the width of an expert"
+                )
+            if self.num_experts_per_tok > self.num_experts:
+                raise ValueError(
+                    f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}"
+                )
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} must be even: rotary embeddings turn pairs")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
@@ -63,12 +146,20 @@ class Architecture(Section):
             raise ValueError('layer_types names "sliding_attention": set sliding_window')
         return self
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts in place of the feed-forward (as transformers' Qwen3-MoE says it)."""
+        on_step = (layer + 1) % self.decoder_sparse_step == 0
+        return self.num_experts > 0 and on_step and layer not in self.mlp_only_layers
+
 
 class ModelConfig(Architecture):
     """Everything that a model needs to be built; what ``config.json`` holds."""
 
     vocab_size: PositiveInt
     """Rows of the embedding, special tokens included."""
+    model_type: str | None = None
+    """Family in whose keys and names the model is written (`diffusionlm.checkpoints.families`). None: the one of
+    transformers that the options say."""
     mask_token_id: NonNegativeInt | None = None
     """The token that stands for noise. None: an autoregressive model, which has none."""
     block_length: PositiveInt | None = None

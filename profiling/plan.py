@@ -25,6 +25,7 @@ def render_plan(config: TrainConfig) -> str:
     known = config.tokenizer.path is None and config.model.init_from is None
     lines = [
         ("parameters", f"{plan.parameters:,} ({plan.embedding_parameters:,} in embedding and head)"),
+        *([("of them active", f"{plan.active_parameters:,} for each token")] if config.model.num_experts else []),
         ("vocabulary", f"{vocab_size:,} tokens" if known else f"that of the given tokenizer; {vocab_size:,} assumed"),
         ("tokens per step", f"{per_step:,} ({training.batch_size} rows of {row_length})"),
         ("tokens", "by the data: epochs are counted first" if tokens is None else f"{tokens:,}"),

@@ -64,6 +64,8 @@ def test_commands() -> None:
         "diffusionlm-eval": "cli.eval:main",
         "diffusionlm-train-tokenizer": "cli.train_tokenizer:main",
         "diffusionlm-make-data": "cli.make_data:main",
+        "diffusionlm-convert": "cli.convert:main",
+        "diffusionlm-analyze": "cli.analyze:main",
         "diffusionlm-bench-train": "cli.bench_train:main",
         "diffusionlm-bench-tokenizer": "cli.bench_tokenizer:main",
     }

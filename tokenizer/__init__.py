@@ -1,8 +1,26 @@
-"""Byte-level BPE: training, encoding, and files in our own and in Hugging Face's form."""
+"""Byte-level BPE: training, encoding, files in our own and in Hugging Face's form; and chats through templates."""
 
-from tokenizer.bpe import IncrementalDecoder, Tokenizer
+from tokenizer.bpe import Tokenizer
+from tokenizer.chat import encode_chat, render_chat
+from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate, load_chat_template, save_chat_template
 from tokenizer.files import load_tokenizer, save_tokenizer
+from tokenizer.incremental import IncrementalDecoder
 from tokenizer.patterns import PATTERNS
+from tokenizer.sentencepiece import SentencePieceTokenizer
 from tokenizer.trainer import train_bpe
 
-__all__ = ["PATTERNS", "IncrementalDecoder", "Tokenizer", "load_tokenizer", "save_tokenizer", "train_bpe"]
+__all__ = [
+    "CHAT_TEMPLATES",
+    "PATTERNS",
+    "ChatTemplate",
+    "IncrementalDecoder",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "encode_chat",
+    "load_chat_template",
+    "load_tokenizer",
+    "render_chat",
+    "save_chat_template",
+    "save_tokenizer",
+    "train_bpe",
+]

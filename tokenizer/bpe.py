@@ -1,13 +1,11 @@
 """Byte-level BPE: text to token ids and back, exactly."""
 
-import codecs
 import copy
 import hashlib
 import heapq
 import json
-import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,6 +15,7 @@ import numpy.typing as npt
 
 from tokenizer.byte_alphabet import bytes_to_chars
 from tokenizer.patterns import make_splitter, pattern_regex
+from tokenizer.special_tokens import SpecialTokens
 
 Normalization = Literal["NFC"] | None
 
@@ -28,6 +27,7 @@ _LONGEST_CACHED_WORD = 512
 _LARGEST_ID = (1 << 24) - 1
 # These bytes occur in no UTF-8 text, so a vocabulary may lack them.
 _NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
+_HABITS_OF_TOKENS = ("visible_tokens", "normalized_tokens", "lstrip_tokens", "rstrip_tokens", "single_word_tokens")
 
 
 class _WordCache(dict[str, tuple[int, ...]]):
@@ -44,25 +44,6 @@ class _WordCache(dict[str, tuple[int, ...]]):
                 self.clear()
             self[word] = ids
         return ids
-
-
-class _SpecialTokens:
-    """Special tokens to look for in a text: leftmost first, of several at one place the longest."""
-
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        self._ids = {text: (token_id,) for text, token_id in ids.items()}
-        # Alternatives are tried in order: longest first makes the match the longest.
-        alternatives = map(re.escape, sorted(ids, key=len, reverse=True))
-        self._regex = re.compile("|".join(alternatives)) if ids else None
-
-    def cut(self, text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Pieces of text, each with the id of the special token behind it; there is none behind the last piece."""
-        end = 0
-        if self._regex is not None:
-            for match in self._regex.finditer(text):
-                yield text[end : match.start()], self._ids[match.group()]
-                end = match.end()
-        yield text[end:], ()
 
 
 class Tokenizer:
@@ -102,8 +83,14 @@ class Tokenizer:
         self.normalization: Normalization = normalization
         self.mask_token, self.eos_token, self.pad_token = mask_token, eos_token, pad_token
         self.ignore_merges = False
+        self.bos_token: str | None = None
+        self.adds_bos = False
+        self.takes_first_space = False
         self.visible_tokens: frozenset[str] = frozenset()
         self.normalized_tokens: frozenset[str] = frozenset()
+        self.lstrip_tokens: frozenset[str] = frozenset()
+        self.rstrip_tokens: frozenset[str] = frozenset()
+        self.single_word_tokens: frozenset[str] = frozenset()
         self._check()
         self._bytes_of = {token_id: token for token, token_id in self._vocab.items()}
         self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
@@ -118,6 +105,11 @@ class Tokenizer:
         ignore_merges: bool = False,
         visible_tokens: Iterable[str] = (),
         normalized_tokens: Iterable[str] = (),
+        lstrip_tokens: Iterable[str] = (),
+        rstrip_tokens: Iterable[str] = (),
+        single_word_tokens: Iterable[str] = (),
+        bos_token: str | None = None,
+        adds_bos: bool = False,
     ) -> "Tokenizer":
         """A copy with habits of files from elsewhere.
 
@@ -126,6 +118,10 @@ class Tokenizer:
         tokens that are not marked special, such as Qwen3's `<think>`.
         `normalized_tokens`: special tokens that `encode(allow_special=True)` looks for last, in what the others leave
         and after normalization, as Hugging Face does with added tokens that are marked normalized.
+        `lstrip_tokens`, `rstrip_tokens`, `single_word_tokens`: special tokens that swallow the whitespace on that side
+        of them, or that are looked for only as whole words. Swallowed whitespace does not come back from `decode`.
+        `bos_token`, `adds_bos`: the special token that texts begin with, and whether the model expects it before a
+        text that is no chat. `encode` never adds it: see `beginning`.
 
         Raises:
             ValueError: a token that is named is not among the special tokens.
@@ -134,9 +130,30 @@ class Tokenizer:
         other.ignore_merges = ignore_merges
         other.visible_tokens = frozenset(visible_tokens)
         other.normalized_tokens = frozenset(normalized_tokens)
-        for name in ("visible_tokens", "normalized_tokens"):
+        other.lstrip_tokens = frozenset(lstrip_tokens)
+        other.rstrip_tokens = frozenset(rstrip_tokens)
+        other.single_word_tokens = frozenset(single_word_tokens)
+        other.bos_token, other.adds_bos = bos_token, adds_bos
+        for name in _HABITS_OF_TOKENS:
             for text in getattr(other, name) - self._special.keys():
                 raise ValueError(f"{name}: {text!r} is not among the special tokens {sorted(self._special)}")
+        if (bos_token is not None or adds_bos) and bos_token not in self._special:
+            raise ValueError(f"bos_token {bos_token!r} is not among the special tokens {sorted(self._special)}")
+        other._fingerprint = None
+        other._prepare()
+        return other
+
+    def with_mask_token(self, text: str, token_id: int) -> "Tokenizer":
+        """A copy in which a special token stands for noise; it is added if it is not there.
+
+        Raises:
+            ValueError: the id belongs to another token, or the file has no place for one more.
+        """
+        other = copy.copy(self)
+        other._special = {**self._special, text: token_id}
+        other.mask_token = text
+        other._check()
+        other._bytes_of = {**self._bytes_of, token_id: text.encode()}
         other._fingerprint = None
         other._prepare()
         return other
@@ -145,7 +162,7 @@ class Tokenizer:
         return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self._special)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_cache", "_split", "_early", "_late", "_hidden_ids", "_lengths")
+        derived = ("_cache", "_split", "_early", "_late", "_control", "_hidden_ids", "_lengths")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -185,6 +202,16 @@ class Tokenizer:
         return None if self.pad_token is None else self._special[self.pad_token]
 
     @property
+    def bos_token_id(self) -> int | None:
+        return None if self.bos_token is None else self._special[self.bos_token]
+
+    @property
+    def beginning(self) -> list[int]:
+        """Ids that belong before a text that is no chat: the `bos_token`, if `adds_bos`. A chat template writes its
+        own."""
+        return [self._special[self.bos_token]] if self.adds_bos and self.bos_token is not None else []
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that decides ids and text, however it is stored."""
         if self._fingerprint is None:
@@ -196,6 +223,10 @@ class Tokenizer:
                 [self.mask_token, self.eos_token, self.pad_token],
                 *([sorted(self.normalized_tokens)] if self.normalized_tokens else []),
             ]
+            # What few files have comes last and by name, so that the others keep their fingerprints.
+            rare: dict[str, Any] = {name: sorted(getattr(self, name)) for name in _HABITS_OF_TOKENS[2:]}
+            rare |= {"bos_token": self.bos_token, "adds_bos": self.adds_bos}
+            contents += [[name, value] for name, value in rare.items() if value]
             self._fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
         return self._fingerprint
 
@@ -210,10 +241,33 @@ class Tokenizer:
         """
         if not allow_special:
             return self._encode_words(self._normalize(text))
+        return self._encode_with_special(text)
+
+    def mark_control_tokens(self, text: str, marker: str) -> str:
+        """The text with `marker`, a character that occurs nowhere, inside of every special token that is not visible,
+        so that `encode_marked` takes it for ordinary text.
+
+        Raises:
+            ValueError: a special token of one character, which has no inside.
+        """
+        for token in self._special.keys() - self.visible_tokens:
+            if len(token) == 1 and token in text:
+                raise ValueError(f"{token!r} is a special token of one character, which cannot be kept as text")
+        marked = self._control.mark(text, marker)
+        if self.normalized_tokens <= self.visible_tokens:
+            return marked
+        return self._control.mark(self._normalize(marked), marker)  # normalization may have made more of them
+
+    def encode_marked(self, text: str, marker: str) -> list[int]:
+        """`encode(allow_special=True)` of a text in which `mark_control_tokens` has marked what stays text."""
+        return self._encode_with_special(text, marker)
+
+    def _encode_with_special(self, text: str, marker: str | None = None) -> list[int]:
         ids: list[int] = []
         for piece, early in self._early.cut(text):
             for part, late in self._late.cut(self._normalize(piece)):
-                ids += self._encode_words(part)
+                # A marker may have kept a letter and its accent apart.
+                ids += self._encode_words(part if marker is None else self._normalize(part.replace(marker, "")))
                 ids += late
             ids += early
         return ids
@@ -230,7 +284,8 @@ class Tokenizer:
         """
         if skip_special:
             ids = [token_id for token_id in ids if token_id not in self._hidden_ids]
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        text = self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self.takes_first_space else text
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Bytes of ids; a special token gives its text in UTF-8.
@@ -318,14 +373,25 @@ class Tokenizer:
         self._split = make_splitter(self.pattern)
         self._cache = _WordCache(self._encode_word)
         late = self._special.keys() & self.normalized_tokens
-        self._early = _SpecialTokens({text: self._special[text] for text in self._special.keys() - late})
-        self._late = _SpecialTokens({self._normalize(text): self._special[text] for text in late})
+        self._early = self._finder({text: self._special[text] for text in self._special.keys() - late})
+        self._late = self._finder({self._normalize(text): self._special[text] for text in late})
         hidden = self._special.keys() - self.visible_tokens
+        # Looked for in both forms: normalization comes before the search for the late ones.
+        spellings = hidden | {self._normalize(text) for text in hidden & late}
+        self._control = SpecialTokens(dict.fromkeys(spellings, 0))
         self._hidden_ids = frozenset(self._special[text] for text in hidden)
-        self._lengths = np.zeros(max(self._bytes_of) + 1, dtype=np.int64)
-        for token, token_id in self._vocab.items():
-            self._lengths[token_id] = len(token)
-        self._lengths.flags.writeable = False
+        self._lengths = self._lengths_of(self._vocab.values())
+
+    def _lengths_of(self, ordinary_ids: Iterable[int]) -> npt.NDArray[np.int64]:
+        lengths = np.zeros(max(self._bytes_of) + 1, dtype=np.int64)
+        for token_id in ordinary_ids:
+            lengths[token_id] = len(self._bytes_of[token_id])
+        lengths.flags.writeable = False
+        return lengths
+
+    def _finder(self, ids: Mapping[str, int]) -> SpecialTokens:
+        habits = (self.lstrip_tokens, self.rstrip_tokens, self.single_word_tokens)
+        return SpecialTokens(ids, *(frozenset(map(self._normalize, tokens)) | tokens for tokens in habits))
 
     def _normalize(self, text: str) -> str:
         return text if self.normalization is None else unicodedata.normalize(self.normalization, text)
@@ -397,33 +463,6 @@ class Tokenizer:
                     heapq.heappush(heap, rank)
                     break
         return tuple(token_id for token_id in ids if token_id >= 0)
-
-
-class IncrementalDecoder:
-    """Text of a stream of ids, piece by piece; no piece splits a UTF-8 character.
-
-    The pieces' concatenation is `tokenizer.decode` of all ids. After `finish` it starts anew.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._hidden = tokenizer.hidden_ids if skip_special else frozenset[int]()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        """The characters that this id completes, perhaps none.
-
-        Raises:
-            ValueError: the id is not in the vocabulary.
-        """
-        data = self._tokenizer.token_bytes(token_id)
-        return "" if token_id in self._hidden else self._decoder.decode(data)
-
-    def finish(self) -> str:
-        """U+FFFD for an unfinished character, or nothing."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
 
 
 def surrogate_error(text: str) -> ValueError:

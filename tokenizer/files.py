@@ -18,33 +18,55 @@ from tokenizer.huggingface import (
     to_huggingface,
     to_huggingface_config,
 )
+from tokenizer.sentencepiece import SentencePieceTokenizer, is_sentencepiece
 
 VOCAB_FILE = "vocab.json"
 MERGES_FILE = "merges.txt"
 SPECIAL_FILE = "special_tokens.json"
 HUGGINGFACE_FILE = "tokenizer.json"
 HUGGINGFACE_CONFIG_FILE = "tokenizer_config.json"
+ADDED_FILE = "added_tokens.json"
 
 _Token = TypeVar("_Token", bytes, str)
 
 _MERGES_HEADER = "#version: 0.2"
 _ROLES = ("mask_token", "eos_token", "pad_token")
+_HABITS: dict[str, Any] = {
+    "ignore_merges": False,
+    "visible_tokens": (),
+    "normalized_tokens": (),
+    "lstrip_tokens": (),
+    "rstrip_tokens": (),
+    "single_word_tokens": (),
+    "bos_token": None,
+    "adds_bos": False,
+}
+"""What `Tokenizer.adapted` takes, and what files of before each had."""
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> None:
-    """Write a tokenizer in both forms; each file is written aside and renamed, an existing one is replaced."""
+    """Write a tokenizer in both forms; each file is written aside and renamed, an existing one is replaced.
+
+    One of the SentencePiece kind is written in Hugging Face's form only, as it was read.
+    """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        contents, config = tokenizer.files()
+        for name in (SPECIAL_FILE, VOCAB_FILE, MERGES_FILE):
+            (folder / name).unlink(missing_ok=True)  # of another tokenizer, which would be taken for this one
+        _write(folder / HUGGINGFACE_FILE, contents)
+        _write(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        return
     vocab = {bytes_to_chars(token): token_id for token, token_id in _by_id(tokenizer.vocab)}
     merges = [f"{bytes_to_chars(left)} {bytes_to_chars(right)}" for left, right in tokenizer.merges]
+    habits = {name: getattr(tokenizer, name) for name in _HABITS}
     own = {
         "special_tokens": dict(_by_id(tokenizer.special_tokens)),
         **{role: getattr(tokenizer, role) for role in _ROLES},
         "pattern": tokenizer.pattern,
         "normalization": tokenizer.normalization,
-        "ignore_merges": tokenizer.ignore_merges,
-        "visible_tokens": sorted(tokenizer.visible_tokens),
-        "normalized_tokens": sorted(tokenizer.normalized_tokens),
+        **{name: sorted(value) if isinstance(value, frozenset) else value for name, value in habits.items()},
         "fingerprint": tokenizer.fingerprint,
     }
     _write(folder / VOCAB_FILE, json.dumps(vocab, ensure_ascii=False))
@@ -57,7 +79,8 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """Load a tokenizer from a directory: our own files if special_tokens.json is there, else tokenizer.json.
 
-    Without either, vocab.json and merges.txt do if tokenizer_config.json names a class whose pattern is known.
+    Without either, vocab.json and merges.txt (and added_tokens.json) do if tokenizer_config.json names a class whose
+    pattern is known. A tokenizer.json of the SentencePiece kind gives a `SentencePieceTokenizer`.
 
     Raises:
         ValueError: a file is missing or corrupt, or asks for something unsupported; the message names file and key.
@@ -73,14 +96,17 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     elif config and (folder / VOCAB_FILE).is_file():
         path = folder
         merges = _lines_of_merges(_read(folder / MERGES_FILE))
+        added = _read_json(folder / ADDED_FILE) if (folder / ADDED_FILE).is_file() else {}
         with _named(config_path):
-            contents = contents_of_slow_tokenizer(_read_json(folder / VOCAB_FILE), merges, config)
+            contents = contents_of_slow_tokenizer(_read_json(folder / VOCAB_FILE), merges, config, added)
     else:
         raise ValueError(
             f"{folder}: holds no tokenizer; expected {VOCAB_FILE}, {MERGES_FILE} and {SPECIAL_FILE}, "
             f"or {HUGGINGFACE_FILE}"
         )
     with _named(path):
+        if is_sentencepiece(contents):
+            return SentencePieceTokenizer(contents, config)
         return from_huggingface(contents, config)
 
 
@@ -102,11 +128,7 @@ def _load_own(folder: Path) -> Tokenizer:
             pattern,
             own.get("normalization"),
             **{role: own.get(role) for role in _ROLES},
-        ).adapted(
-            ignore_merges=own.get("ignore_merges", False),
-            visible_tokens=own.get("visible_tokens", ()),
-            normalized_tokens=own.get("normalized_tokens", ()),
-        )
+        ).adapted(**{name: own.get(name, default) for name, default in _HABITS.items()})
         expected = own.get("fingerprint")
         if expected is not None and expected != tokenizer.fingerprint:
             raise ValueError(

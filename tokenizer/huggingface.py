@@ -37,16 +37,16 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
             {
                 "id": token_id,
                 "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
+                "single_word": text in tokenizer.single_word_tokens,
+                "lstrip": text in tokenizer.lstrip_tokens,
+                "rstrip": text in tokenizer.rstrip_tokens,
                 "normalized": text in tokenizer.normalized_tokens,
                 "special": text not in tokenizer.visible_tokens,
             }
             for text, token_id in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
         ],
         **_preparation(tokenizer.pattern, tokenizer.normalization),
-        "post_processor": None,
+        "post_processor": _beginning(tokenizer),
         "decoder": {**_BYTE_LEVEL, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -65,10 +65,11 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def to_huggingface_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """The contents of a tokenizer_config.json with which transformers loads the tokenizer.json beside it."""
-    roles = {role: getattr(tokenizer, role) for role in WELL_KNOWN_TOKENS}
+    roles = {role: getattr(tokenizer, role) for role in ("bos_token", *WELL_KNOWN_TOKENS)}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
+        **({"add_bos_token": True} if tokenizer.adds_bos else {}),
         **{role: token for role, token in roles.items() if token is not None},
     }
 
@@ -76,18 +77,23 @@ def to_huggingface_config(tokenizer: Tokenizer) -> dict[str, Any]:
 def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> Tokenizer:
     """A tokenizer from the contents of tokenizer.json and tokenizer_config.json (which may be empty).
 
-    Added tokens become special tokens, wherever they are declared. What only frames the ids (`post_processor`,
-    truncation, padding) is ignored, as `encode` adds nothing.
+    Added tokens become special tokens, wherever they are declared. What only frames the ids (truncation, padding, the
+    end of text of a `post_processor`) is ignored, as `encode` adds nothing; that texts begin with a token becomes
+    `adds_bos`.
 
     Raises:
         ValueError: something is unsupported or not as the format has it; the message names the key.
     """
     model = _table(contents, "model")
     _check_model(model)
-    special, visible, normalized = _added_tokens(contents, config)
-    listed = _table(model, "vocab")
-    for role in WELL_KNOWN_TOKENS:
-        named = _named_in_config(role, config)
+    added = read_added_tokens(contents, config)
+    special = {text: token["id"] for text, token in added.items()}
+    replaced = {token["id"]: text for text, token in added.items()}
+    # Where a file calls an added token otherwise than tokenizer_config.json does, its spelling is dropped here too.
+    old = {token.get("content") for token in contents.get("added_tokens") or []} - special.keys()
+    listed = {text: n for text, n in _table(model, "vocab").items() if text not in old or n not in replaced}
+    for role in ("bos_token", *WELL_KNOWN_TOKENS):
+        named = named_in_config(role, config)
         if named in listed:  # transformers makes it special too, declared as an added token or not
             special.setdefault(named, read_id(named, listed[named]))
     for text in special.keys() & listed.keys():
@@ -101,7 +107,8 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
     made = {bytes_to_chars(left + right) for left, right in pairs}
     for text in special.keys() & made:
         raise ValueError(f"added token {text!r} is also made by model.merges, which is unsupported: remove one of them")
-    roles = {role: _role(role, special, config) for role in WELL_KNOWN_TOKENS}
+    roles = {role: role_of(role, special, config) for role in WELL_KNOWN_TOKENS}
+    bos_token, adds_bos = read_beginning(contents, config, special)
     return Tokenizer(
         vocab=vocab,
         merges=pairs,
@@ -109,15 +116,25 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
         pattern=_pattern(contents.get("pre_tokenizer")),
         normalization=_normalization(contents.get("normalizer")),
         **roles,
-    ).adapted(ignore_merges=bool(model.get("ignore_merges")), visible_tokens=visible, normalized_tokens=normalized)
+    ).adapted(
+        ignore_merges=bool(model.get("ignore_merges")),
+        visible_tokens={text for text, token in added.items() if not token["special"]},
+        normalized_tokens={text for text, token in added.items() if token["normalized"]},
+        lstrip_tokens={text for text, token in added.items() if token.get("lstrip")},
+        rstrip_tokens={text for text, token in added.items() if token.get("rstrip")},
+        single_word_tokens={text for text, token in added.items() if token.get("single_word")},
+        bos_token=bos_token,
+        adds_bos=adds_bos,
+    )
 
 
 def contents_of_slow_tokenizer(
-    vocab: Mapping[str, Any], merges: list[str], config: Mapping[str, Any]
+    vocab: Mapping[str, Any], merges: list[str], config: Mapping[str, Any], added: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What tokenizer.json would hold, for a directory with only vocab.json, merges.txt and tokenizer_config.json.
 
-    Such directories (Dream's, GPT-2's first) leave the pattern and the normalization to the class.
+    Such directories (Dream's, GPT-2's first) leave the pattern and the normalization to the class. `added` are the
+    contents of added_tokens.json (text to id); tokens are marked special if tokenizer_config.json uses them so.
 
     Raises:
         ValueError: the class is not known.
@@ -129,7 +146,16 @@ def contents_of_slow_tokenizer(
             f"tokenizer_class {name!r} of tokenizer_config.json is unsupported without a tokenizer.json: "
             f"only {', '.join(_SLOW_CLASSES)} are; save the tokenizer with its fast class first"
         )
-    return {**_preparation(*family), "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+    roles = {named_in_config(key, config) for key in config if key.endswith("_token")}
+    special = roles | {_content(token) for token in config.get("additional_special_tokens") or []}
+    return {
+        **_preparation(*family),
+        "added_tokens": [
+            {"id": token_id, "content": text, "special": text in special, "normalized": False}
+            for text, token_id in added.items()
+        ],
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
 
 
 def read_token(text: str) -> bytes:
@@ -170,6 +196,20 @@ def read_merge(merge: object) -> tuple[bytes, bytes]:
     return read_token(parts[0]), read_token(parts[1])
 
 
+def _beginning(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The post_processor that puts the token that texts begin with before a text."""
+    if not tokenizer.adds_bos or tokenizer.bos_token is None:
+        return None
+    bos, first = tokenizer.bos_token, {"SpecialToken": {"id": tokenizer.bos_token, "type_id": 0}}
+    texts = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, texts[0]],
+        "pair": [first, texts[0], {"SpecialToken": {"id": bos, "type_id": 1}}, texts[1]],
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_token_id], "tokens": [bos]}},
+    }
+
+
 def _preparation(pattern: str, normalization: Normalization) -> dict[str, Any]:
     split = {"type": "Split", "pattern": {"Regex": pattern_regex(pattern)}, "behavior": "Isolated", "invert": False}
     return {
@@ -194,36 +234,52 @@ def _check_model(model: Mapping[str, Any]) -> None:
             raise ValueError(f"model.{key} = {model[key]!r} is unsupported: only byte-level BPE without it is")
 
 
-def _added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, int], set[str], set[str]]:
-    """Added tokens' text to id, those of them that are not marked special, and those that are marked normalized.
+def read_added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Added tokens by their text, each with `id`, `special`, `normalized`, and the flags that the files give.
 
-    transformers also adds the tokens that tokenizer_config.json lists under added_tokens_decoder; so does this.
+    transformers also adds the tokens that tokenizer_config.json lists under added_tokens_decoder; so does this. Where
+    both list a token, tokenizer.json decides about its flags; where they call an id differently (SDAR's mask token),
+    tokenizer_config.json decides about the text.
     """
-    listed = [*(contents.get("added_tokens") or [])]
-    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
-        listed.append({**token, "id": int(token_id)})
-    ids: dict[str, int] = {}
-    visible: set[str] = set()
-    normalized: set[str] = set()
-    for token in listed:
-        text = token.get("content") if isinstance(token, dict) else None
+    here = [*(contents.get("added_tokens") or [])]
+    there = [{**token, "id": int(i)} for i, token in (config.get("added_tokens_decoder") or {}).items()]
+    spelt = {token["id"]: _content(token) for token in there}
+    found: dict[str, dict[str, Any]] = {}
+    for token in [*here, *there]:
+        text = _content(token) if isinstance(token, dict) else None
         if not isinstance(text, str):
             raise ValueError(f"added_tokens: {token!r} has no content")
-        for flag in ("lstrip", "rstrip", "single_word"):
-            if token.get(flag):
-                raise ValueError(f"added_tokens: {flag} = true of {text!r} is unsupported: set it to false")
-        is_special = token.get("special", True)
-        if not is_special:
-            visible.add(text)
-        if text not in ids and token.get("normalized", not is_special):  # tokenizer.json decides, where both list it
-            normalized.add(text)
         token_id = read_id(text, token.get("id"))
-        if ids.setdefault(text, token_id) != token_id:
+        if spelt.get(token_id, text) != text and text not in spelt.values():
+            continue
+        is_special = token.get("special", True)
+        flags = {"special": is_special, "normalized": not is_special, **token, "id": token_id}
+        known = found.setdefault(text, flags)
+        if known["id"] != token_id:
             raise ValueError(
-                f"added token {text!r} has the id {ids[text]} in tokenizer.json and {token_id} in "
+                f"added token {text!r} has the id {known['id']} in tokenizer.json and {token_id} in "
                 "added_tokens_decoder of tokenizer_config.json: make them agree"
             )
-    return ids, visible, normalized
+        if not is_special:
+            known["special"] = False
+    return found
+
+
+def read_beginning(
+    contents: Mapping[str, Any], config: Mapping[str, Any], special: Mapping[str, int]
+) -> tuple[str | None, bool]:
+    """The token that texts begin with, and whether they do.
+
+    tokenizer_config.json decides (bos_token, add_bos_token), then the first token of the post_processor's template.
+    """
+    processor = contents.get("post_processor") or {}
+    steps = [step for step in processor.get("processors", [processor]) if step.get("type") == "TemplateProcessing"]
+    single = steps[0].get("single", []) if steps else []
+    first = single[0].get("SpecialToken", {}).get("id") if single else None
+    named = named_in_config("bos_token", config)
+    bos = named if named in special else first if named is None and first in special else None
+    adds = config.get("add_bos_token")
+    return bos, bos is not None and (first == bos if adds is None else bool(adds))
 
 
 def _normalization(normalizer: Any) -> Normalization:
@@ -259,15 +315,23 @@ def _pattern(pre_tokenizer: Any) -> str:
     return pattern_name(expression)
 
 
-def _named_in_config(role: str, config: Mapping[str, Any]) -> str | None:
-    named = config.get(role)
-    if isinstance(named, dict):
-        named = named.get("content")
+def named_in_config(role: str, config: Mapping[str, Any]) -> str | None:
+    """The text of a role's token in tokenizer_config.json, where it is a string or a table."""
+    named = _content(config.get(role))
     return None if named is None else str(named)
 
 
-def _role(role: str, special: Iterable[str], config: Mapping[str, Any]) -> str | None:
-    named = _named_in_config(role, config)
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def role_of(role: str, special: Iterable[str], config: Mapping[str, Any]) -> str | None:
+    """The token of a role: the one that tokenizer_config.json names, else a well-known one, else none.
+
+    Raises:
+        ValueError: the one that is named is not among `special`.
+    """
+    named = named_in_config(role, config)
     if named is None:
         return next((text for text in WELL_KNOWN_TOKENS[role] if text in special), None)
     if named not in special:

@@ -1,26 +1,40 @@
-"""Models as Hugging Face directories: config.json, model.safetensors, tokenizer files."""
+"""Models as Hugging Face directories: config.json, weights, tokenizer files, generation_config.json, README.md."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from config.model import ModelConfig
+from diffusionlm.checkpoints import llada
+from diffusionlm.checkpoints.cards import generation_defaults, model_card
+from diffusionlm.checkpoints.families import natural_family, to_json, to_values
 from diffusionlm.checkpoints.manifest import verify
+from diffusionlm.checkpoints.weights import WEIGHTS, load_weights, save_weights, saved_dtype, weight_files
 from diffusionlm.models.attention import Backend
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, save_tokenizer
 from tokenizer import load_tokenizer as load_tokenizer_files
 
-WEIGHTS = "model.safetensors"
+__all__ = [
+    "WEIGHTS",
+    "config_json",
+    "load_model",
+    "load_tokenizer",
+    "load_weights",
+    "read_config",
+    "resolve_model_directory",
+    "save_model",
+    "save_model_directory",
+]
+
+GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -48,21 +62,28 @@ def load_model(
 ) -> Transformer:
     """A model directory, a checkpoint or a run directory, ready for inference.
 
+    Args:
+        path: the directory; its family is said by ``model_type`` in its config.json.
+        device: where the weights go, each on its own.
+        dtype: of the parameters; ``keep``: that of the files.
+        attention_backend: how attention is computed.
+
     Raises:
         ValueError: no model there, an unknown dtype, a config that is not understood, or weights that are damaged,
             missing, unexpected or of another shape; all of them are listed.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
+    if dtype not in (*DTYPES, "keep"):
+        raise ValueError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}, keep")
     directory = resolve_model_directory(path)
-    verify(directory, only=("config.json", WEIGHTS))
+    verify(directory, only={"config.json", *(file.name for file in weight_files(directory))})
+    config = read_config(directory)
     with torch.device("meta"):
-        model = Transformer(read_config(directory), attention_backend=attention_backend)
-    model.to_empty(device=device)
+        model = Transformer(config, attention_backend=attention_backend)
+    model.to(DTYPES[dtype] if dtype != "keep" else saved_dtype(directory)).to_empty(device=device)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    load_weights(model, directory / WEIGHTS)
-    return model.to(DTYPES[dtype]).eval()
+    load_weights(model, directory)
+    return model.eval()
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -72,56 +93,77 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return load_tokenizer_files(directory if is_tokenizer else resolve_model_directory(path))
 
 
-def save_model(model: Transformer, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write config.json and model.safetensors; ``weights`` in place of the model's own, by parameter name."""
+def save_model(
+    model: Transformer,
+    directory: Path,
+    weights: dict[str, Tensor] | None = None,
+    *,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write config.json and the weights, in one file or, if they are larger than ``max_shard_size``, in shards.
+
+    Args:
+        model: its config says the family in whose keys and names it is written.
+        directory: must exist; weights that it had before are replaced.
+        weights: in place of the model's own, by parameter name.
+        max_shard_size: bytes, or a size such as "5GB".
+
+    Raises:
+        ValueError: no checkpoint of the family holds such a model, or a size that is none.
+    """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
     values = config_json(model.config, next(iter(tensors.values())).dtype)
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    contiguous = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(contiguous, directory / WEIGHTS, metadata={"format": "pt"})
+    if model.config.model_type == "llada":
+        tensors = {llada.file_name(name): tensor for name, tensor in tensors.items()}
+    save_weights(tensors, directory, max_shard_size)
 
 
-def save_model_directory(model: Transformer, tokenizer: Tokenizer, directory: Path) -> None:
-    """A complete model directory: config, weights, tokenizer."""
+def save_model_directory(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    directory: Path,
+    weights: dict[str, Tensor] | None = None,
+    *,
+    max_shard_size: int | str = "5GB",
+    source: Path | None = None,
+) -> None:
+    """A complete model directory: config, weights, tokenizer, generation_config.json and a model card.
+
+    Args:
+        model: its config says the family in whose keys and names it is written.
+        tokenizer: of the model.
+        directory: made if it is not there.
+        weights: in place of the model's own, by parameter name.
+        max_shard_size: bytes, or a size such as "5GB".
+        source: a directory whose generation_config.json is taken over as it is, if it has one.
+
+    Raises:
+        ValueError: as `save_model`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    save_model(model, directory)
+    save_model(model, directory, weights, max_shard_size=max_shard_size)
     save_tokenizer(tokenizer, directory)
-
-
-FAMILIES = {"qwen3": True, "llama": False}
-"""``model_type`` -> whether queries and keys are normed: what transformers leaves out of its config.json."""
-
-SLIDING = "sliding_attention"
+    if source is not None and (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, directory / GENERATION)
+    else:
+        defaults = json.dumps(generation_defaults(model.config), indent=2) + "\n"
+        (directory / GENERATION).write_text(defaults, encoding="utf-8")
+    (directory / "README.md").write_text(model_card(model), encoding="utf-8")
 
 
 def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says: transformers' names, and the three that diffusion adds.
+    """What config.json says: the family's names, and the three that diffusion adds.
 
     Raises:
-        ValueError: sliding layers without ``qk_norm``: transformers would compute them as full ones.
+        ValueError: an option that the family's config.json cannot say; names it.
     """
-    family = next(name for name, qk_norm in FAMILIES.items() if qk_norm == config.qk_norm)
-    values = config.model_dump(exclude_none=True)
-    if SLIDING not in (config.layer_types or ()):
-        values = {key: value for key, value in values.items() if key not in ("sliding_window", "layer_types")}
-    elif family != "qwen3":
-        raise ValueError(
-            f'layer_types has "{SLIDING}", which transformers\' {family} does not know: set qk_norm = true'
-        )
-    else:
-        values["use_sliding_window"] = True
-    return {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "model_type": family,
-        "hidden_act": "silu",
-        "dtype": str(dtype).removeprefix("torch."),
-        "use_cache": False,
-        **values,
-    }
+    values = {"dtype": str(dtype).removeprefix("torch."), "use_cache": False}
+    return {**to_json(config), **values}
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The model config of a directory, in the spelling of transformers 4 or 5.
+    """The model config of a directory of any family, in the spelling of transformers 4 or 5.
 
     Raises:
         ValueError: not JSON, or a model that would be computed otherwise than here; names the file and the keys.
@@ -129,77 +171,17 @@ def read_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: not a JSON object")
-    problems = [f"{key} = {value!r} is not supported" for key, value in _unsupported(values)]
-    known = {key: value for key, value in values.items() if key in ModelConfig.model_fields}
-    known.setdefault("qk_norm", FAMILIES.get(values.get("model_type", ""), True))
-    theta = (values.get("rope_parameters") or {}).get("rope_theta")
-    if theta is not None:
-        known["rope_theta"] = theta
-    if isinstance(known.get("eos_token_id"), list):
-        known["eos_token_id"] = next(iter(known["eos_token_id"]), None)
-    if SLIDING not in (values.get("layer_types") or ()):
-        known = {key: value for key, value in known.items() if key not in ("sliding_window", "layer_types")}
-    known = {key: value for key, value in known.items() if value is not None}
-    if not known.keys() & {"mask_token_id", "logit_alignment", "block_length"}:
-        # Nothing of diffusion: an autoregressive model, which is blocks of one token with shifted outputs.
-        known |= {"logit_alignment": "shifted", "block_length": 1}
-    try:
-        config = ModelConfig.model_validate(known)
-    except ValidationError as error:
-        problems += [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()]
+    known, problems = to_values(values, directory.resolve())
+    if known:
+        try:
+            config = ModelConfig.model_validate(known)
+        except ValidationError as error:
+            problems += [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()]
     if problems:
         raise ValueError(f"{path}: not the config of a model that can be loaded here: {'; '.join(problems)}")
-    return config
-
-
-def _unsupported(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys that change what a model computes, and that this one does not know."""
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = values.get(key) or {}
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            yield key, rope
-    if values.get("model_type") not in FAMILIES:
-        yield "model_type", values.get("model_type")
-    # Without use_sliding_window transformers drops the window; without layer_types it has a rule of its own.
-    is_sliding = SLIDING in (values.get("layer_types") or ())
-    if is_sliding != bool(values.get("use_sliding_window")):
-        yield "use_sliding_window", values.get("use_sliding_window")
-    if is_sliding and values.get("model_type") != "qwen3":
-        yield "layer_types", values["layer_types"]
-    for key, harmless in (
-        ("hidden_act", "silu"),
-        ("mlp_bias", False),
-        ("final_logit_softcapping", None),
-        ("attn_logit_softcapping", None),
-    ):
-        if values.get(key, harmless) != harmless:
-            yield key, values[key]
-
-
-@torch.no_grad()
-def load_weights(model: Transformer, path: Path) -> None:
-    """Copy every tensor of a safetensors file into the parameter of its name.
-
-    Raises:
-        ValueError: the file is missing or damaged, or a tensor is missing, unexpected or misshapen; lists all.
-    """
-    parameters = dict(model.named_parameters())
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = set(file.keys())
-            problems = [f"missing {name}" for name in sorted(parameters.keys() - found)]
-            problems += [f"unexpected {name}" for name in sorted(found - parameters.keys())]
-            for name in sorted(parameters.keys() & found):
-                shape, expected = list(file.get_slice(name).get_shape()), list(parameters[name].shape)
-                if shape != expected:
-                    problems.append(f"{name} has shape {shape}, the model {expected}")
-                elif not problems:
-                    parameters[name].copy_(file.get_tensor(name))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read as safetensors: {error}") from error
-    if problems:
-        raise ValueError(f"{path} does not fit the model: {'; '.join(problems)}")
+    # What the options say need not be said again, and is the same for a model that was made here.
+    return config.model_copy(update={"model_type": None}) if config.model_type == natural_family(config) else config

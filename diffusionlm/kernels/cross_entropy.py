@@ -33,6 +33,8 @@ class Score:
     """Share of the target distribution that is uniform over all tokens but the excluded one (Szegedy et al. 2016)."""
     z_loss: float = 0.0
     """Factor of the squared log of the softmax's denominator, added to the loss (Chowdhery et al. 2022, PaLM)."""
+    balance_weight: float = 0.0
+    """Factor of the routers' balance loss of this forward, in a model with experts; 0: it is not made."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,31 @@ class Scored:
     z-loss where the score says so."""
     nll_R: Tensor
     """Negative log-likelihood of each row in nats, at least fp32, without gradient."""
+    balance_sum: Tensor | None = None
+    """Weighted balance loss of the routers, at least fp32, with gradient; beside ``loss_sum``, never in it. None: none
+    was asked for, or the model has no experts."""
+
+    @property
+    def trained_sum(self) -> Tensor:
+        """All that training minimises."""
+        return self.loss_sum if self.balance_sum is None else self.loss_sum + self.balance_sum
 
 
-def linear_cross_entropy(hidden_RD: Tensor, head_VD: Tensor, score: Score) -> Scored:
+def linear_cross_entropy(hidden_RD: Tensor, head_VD: Tensor, score: Score, softcap: float | None = None) -> Scored:
     """Negative log-likelihood of ``score.targets_R`` under the logits ``hidden_RD @ head_VD.T``.
+
+    With a ``softcap`` c the logits are ``c tanh(logits / c)`` of these (Gemma 2), in at least fp32, for all that
+    follows: softmax, label smoothing and z-loss.
 
     Products run in autocast's dtype where it is on, else in that of ``hidden_RD``; softmax, loss and the head's
     gradient are at least fp32. Both gradients are made in the forward, chunk by chunk; memory is one chunk of logits
-    beside the gradients themselves.
+    (two with a soft cap) beside the gradients themselves.
     """
     device = hidden_RD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
     # Asked here: inside a Function gradients always look switched off.
     wants_grad = torch.is_grad_enabled()
-    loss_sum, nll_R = _LinearCrossEntropy.apply(hidden_RD, head_VD, score, dtype, wants_grad)
+    loss_sum, nll_R = _LinearCrossEntropy.apply(hidden_RD, head_VD, score, softcap, dtype, wants_grad)
     return Scored(loss_sum=loss_sum, nll_R=nll_R)
 
 
@@ -67,6 +80,14 @@ def _mean_logit(z_CV: Tensor, score: Score) -> Tensor:
     if score.excluded_token is None:
         return total_C1 / z_CV.shape[1]
     return (total_C1 - z_CV[:, score.excluded_token, None]) / (z_CV.shape[1] - 1)
+
+
+def _cap(z_CV: Tensor, softcap: float, wants_slope: bool) -> Tensor | None:
+    """Cap the logits in place; returns the slope of the cap at each of them, 1 - tanh^2, where it is wanted."""
+    z_CV.div_(softcap).tanh_()
+    slope_CV = z_CV.square().neg_().add_(1.0) if wants_slope else None
+    z_CV.mul_(softcap)
+    return slope_CV
 
 
 def _regularised(nll_C1: Tensor, logsumexp_C1: Tensor, mean_C1: Tensor | None, score: Score) -> Tensor:
@@ -103,7 +124,13 @@ def chunk_rows(rows: int, vocab_size: int) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_RD: Tensor, head_VD: Tensor, score: Score, dtype: torch.dtype, wants_grad: bool
+        ctx: Any,
+        hidden_RD: Tensor,
+        head_VD: Tensor,
+        score: Score,
+        softcap: float | None,
+        dtype: torch.dtype,
+        wants_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         R, V = hidden_RD.shape[0], head_VD.shape[0]
         needs_hidden, needs_head = (wants_grad and needed for needed in ctx.needs_input_grad[:2])
@@ -119,6 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + step)
             targets_C1 = score.targets_R[chunk, None]
             z_CV = (x_RD[chunk] @ w_VD.T).to(wide)
+            slope_CV = None if softcap is None else _cap(z_CV, softcap, needs_hidden or needs_head)
             mean_C1 = _mean_logit(z_CV, score) if score.label_smoothing else None
             if score.excluded_token is not None:
                 z_CV[:, score.excluded_token] = float("-inf")
@@ -132,6 +160,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss_R[chunk] = _regularised(nll_C1, total_C1.log() + top_C1, mean_C1, score)[:, 0]
             if needs_hidden or needs_head:
                 grad_logits_CV = _grad_logits(z_CV, total_C1, top_C1, targets_C1, weights_R[chunk, None], score)
+                if slope_CV is not None:
+                    grad_logits_CV.mul_(slope_CV)
                 grad_logits_CV = grad_logits_CV.to(dtype)
                 if grad_hidden is not None:
                     grad_hidden[chunk] = grad_logits_CV @ w_VD
@@ -147,12 +177,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.where(weights_R != 0, loss_R * weights_R, 0.0).sum(), nll_R
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grads[0]
         return (
             None if grad_hidden is None else grad_hidden * scale,
             None if grad_head is None else (grad_head * scale).to(ctx.head_dtype),
+            None,
             None,
             None,
             None,

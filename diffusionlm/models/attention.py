@@ -6,6 +6,7 @@ head, R chosen rows of B * L.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.model import Architecture
-from diffusionlm.models.layers import Linear, RMSNorm, rotate
+from diffusionlm.models.layers import Linear, RMSNorm, rotate, soft_cap
 
 DenseBackend = Literal["auto", "eager", "sdpa"]
 """``eager``: two batched matrix products and a softmax. ``sdpa``: torch's fused kernels. ``auto``: `choose_backend`."""
@@ -25,15 +26,48 @@ EAGER_MAX_LENGTH = 512
 """Up to this length the eager lowering is the faster one for bf16 on a CPU (benchmarking/bench_attention.py)."""
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How the product of a query and a key becomes their score."""
+
+    scale: float | None = None
+    """Factor of the product. None: 1 / sqrt(H)."""
+    softcap: float | None = None
+    """Then the score is ``c tanh(score / c)``, before anything is hidden or added (Gemma 2). None: as it is."""
+
+    def check(self, backend: Backend) -> None:
+        """Refuse what cannot cap.
+
+        Raises:
+            ValueError: a soft cap for a backend that has no place for it.
+        """
+        if self.softcap is not None and backend in ("sdpa", "tiled"):
+            raise ValueError(
+                f'attention backend "{backend}" cannot cap scores, and the model has attn_logit_softcapping = '
+                f'{self.softcap}: use "auto", "eager" or "flex"'
+            )
+
+
+PLAIN = Scoring()
+"""Scale 1 / sqrt(H), no cap."""
+
+
 class Lowered(Protocol):
     """The attention of one pattern, ready for the layers of a forward."""
 
     def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """Softmax attention, scale 1 / sqrt(H), [B, Q, N, H]; the queries are those of the first Q positions."""
+        """Softmax attention, [B, Q, N, H]; the queries are those of the first Q positions."""
 
 
-def choose_backend(backend: DenseBackend, q: Tensor) -> Literal["eager", "sdpa"]:
-    """What ``auto`` means for queries [B, L, N, H]: eager for short bf16 sequences on a CPU, else SDPA."""
+def choose_backend(backend: DenseBackend, q: Tensor, scoring: Scoring = PLAIN) -> Literal["eager", "sdpa"]:
+    """What ``auto`` means for queries [B, L, N, H]: eager for soft caps and short bf16 sequences on a CPU, else SDPA.
+
+    Raises:
+        ValueError: SDPA is asked for, which cannot cap, and there is a soft cap.
+    """
+    scoring.check(backend)
+    if scoring.softcap is not None:
+        return "eager"
     if backend != "auto":
         return backend
     short = q.shape[1] <= EAGER_MAX_LENGTH
@@ -41,45 +75,58 @@ def choose_backend(backend: DenseBackend, q: Tensor) -> Literal["eager", "sdpa"]
 
 
 def attend(
-    q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, backend: DenseBackend = "auto"
+    q_BQNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    mask: Tensor | None,
+    backend: DenseBackend = "auto",
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
-    """Softmax attention, scale 1 / sqrt(H).
+    """Softmax attention.
 
     Args:
         q_BQNH: queries; k_BSKH, v_BSKH: keys and values, N a multiple of K.
         mask: [B or 1, Q, S] or [B or 1, N or 1, Q, S]. Boolean: True where a query may see a key. Float: added to the
             scores. None: all may see all.
         backend: which lowering computes it.
+        scoring: scale and soft cap of the scores.
 
     Returns:
         [B, Q, N, H]
+
+    Raises:
+        ValueError: SDPA is asked for, which cannot cap, and there is a soft cap.
     """
     if mask is not None:
         mask = mask[:, None] if mask.dim() == 3 else mask
         mask = mask if mask.dtype == torch.bool else mask.to(q_BQNH.dtype)
-    if choose_backend(backend, q_BQNH) == "eager":
-        return _attend_eager(q_BQNH, k_BSKH, v_BSKH, mask)
+    if choose_backend(backend, q_BQNH, scoring) == "eager":
+        return _attend_eager(q_BQNH, k_BSKH, v_BSKH, mask, scoring)
     out_BNQH = F.scaled_dot_product_attention(
         q_BQNH.transpose(1, 2),
         k_BSKH.transpose(1, 2),
         v_BSKH.transpose(1, 2),
         attn_mask=mask,
+        scale=scoring.scale,
         enable_gqa=q_BQNH.shape[2] != k_BSKH.shape[2],
     )
     return out_BNQH.transpose(1, 2)
 
 
-def _attend_eager(q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_eager(q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     B, Q, N, H = q_BQNH.shape
     S, K = k_BSKH.shape[1:3]
     G = N // K
     # The G query heads of a group are stacked along the length, so that one product per group serves them all.
-    q = (q_BQNH * H**-0.5).view(B, Q, K, G, H).permute(0, 2, 3, 1, 4).reshape(B * K, G * Q, H)
+    scale = H**-0.5 if scoring.scale is None else scoring.scale
+    q = (q_BQNH * scale).view(B, Q, K, G, H).permute(0, 2, 3, 1, 4).reshape(B * K, G * Q, H)
     k = k_BSKH.transpose(1, 2).reshape(B * K, S, H)
     v = v_BSKH.transpose(1, 2).reshape(B * K, S, H)
     scores = torch.bmm(q, k.transpose(1, 2))
+    if scoring.softcap is not None:
+        scores = soft_cap(scores, scoring.softcap)
     if mask is not None:
-        # Added in place, as a bias: a product does not need its result for its gradient, nor does a sum.
+        # Added in place, as a bias: neither a product nor a sum needs its result for its gradient.
         bias = additive(mask, scores.dtype) if mask.dtype == torch.bool else mask
         heads = (1, 1) if bias.shape[1] == 1 else (K, G)
         scores.view(B, K, G, Q, S).add_(bias.reshape(bias.shape[0], *heads, Q, S))
@@ -102,9 +149,10 @@ class Attention(nn.Module):
         self.q_proj = Linear(D, config.num_attention_heads * H, bias=config.attention_bias)
         self.k_proj = Linear(D, config.num_key_value_heads * H, bias=config.attention_bias)
         self.v_proj = Linear(D, config.num_key_value_heads * H, bias=config.attention_bias)
-        self.o_proj = Linear(config.num_attention_heads * H, D)
-        self.q_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.o_proj = Linear(config.num_attention_heads * H, D, bias=config.attention_output_bias)
+        eps, offset = config.rms_norm_eps, config.norm_offset
+        self.q_norm = RMSNorm(H, eps, offset=offset) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(H, eps, offset=offset) if config.qk_norm else nn.Identity()
 
     def forward(
         self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: Lowered, *, rows: Tensor | None = None

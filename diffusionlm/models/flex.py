@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from diffusionlm.models.attention import PLAIN, Scoring
 from diffusionlm.models.patterns import Intervals
 
 TILE = 128
@@ -86,8 +87,22 @@ def _compiled() -> Any:
     return torch.compile(flex_attention)
 
 
-def attend_flex(q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: BlockMask) -> Tensor:
-    """Softmax attention, scale 1 / sqrt(H): compiled, except on the CPU, where it is the slow reference.
+def _capping(cap: float, q_BNQH: Tensor) -> Any:
+    """FlexAttention's change of a score.
+
+    The cap is read from a tensor, by head: a number would be part of what is compiled, which a second model with
+    another cap in the same process breaks.
+    """
+    caps_N = q_BNQH.new_full(q_BNQH.shape[1:2], cap, dtype=torch.promote_types(q_BNQH.dtype, torch.float32))
+
+    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return caps_N[head] * torch.tanh(score / caps_N[head])
+
+    return capped
+
+
+def attend_flex(q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: BlockMask, scoring: Scoring = PLAIN) -> Tensor:
+    """Softmax attention: compiled, except on the CPU, where it is the slow reference.
 
     Returns:
         [B, Q, N, H]
@@ -105,5 +120,13 @@ def attend_flex(q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: BlockMask)
     if on_cpu:  # Parameters under no_grad still say that they want a gradient, and would be refused.
         q, k, v = q.detach(), k.detach(), v.detach()
     attend = flex_attention if on_cpu else _compiled()
-    out_BNQH: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    out_BNQH: Tensor = attend(
+        q,
+        k,
+        v,
+        score_mod=None if scoring.softcap is None else _capping(scoring.softcap, q),
+        block_mask=mask,
+        scale=scoring.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     return out_BNQH.transpose(1, 2)

@@ -10,6 +10,8 @@ from torch import nn
 from diffusionlm.models.transformer import Transformer
 
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
+OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+"""Of ``sandwich_norms``: the last thing before a residual."""
 
 
 @torch.no_grad()
@@ -20,18 +22,25 @@ def init_weights(model: Transformer, seed: int) -> None:
     |---------------------------------------------|------------------------------------|
     | embed_tokens (and lm_head where tied)       | normal, std ``initializer_range``  |
     | q_proj, k_proj, v_proj, gate_proj, up_proj  | normal, std 1 / sqrt(fan in)       |
+    | gate of a mixture of experts, its router    | normal, std 1 / sqrt(fan in)       |
     | o_proj, down_proj                           | zero: each block starts as identity|
     | lm_head, untied                             | normal, std ``initializer_range``  |
     | norm gains                                  | one                                |
     | biases                                      | zero                               |
 
+    With ``sandwich_norms`` the gains of the norms before a residual are zero and o_proj and down_proj are drawn as the
+    others: blocks start as the identity just the same, but a norm of a vector near zero would make any first step of
+    those projections a full one. With ``norm_offset`` a weight is its gain less one.
+
     Each parameter draws from its own generator, keyed by (seed, name), on the CPU: adding a layer or changing device
     leaves the others as they were.
     """
+    has_sandwich_norms = model.config.sandwich_norms
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            nn.init.ones_(parameter)
-        elif name.endswith((".bias", *OUTPUT_PROJECTIONS)):
+            gain = 0.0 if has_sandwich_norms and name.endswith(OUTPUT_NORMS) else 1.0
+            nn.init.constant_(parameter, gain - model.config.norm_offset)
+        elif name.endswith(".bias") or (name.endswith(OUTPUT_PROJECTIONS) and not has_sandwich_norms):
             nn.init.zeros_(parameter)
         else:
             table = name.endswith(("embed_tokens.weight", "lm_head.weight"))

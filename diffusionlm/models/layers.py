@@ -1,15 +1,18 @@
-"""The small modules: linear, RMSNorm, rotary embedding, SwiGLU.
+"""The small modules: linear, RMSNorm, rotary embedding, SwiGLU and soft cap.
 
 Shapes: B rows, L positions, D hidden, N heads, H width of a head.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from config.model import LinearRope, RopeScaling
 
 
 class Linear(nn.Linear):
@@ -22,22 +25,34 @@ class Linear(nn.Linear):
         """Nothing: initialisation lives in one place, `init.init_weights`."""
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019), computed in at least fp32, with a gain."""
+class Embedding(nn.Embedding):
+    """A table of vectors, left uninitialised, as `Linear` is: on ``meta`` torch would load its compiler to fill it."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def reset_parameters(self) -> None:
+        """Nothing: initialisation lives in one place, `init.init_weights`."""
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019), computed in at least fp32, with a gain.
+
+    The gain is the weight, or with ``offset`` 1 + the weight (Gemma), also in at least fp32.
+    """
+
+    def __init__(self, width: int, eps: float, *, offset: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.zeros(width) if offset else torch.ones(width))
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape as given; dtype as given, or autocast's, so that the projections behind it share one cast."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        gain = 1.0 + _at_least_fp32(self.weight) if self.offset else self.weight
         if device == "cpu":
-            return _RMSNorm.apply(x, self.weight, self.eps, dtype)  # type: ignore[no-any-return]
+            return _RMSNorm.apply(x, gain, self.eps, dtype)  # type: ignore[no-any-return]
         wide = _at_least_fp32(x)
-        normed: Tensor = F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps)
+        normed: Tensor = F.rms_norm(wide, gain.shape, gain.to(wide.dtype), self.eps)
         return normed.to(dtype)
 
 
@@ -69,19 +84,42 @@ def _at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``: nearly x where it is small, never beyond the cap (Gemma 2). Shape and dtype as given."""
+    return (x / cap).tanh_() * cap
+
+
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al. 2021), half-split layout as in Hugging Face's Llama and Qwen."""
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.theta = theta
+        self.scaling = scaling
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines in fp32, each [..., 1, H / 2], for `rotate`."""
         exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
-        angles = positions[..., None].float() * self.theta**-exponents
+        frequencies = self.theta**-exponents
+        if self.scaling is not None:
+            frequencies = _slowed_down(frequencies, self.scaling)
+        angles = positions[..., None].float() * frequencies
         return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+
+
+def _slowed_down(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Radians per position for a longer context.
+
+    Llama 3.1 counts the turns that each frequency makes in the original context: from ``high_freq_factor`` turns on it
+    stays, up to ``low_freq_factor`` turns it is divided, between them it is mixed in proportion to the turns.
+    """
+    if isinstance(scaling, LinearRope):
+        return frequencies / scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - share) * frequencies / scaling.factor + share * frequencies
 
 
 class _Rotate(torch.autograd.Function):
@@ -114,13 +152,19 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward ``down(silu(gate(x)) * up(x))`` (Shazeer 2020)."""
+    """Feed-forward ``down(act(gate(x)) * up(x))`` with SiLU, or with the tanh form of GELU (Shazeer 2020)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    ) -> None:
         super().__init__()
+        self.hidden_act = hidden_act
         self.gate_proj = Linear(hidden_size, intermediate_size)
         self.up_proj = Linear(hidden_size, intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        inner = self.gate_proj(x)
+        inner = F.silu(inner) if self.hidden_act == "silu" else F.gelu(inner, approximate="tanh")
+        inner = inner * self.up_proj(x)
+        return self.down_proj(inner)  # type: ignore[no-any-return]

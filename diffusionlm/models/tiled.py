@@ -119,15 +119,23 @@ def _tile(
     return Tile(first, end, tuple(ranges), tuple(biases))
 
 
-def attend_tiled(q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, tiles: tuple[Tile, ...]) -> Tensor:
-    """Softmax attention, scale 1 / sqrt(H), of the pairs in ``tiles``; queries may be the first Q of them only.
+def attend_tiled(
+    q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, tiles: tuple[Tile, ...], *, scale: float | None = None
+) -> Tensor:
+    """Softmax attention of the pairs in ``tiles``; queries may be the first Q of them only.
+
+    Args:
+        q_BQNH: queries; k_BSKH, v_BSKH: keys and values, N a multiple of K.
+        tiles: what `cut` made.
+        scale: factor of the scores. None: 1 / sqrt(H).
 
     Returns:
         [B, Q, N, H]
     """
     B, Q, N, H = q_BQNH.shape
     S, K = k_BSKH.shape[1:3]
-    q = (q_BQNH * H**-0.5).view(B, Q, K, N // K, H).transpose(1, 2).reshape(B * K, Q * (N // K), H)
+    scale = H**-0.5 if scale is None else scale
+    q = (q_BQNH * scale).view(B, Q, K, N // K, H).transpose(1, 2).reshape(B * K, Q * (N // K), H)
     k, v = (each.transpose(1, 2).reshape(B * K, S, H) for each in (k_BSKH, v_BSKH))
     with torch.autocast(q.device.type, enabled=False):  # The dtype of a product must be that of its buffer.
         out: Tensor = _Tiled.apply(q, k, v, tiles, (B, K, N // K))

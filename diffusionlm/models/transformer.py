@@ -1,4 +1,4 @@
-"""The model: a pre-norm Transformer with Hugging Face's parameter names.
+"""The model: a pre-norm Transformer with Hugging Face's parameter names. Families differ by options of its config.
 
 It knows nothing of noise, data, ranks or training. Nobody touches the head outside `Transformer.forward`.
 
@@ -7,6 +7,7 @@ Shapes: B rows, L positions, D hidden, V vocabulary, R chosen rows of the flat B
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import overload
 
 import torch
@@ -14,21 +15,32 @@ from torch import Tensor, nn
 
 from config.model import ModelConfig
 from diffusionlm.kernels.cross_entropy import Score, Scored, linear_cross_entropy
-from diffusionlm.models.attention import Attention, Backend, Lowered
-from diffusionlm.models.layers import Linear, RMSNorm, RotaryEmbedding, SwiGLU
+from diffusionlm.models.attention import Attention, Backend, Lowered, Scoring
+from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
 from diffusionlm.models.lowering import Lowering, lower
+from diffusionlm.models.moe import Mixture, Routing, balance_loss
 from diffusionlm.models.patterns import AttentionPattern
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and around a residual."""
+    """Attention and feed-forward or experts, each behind a norm and around a residual.
 
-    def __init__(self, config: ModelConfig) -> None:
+    ``post_attention_layernorm`` is before the feed-forward; with ``sandwich_norms`` it is what its name says, and the
+    feed-forward has a norm before and one behind it (Gemma 2).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.has_sandwich_norms = config.sandwich_norms
+        self.input_layernorm = _norm(config)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.post_attention_layernorm = _norm(config)
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = _norm(config)
+            self.post_feedforward_layernorm = _norm(config)
+        is_sparse = config.is_sparse(layer)
+        feed_forward = (config.hidden_size, config.intermediate_size, config.hidden_act)
+        self.mlp: Mixture | SwiGLU = Mixture(config) if is_sparse else SwiGLU(*feed_forward)
 
     def forward(
         self,
@@ -37,11 +49,25 @@ class Block(nn.Module):
         attention: Lowered,
         *,
         rows: Tensor | None = None,
+        routings: list[Routing] | None = None,
     ) -> Tensor:
-        """[B, L, D], or [R, D] of ``rows`` alone: then only keys and values are computed for the others."""
+        """[B, L, D], or [R, D] of ``rows`` alone: then only keys and values are computed for the others.
+
+        A router appends what it decided to ``routings``.
+        """
         attended = self.self_attn(self.input_layernorm(x_BLD), rope, attention, rows=rows)
-        x = (x_BLD if rows is None else x_BLD.flatten(0, 1)[rows]) + attended
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        if self.has_sandwich_norms:
+            attended = self.post_attention_layernorm(attended)
+        x: Tensor = (x_BLD if rows is None else x_BLD.flatten(0, 1)[rows]) + attended
+        before = self.pre_feedforward_layernorm if self.has_sandwich_norms else self.post_attention_layernorm
+        is_sparse = isinstance(self.mlp, Mixture)
+        fed: Tensor = self.mlp(before(x), routings) if is_sparse else self.mlp(before(x))
+        return x + (self.post_feedforward_layernorm(fed) if self.has_sandwich_norms else fed)
+
+
+def _norm(config: ModelConfig) -> RMSNorm:
+    """A norm of the residual stream's width."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
 
 
 class Trunk(nn.Module):
@@ -49,9 +75,9 @@ class Trunk(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = _norm(config)
 
 
 class Transformer(nn.Module):
@@ -65,7 +91,7 @@ class Transformer(nn.Module):
         self.config = config
         self.attention_backend = attention_backend
         self.model = Trunk(config)
-        self.rope = RotaryEmbedding(config.head_dim, config.rope_theta)
+        self.rope = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -114,7 +140,7 @@ class Transformer(nn.Module):
             tokens_BL: token ids, int64.
             pattern: who sees whom.
             positions: position numbers [L] or [B, L]; if None, 0, 1, 2 ... in each stream of the pattern.
-            inputs_embeds_BLD: taken instead of the tokens' embeddings.
+            inputs_embeds_BLD: taken instead of the tokens' embeddings, as they are (``scale_embeddings`` is theirs).
             rows: flat indices into B * L, ascending. The last block computes queries, feed-forward and head for these
                 alone.
             score: targets and weights of ``rows``.
@@ -124,7 +150,8 @@ class Transformer(nn.Module):
             exist at once.
 
         Raises:
-            ValueError: a score without rows, or a sequence longer than the model's context.
+            ValueError: a score without rows, a sequence longer than the model's context, or an attention backend that
+                cannot compute the pattern or the model's soft cap.
         """
         length = tokens_BL.shape[1]
         if length > self.config.max_position_embeddings * pattern.streams:
@@ -134,27 +161,42 @@ class Transformer(nn.Module):
             )
         if score is not None and rows is None:
             raise ValueError("a score needs the rows that it scores: pass rows, flat indices into B * L")
-        x = self.model.embed_tokens(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
+        x = self._embed(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
         attentions = self._lower(pattern, length, x.device)
         if positions is None:
             positions = torch.arange(length // pattern.streams, device=x.device).repeat(pattern.streams)
         rope = self.rope(positions if positions.dim() == 2 else positions[None])
+        routings: list[Routing] | None = [] if score is not None and score.balance_weight else None
         last = len(self.model.layers) - 1
         for index, (block, attention) in enumerate(zip(self.model.layers, attentions, strict=True)):
-            x = block(x, rope, attention, rows=rows if index == last else None)
+            x = block(x, rope, attention, rows=rows if index == last else None, routings=routings)
         x = self.model.norm(x)
+        softcap = self.config.final_logit_softcapping
         if score is None:
-            return self.lm_head(x)  # type: ignore[no-any-return]
-        return linear_cross_entropy(x, self.lm_head.weight, score)
+            logits: Tensor = self.lm_head(x)
+            return logits if softcap is None else soft_cap(logits, softcap)
+        scored = linear_cross_entropy(x, self.lm_head.weight, score, softcap)
+        return replace(scored, balance_sum=score.balance_weight * balance_loss(routings)) if routings else scored
+
+    def _embed(self, tokens_BL: Tensor) -> Tensor:
+        """Embeddings, times sqrt(D) where the config says so: rounded to fp32, then to their dtype, as Gemma's is."""
+        x_BLD: Tensor = self.model.embed_tokens(tokens_BL)
+        if not self.config.scale_embeddings:
+            return x_BLD
+        scale = torch.full((), self.config.hidden_size**0.5, dtype=torch.float32, device=x_BLD.device)
+        return x_BLD * scale.to(x_BLD.dtype)
 
     def _lower(self, pattern: AttentionPattern, length: int, device: torch.device) -> list[Lowering]:
         """The attention of each layer; layers with the same window share one."""
+        scalar = self.config.query_pre_attn_scalar
+        scoring = Scoring(None if scalar is None else scalar**-0.5, self.config.attn_logit_softcapping)
         full = ["full_attention"] * self.config.num_hidden_layers
         windows = [
             self.config.sliding_window if kind == "sliding_attention" else None
             for kind in self.config.layer_types or full
         ]
         made = {
-            window: lower(pattern, length, device, self.attention_backend, window) for window in dict.fromkeys(windows)
+            window: lower(pattern, length, device, self.attention_backend, window, scoring)
+            for window in dict.fromkeys(windows)
         }
         return [made[window] for window in windows]

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from diffusionlm.checkpoints.huggingface import WEIGHTS
 from diffusionlm.checkpoints.manifest import remove_leftovers, verify, write_directory
+from diffusionlm.checkpoints.weights import read_weights
 
 STATE, OPTIMIZER, LIVE_WEIGHTS = "state.json", "optimizer.safetensors", "live_weights.safetensors"
 _NAME = re.compile(r"step-(\d+)")
@@ -34,8 +34,8 @@ class Saved:
     """The weights being trained, where model.safetensors has their average."""
 
     def weights(self) -> dict[str, Tensor]:
-        """What model.safetensors has."""
-        return load_file(self.path / WEIGHTS)
+        """Those of the model directory."""
+        return read_weights(self.path)
 
 
 @dataclass(frozen=True)

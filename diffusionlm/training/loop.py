@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,8 @@ class Run:
     parts: list[Part]
     """The sources of its data, read by this process."""
     progress: Progress = field(default_factory=Progress)
+    balance_loss: float = 0.0
+    """Of the routers in the last step, with its weight, which is in the gradient and not in the loss."""
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -206,21 +208,24 @@ def train_step(run: Run, draws: list[Draw]) -> tuple[float, float, bool]:
 
     The loss is in nats per target token, unless the objective divides otherwise. A step whose loss or gradient is not
     finite changes nothing.
+
+    The routers' balance loss of a step is the mean of those of its micro-batches, which are of one size. It is added
+    to what is minimised, never to the loss that is returned. Unlike the loss it depends on the cut into micro-batches:
+    how often an expert was chosen is counted in each of them.
     """
     # A step in which chance masked nothing has no loss.
     denominator = sum(draw.denominator for draw in draws) or 1.0
-    loss = torch.zeros((), device=run.device)
+    balance_weight = run.model.config.router_aux_loss_coef / len(draws)
+    loss, balance_loss = torch.zeros(2, device=run.device)
     for draw in draws:
         draw = draw.to(run.device)
+        score = replace(run.objective.score(draw, denominator), balance_weight=balance_weight)
         with torch.autocast(run.device.type, dtype=run.precision, enabled=run.precision != torch.float32):
-            scored = run.model(
-                draw.inputs_BS,
-                pattern=draw.pattern,
-                rows=draw.rows_R,
-                score=run.objective.score(draw, denominator),
-            )
-        scored.loss_sum.backward()  # type: ignore[no-untyped-call]
+            scored = run.model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
+        scored.trained_sum.backward()  # type: ignore[no-untyped-call]
         loss += scored.loss_sum.detach()
+        if scored.balance_sum is not None:
+            balance_loss += scored.balance_sum.detach()
     grad_norm = clip_grad_norm_(run.model.parameters(), run.config.training.max_grad_norm)
     is_finite = bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
     if is_finite:
@@ -229,6 +234,7 @@ def train_step(run: Run, draws: list[Draw]) -> tuple[float, float, bool]:
             run.average.update()
     else:
         run.optimizers.zero_grad()
+    run.balance_loss = float(balance_loss)
     return float(loss), float(grad_norm), is_finite
 
 
@@ -270,6 +276,7 @@ def step_metrics(run: Run, loss: float, grad_norm: float, started: float) -> dic
     return {
         "loss": loss,
         "loss_smooth": progress.smooth_loss,
+        **({"balance_loss": run.balance_loss} if run.model.config.router_aux_loss_coef else {}),
         "grad_l2_norm": grad_norm,
         "lr": max(rates.values()),
         **{f"lr/{name}": rate for name, rate in rates.items()},

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 
 from config.data import TokenizerConfig
+from config.model import Architecture, ModelSection
 from config.objective import NextToken
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
 from diffusionlm.checkpoints.huggingface import (
-    WEIGHTS,
     config_json,
     load_tokenizer,
     load_weights,
+    read_config,
     resolve_model_directory,
 )
 from diffusionlm.checkpoints.manifest import verify, write_directory
@@ -28,6 +29,9 @@ from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
+
+MAY_CHANGE = ("max_position_embeddings", "initializer_range", "logit_alignment", "router_aux_loss_coef")
+"""What a model may have otherwise than the one that its weights come from."""
 
 Say = Callable[[str], None]
 
@@ -126,8 +130,9 @@ def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device)
             "special_tokens.json or tokenizer_config.json, or train a tokenizer by leaving tokenizer.path out"
         )
     section = config.model
+    directory = None if section.init_from is None else resolve_model_directory(section.init_from)
     full = section.with_vocabulary(
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size if directory is None else _rows_of(directory, section, tokenizer),
         mask_token_id=tokenizer.mask_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -136,10 +141,34 @@ def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device)
     )
     config_json(full, torch.float32)  # what cannot be saved is refused now, not at the first checkpoint
     model = Transformer(full)
-    if section.init_from is None:
+    if directory is None:
         init_weights(model, config.run.seed)
     else:
-        directory = resolve_model_directory(section.init_from)
         verify(directory)
-        load_weights(model, directory / WEIGHTS)
+        load_weights(model, directory)
     return model.to(device)
+
+
+def _rows_of(directory: Path, section: ModelSection, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding of a model that training starts from; some may have no token.
+
+    Raises:
+        ValueError: it is another architecture than the config's, or has fewer rows than the tokenizer has tokens.
+    """
+    found = read_config(directory)
+    names = [name for name in Architecture.model_fields if name not in MAY_CHANGE]
+    differing = [
+        f"model.{name} = {getattr(section, name)!r}, there {getattr(found, name)!r}"
+        for name in names
+        if getattr(section, name) != getattr(found, name)
+    ]
+    if differing:
+        raise ValueError(
+            f"model.init_from = {section.init_from} is another architecture than [model]: {'; '.join(differing)}"
+        )
+    if found.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.init_from = {section.init_from} has {found.vocab_size} rows in its embedding, the tokenizer "
+            f"{tokenizer.vocab_size} tokens: add the missing ones with diffusionlm-convert, or take its own tokenizer"
+        )
+    return found.vocab_size

@@ -92,7 +92,7 @@ def test_layers_have_windows_of_their_own(tiny_model: MakeModel, layer_types: tu
 def test_layers_with_one_window_share_a_lowering(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int | None] = []
     original = transformer.lower
-    monkeypatch.setattr(transformer, "lower", lambda *args: (made.append(args[-1]), original(*args))[1])
+    monkeypatch.setattr(transformer, "lower", lambda *args: (made.append(args[4]), original(*args))[1])
     tiny_model(num_hidden_layers=4, layer_types=(SLIDING, FULL) * 2, sliding_window=3)(tokens(), pattern=Causal())
     assert made == [3, None]
 

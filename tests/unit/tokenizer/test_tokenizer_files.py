@@ -163,7 +163,6 @@ UNSUPPORTED: list[tuple[str, Edit]] = [
     ("add_prefix_space = true", lambda c: c["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True)),
     ("use_regex = True", lambda c: c["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True)),
     ("only Split by a Regex", lambda c: c["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed")),
-    ("lstrip = true of '<|mask|>'", lambda c: c["added_tokens"][1].update(lstrip=True)),
     ("'▁a' contains '▁'", lambda c: c["model"]["vocab"].update({"▁a": 9999})),
     ("expected an integer", lambda c: c["model"]["vocab"].update({"a": "1"})),
     ("has the id 3, but 999", lambda c: c["added_tokens"][1].update(id=3)),

@@ -1,0 +1,167 @@
+"""From one model directory to another: dtype, shards, and an autoregressive model made ready for diffusion.
+
+Shapes: V rows of the embedding, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from config.convert import ConvertConfig, DiffusionSection
+from config.model import ModelConfig
+from diffusionlm.checkpoints.analyze import tensors_of
+from diffusionlm.checkpoints.huggingface import (
+    load_model,
+    load_tokenizer,
+    read_config,
+    resolve_model_directory,
+    save_model_directory,
+)
+from diffusionlm.checkpoints.manifest import write_directory
+from diffusionlm.models.transformer import Transformer
+from tokenizer import SentencePieceTokenizer, Tokenizer, load_chat_template, save_chat_template
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do."""
+
+    source: Path
+    before: ModelConfig
+    after: ModelConfig
+    tokenizer: Tokenizer
+    """As it will be written."""
+    steps: tuple[str, ...]
+    """For people, in order."""
+    fresh_row: int | None
+    """Row of the embedding (and of the head) that gets the mean of the others: what no token has used says nothing."""
+
+
+def plan_conversion(config: ConvertConfig) -> Plan:
+    """What will be done; nothing is written, and no weights are read.
+
+    Raises:
+        ValueError: no source or target, a target that exists, or a mask token that cannot be had; names the key.
+    """
+    if config.source is None or config.target is None:
+        raise ValueError("source and target are both needed: name a model directory, and one that will be written")
+    if config.target.exists():
+        raise ValueError(f"target = {config.target} exists already: name another directory, or remove it")
+    source = resolve_model_directory(config.source)
+    before, tokenizer = read_config(source), load_tokenizer(source)
+    steps = [f"read {source}: {before.num_hidden_layers} layers, {before.vocab_size:,} rows of the embedding"]
+    after, fresh = before, None
+    if config.diffusion is not None:
+        after, tokenizer, fresh, added = _to_diffusion(config.diffusion, before, tokenizer)
+        steps += added
+    dtype = "their dtype" if config.dtype == "keep" else config.dtype
+    steps.append(f"write {config.target}: weights in {dtype}, files of up to {config.max_shard_gigabytes:g} GB")
+    return Plan(source, before, after, tokenizer, tuple(steps), fresh)
+
+
+def _to_diffusion(
+    wanted: DiffusionSection, before: ModelConfig, tokenizer: Tokenizer
+) -> tuple[ModelConfig, Tokenizer, int | None, list[str]]:
+    """The config and the tokenizer with a mask token, the row that is new, and what was done."""
+    token_id, fresh, steps = _mask_row(wanted, before, tokenizer)
+    if wanted.mask_token not in tokenizer.special_tokens and isinstance(tokenizer, SentencePieceTokenizer):
+        raise ValueError(
+            f"diffusion.mask_token = {wanted.mask_token!r} cannot be added to a SentencePiece tokenizer: name one of "
+            f"its special tokens, such as an unused one, of {sorted(tokenizer.special_tokens)[:20]}"
+        )
+    made = tokenizer.with_mask_token(wanted.mask_token, token_id)
+    alignment = before.logit_alignment if wanted.logit_alignment == "keep" else wanted.logit_alignment
+    after = before.model_copy(
+        update={
+            "vocab_size": max(before.vocab_size, token_id + 1),
+            "mask_token_id": token_id,
+            "block_length": wanted.block_length,
+            "logit_alignment": alignment,
+            "tie_word_embeddings": before.tie_word_embeddings and not wanted.untie_head,
+        }
+    )
+    blocks = "the whole sequence at once" if wanted.block_length is None else f"blocks of {wanted.block_length}"
+    steps.append(f"{blocks}; outputs {alignment.replace('_', ' ')}")
+    if wanted.untie_head and before.tie_word_embeddings:
+        steps.append("the head gets a copy of the embedding")
+    return ModelConfig.model_validate(after.model_dump()), made, fresh, steps
+
+
+def _mask_row(wanted: DiffusionSection, before: ModelConfig, tokenizer: Tokenizer) -> tuple[int, int | None, list[str]]:
+    """The mask token's id, whether its row is to be filled, and why."""
+    name, known = wanted.mask_token, tokenizer.special_tokens.get(wanted.mask_token)
+    if known is not None:
+        if wanted.mask_token_id not in (None, known):
+            raise ValueError(
+                f"diffusion.mask_token_id = {wanted.mask_token_id}, but {name!r} has the id {known} in the tokenizer: "
+                "leave it out, or choose another mask_token"
+            )
+        fresh = known if known >= before.vocab_size else None
+        return known, fresh, [f"the mask token is {name!r}, id {known}, of the tokenizer"]
+    used = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
+    if wanted.mask_token_id is not None:
+        if wanted.mask_token_id in used:
+            taken = tokenizer.decode([wanted.mask_token_id])
+            raise ValueError(
+                f"diffusion.mask_token_id = {wanted.mask_token_id} is the token {taken!r}: name an id that no token has"
+            )
+        if wanted.mask_token_id > before.vocab_size:
+            raise ValueError(
+                f"diffusion.mask_token_id = {wanted.mask_token_id} would leave rows without tokens: the embedding has "
+                f"{before.vocab_size} rows, the next one is {before.vocab_size}"
+            )
+        token_id = wanted.mask_token_id
+    else:
+        token_id = next((row for row in range(before.vocab_size) if row not in used), before.vocab_size)
+    where = "a new row" if token_id >= before.vocab_size else "a row that no token used"
+    return token_id, token_id, [f"add {name!r} with the id {token_id}, {where}; it gets the mean of the others"]
+
+
+def convert(plan: Plan, config: ConvertConfig, say: Callable[[str], None]) -> None:
+    """Carry out a plan. The target appears when it is complete, or not at all.
+
+    Raises:
+        ValueError: weights that do not fit, or no room to write.
+    """
+    assert config.target is not None, "the plan has one"
+    for step in plan.steps:
+        say(step)
+    dtype = _dtype_of(plan.source) if config.dtype == "keep" else config.dtype
+    model = load_model(plan.source, dtype=dtype)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if not plan.after.tie_word_embeddings and HEAD not in weights:
+        weights[HEAD] = weights[EMBEDDING].clone()
+    if plan.fresh_row is not None:
+        for name in (EMBEDDING, HEAD):
+            if name in weights:
+                weights[name] = _with_row(weights[name], plan.fresh_row)
+    with torch.device("meta"):
+        shape = Transformer(plan.after)
+    template, shard_bytes = load_chat_template(plan.source), int(config.max_shard_gigabytes * 10**9)
+
+    def write(folder: Path) -> None:
+        save_model_directory(shape, plan.tokenizer, folder, weights, max_shard_size=shard_bytes, source=plan.source)
+        if template is not None:
+            save_chat_template(template, folder)
+
+    write_directory(config.target, write)
+
+
+def _with_row(table_VD: Tensor, row: int) -> Tensor:
+    """The table with the mean of its other rows in one row, which may be the first one behind its end."""
+    others = torch.cat([table_VD[:row], table_VD[row + 1 :]])
+    mean_D = others.double().mean(0, keepdim=True).to(table_VD.dtype)
+    return torch.cat([table_VD[:row], mean_D, table_VD[row + 1 :]])
+
+
+def _dtype_of(directory: Path) -> str:
+    """What the weights are stored in; the widest one, where they differ."""
+    stored = {info.dtype for info in tensors_of(directory).values()}
+    return "bfloat16" if stored == {"BF16"} else "float32"

@@ -1,0 +1,107 @@
+"""Spellings of config.json, of transformers 4 and 5, in the words of `ModelConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from config.model import LinearRope, Llama3Rope, ModelConfig
+
+Values = dict[str, Any]
+SLIDING = "sliding_attention"
+_ROPES: dict[str, type[LinearRope] | type[Llama3Rope]] = {"linear": LinearRope, "llama3": Llama3Rope}
+_READ_ELSEWHERE = {"model_type", "rope_scaling", "rope_theta", "layer_types", "sliding_window"}
+_DIFFUSION = {"mask_token_id", "logit_alignment", "block_length"}
+_HARMLESS: Values = {
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+"""Keys that change what is computed unless they have this value, or null."""
+_NULL_MEANS_NONE = {
+    "eos_token_id",
+    "pad_token_id",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+}
+"""Keys in which null is a value; in any other it is the same as no key."""
+
+
+def read_simple(values: Values, *, gemma: bool) -> tuple[Values, list[str]]:
+    """Keys that mean here what they mean there, and what is not supported."""
+    names = ModelConfig.model_fields.keys() - _READ_ELSEWHERE - _DIFFUSION
+    known = {
+        key: value for key, value in values.items() if key in names and (value is not None or key in _NULL_MEANS_NONE)
+    }
+    harmless = _HARMLESS if gemma else _HARMLESS | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    problems = [
+        f"{key} = {values[key]!r} is not supported"
+        for key, value in harmless.items()
+        if values.get(key, value) not in (value, None)
+    ]
+    if gemma:
+        known.pop("hidden_act", None)  # Gemma computes its hidden_activation, whatever hidden_act says.
+        if values.get("hidden_activation") is not None:
+            known["hidden_act"] = values["hidden_activation"]
+    supported = ("silu", "gelu_pytorch_tanh") if gemma else ("silu",)
+    if known.get("hidden_act", "silu") not in supported:
+        problems.append(f"hidden_act = {known.pop('hidden_act')!r} is not supported, only {', '.join(supported)}")
+    if values.get("num_local_experts") is not None:
+        known.setdefault("num_experts", values["num_local_experts"])
+    if isinstance(known.get("eos_token_id"), list):
+        known["eos_token_id"] = next(iter(known["eos_token_id"]), None)
+    return known, problems
+
+
+def read_rope(values: Values) -> tuple[Values, list[str]]:
+    """Base and scaling of the rotations: ``rope_theta`` and ``rope_scaling``, or ``rope_parameters``."""
+    known: Values = {} if values.get("rope_theta") is None else {"rope_theta": values["rope_theta"]}
+    problems = []
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = values.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+        is_known = isinstance(kind, str) and (kind == "default" or kind in _ROPES)
+        if not is_known or any(isinstance(value, dict) for value in rope.values()):
+            problems.append(f"{key} = {rope!r} is not supported; rope types are default, {', '.join(_ROPES)}")
+            continue
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            problems.append(f"{key} has partial_rotary_factor = {rope['partial_rotary_factor']!r}: not supported")
+        if rope.get("rope_theta") is not None:
+            known["rope_theta"] = rope["rope_theta"]
+        if isinstance(kind, str) and kind != "default":
+            names = _ROPES[kind].model_fields.keys()
+            scaling = {name: rope[name] for name in names if name in rope} | {"rope_type": kind}
+            if known.setdefault("rope_scaling", scaling) != scaling:
+                problems.append(f"rope_scaling and {key} contradict each other")
+    return known, problems
+
+
+def read_layers(values: Values, model_type: str) -> tuple[Values, list[str]]:
+    """Which layers have a sliding window, by the rule of the family's code in transformers."""
+    layers, window = values.get("layer_types"), values.get("sliding_window")
+    count = values.get("num_hidden_layers")
+    if not isinstance(count, int):
+        return {}, []  # ModelConfig says that it is missing.
+    if model_type == "gemma2":
+        if layers is None:
+            layers = [SLIDING if index % 2 == 0 else "full_attention" for index in range(count)]
+        return _named(layers, values.get("sliding_window", 4096)), []
+    is_on = bool(values.get("use_sliding_window"))
+    if model_type in ("llama", "llada", "qwen3_moe", "sdar_moe"):
+        if SLIDING in (layers or ()):
+            return {}, [f"layer_types = {layers!r} is not supported: {model_type} has no sliding layers"]
+        return {}, [f"use_sliding_window = true is not supported for {model_type}"] if is_on else []
+    if layers is None and is_on:
+        start = values.get("max_window_layers")
+        if not isinstance(start, int):
+            return {}, ["use_sliding_window = true needs layer_types or max_window_layers, which say in which layers"]
+        layers = [SLIDING if index >= start else "full_attention" for index in range(count)]
+    elif SLIDING in (layers or ()) and not is_on:
+        # Transformers drops the window then, and computes these layers as full ones.
+        return {}, [f"use_sliding_window = {values.get('use_sliding_window')!r} contradicts layer_types = {layers!r}"]
+    return _named(layers, window), []
+
+
+def _named(layers: Any, window: Any) -> Values:
+    """Nothing where no layer slides: a window that none has is not one."""
+    return {"layer_types": layers, "sliding_window": window} if SLIDING in (layers or ()) else {}

@@ -1,0 +1,248 @@
+"""Our chats beside transformers' apply_chat_template, with a tokenizer of the same files.
+
+The templates use what those of Qwen3, Llama 3 and LLaDA use: namespaces, loops from behind, methods of texts, tools as
+JSON, dates, exceptions, `generation` and `break`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenizer import (
+    CHAT_TEMPLATES,
+    Tokenizer,
+    encode_chat,
+    load_chat_template,
+    load_tokenizer,
+    render_chat,
+    save_chat_template,
+    save_tokenizer,
+)
+from tokenizer.byte_alphabet import BYTE_ORDER
+
+transformers: Any = pytest.importorskip("transformers")
+
+QWEN3 = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n\\nFunctions that you may call:\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- set ns = namespace(searching=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.searching and message.role == "user" and not(message.content.startswith('<tool_response>')) %}
+        {%- set ns.searching = false %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content %}
+        {%- set thoughts = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set thoughts = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or thoughts) %}
+            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' }}
+            {{- content.lstrip('\\n') }}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+HEADERS = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim"
+    " + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+HELPERS = """\
+{%- macro shown(message) -%}
+    [{{ message.role | upper }}] {{ message.content | trim | replace('a', 'A') }}
+{%- endmacro %}
+  {% if messages | selectattr('role', 'equalto', 'tool') | list %}
+    tools: {{ (tools or []) | map(attribute='name') | join(', ') }}
+  {% endif %}
+{% for message in messages %}
+    {% if message.role == 'system' %}{% continue %}{% endif %}
+    {% if loop.index > 5 %}{% break %}{% endif %}
+    {% if message.role == 'assistant' %}
+        {% generation %}
+{{ shown(message) }}{{ eos_token }}
+        {% endgeneration %}
+    {% else %}
+{{ shown(message) }} {{ message | tojson(indent=2, sort_keys=true) }}
+    {% endif %}
+{% endfor %}
+{{ dict(a=1) | tojson }} {{ date is defined }} {{ documents is none }} {{ strftime_now('%Y') | length }}
+"""
+
+FAMILIES = {
+    "qwen3": ("<|endoftext|>", None, ["<|im_start|>", "<|im_end|>"], QWEN3),
+    "llama3": ("<|eot_id|>", "<|begin_of_text|>", ["<|start_header_id|>", "<|end_header_id|>"], HEADERS),
+    "llada": ("<|endoftext|>", "<|startoftext|>", ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], HEADERS),
+}
+
+Chat = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A directory, and transformers' tokenizer of it."""
+    eos, bos, others, template = FAMILIES[request.param]
+    texts = dict.fromkeys([eos, *([bos] if bos else []), *others, "<think>", "</think>"])
+    pairs = [(b"t", b"h"), (b"th", b"e"), (b" ", b"the"), (b"\n", b"\n")]
+    spellings = [bytes([byte]) for byte in BYTE_ORDER] + [left + right for left, right in pairs]
+    vocab = {spelling: token_id for token_id, spelling in enumerate(spellings)}
+    special = {text: len(vocab) + i for i, text in enumerate(texts)}
+    made = Tokenizer(vocab, pairs, special, "qwen", eos_token=eos)
+    folder = tmp_path_factory.mktemp(request.param)
+    save_tokenizer(made.adapted(visible_tokens=["<think>", "</think>"], bos_token=bos), folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    return folder, transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def chats(seed: int, number: int, *, end_with_user: bool = False) -> list[Chat]:
+    chance = np.random.default_rng(seed)
+    pieces = [
+        "the ",
+        "a",
+        "\n\n",
+        " ",
+        "é",
+        "<think>\nhm\n</think>\n\n",
+        "{'x'}",
+        '"',
+        "<b>&amp;",
+        "\U0001f600",
+        "{{ x }}",
+    ]
+    made = []
+    for _ in range(number):
+        roles = ["system"] if chance.integers(2) else []
+        roles += [str(role) for role in chance.choice(["user", "assistant"], int(chance.integers(1, 6)))]
+        roles += ["user"] if end_with_user or "user" not in roles else []
+        texts = ["".join(chance.choice(pieces, int(chance.integers(0, 6)))) for _ in roles]
+        made.append([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
+    return made
+
+
+def theirs_of(theirs: Any, chat: Chat, **options: Any) -> str:
+    text: str = theirs.apply_chat_template(chat, tokenize=False, **options)
+    return text
+
+
+def test_text_and_ids(family: tuple[Path, Any]) -> None:
+    folder, theirs = family
+    ours, template = load_tokenizer(folder), load_chat_template(folder)
+    assert template is not None
+    for number, chat in enumerate(chats(0, 150)):
+        options: dict[str, Any] = {"add_generation_prompt": number % 2 == 0}
+        if number % 3 == 0:
+            options["enable_thinking"] = False
+        text = theirs_of(theirs, chat, **options)
+        assert render_chat(template, chat, **options) == text
+        ids = theirs.apply_chat_template(chat, return_dict=False, **options)
+        assert encode_chat(ours, template, chat, **options) == ids
+
+
+def test_what_messages_spell_out_stays_text(family: tuple[Path, Any]) -> None:
+    """The oracle is transformers' own marking of control tokens, and for chats that are let, its default."""
+    folder, theirs = family
+    ours, template = load_tokenizer(folder), load_chat_template(folder)
+    assert template is not None
+    chance = np.random.default_rng(1)
+    control = [text for text in ours.special_tokens if text not in ours.visible_tokens]
+    pieces = [*control, "the ", " ", "\n", "x", "<|", "|>"]
+    for _ in range(150):
+        contents = ["".join(chance.choice(pieces, int(chance.integers(1, 7)))) for _ in range(2)]
+        chat = [{"role": "user", "content": contents[0]}, {"role": "assistant", "content": contents[1]}]
+        inside = encode_chat(ours, template, chat, add_generation_prompt=True)
+        options = {"add_generation_prompt": True, "return_dict": False}
+        assert inside == theirs.apply_chat_template(chat, sanitize_control_tokens=True, **options)
+        let = encode_chat(ours, template, chat, add_generation_prompt=True, allow_special_in_messages=True)
+        assert let == theirs.apply_chat_template(chat, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_built_in_templates(name: str, family: tuple[Path, Any], tmp_path: Path) -> None:
+    _, theirs = family
+    _, bos, _, source = FAMILIES[name]
+    for number, chat in enumerate(chats(2, 150)):
+        options: dict[str, Any] = {"add_generation_prompt": number % 2 == 0, "bos_token": bos}
+        if number % 3 == 0:
+            options["enable_thinking"] = False
+        expected = theirs_of(theirs, chat, chat_template=source, **options)
+        assert render_chat(name, chat, **options) == expected
+    save_chat_template(CHAT_TEMPLATES[name], tmp_path)
+    saved = (tmp_path / "chat_template.jinja").read_text()
+    chat = chats(3, 1)[0]
+    del options["bos_token"]
+    assert theirs_of(theirs, chat, chat_template=saved, **options) == render_chat(name, chat, **options)
+
+
+def test_helpers_of_templates(family: tuple[Path, Any]) -> None:
+    _, theirs = family
+    tools = [{"name": "add", "parameters": {"type": "object", "x": "é<>'\""}}, {"name": "b"}]
+    chats_with_tools = [[*chat, {"role": "tool", "content": "4"}] for chat in chats(4, 30)]
+    tokens = {"eos_token": theirs.eos_token}
+    for chat in [*chats(5, 30), *chats_with_tools]:
+        for given in (None, tools):
+            options: dict[str, Any] = {"tools": given, "add_generation_prompt": False}
+            text = theirs_of(theirs, chat, chat_template=HELPERS, **options)
+            assert render_chat(HELPERS, chat, **options, **tokens) == text
+
+
+def test_tools_and_calls(family: tuple[Path, Any]) -> None:
+    _, theirs = family
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "é<", "b": [1, 2.5, None, True]}}}
+    tools = [{"type": "function", "function": {"name": "add", "description": "a + b, 'é'", "parameters": {}}}]
+    chat: Chat = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "2 + 2"},
+        {"role": "assistant", "content": "", "reasoning": "a sum\n", "tool_calls": [call, call]},
+        {"role": "user", "content": "<tool_response>4</tool_response>"},
+        {"role": "assistant", "content": "4", "thinking": "done"},
+    ]
+    options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True}
+    text = theirs_of(theirs, chat, chat_template=QWEN3, **options)
+    assert render_chat(QWEN3, chat, **options) == text
+    assert "a sum" in text and '"é<", "b": [1, 2.5, null, true]' in text

@@ -1,0 +1,126 @@
+"""What is said of two model directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cli.analyze import main
+from diffusionlm.checkpoints.analyze import analyze, render, tensors_of
+
+Tensors = dict[str, Tensor]
+
+
+def directory(path: Path, files: dict[str, Tensors], **config: object) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name, tensors in files.items():
+        save_file(tensors, path / name)
+    return path
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    chance = torch.Generator().manual_seed(0)
+    shapes = {"embed": (5, 4), "layer.q": (4, 4), "layer.k": (4, 4), "norm": (4,)}
+    return {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+
+
+def test_equal_directories_are_equal_however_they_are_sharded(tensors: Tensors, tmp_path: Path) -> None:
+    one = directory(tmp_path / "one", {"model.safetensors": tensors}, a=1, b=2)
+    names = list(tensors)
+    shards = {
+        f"model-{index}.safetensors": {name: tensors[name] for name in part}
+        for index, part in enumerate((names[:1], names[1:]))
+    }
+    two = directory(tmp_path / "two", shards, a=1, b=3, c=4)
+    result = analyze(one, two)
+    assert result.is_equal and len(result.pairs) == 4 and not result.only_a + result.only_b
+    assert result.config_differences == (("b", 2, 3), ("c", None, 4))
+    assert {info.file for info in tensors_of(two).values()} == set(shards)
+    assert "4 tensors are the same in both" in render(result, 40)
+
+
+def test_differences_are_measured(tensors: Tensors, tmp_path: Path) -> None:
+    one = directory(tmp_path / "one", {"model.safetensors": tensors})
+    changed = {**tensors, "norm": tensors["norm"] + torch.tensor([0.0, 0.5, 0.0, -0.25])}
+    result = analyze(one, directory(tmp_path / "two", {"model.safetensors": changed}))
+    [pair] = [pair for pair in result.pairs if pair.max_difference]
+    assert pair.a.name == "norm" and pair.max_difference == pytest.approx(0.5, rel=1e-6)
+    expected = (0.5**2 + 0.25**2) ** 0.5 / float(tensors["norm"].double().norm())
+    assert pair.relative_difference == pytest.approx(expected, rel=1e-6)
+    assert not result.is_equal
+
+
+def test_renamed_tensors_are_found_by_their_values(tensors: Tensors, tmp_path: Path) -> None:
+    one = directory(tmp_path / "one", {"model.safetensors": tensors})
+    renamed = {f"other.{name}": tensor for name, tensor in tensors.items() if name != "norm"}
+    two = directory(tmp_path / "two", {"weights.safetensors": {**renamed, "new": torch.ones(7)}})
+    result = analyze(one, two)
+    assert {(pair.a.name, pair.b.name, pair.match) for pair in result.pairs} == {
+        (name, f"other.{name}", "values") for name in ("embed", "layer.q", "layer.k")
+    }
+    assert [info.name for info in result.only_a] == ["norm"] and [info.name for info in result.only_b] == ["new"]
+    assert "layer.q = other.layer.q" in render(result, 40) and "only in b:" in render(result, 40)
+    without = analyze(one, two, values=False)
+    assert len(without.only_a) == 4 and not without.pairs
+
+
+def test_shapes_that_differ_are_shown_and_not_compared(tensors: Tensors, tmp_path: Path) -> None:
+    one = directory(tmp_path / "one", {"model.safetensors": tensors})
+    grown = {**tensors, "embed": torch.zeros(6, 4)}
+    result = analyze(one, directory(tmp_path / "two", {"model.safetensors": grown}))
+    [pair] = [pair for pair in result.pairs if pair.max_difference is None]
+    assert (pair.a.shape, pair.b.shape) == ((5, 4), (6, 4)) and not result.is_equal
+    assert "5x4 / 6x4" in render(result, 40)
+
+
+def test_a_dtype_that_holds_the_values_changes_nothing(tensors: Tensors, tmp_path: Path) -> None:
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    one = directory(tmp_path / "one", {"model.safetensors": halves})
+    two = directory(tmp_path / "two", {"model.safetensors": {name: each.float() for name, each in halves.items()}})
+    result = analyze(one, two)
+    assert result.is_equal and {(pair.a.dtype, pair.b.dtype) for pair in result.pairs} == {("BF16", "F32")}
+
+
+def test_the_command(tensors: Tensors, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = directory(tmp_path / "one", {"model.safetensors": tensors})
+    main([str(one)])
+    assert "4 tensors, 56 values" in capsys.readouterr().out
+    main([str(one), str(one), "--json"])
+    assert json.loads(capsys.readouterr().out)["is_equal"] is True
+    main([str(one), "--set", "max_rows=1"])
+    assert "and 3 more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "no model given"),
+        (["nowhere"], 1, "no model at nowhere"),
+        (["{one}", "{empty}"], 1, "has no *.safetens"),
+    ],
+)
+def test_what_cannot_be_compared(
+    arguments: list[str], code: int, message: str, tensors: Tensors, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = directory(tmp_path / "one", {"model.safetensors": tensors})
+    empty = directory(tmp_path / "empty", {})
+    with pytest.raises(SystemExit) as caught:
+        main([each.format(one=one, empty=empty) for each in arguments])
+    assert caught.value.code == code and message in capsys.readouterr().err
+
+
+def test_damaged_files_are_named(tensors: Tensors, tmp_path: Path) -> None:
+    one = directory(tmp_path / "one", {"model.safetensors": tensors})
+    (one / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read"):
+        analyze(one, one)
+    two = directory(tmp_path / "two", {"model-1.safetensors": tensors, "model-2.safetensors": tensors})
+    with pytest.raises(ValueError, match=r"embed is in model-1\.safetensors and in model-2"):
+        tensors_of(two)

@@ -1,0 +1,164 @@
+"""Conversions: what is written is the source, but for what was asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.convert import main
+from config.convert import ConvertConfig
+from config.model import ModelConfig
+from diffusionlm.checkpoints.analyze import analyze
+from diffusionlm.checkpoints.convert import convert, plan_conversion
+from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer, save_model_directory
+from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.models.init import init_weights
+from diffusionlm.models.patterns import Bidirectional, Causal
+from diffusionlm.models.transformer import Transformer
+from tokenizer import Tokenizer, train_bpe
+
+TOKENS = torch.tensor([[3, 99, 200, 7, 7, 41]])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """258 tokens; none stands for noise."""
+    trained = train_bpe(["the cat sat on the mat"], vocab_size=259)
+    special = {"<|endoftext|>": trained.special_tokens["<|endoftext|>"]}
+    return Tokenizer(trained.vocab, trained.merges, special, "qwen", eos_token="<|endoftext|>")
+
+
+def source(path: Path, tokenizer: Tokenizer, rows: int, **changes: Any) -> Path:
+    """An autoregressive model with so many rows in its embedding."""
+    config = ModelConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=24,
+        max_position_embeddings=32,
+        vocab_size=rows,
+        eos_token_id=tokenizer.eos_token_id,
+        logit_alignment="shifted",
+        block_length=1,
+        **changes,
+    )
+    model = Transformer(config)
+    init_weights(model, 0)
+    chance = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=chance))
+    save_model_directory(model, tokenizer, path)
+    return path
+
+
+def converted(path: Path, target: Path, **options: Any) -> Transformer:
+    config = ConvertConfig(source=path, target=target, **options)
+    convert(plan_conversion(config), config, lambda _: None)
+    return load_model(target)
+
+
+@pytest.mark.parametrize("untie", [False, True])
+def test_a_new_row_for_the_mask_token(untie: bool, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = source(tmp_path / "ar", tokenizer, tokenizer.vocab_size)
+    before = load_model(path)
+    after = converted(path, tmp_path / "masked", diffusion={"block_length": 4, "untie_head": untie})
+    rows = tokenizer.vocab_size
+    assert (after.config.vocab_size, after.config.mask_token_id, after.config.block_length) == (rows + 1, rows, 4)
+    assert after.config.logit_alignment == "shifted" and after.config.tie_word_embeddings is not untie
+    made = load_tokenizer(tmp_path / "masked")
+    assert (made.mask_token_id, made.mask_token, made.eos_token_id) == (rows, "<|mask|>", tokenizer.eos_token_id)
+    assert made.encode("the cat") == tokenizer.encode("the cat")
+    with torch.no_grad():
+        one, other = before(TOKENS, pattern=Causal()), after(TOKENS, pattern=Causal())
+        assert torch.equal(one, other[..., :rows]), "for the tokens that it knew it is the same model"
+        table = before.model.embed_tokens.weight
+        for weight in (after.model.embed_tokens.weight, after.lm_head.weight):
+            assert torch.equal(weight[:rows], table)
+            torch.testing.assert_close(weight[rows], table.mean(0))
+    assert nelbo(after, TOKENS, num_draws=2, block_length=4).nats_per_token > 0
+
+
+def test_a_row_that_no_token_used(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = source(tmp_path / "ar", tokenizer, 272, tie_word_embeddings=False)
+    first = tokenizer.vocab_size
+    after = converted(path, tmp_path / "masked", diffusion={"mask_token": "<M>", "logit_alignment": "same_position"})
+    assert (after.config.vocab_size, after.config.mask_token_id) == (272, first)
+    assert after.config.logit_alignment == "same_position" and after.config.block_length is None
+    chosen = converted(path, tmp_path / "chosen", diffusion={"mask_token_id": 270})
+    assert chosen.config.mask_token_id == 270 == load_tokenizer(tmp_path / "chosen").mask_token_id
+    changed = {pair.a.name for pair in analyze(path, tmp_path / "chosen").pairs if pair.max_difference}
+    assert changed == {"model.embed_tokens.weight", "lm_head.weight"}
+    before = load_model(path).lm_head.weight
+    others = [row for row in range(272) if row != 270]
+    assert torch.equal(before[others], chosen.lm_head.weight[others])
+    torch.testing.assert_close(chosen.lm_head.weight[270], before[others].mean(0))
+
+
+def test_a_mask_token_that_is_there_changes_no_weight(tmp_path: Path) -> None:
+    tokenizer = train_bpe(["the cat sat"], vocab_size=260)
+    path = source(tmp_path / "ar", tokenizer, tokenizer.vocab_size)
+    after = converted(path, tmp_path / "masked", diffusion={})
+    assert after.config.mask_token_id == tokenizer.mask_token_id
+    assert analyze(path, tmp_path / "masked").is_equal
+    with torch.no_grad():
+        before = load_model(path)
+        assert torch.equal(before(TOKENS, pattern=Bidirectional()), after(TOKENS, pattern=Bidirectional()))
+
+
+def test_without_diffusion_the_model_stays_what_it_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = source(tmp_path / "ar", tokenizer, 260)
+    after = converted(path, tmp_path / "copy")
+    assert after.config == load_model(path).config and analyze(path, tmp_path / "copy").is_equal
+    converted(path, tmp_path / "half", dtype="bfloat16")
+    pairs = analyze(path, tmp_path / "half").pairs
+    assert {pair.b.dtype for pair in pairs} == {"BF16"}
+    assert 0 < max(pair.relative_difference or 0.0 for pair in pairs) < 2**-8
+    converted(tmp_path / "half", tmp_path / "again")
+    assert {pair.b.dtype for pair in analyze(path, tmp_path / "again").pairs} == {"BF16"}, "its dtype is kept"
+    assert analyze(tmp_path / "half", tmp_path / "again").is_equal
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["diffusion.mask_token_id=5"], 1, "diffusion.mask_token_id = 5 is the token"),
+        (["diffusion.mask_token_id=400"], 1, "would leave rows without tokens: the embedding has 260 rows"),
+        (['diffusion={mask_token="<|endoftext|>", mask_token_id=3}'], 1, "'<|endoftext|>' has the id"),
+        (["dtype=float8"], 2, "float8"),
+    ],
+)
+def test_what_cannot_be_converted(
+    overrides: list[str],
+    code: int,
+    message: str,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = source(tmp_path / "ar", tokenizer, 260)
+    arguments = ["--source", str(path), "--target", str(tmp_path / "new")]
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, *[part for override in overrides for part in ("--set", override)]])
+    assert caught.value.code == code and message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command(tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = source(tmp_path / "ar", tokenizer, 260)
+    arguments = ["--source", str(path), "--target", str(tmp_path / "new"), "--set", "diffusion.block_length=4"]
+    main([*arguments, "--dry-run"])
+    told = capsys.readouterr().out
+    assert "add '<|mask|>' with the id" in told and "blocks of 4; outputs shifted" in told
+    assert not (tmp_path / "new").exists(), "nothing is written"
+    main(arguments)
+    assert capsys.readouterr().out.startswith(told) and (tmp_path / "new/config.json").is_file()
+    for wrong, message in (([*arguments], "exists already"), (arguments[:2], "no target given")):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert message in capsys.readouterr().err

@@ -1,0 +1,443 @@
+"""Directories are read as what they say, or refused with the file, the key and the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from config.model import LinearRope, Llama3Rope
+from diffusionlm.checkpoints.huggingface import load_model, load_weights, read_config, save_model
+from diffusionlm.checkpoints.manifest import write_directory
+from diffusionlm.checkpoints.weights import LISTED, read_weights, saved_dtype
+from diffusionlm.models.patterns import Causal
+from diffusionlm.models.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+FULL, SLIDING = "full_attention", "sliding_attention"
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 56,
+    "max_position_embeddings": 64,
+    "vocab_size": 200_000,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def read(folder: Path, **values: Any) -> Any:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(BASE | values))
+    return read_config(folder)
+
+
+@pytest.fixture
+def saved(tiny_model: MakeModel, tmp_path: Path) -> Path:
+    """A directory in shards."""
+    save_model(tiny_model(), tmp_path, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    return tmp_path
+
+
+def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+# Families and their defaults.
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama", "qwen3_moe", "gemma2"])
+def test_what_is_silent_on_diffusion_is_autoregressive(model_type: str, tmp_path: Path) -> None:
+    config = read(tmp_path, model_type=model_type)
+    assert (config.block_length, config.logit_alignment, config.mask_token_id) == (1, "shifted", None)
+    assert config.model_type is None  # its options say the family
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("sdar", (151669, 4, "same_position")),
+        ("sdar_moe", (151669, 4, "same_position")),
+        ("Dream", (151666, None, "shifted")),
+    ],
+)
+def test_defaults_of_diffusion_families(model_type: str, expected: tuple[Any, ...], tmp_path: Path) -> None:
+    config = read(tmp_path, model_type=model_type)
+    assert (config.mask_token_id, config.block_length, config.logit_alignment) == expected
+    assert config.model_type == model_type
+
+
+def test_defaults_of_llada(tmp_path: Path) -> None:
+    values = {"d_model": 32, "n_layers": 2, "n_heads": 4, "mlp_ratio": 3, "max_sequence_length": 64}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llada", "vocab_size": 126_400, "embedding_size": 126_464, **values})
+    )
+    config = read_config(tmp_path)
+    assert (config.mask_token_id, config.eos_token_id, config.pad_token_id) == (126336, 126081, 126081)
+    assert (config.block_length, config.logit_alignment) == (None, "same_position")
+    assert (config.vocab_size, config.num_key_value_heads, config.head_dim) == (126_464, 4, 8)
+    assert (config.intermediate_size, config.rms_norm_eps, config.tie_word_embeddings) == (96, 1e-5, False)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 64])
+def test_blocks_of_sdar_in_the_name_of_the_directory(size: int, tmp_path: Path) -> None:
+    assert read(tmp_path / f"SDAR-1.7B-Chat-b{size}", model_type="sdar").block_length == size
+    in_cache = tmp_path / f"models--JetLM--SDAR-1.7B-Chat-b{size}" / "snapshots" / "0a1b2c"
+    assert read(in_cache, model_type="sdar").block_length == size
+    assert read(tmp_path / f"key-b{size}", model_type="sdar", block_size=2).block_length == 2
+    assert read(tmp_path / f"qwen-b{size}", model_type="qwen3").block_length == 1
+
+
+def test_two_block_lengths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json.*block_size = 8 contradicts block_length = 4"):
+        read(tmp_path, model_type="sdar", block_size=8, block_length=4)
+
+
+def test_biases_follow_the_family(tmp_path: Path) -> None:
+    for model_type, expected in (("qwen3", True), ("llama", True), ("sdar", True)):
+        config = read(tmp_path, model_type=model_type, attention_bias=True)
+        assert (config.attention_bias, config.attention_output_bias) == (True, expected)
+    for model_type in ("qwen2", "Dream"):
+        config = read(tmp_path, model_type=model_type)
+        assert (config.attention_bias, config.attention_output_bias) == (True, False)
+
+
+def test_gemma_2(tmp_path: Path) -> None:
+    config = read(tmp_path, model_type="gemma2", attn_logit_softcapping=None, hidden_act="gelu", head_dim=8)
+    assert config.sandwich_norms and config.norm_offset and config.scale_embeddings and config.tie_word_embeddings
+    assert config.layer_types == (SLIDING, FULL, SLIDING, FULL)
+    assert (config.sliding_window, config.query_pre_attn_scalar) == (4096, 256)
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (None, 30.0)
+    assert config.hidden_act == "gelu_pytorch_tanh"
+
+
+# Spellings.
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_theta": 7.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 7.0, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0, **LLAMA3}},
+    ],
+)
+def test_llama_3_rotations(values: dict[str, Any], tmp_path: Path) -> None:
+    config = read(tmp_path, model_type="llama", **values)
+    assert config.rope_theta == 7.0
+    assert config.rope_scaling == Llama3Rope(**LLAMA3)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"rope_scaling": {"type": "linear", "factor": 4}}, {"rope_parameters": {"rope_type": "linear", "factor": 4}}],
+)
+def test_linear_rotations(values: dict[str, Any], tmp_path: Path) -> None:
+    assert read(tmp_path, model_type="qwen2", **values).rope_scaling == LinearRope(factor=4)
+
+
+@pytest.mark.parametrize("rope", [None, {}, {"type": "default"}, {"rope_type": "default", "rope_theta": 10_000.0}])
+def test_rotations_as_they_are(rope: Any, tmp_path: Path) -> None:
+    config = read(tmp_path, model_type="qwen3", rope_scaling=rope, rope_parameters=rope)
+    assert (config.rope_scaling, config.rope_theta) == (None, 10_000.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 2}, None),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}, None),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, (FULL, FULL, FULL, SLIDING)),
+        ({"use_sliding_window": False, "layer_types": [FULL] * 4}, None),
+        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": [FULL] * 4}, None),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": [SLIDING, FULL, FULL, FULL]},
+            (SLIDING, FULL, FULL, FULL),
+        ),
+    ],
+)
+def test_sliding_layers(values: dict[str, Any], expected: Any, tmp_path: Path) -> None:
+    config = read(tmp_path, model_type="qwen2", **values)
+    assert config.layer_types == expected
+    assert config.sliding_window == (8 if expected else None)
+
+
+def test_lists_of_ends_and_other_small_things(tmp_path: Path) -> None:
+    config = read(tmp_path, model_type="llama", eos_token_id=[7, 9], num_key_value_heads=None, head_dim=None)
+    assert (config.eos_token_id, config.num_key_value_heads, config.head_dim) == (7, 4, 8)
+    assert read(tmp_path, model_type="qwen3_moe", num_local_experts=6, num_experts_per_tok=2).num_experts == 6
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (
+            {"model_type": "qwen4"},
+            r"model_type = 'qwen4' is not supported; supported are qwen3, .*Dream.*name that one",
+        ),
+        ({}, "model_type = None"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias = True"),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "llama", "qk_norm": True}, "qk_norm = True contradicts"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.*longrope"),
+        ({"model_type": "llama", "rope_scaling": "fast"}, "rope_scaling = 'fast'"),
+        ({"model_type": "qwen2", "rope_parameters": {FULL: {"rope_theta": 1.0}}}, "rope_parameters"),
+        ({"model_type": "qwen2", "hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh'"),
+        ({"model_type": "qwen3", "final_logit_softcapping": 3.0}, "final_logit_softcapping = 3.0"),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_act = 'gelu'"),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, "use_sliding_window"),
+        ({"model_type": "sdar", "vocab_size": 1000}, "mask_token_id = 151669 is outside the vocabulary"),
+        ({"model_type": "llada", "block_type": "sequential"}, "block_type = 'sequential'"),
+        ({"model_type": "llada", "alibi": True}, "alibi = True"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
+    ],
+)
+def test_what_is_not_computed_here_is_named(values: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)config\.json.*{named}"):
+        read(tmp_path, **values)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b""])
+def test_a_broken_config_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+# Weights.
+
+
+def test_shards_give_the_same_model(saved: Path, tiny_model: MakeModel) -> None:
+    tokens = torch.arange(10)[None]
+    assert torch.equal(load_model(saved)(tokens, pattern=Causal()), tiny_model()(tokens, pattern=Causal()))
+    assert read_weights(saved).keys() == dict(tiny_model().named_parameters()).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes_are_converted_or_kept(dtype: torch.dtype, tiny_model: MakeModel, tmp_path: Path) -> None:
+    model = tiny_model(dtype=dtype)
+    save_model(model, tmp_path)
+    assert saved_dtype(tmp_path) == dtype
+    for loaded, expected in ((load_model(tmp_path), torch.float32), (load_model(tmp_path, dtype="keep"), dtype)):
+        for name, parameter in loaded.named_parameters():
+            assert parameter.dtype == expected
+            assert torch.equal(parameter, model.get_parameter(name).to(expected))
+
+
+def test_all_problems_are_one_error(saved: Path) -> None:
+    (saved / "model.safetensors.index.json").unlink()
+    everything: dict[str, Tensor] = {}
+    for path in saved.glob("model-*.safetensors"):
+        everything |= load_file(path)
+        path.unlink()
+    everything["strange.weight"] = torch.zeros(2)
+    del everything["model.norm.weight"]
+    everything["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 5)
+    everything["model.layers.0.mlp.up_proj.weight"] = everything["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+    save_file(everything, saved / "model.safetensors")
+    with pytest.raises(ValueError) as caught:
+        load_model(saved)
+    for part in (
+        str(saved),
+        "missing model.norm.weight",
+        "unexpected strange.weight in model.safetensors",
+        "model.layers.1.mlp.up_proj.weight has shape [3, 5], the model [40, 24]",
+        "model.layers.0.mlp.up_proj.weight has dtype torch.int8",
+    ):
+        assert part in str(caught.value)
+
+
+def test_nothing_is_copied_unless_all_fits(saved: Path, tiny_model: MakeModel) -> None:
+    path = saved / json.loads((saved / "model.safetensors.index.json").read_text())["weight_map"]["model.norm.weight"]
+    edit(path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(25)}))
+    model = tiny_model(seed=1)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape"):
+        load_weights(model, saved)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_very_many_problems_are_counted(saved: Path, tiny_model: MakeModel) -> None:
+    with pytest.raises(ValueError, match=r"and \d+ more$") as caught:
+        load_weights(tiny_model(num_hidden_layers=9), saved)
+    assert str(caught.value).count("missing") == LISTED
+
+
+def test_missing_shards_are_all_named(saved: Path) -> None:
+    gone = sorted(saved.glob("model-*.safetensors"))[1:3]
+    for path in gone:
+        path.unlink()
+    with pytest.raises(ValueError, match=rf"index\.json: missing shards: {gone[0].name}; {gone[1].name}"):
+        load_model(saved)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
+def test_a_truncated_shard_is_named(keep: float, saved: Path) -> None:
+    shard = sorted(saved.glob("model-*.safetensors"))[2]
+    content = shard.read_bytes()
+    shard.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(ValueError, match=shard.name):
+        load_model(saved)
+
+
+def test_a_flipped_bit_is_named_where_there_is_a_manifest(tiny_model: MakeModel, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    write_directory(target, lambda folder: save_model(tiny_model(), folder, max_shard_size="4KB"))
+    load_model(target)
+    shard = sorted(target.glob("model-*.safetensors"))[2]
+    content = bytearray(shard.read_bytes())
+    content[-9] ^= 4
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{shard.name} is damaged"):
+        load_model(target)
+
+
+@pytest.mark.parametrize(
+    ("index", "named"),
+    [
+        ("{", "damaged index"),
+        ("{}", "damaged index"),
+        ('{"weight_map": {}}', "weight_map must name files"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', r"weight_map must name files beside it.*\.\./b"),
+    ],
+)
+def test_a_damaged_index_is_named(index: str, named: str, saved: Path) -> None:
+    (saved / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=rf"index\.json.*{named}"):
+        load_model(saved)
+
+
+def test_an_index_that_contradicts_the_shards_is_refused(saved: Path) -> None:
+    path = saved / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first, last = index["weight_map"]["model.embed_tokens.weight"], index["weight_map"]["model.norm.weight"]
+    index["weight_map"]["model.embed_tokens.weight"] = last
+    del index["weight_map"]["model.layers.0.self_attn.q_norm.weight"]
+    path.write_text(json.dumps(index))
+    assert first != last
+    with pytest.raises(ValueError, match=rf"embed_tokens.weight is not in {last}.*q_norm.weight.*not in the index"):
+        load_model(saved)
+
+
+def test_a_tensor_in_two_shards_is_refused(saved: Path) -> None:
+    """Which of them would be meant?"""
+    first, *_, last = sorted(saved.glob("model-*.safetensors"))
+    name = next(iter(load_file(last)))
+    edit(first, lambda tensors: tensors.update({name: torch.zeros_like(load_file(last)[name])}))
+    for reading in (load_model, read_weights):
+        with pytest.raises(ValueError, match=rf"{name} is in {first.name} and in {last.name}"):
+            reading(saved)
+
+
+def test_a_directory_without_weights_says_what_was_looked_for(saved: Path) -> None:
+    for path in saved.glob("model*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"no weights.*model\.safetensors, .*pytorch_model\.bin"):
+        load_model(saved)
+
+
+def test_quantised_weights_are_refused(tiny_model: MakeModel, tmp_path: Path) -> None:
+    save_model(tiny_model(), tmp_path)
+    edit(tmp_path / "model.safetensors", lambda tensors: tensors.update({n: t.char() for n, t in tensors.items()}))
+    with pytest.raises(ValueError, match=rf"{tmp_path}: its weight files hold no tensors of torch.float32"):
+        load_model(tmp_path, dtype="keep")
+    with pytest.raises(ValueError, match=r"has dtype torch\.int8"):
+        load_model(tmp_path)
+
+
+# The head.
+
+
+def with_head(saved: Path, head: Tensor | None, **config: Any) -> None:
+    tensors = read_weights(saved) | ({} if head is None else {"lm_head.weight": head})
+    for path in saved.glob("model*.safetensors*"):
+        path.unlink()
+    save_file(tensors, saved / "model.safetensors")
+    path = saved / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def test_a_tied_head_may_be_there_twice(saved: Path) -> None:
+    table = read_weights(saved)["model.embed_tokens.weight"]
+    with_head(saved, table.clone())
+    model = load_model(saved)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, table)
+
+
+def test_a_tied_head_that_differs_is_refused(saved: Path) -> None:
+    with_head(saved, read_weights(saved)["model.embed_tokens.weight"] + 1)
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens.*tie_word_embeddings"):
+        load_model(saved)
+
+
+def test_a_missing_head_names_the_key(saved: Path) -> None:
+    with_head(saved, None, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight.*tie_word_embeddings = true"):
+        load_model(saved)
+
+
+# Pickles.
+
+
+class Attack:
+    """A pickle that would write a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.path), "w"))
+
+
+def as_pickle(saved: Path, held: Any) -> None:
+    for path in saved.glob("model*"):
+        path.unlink()
+    torch.save(held, saved / "pytorch_model.bin")
+
+
+def test_a_pickle_runs_nothing(saved: Path) -> None:
+    held = dict(read_weights(saved)) | {"attack": Attack(saved / "attacked")}
+    as_pickle(saved, held)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: cannot be read"):
+        load_model(saved)
+    assert not (saved / "attacked").exists()
+
+
+@pytest.mark.parametrize("held", [[1, 2], {"model.norm.weight": "text"}])
+def test_a_pickle_of_other_things_is_refused(held: Any, saved: Path) -> None:
+    as_pickle(saved, held)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: holds other things"):
+        load_model(saved)
+
+
+def test_a_truncated_pickle_is_named(saved: Path) -> None:
+    as_pickle(saved, read_weights(saved))
+    path = saved / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: cannot be read"):
+        load_model(saved)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: cannot be read"):
+        load_model(saved)
+
+
+def test_buffers_of_old_files_are_passed_over(saved: Path) -> None:
+    as_pickle(saved, read_weights(saved) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)})
+    load_model(saved)

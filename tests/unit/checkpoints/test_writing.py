@@ -1,0 +1,235 @@
+"""Directories are written in their family's keys and names, whole, and in shards where they are large."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from config.model import ModelConfig
+from diffusionlm.checkpoints.huggingface import (
+    config_json,
+    load_model,
+    load_tokenizer,
+    read_config,
+    save_model,
+    save_model_directory,
+)
+from diffusionlm.checkpoints.llada import canonical_name, file_name
+from diffusionlm.checkpoints.weights import parse_size, read_weights, save_weights
+from diffusionlm.models.transformer import Transformer
+from tokenizer import Tokenizer, train_bpe
+
+MakeConfig = Callable[..., ModelConfig]
+MakeModel = Callable[..., Transformer]
+FULL, SLIDING = "full_attention", "sliding_attention"
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+GEMMA: dict[str, Any] = {
+    "sandwich_norms": True,
+    "norm_offset": True,
+    "scale_embeddings": True,
+    "qk_norm": False,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+LLADA: dict[str, Any] = {"model_type": "llada", "qk_norm": False, "hidden_size": 24, "head_dim": 6}
+AUTOREGRESSIVE: dict[str, Any] = {"mask_token_id": None, "block_length": 1, "logit_alignment": "shifted"}
+MODELS = [
+    pytest.param({}, "qwen3", id="masked"),
+    pytest.param({"block_length": 4}, "qwen3", id="block"),
+    pytest.param(AUTOREGRESSIVE, "qwen3", id="autoregressive"),
+    pytest.param({"attention_bias": True}, "qwen3", id="qwen3-bias"),
+    pytest.param({"attention_bias": True, "attention_output_bias": True}, "qwen3", id="qwen3-biases"),
+    pytest.param({"qk_norm": False}, "llama", id="llama"),
+    pytest.param(
+        {"qk_norm": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "llama", id="llama-linear-rope"
+    ),
+    pytest.param({"qk_norm": False, "attention_bias": True}, "qwen2", id="qwen2"),
+    pytest.param(
+        {"qk_norm": False, "attention_bias": True, "layer_types": [FULL, SLIDING], "sliding_window": 3},
+        "qwen2",
+        id="qwen2-sliding",
+    ),
+    pytest.param({**EXPERTS, "decoder_sparse_step": 2, "norm_topk_prob": False}, "qwen3_moe", id="qwen3-moe"),
+    pytest.param({**EXPERTS, "mlp_only_layers": [1], "router_aux_loss_coef": 0.5}, "qwen3_moe", id="qwen3-moe-mlp"),
+    pytest.param({**GEMMA, "attn_logit_softcapping": 2.0}, "gemma2", id="gemma2-full-layers-one-cap"),
+    pytest.param(
+        {**GEMMA, "eos_token_id": None, "layer_types": [FULL, SLIDING], "sliding_window": 3, "head_dim": 8}
+        | {"query_pre_attn_scalar": 5.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": False},
+        "gemma2",
+        id="gemma2",
+    ),
+    pytest.param({"model_type": "sdar", "block_length": 8}, "sdar", id="sdar"),
+    pytest.param({"model_type": "sdar"}, "sdar", id="sdar-whole-sequence"),
+    pytest.param({"model_type": "sdar_moe", "block_length": 8, **EXPERTS}, "sdar_moe", id="sdar-moe"),
+    pytest.param(
+        {"model_type": "Dream", "qk_norm": False, "attention_bias": True, "logit_alignment": "shifted"}
+        | {"eos_token_id": None},
+        "Dream",
+        id="dream",
+    ),
+    pytest.param(LLADA, "llada", id="llada-tied"),
+    pytest.param({**LLADA, "tie_word_embeddings": False, "pad_token_id": None}, "llada", id="llada"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(["some words and some more words"], vocab_size=280)
+
+
+@pytest.mark.parametrize("size", ["5GB", "6KB"])
+@pytest.mark.parametrize(("overrides", "family"), MODELS)
+def test_what_was_written_comes_back(
+    overrides: dict[str, Any], family: str, size: str, tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    if isinstance(overrides.get("rope_scaling"), dict):
+        overrides = dict(ModelConfig.model_validate(tiny_model().config.model_dump() | overrides))
+    model = tiny_model(**overrides)
+    save_model(model, tmp_path, max_shard_size=size)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
+    assert (tmp_path / "model.safetensors").exists() == (size == "5GB")
+    again = load_model(tmp_path)
+    assert again.config == model.config
+    found = dict(again.named_parameters())
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_shards_keep_to_the_size_and_the_index_to_the_shards(tiny_model: MakeModel, tmp_path: Path) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    save_model(model, tmp_path, max_shard_size=5000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    count = len(files)
+    assert files == [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    held = {name: file for file in files for name in load_file(tmp_path / file)}
+    assert index["weight_map"] == held
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert index["metadata"] == {"total_parameters": numbers, "total_size": 4 * numbers}
+    assert list(index["weight_map"]) == [name for name, _ in model.named_parameters()]
+    for file in files:
+        sizes = [tensor.nbytes for tensor in load_file(tmp_path / file).values()]
+        assert sum(sizes) <= 5000 or len(sizes) == 1
+        with safe_open(tmp_path / file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+
+
+def test_old_weights_do_not_stay_behind(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """A single file is read before an index: an old one would win."""
+    for seed, size in enumerate(["5GB", "4KB", "9KB", "5GB"]):
+        model = tiny_model(seed=seed)
+        save_model(model, tmp_path, max_shard_size=size)
+        assert torch.equal(load_model(tmp_path).model.norm.weight, model.model.norm.weight)
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(7, 7), ("7", 7), ("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2MiB", 2**21), ("1TiB", 2**40)]
+)
+def test_sizes(size: int | str, expected: int) -> None:
+    assert parse_size(size) == expected
+
+
+@pytest.mark.parametrize("size", ["", "GB", "5 bytes", "-1", 0, -3, "0GB"])
+def test_sizes_that_are_none(size: int | str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_shard_size = .*5GB"):
+        save_weights({"a": torch.zeros(2)}, tmp_path, size)
+
+
+def test_weights_in_place_of_the_models_own(tiny_model: MakeModel, tmp_path: Path) -> None:
+    model = tiny_model(**LLADA)
+    weights = {name: parameter + 1 for name, parameter in model.named_parameters()}
+    save_model(model, tmp_path, weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in read_weights(tmp_path).items())
+
+
+def test_views_of_one_storage_are_written(tmp_path: Path) -> None:
+    table = torch.arange(12.0).view(3, 4)
+    save_weights({"a": table[0], "b": table[1:].T}, tmp_path)
+    found = read_weights(tmp_path)
+    assert torch.equal(found["a"], table[0]) and torch.equal(found["b"], table[1:].T)
+
+
+def test_a_complete_directory(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    model = tiny_model(
+        vocab_size=tokenizer.vocab_size, block_length=4, mask_token_id=tokenizer.mask_token_id, **special
+    )
+    target = tmp_path / "deep" / "model"
+    save_model_directory(model, tokenizer, target)
+    assert json.loads((target / "generation_config.json").read_text()) == special
+    card = (target / "README.md").read_text()
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    for part in ("library_name: diffusionlm", "diffusion]", "blocks of 4 tokens", f"| parameters | {numbers:,} |"):
+        assert part in card
+    assert load_tokenizer(target).encode("some words") == tokenizer.encode("some words")
+    assert load_model(target).config == model.config
+
+
+def test_the_sources_generation_config_is_kept(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = tiny_model(vocab_size=tokenizer.vocab_size)
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    content = '{"eos_token_id": [17, 16], "temperature": 0.6}'
+    (source / "generation_config.json").write_text(content)
+    save_model_directory(model, tokenizer, target, source=source)
+    assert (target / "generation_config.json").read_text() == content
+    save_model_directory(model, tokenizer, target, source=tmp_path)
+    assert json.loads((target / "generation_config.json").read_text()) == {"eos_token_id": 17, "pad_token_id": 17}
+
+
+def test_a_block_model_in_sdars_words(make_config: MakeConfig) -> None:
+    """A model that was made here is written so if its config asks for it."""
+    values = config_json(make_config(model_type="sdar", block_length=8), torch.bfloat16)
+    expected = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 8, "mask_token_id": 18}
+    assert {key: values[key] for key in expected} == expected
+    assert "block_length" not in values
+    own = config_json(make_config(block_length=8), torch.bfloat16)
+    assert (own["model_type"], own["block_length"], own["dtype"]) == ("qwen3", 8, "bfloat16")
+    assert "block_size" not in own
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"model_type": "qwen4"}, "model_type = 'qwen4' must be one of qwen3"),
+        ({"model_type": "sdar", "qk_norm": False}, "family sdar .*qk_norm = False"),
+        ({"model_type": "sdar_moe"}, "family sdar_moe .*num_experts = 0"),
+        ({"model_type": "sdar", **EXPERTS}, "family sdar .*num_experts = 4"),
+        ({"model_type": "Dream", "qk_norm": False}, "family Dream .*attention_bias = False"),
+        ({"model_type": "llada", "qk_norm": False, "head_dim": 8}, "head_dim = 8 cannot be said in llada"),
+        ({"sandwich_norms": True}, "family gemma2 .*norm_offset = False.*qk_norm = True"),
+        ({"norm_offset": True}, "family qwen3 .*norm_offset = True"),
+        ({"attn_logit_softcapping": 3.0}, "family qwen3 .*attn_logit_softcapping = 3.0"),
+        ({"query_pre_attn_scalar": 3.0}, "family qwen3 .*query_pre_attn_scalar = 3.0"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "family qwen3 .*hidden_act = 'gelu_pytorch_tanh'"),
+        ({**EXPERTS, "layer_types": [FULL, SLIDING], "sliding_window": 3}, "sliding_attention.*qwen3_moe"),
+    ],
+)
+def test_what_no_family_can_say_is_refused(overrides: dict[str, Any], named: str, make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){named}"):
+        config_json(make_config(**overrides), torch.float32)
+
+
+def test_names_of_llada_are_each_others_inverse(tiny_model: MakeModel) -> None:
+    names = [name for name, _ in tiny_model(**LLADA, tie_word_embeddings=False).named_parameters()]
+    theirs = [file_name(name) for name in names]
+    assert len(set(theirs)) == len(names)
+    assert all(name.startswith("model.transformer.") for name in theirs)
+    assert [canonical_name(name) for name in theirs] == names
+    assert file_name("lm_head.weight") == "model.transformer.ff_out.weight"
+    assert file_name("model.layers.1.mlp.down_proj.weight") == "model.transformer.blocks.1.ff_out.weight"
+    for strange in ("model.transformer.wpe.weight", "model.transformer.blocks.0.att_proj.weight", "model.norm.weight"):
+        assert canonical_name(strange) == strange
+
+
+def test_the_family_is_named_only_where_the_options_do_not_say_it(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(model_type="qwen3")
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config, torch.float32)))
+    assert read_config(tmp_path) == make_config()

@@ -1,0 +1,329 @@
+"""The mixture of experts against itself, written out token by token; its balance loss; its place in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from config.model import Architecture, ModelConfig
+from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.models import moe
+from diffusionlm.models.init import init_weights
+from diffusionlm.models.layers import Linear
+from diffusionlm.models.moe import Mixture, Routing, balance_loss
+from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.models.transformer import Transformer
+from profiling.flops import count_idle_parameters, count_parameters, flops_per_token
+
+MakeConfig = Callable[..., ModelConfig]
+MakeModel = Callable[..., Transformer]
+
+SPARSE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+
+
+@pytest.fixture
+def mixture(make_config: MakeConfig) -> Callable[..., Mixture]:
+    def make(dtype: torch.dtype = torch.float64, **overrides: Any) -> Mixture:
+        made = Mixture(make_config(**{**SPARSE, **overrides}))
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        return made.to(dtype)
+
+    return make
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, 24, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+
+
+def written_out(mixture: Mixture, x: Tensor, renormalise: bool) -> Tensor:
+    """One token after the other."""
+    rows = []
+    for token in x.flatten(0, -2):
+        probabilities = torch.exp(mixture.gate.weight @ token)
+        probabilities = probabilities / probabilities.sum()
+        chosen = sorted(range(len(probabilities)), key=lambda each: -probabilities[each].item())[: mixture.top_k]
+        total = sum(probabilities[each] for each in chosen) if renormalise else 1.0
+        out = torch.zeros_like(token)
+        for each in chosen:
+            expert = mixture.experts[each]
+            inner = F.silu(expert.gate_proj.weight @ token) * (expert.up_proj.weight @ token)
+            out = out + probabilities[each] / total * (expert.down_proj.weight @ inner)
+        rows.append(out)
+    return torch.stack(rows).view(x.shape)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("experts", "chosen"), [(6, 2), (6, 1), (4, 4), (40, 3), (1, 1)])
+def test_forward_and_gradients(mixture: Callable[..., Mixture], experts: int, chosen: int, renormalise: bool) -> None:
+    made = mixture(num_experts=experts, num_experts_per_tok=chosen, norm_topk_prob=renormalise)
+    x = inputs(2, 5)
+    grad = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    expected = written_out(made, x, renormalise)
+    out = made(x)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), expected, rtol=1e-12, atol=1e-12)
+    parameters = [x, *made.parameters()]
+    theirs = torch.autograd.grad(expected, parameters, grad, allow_unused=True)
+    for one, other in zip(torch.autograd.grad(out, parameters, grad), theirs, strict=True):
+        # An expert without tokens: zeros, so that every step has the same set of gradients.
+        torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
+def test_grouped_equals_one_module_after_the_other(
+    mixture: Callable[..., Mixture], act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a projection that is no plain one, as LoRA's will be: then it must be called."""
+
+    class Doubled(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2.0 * super().forward(x)
+
+    made, x = mixture(hidden_act=act), inputs(9)
+    plain = made(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(moe, "mix_grouped", lambda _, *rest: moe.mix_by_module(made.experts, *rest))
+        torch.testing.assert_close(made(x), plain, rtol=1e-12, atol=1e-12)
+    for expert in made.experts:
+        doubled = Doubled(10, 24)
+        doubled.weight = expert.down_proj.weight
+        expert.down_proj = doubled
+    torch.testing.assert_close(made(x), 2.0 * plain, rtol=1e-12, atol=1e-12)
+
+
+def test_gradcheck(mixture: Callable[..., Mixture]) -> None:
+    made, x = mixture(num_experts=3), inputs(4)
+    names, values = zip(*made.named_parameters(), strict=True)
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(made, dict(zip(names, parameters, strict=True)), (x,))  # type: ignore[no-any-return]
+
+    assert torch.autograd.gradcheck(call, (x, *values))
+
+
+def test_experts_without_tokens_are_not_computed(mixture: Callable[..., Mixture]) -> None:
+    """Their weights may be anything, and still have a gradient."""
+    made, x = mixture(num_experts=12), inputs(3)
+    routings: list[Routing] = []
+    expected = made(x, routings)
+    idle = sorted(set(range(12)) - set(routings[0].experts_TK.flatten().tolist()))
+    assert len(idle) >= 6
+    with torch.no_grad():
+        for each in idle:
+            for parameter in made.experts[each].parameters():
+                parameter.fill_(torch.nan)
+    out = made(x)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    for each in idle:
+        assert all(not parameter.grad.any() for parameter in made.experts[each].parameters())
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_frozen_weights_have_no_gradient(mixture: Callable[..., Mixture]) -> None:
+    made, x = mixture(), inputs(20)
+    made.experts[0].up_proj.weight.requires_grad_(False)
+    made.gate.weight.requires_grad_(False)
+    made(x).sum().backward()
+    without = [name for name, parameter in made.named_parameters() if parameter.grad is None]
+    assert without == ["gate.weight", "experts.0.up_proj.weight"]
+
+
+def test_no_tokens(mixture: Callable[..., Mixture]) -> None:
+    """The last layer where nothing is scored."""
+    made = mixture()
+    x = torch.zeros(0, 24, dtype=torch.float64, requires_grad=True)
+    routings: list[Routing] = []
+    out = made(x, routings)
+    assert out.shape == (0, 24)
+    (out.sum() + balance_loss(routings)).backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in made.parameters())
+
+
+def test_bfloat16_autocast(mixture: Callable[..., Mixture]) -> None:
+    """The dtype that a feed-forward gives; probabilities and gradients in fp32; close to fp32."""
+    made, x = mixture(torch.float32), inputs(40, dtype=torch.float32)
+    routings: list[Routing] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = made(x, routings)
+        assert out.dtype == made.experts[0](x).dtype == torch.bfloat16
+    assert routings[0].probabilities_TE.dtype == torch.float32
+    grads = torch.autograd.grad(out.float().square().sum(), [x, *made.parameters()])
+    assert {grad.dtype for grad in grads} == {torch.float32}
+    expected = made(x)
+    same = (routings[0].experts_TK == torch.softmax(made.gate(x), -1).topk(2).indices).all(dim=1)
+    assert same.sum() >= 36
+    assert (out.float() - expected)[same].norm() < 0.02 * expected[same].norm()
+    wanted = torch.autograd.grad(expected.square().sum(), [x, *made.parameters()])
+    assert all((one - other).norm() < 0.1 * other.norm() + 1e-3 for one, other in zip(grads, wanted, strict=True))
+
+
+def test_balance_loss_by_hand() -> None:
+    """Two routers, three tokens: E sum_e f_e P_e over all three together."""
+    first = Routing(torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]), torch.tensor([[0, 1], [2, 1]]))
+    second = Routing(torch.tensor([[0.6, 0.0, 0.4]]), torch.tensor([[0, 2]]))
+    expected = 3 * (2 / 3 * 1.2 / 3 + 2 / 3 * 0.5 / 3 + 2 / 3 * 1.3 / 3)
+    assert balance_loss([first, second]).item() == pytest.approx(expected, rel=1e-6)
+    even = Routing(torch.full((3, 3), 1 / 3), torch.tensor([[0], [1], [2]]))
+    assert balance_loss([even]).item() == pytest.approx(1.0)
+    collapsed = Routing(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0]]))
+    assert balance_loss([collapsed]).item() == pytest.approx(3.0)
+
+
+def test_following_the_balance_loss_spreads_tokens(mixture: Callable[..., Mixture]) -> None:
+    made, x = mixture(num_experts_per_tok=1), inputs(64).detach()
+    with torch.no_grad():
+        made.gate.weight[0] += 0.5 * x.mean(dim=0) * 24
+    optimizer = torch.optim.SGD([made.gate.weight], lr=0.5)
+    values = []
+    for _ in range(60):
+        routings: list[Routing] = []
+        made(x, routings)
+        value = balance_loss(routings)
+        values.append(value.item())
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    assert values[0] > 1.1
+    assert min(values[-10:]) < 1.0 + 0.5 * (values[0] - 1.0)
+
+
+TOKENS = torch.randint(0, 17, (3, 8), generator=torch.Generator().manual_seed(0))
+ROWS = torch.tensor([0, 3, 9, 17, 23])
+
+
+def score(balance_weight: float = 0.0) -> Score:
+    return Score(TOKENS.flatten()[ROWS], torch.ones(5), 18, balance_weight=balance_weight)
+
+
+def test_parameters_have_the_names_of_files(make_config: MakeConfig) -> None:
+    with torch.device("meta"):
+        model = Transformer(make_config(**SPARSE, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=(3,)))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if ".mlp." in name}
+    dense = {"gate_proj": (40, 24), "up_proj": (40, 24), "down_proj": (24, 40)}
+    expert = {"gate_proj": (10, 24), "up_proj": (10, 24), "down_proj": (24, 10)}
+    assert make_config().intermediate_size == 40
+    expected = {f"model.layers.{i}.mlp.{name}.weight": shape for i in (0, 2, 3) for name, shape in dense.items()}
+    expected["model.layers.1.mlp.gate.weight"] = (6, 24)
+    for e in range(6):
+        expected |= {f"model.layers.1.mlp.experts.{e}.{name}.weight": shape for name, shape in expert.items()}
+    assert shapes == expected
+
+
+def test_rows_of_the_last_layer(tiny_model: MakeModel) -> None:
+    model = tiny_model(torch.float64, **SPARSE)
+    whole = model(TOKENS, pattern=Bidirectional())
+    torch.testing.assert_close(model(TOKENS, pattern=Bidirectional(), rows=ROWS), whole.flatten(0, 1)[ROWS])
+
+
+def test_balance_is_beside_the_loss(tiny_model: MakeModel) -> None:
+    model = tiny_model(torch.float64, **SPARSE)
+    without = model(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score())
+    assert without.balance_sum is None
+    assert without.trained_sum is without.loss_sum
+    scored = model(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score(0.25))
+    assert torch.equal(scored.loss_sum, without.loss_sum)
+    assert scored.balance_sum is not None
+    assert torch.equal(scored.trained_sum, scored.loss_sum + scored.balance_sum)
+    half = model(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score(0.125))
+    assert half.balance_sum is not None
+    torch.testing.assert_close(half.balance_sum * 2, scored.balance_sum)
+    grads = torch.autograd.grad(scored.balance_sum, [block.mlp.gate.weight for block in model.model.layers])
+    assert all(grad.abs().max() > 1e-6 for grad in grads)
+    dense = tiny_model(torch.float64)(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score(0.25))
+    assert dense.balance_sum is None
+
+
+def test_balance_is_pooled_over_layers_with_their_tokens(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 24 positions in the first layer, the 5 scored rows in the last."""
+    seen: list[list[Routing]] = []
+
+    def spy(routings: list[Routing]) -> Tensor:
+        seen.append(list(routings))
+        return balance_loss(routings)
+
+    monkeypatch.setattr("diffusionlm.models.transformer.balance_loss", spy)
+    tiny_model(**SPARSE)(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score(1.0))
+    assert [len(each.probabilities_TE) for each in seen[0]] == [24, 5]
+
+
+def test_evaluation_knows_no_balance_loss(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> Tensor:
+        raise AssertionError("made in evaluation")
+
+    monkeypatch.setattr("diffusionlm.models.transformer.balance_loss", refuse)
+    with_weight = tiny_model(**SPARSE, router_aux_loss_coef=100.0)
+    without = tiny_model(**SPARSE)
+    reports = [nelbo(model, TOKENS, num_draws=2, seed=0) for model in (with_weight, without)]
+    assert reports[0].nats_per_token == reports[1].nats_per_token
+
+
+def test_initial_weights(make_config: MakeConfig) -> None:
+    model = Transformer(make_config(**{**SPARSE, "hidden_size": 96, "num_experts": 30}))
+    init_weights(model, 0)
+    mixture = model.model.layers[0].mlp
+    assert isinstance(mixture, Mixture)
+    assert mixture.gate.weight.std().item() == pytest.approx(96**-0.5, rel=0.06)
+    first, second = mixture.experts[0], mixture.experts[1]
+    assert first.gate_proj.weight.std().item() == pytest.approx(96**-0.5, rel=0.1)
+    assert not torch.equal(first.gate_proj.weight, second.gate_proj.weight)
+    assert not first.down_proj.weight.any()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": (3,)},
+        {"num_experts": 0},
+        {"sandwich_norms": True, "attention_bias": True, "attention_output_bias": True, "tie_word_embeddings": False},
+    ],
+)
+def test_parameters_are_counted(make_config: MakeConfig, changes: dict[str, Any]) -> None:
+    config = make_config(**{**SPARSE, **changes})
+    model = Transformer(config)
+    assert count_parameters(config, config.vocab_size)[0] == sum(each.numel() for each in model.parameters())
+    sparse = [block.mlp for block in model.model.layers if isinstance(block.mlp, Mixture)]
+    assert count_idle_parameters(config) == 4 * 3 * 24 * 10 * len(sparse)
+    assert len(sparse) == sum(map(config.is_sparse, range(config.num_hidden_layers)))
+
+
+def test_flops_are_those_of_active_experts(make_config: MakeConfig) -> None:
+    """Two experts of width 10 cost what a feed-forward of 20 does, and the router."""
+
+    def flops(config: Architecture) -> float:
+        return flops_per_token(config, 19, 8)
+
+    sparse, dense = make_config(**SPARSE), make_config(intermediate_size=20)
+    assert flops(sparse) - flops(dense) == pytest.approx(6 * 6 * 24 * 1.5)
+    assert flops(make_config(**{**SPARSE, "num_experts": 60})) - flops(sparse) == pytest.approx(6 * 54 * 24 * 1.5)
+
+
+def test_parameters_of_qwen3_30b_a3b(make_config: MakeConfig) -> None:
+    """30.5 billion, of which a token meets 3.3, as its authors say."""
+    config = make_config(
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151_936,
+        num_experts=128,
+        moe_intermediate_size=768,
+        tie_word_embeddings=False,
+    )
+    total, _ = count_parameters(config, 151_936)
+    assert total == 30_532_122_624
+    assert total - count_idle_parameters(config) == pytest.approx(3.35e9, rel=2e-3)

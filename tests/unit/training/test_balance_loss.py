@@ -1,0 +1,99 @@
+"""The routers' balance loss in a training step: beside the loss, in the gradient, weighted over micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.train import TrainConfig
+from diffusionlm.diffusion.batch import Draw
+from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.training.loop import Run, build_run, step_metrics, train, train_step
+from diffusionlm.training.run_directory import open_run_directory
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+
+
+def sparse(config: TrainConfig, directory: Path, coefficient: float, micro: int = 4) -> TrainConfig:
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    values["model"] |= {**EXPERTS, "router_aux_loss_coef": coefficient}
+    values["training"] |= {"micro_batch_size": micro, "max_grad_norm": 1e9}
+    values["run"] |= {"directory": directory}
+    return TrainConfig.model_validate(values)
+
+
+def one_step(config: TrainConfig) -> tuple[float, dict[str, torch.Tensor], list[Draw], Run]:
+    """Loss, gradients, draws, and the run, its weights as they were."""
+    with open_run_directory(config) as opened:
+        run = build_run(config, opened)
+        chance = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=chance))
+        parameters = dict(run.model.named_parameters())
+        gradients: dict[str, torch.Tensor] = {}
+
+        class Keep:
+            def step(self, factor: float) -> None:
+                assert factor > 0
+                gradients.update(
+                    {name: each.grad.clone() for name, each in parameters.items() if each.grad is not None}
+                )
+
+        keep: Any = Keep()
+        run.optimizers = keep
+        draws = run.loader.next_step(0)
+        loss, _, is_finite = train_step(run, draws)
+        assert is_finite
+    return loss, gradients, draws, run
+
+
+def balance_of(run: Run, draw: Draw) -> torch.Tensor:
+    score = Score(draw.targets_R, draw.weights_R, balance_weight=1.0)
+    balance = run.model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score).balance_sum
+    assert balance is not None
+    return balance
+
+
+@pytest.mark.parametrize(("micro", "shares"), [(4, [1.0]), (2, [0.5, 0.5]), (1, [0.25] * 4)])
+def test_a_step(config: TrainConfig, micro: int, shares: list[float], tmp_path: Path) -> None:
+    loss, with_it, draws, run = one_step(sparse(config, tmp_path / "with", 0.7, micro))
+    plain, without, _, other = one_step(sparse(config, tmp_path / "without", 0.0, micro))
+    assert loss == plain
+    assert other.balance_loss == 0.0
+    assert len(draws) == len(shares)
+    parts = [0.7 * share * balance_of(run, draw) for draw, share in zip(draws, shares, strict=True)]
+    total = torch.stack(parts).sum()
+    assert run.balance_loss == pytest.approx(total.item(), rel=1e-5)
+    names, parameters = zip(*run.model.named_parameters(), strict=True)
+    expected = torch.autograd.grad(total, parameters, allow_unused=True)
+    moved = 0
+    for name, grad in zip(names, expected, strict=True):
+        difference = with_it[name] - without[name]
+        grad = torch.zeros_like(difference) if grad is None else grad
+        torch.testing.assert_close(difference, grad, rtol=1e-3, atol=2e-6)
+        moved += bool(grad.abs().max() > 1e-4)
+    assert moved > 4
+
+
+def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -> None:
+    for coefficient in (0.0, 0.5):
+        _, _, _, run = one_step(sparse(config, tmp_path / str(coefficient), coefficient))
+        run.progress.step, run.progress.seconds = 1, 1.0
+        run.optimizers.learning_rates = lambda: {"all": 1.0}  # type: ignore[method-assign]
+        values = step_metrics(run, 1.0, 1.0, 0.0)
+        assert values.get("balance_loss", 0.0) == run.balance_loss
+        assert ("balance_loss" in values) == (coefficient > 0)
+
+
+def test_a_run_of_experts_ends_and_goes_on(config: TrainConfig, tmp_path: Path) -> None:
+    """Experts without tokens have a state of the optimizer as well: a checkpoint without it would be refused."""
+    made = sparse(config, tmp_path / "run", 0.1)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"num_experts": 40})})
+    assert train(made).step == 8
+    longer = made.training.model_copy(update={"max_steps": 10})
+    accept = made.checkpoint.model_copy(update={"config_change": "accept"})
+    assert train(made.model_copy(update={"training": longer, "checkpoint": accept})).step == 10
