@@ -145,7 +145,7 @@ def interrupt(config: Path, directory: Path, at_step: int, number: int, workers:
 
 def test_interrupted_runs_give_the_same_numbers_bit_for_bit(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    assert interrupt(config, directory, 4, signal.SIGINT, workers=2) == 130
+    assert interrupt(config, directory, 4, signal.SIGINT) == 130
     assert interrupt(config, directory, 20, signal.SIGKILL, workers=2) == -signal.SIGKILL
     assert interrupt(config, directory, 37, signal.SIGTERM, workers=1) == 143
     result = run("--config", config, "--set", f"run.directory={directory}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarking.bench_data import bench_data
 from config.data import MarkovChain
 
 
+@pytest.mark.slow
 def test_every_way_is_measured() -> None:
     source = MarkovChain(documents_per_epoch=600, validation_documents=8, length=400)
     text = bench_data(rounds=1, seconds=0.05, threads=1, source=source, row_length=16, batch_size=4)
