@@ -209,60 +209,7 @@ def test_an_interruption_after_any_chunk(
     assert digest(directory) == digest(reference)
 
 
-KILLED = """
-import json, os, shutil, signal, sys
-from pathlib import Path
-from config.make_data import MakeDataConfig
-from diffusionlm.data import make_data as module
-from diffusionlm.data.shard_writers import HashedFile
-
-values, reference = json.loads(sys.argv[1]), Path(sys.argv[2])
-module.CHUNK_CHARACTERS, module.DOCUMENTS_AT_ONCE = 700, 3
-config = MakeDataConfig.model_validate(values)
-directory = config.output.directory
-# Also loads what is loaded when it is needed, once for all children.
-module.make_data(config.model_copy(update={"output": config.output.model_copy(update={"directory": reference})}), print)
-countdown = -1
-
-def step(do):
-    def counted(*arguments, **options):
-        global countdown
-        countdown -= 1
-        if countdown == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return do(*arguments, **options)
-    return counted
-
-for owner, name in ((os, "replace"), (os, "rename"), (os, "fsync"), (os, "unlink"), (HashedFile, "write")):
-    setattr(owner, name, step(getattr(owner, name) if name != "fsync" else lambda descriptor: None))
-Path.unlink = step(Path.unlink)
-Path.write_text = step(Path.write_text)
-
-def attempt(kill_at):
-    global countdown
-    child = os.fork()
-    if child == 0:
-        countdown = kill_at
-        module.make_data(config, lambda text: None)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-expected, kills = contents(reference), 0
-for kill_at in range(1, 1000, int(sys.argv[3])):
-    shutil.rmtree(directory, ignore_errors=True)
-    ended = attempt(kill_at)
-    if ended == 0:
-        break
-    assert ended == signal.SIGKILL, f"{kill_at}: {ended}"
-    kills += 1
-    attempt(1 + kill_at % 11)  # goes on, and is killed again
-    assert attempt(-1) == 0, f"killed at step {kill_at}"
-    assert contents(directory) == expected, f"killed at step {kill_at}"
-print("killed", kills)
-"""
+KILLED = Path(__file__).with_name("killed_make_data.py")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -280,8 +227,8 @@ def test_sigkill_at_every_step(folder: Path, tmp_path: Path, kind: Format) -> No
     values = json.loads(config.model_dump_json(exclude_unset=True))
     values["source"]["kind"] = "files"
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, json.dumps(values), str(tmp_path / "reference"), stride],
-        cwd=ROOT,
+        [sys.executable, KILLED, json.dumps(values), str(tmp_path / "reference"), stride],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -540,38 +487,6 @@ def test_a_process_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypa
     )
     make_data(config_of(folder, tmp_path / "made", workers=1), silent)
     assert len(read(tmp_path / "made", "train")) == len(TRAIN)
-
-
-def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
-    """As in a script that has forgotten that it is run again by each process; nothing waits for it for ever."""
-    script = tmp_path / "unguarded.py"
-    script.write_text(
-        "from diffusionlm.data.tokenising import Tokenisers\n"
-        "from tokenizer import Tokenizer\n"
-        "many = {f'<special token number {number}>': 256 + number for number in range(10_000)}\n"
-        "with Tokenisers(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as tokenisers:\n"
-        "    tokenisers.submit(['a'])()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "ValueError: a process that tokenises ended (exit code 1)" in done.stderr
-
-
-def test_text_without_a_utf8_form_is_an_error_of_its_process_too(folder: Path) -> None:
-    from diffusionlm.data.tokenising import Tokenisers
-
-    for processes in (0, 1):
-        with Tokenisers(load_tokenizer(folder / "given"), processes) as tokenisers:
-            with pytest.raises(ValueError, match="surrogate"):
-                tokenisers.submit(["one", "\ud800"])()
-            assert [len(each) for each in tokenisers.submit(["", "a"])()] == [0, 1]
-        assert not any(process.is_alive() for process, _ in tokenisers._started)
 
 
 def test_progress(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

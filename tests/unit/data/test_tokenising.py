@@ -1,0 +1,46 @@
+"""Processes that tokenise: what they say when they cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusionlm.data.tokenising import Tokenisers
+from tokenizer import train_bpe
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
+    """As in a script that has forgotten that it is run again by each process; nothing waits for it for ever."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from diffusionlm.data.tokenising import Tokenisers\n"
+        "from tokenizer import Tokenizer\n"
+        "many = {f'<special token number {number}>': 256 + number for number in range(10_000)}\n"
+        "with Tokenisers(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as tokenisers:\n"
+        "    tokenisers.submit(['a'])()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "ValueError: a process that tokenises ended (exit code 1)" in done.stderr
+
+
+def test_text_without_a_utf8_form_is_an_error_of_its_process_too() -> None:
+    tokenizer = train_bpe(["the cat sat on the mat"], vocab_size=262)
+    for processes in (0, 1):
+        with Tokenisers(tokenizer, processes) as tokenisers:
+            with pytest.raises(ValueError, match="surrogate"):
+                tokenisers.submit(["one", "\ud800"])()
+            assert [len(each) for each in tokenisers.submit(["", "a"])()] == [0, 1]
+        assert not any(process.is_alive() for process, _ in tokenisers._started)
