@@ -41,6 +41,14 @@ bench-data *args:
 bench-tokenizer *args:
     uv run --group bench diffusionlm-bench-tokenizer --config config/resources/bench_tokenizer.toml {{args}}
 
+# Decoding: a grid of policies, block lengths and caches.
+bench-infer *args:
+    uv run diffusionlm-bench-infer --config config/resources/bench_infer.toml {{args}}
+
+# Decoding beside recomputing everything, and beside transformers' next tokens.
+bench-decoding-peers *args:
+    uv run --group bench python -m benchmarking.bench_decoding_peers {{args}}
+
 # Known entropies: the bound of a trained model beside the exact value (docs/results/truth.md).
 truth:
     uv run diffusionlm-train --config config/resources/shidoku.toml

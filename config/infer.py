@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section, StrTuple
 from config.generation import GenerationConfig
@@ -22,24 +24,59 @@ class InferModelConfig(Section):
 
 
 class InputConfig(Section):
-    """``[input]``: the requests. Texts are taken as they are; special tokens written in them are ordinary text."""
+    """``[input]``: the requests, answered in this order: prompts, prompts_file, chats, infills. Texts are taken as they
+    are; special tokens written in them are ordinary text."""
 
     prompts: StrTuple = ()
-    """Texts to go on from, decoded together; an empty one samples from nothing."""
+    """Texts to go on from; an empty one samples from nothing."""
+    prompts_file: ConfigPath | None = None
+    """A file of requests; "-": standard input. Text: one prompt a line. JSON lines: a string, or an object with
+    "prompt", "messages" (a chat) or "infill"; its other keys come back with the answer. Blank lines are left out."""
+    prompts_format: Literal["text", "jsonl"] | None = None
+    """Of prompts_file. None: "jsonl" if its name ends so, else "text"."""
+    chats: StrTuple = ()
+    """What a user says, each in a chat of its own; the model answers."""
+    interactive: bool = False
+    """A chat in the terminal, in place of all of these."""
+    system: str | None = None
+    """What the system says at the beginning of each of `chats`, or of the interactive one. None: the template's own,
+    if it has one."""
+    chat_template: Literal["chatml", "qwen3", "llama3", "llada"] | None = None
+    """How chats are written. None: as the checkpoint's own template has it."""
     infills: StrTuple = ()
-    """Texts with holes, decoded together: [MASK:n] stands for n tokens."""
+    """Texts with holes: [MASK:n] stands for n tokens."""
     seed: NonNegativeInt = 0
-    """Of the first request; each further one has the next. Chance enters with temperature > 0 or "random"."""
+    """Of the first request; each further one has the next. Chance enters with temperature > 0 or a random strategy."""
+    batch_size: PositiveInt = 16
+    """Requests that are decoded together; the answers do not depend on it."""
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> Self:
+        if self.prompts_format is not None and self.prompts_file is None:
+            raise ValueError(f'prompts_format = "{self.prompts_format}" needs prompts_file: add it, or remove this')
+        if self.interactive and (self.prompts or self.prompts_file is not None or self.chats or self.infills):
+            raise ValueError("interactive takes no prompts, prompts_file, chats or infills: remove them, or this")
+        if self.system is not None and not self.chats and not self.interactive:
+            raise ValueError(
+                "system is for chats, and there are none: add --chat TEXT; "
+                'in a prompts_file the system has a message of its own, {"role": "system", ...}'
+            )
+        return self
 
 
 class OutputConfig(Section):
-    """``[output]``: what is printed."""
+    """``[output]``: what is printed and written."""
 
     format: Literal["text", "json"] = "text"
     """text: the texts. json: one JSON object a line for each request."""
     show: bool = False
     """Show the text with its holes after each forward: redrawn in a terminal, one line a forward elsewhere. With
-    json it goes to standard error."""
+    json or a file it goes to standard error."""
+    file: ConfigPath | None = None
+    """A new file for the JSON lines, whatever the format, in place of standard output; each is there as soon as its
+    batch is done."""
+    html: ConfigPath | None = None
+    """A page that replays the decoding in a browser, forward by forward; it needs nothing but itself."""
 
 
 class InferConfig(Section):
@@ -49,3 +86,9 @@ class InferConfig(Section):
     input: InputConfig = InputConfig()
     generation: GenerationConfig = GenerationConfig()
     output: OutputConfig = OutputConfig()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        if self.input.interactive and self.output != OutputConfig():
+            raise ValueError("[output] has no effect on an interactive chat: remove its keys, or input.interactive")
+        return self

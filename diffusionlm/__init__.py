@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from diffusionlm.diffusion.likelihood import LikelihoodEstimate, NelboReport, conditional_likelihood, nelbo
     from diffusionlm.inference.generate import Generation, generate, infill
     from diffusionlm.inference.likelihood import SamplerReport, sampler_likelihood
+    from diffusionlm.inference.streaming import stream
     from diffusionlm.models.init import init_weights
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
     from diffusionlm.models.transformer import Transformer
@@ -34,6 +35,7 @@ _HOMES = {
     "infill": "diffusionlm.inference.generate",
     "SamplerReport": "diffusionlm.inference.likelihood",
     "sampler_likelihood": "diffusionlm.inference.likelihood",
+    "stream": "diffusionlm.inference.streaming",
     "init_weights": "diffusionlm.models.init",
     "Bidirectional": "diffusionlm.models.patterns",
     "BlockCausal": "diffusionlm.models.patterns",
@@ -61,6 +63,7 @@ __all__ = [
     "nelbo",
     "sampler_likelihood",
     "save_model_directory",
+    "stream",
 ]
 
 

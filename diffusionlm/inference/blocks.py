@@ -1,27 +1,19 @@
-"""What decoding shares with its likelihood: the blocks of a text, who sees whom, and one forward over open positions.
+"""What decoding shares with its likelihood: the blocks of a text, who sees whom, and what stands for the undecided.
 
-Shapes: B texts, L positions, R open positions of the texts' current blocks (flat B * L, ascending), V vocabulary, M
-those of one text.
+Shapes: L positions of a text, M open positions of its current block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from config.generation import GenerationConfig
+from config.generation import STRATEGIES, GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference.policies import build_policy, even_quotas
-from diffusionlm.models.patterns import Bidirectional, BlockCausal
-from diffusionlm.models.transformer import Transformer
-
-CHUNK_BYTES = 64 << 20
-"""Budget for one [rows, V] array of fp64 probabilities."""
+from diffusionlm.inference.policies import build_policy
+from diffusionlm.inference.quotas import even_quotas
 
 DECIMALS_OF_EQUALS = 5
 """Confidences of positions that are alike differ by rounding in the model, less than this."""
@@ -29,15 +21,15 @@ DECIMALS_OF_EQUALS = 5
 
 @dataclass(frozen=True)
 class Block:
-    """Positions that are decoded together, and how many of them each forward settles at least."""
+    """Positions that are decoded together, and the policy's plan for them: one entry a step."""
 
     positions: NDArray[np.int64]
-    quotas: list[int]
+    plan: tuple[float, ...]
 
 
 def blocks_of(holes: NDArray[np.int64], config: GenerationConfig, model: ModelConfig) -> list[Block]:
-    """The holes in groups, left to right, each with the quotas of its forwards: every ``block_length`` holes, or those
-    of each block of the text.
+    """The holes in groups, left to right, each with the policy's plan: every ``block_length`` holes, or those of each
+    block of the text. The config is one of `with_defaults`.
 
     Raises:
         ValueError: fewer ``steps`` than blocks.
@@ -53,11 +45,14 @@ def blocks_of(holes: NDArray[np.int64], config: GenerationConfig, model: ModelCo
             f"steps = {config.steps} are fewer than the {len(groups)} blocks of block_length = {size} that hold "
             f"{len(holes)} tokens: give at least one step a block"
         )
-    steps = [config.denoising_steps or len(group) for group in groups]
+    policy = build_policy(config)
+    assert config.remasking_strategy is not None
+    # SDAR counts with whole blocks, also where some of one was given.
+    counts_whole = STRATEGIES[config.remasking_strategy].family == "SDAR"
+    steps = [config.denoising_steps or (size if counts_whole else len(group)) for group in groups]
     if config.steps is not None and groups:
         steps = list(even_quotas(config.steps, len(groups)))
-    policy = build_policy(config)
-    return [Block(group, list(policy.quotas(len(group), count))) for group, count in zip(groups, steps, strict=True)]
+    return [Block(group, policy.plan(len(group), count, size)) for group, count in zip(groups, steps, strict=True)]
 
 
 def block_causal_length(config: GenerationConfig, model: ModelConfig) -> int | None:
@@ -89,35 +84,6 @@ def placeholder_token(config: GenerationConfig, model: ModelConfig) -> int:
             "generation.attention and generation.block_length out"
         )
     return model.mask_token
-
-
-def open_logits(
-    model: Transformer,
-    canvases: Sequence[NDArray[np.int64]],
-    open_positions: Sequence[NDArray[np.int64]],
-    block_length: int | None,
-) -> Tensor:
-    """One forward of texts of any lengths: the logits that predict their open positions, [R, V].
-
-    Args:
-        canvases: tokens of each text, placeholders where nothing is decided yet.
-        open_positions: of each text, ascending; at least one in all.
-        block_length: of block-causal attention, blocks counted from the start of the text; None: bidirectional.
-    """
-    lengths = [len(canvas) for canvas in canvases]
-    L, device = max(lengths), model.lm_head.weight.device
-    tokens_BL = torch.zeros((len(canvases), L), dtype=torch.int64)
-    documents_BL = torch.full((len(canvases), L), -1)  # hides the padding
-    for index, canvas in enumerate(canvases):
-        tokens_BL[index, : lengths[index]] = torch.from_numpy(canvas)
-        documents_BL[index, : lengths[index]] = 0
-    documents = None if min(lengths) == L else documents_BL.to(device)
-    pattern = Bidirectional(documents) if block_length is None else BlockCausal(block_length, documents)
-    rows = np.concatenate([index * L + positions for index, positions in enumerate(open_positions)])
-    # Shifted: output i - 1 predicts token i; before a block's first token stands a final one, so it is the clean
-    # stream's output of training.
-    rows_R = torch.from_numpy(rows) - int(model.config.logit_alignment == "shifted")
-    return model(tokens_BL.to(device), pattern=pattern, rows=rows_R.to(device))
 
 
 def comparable(confidence_M: NDArray[np.float64], tokens_L: NDArray[np.int64]) -> NDArray[np.float64]:

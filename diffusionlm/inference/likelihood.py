@@ -14,24 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.generation import GenerationConfig
+from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
+from config.model import ModelConfig
 from diffusionlm.diffusion.batch import Batch
 from diffusionlm.diffusion.layout import Layout
 from diffusionlm.diffusion.likelihood import ratio_and_error
-from diffusionlm.inference.blocks import (
-    CHUNK_BYTES,
-    Block,
-    block_causal_length,
-    blocks_of,
-    comparable,
-    open_logits,
-    placeholder_token,
-)
-from diffusionlm.inference.policies import Policy, build_policy
+from diffusionlm.inference.blocks import Block, block_causal_length, blocks_of, comparable, placeholder_token
+from diffusionlm.inference.defaults import with_defaults
+from diffusionlm.inference.forwards import open_logits
+from diffusionlm.inference.policies import Look, Policy, build_policy
+from diffusionlm.inference.reading import CHUNK_BYTES
 from diffusionlm.models.transformer import Transformer
-
-DETERMINISTIC = ("low_confidence", "topk_margin", "entropy", "sequential")
-"""Strategies that settle a known number of positions, chosen by what is visible alone."""
 
 LOGITS_BYTES = 1 << 30
 """Budget for the logits of one forward, counted in fp32; a single text may need more."""
@@ -88,11 +81,12 @@ def sampler_likelihood(
 
     Raises:
         ValueError: no target token, fewer ``steps`` than a text has blocks, probabilities that are not finite, or a
-            config whose sampler has no exact likelihood: a strategy by chance or by threshold, a temperature other than
-            1 (0, the default, stands for it), top_k, top_p, or suppressed tokens.
+            config whose sampler has no exact likelihood: a strategy by chance, a temperature other than 1 (0, the
+            default, stands for it), or what makes other distributions than the model's: top_k, top_p, suppressed or
+            deferred tokens, guidance, an approximate cache, a growing canvas.
     """
-    config = GenerationConfig() if config is None else config
-    _check_config(config)
+    config = with_defaults(GenerationConfig() if config is None else config, model.config)
+    _check_config(config, model.config)
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size} must be at least 1")
     texts = list(_texts(model, tokens_BL, is_target_BL, document_BL, config))
@@ -134,6 +128,8 @@ class _Text:
             self.is_open_L[block.positions] = True
         self.num_targets = int(self.is_open_L.sum())
         self.num_forwards = 0
+        self.step = 0
+        """Of the current block."""
         self.nats = 0.0
 
     def open_positions(self) -> NDArray[np.int64]:
@@ -143,15 +139,26 @@ class _Text:
 
     def reveal(self, confidence_M: NDArray[np.float64], nll_M: NDArray[np.float64], policy: Policy) -> int:
         """Put the true tokens where the policy settles some; how many."""
-        block = self.blocks[0]
-        chosen_M = policy.choose(comparable(confidence_M, self.canvas_L), block.quotas.pop(0))
+        plan = self.blocks[0].plan
+        chosen_M = policy.choose(
+            Look(
+                confidence_N=comparable(confidence_M, self.canvas_L),
+                is_masked_N=np.ones(len(confidence_M), dtype=np.bool_),
+                uniforms_N=np.zeros(len(confidence_M)),
+                quota=plan[self.step],
+                step=self.step,
+                num_steps=len(plan),
+            )
+        )
         positions = self.open_positions()[chosen_M]
         self.canvas_L[positions] = self.tokens_L[positions]
         self.is_open_L[positions] = False
         self.num_forwards += 1
+        self.step += 1
         self.nats += float(nll_M[chosen_M].sum())
-        if not block.quotas:
+        if len(positions) == len(confidence_M):
             self.blocks.pop(0)
+            self.step = 0
         return len(positions)
 
 
@@ -189,23 +196,35 @@ class _Reader:
             own_RV[:, self.mask_token] = float("-inf")
         logprobs_RV = own_RV.log_softmax(dim=1)
         probs_RV = logprobs_RV.exp()
-        nothing_R = torch.zeros_like(probs_RV[:, 0])
-        confidence_R = self.policy.confidence(probs_RV, probs_RV.argmax(dim=1), nothing_R)
+        confidence_R = self.policy.confidence(probs_RV, probs_RV.argmax(dim=1))
         return torch.stack([confidence_R, -logprobs_RV.gather(1, targets_R[:, None])[:, 0]])
 
 
-def _check_config(config: GenerationConfig) -> None:
-    if config.remasking_strategy not in DETERMINISTIC:
+def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
+    if not build_policy(config).is_deterministic:
+        known = ", ".join(name for name in STRATEGIES if _is_deterministic(name, model))
         raise ValueError(
-            f'remasking_strategy = "{config.remasking_strategy}" has no exact likelihood: its order depends on chance '
-            f"or on the tokens drawn; choose one of {', '.join(DETERMINISTIC)}"
+            f'remasking_strategy = "{config.remasking_strategy}" (alg_temp = {config.alg_temp}) has no exact '
+            f"likelihood: its order depends on chance; choose one of {known}, without alg_temp"
         )
     if config.temperature not in (0.0, 1.0):
         raise ValueError(f"temperature = {config.temperature}: the likelihood is that of temperature 1; remove it")
-    for name, without in (("top_k", None), ("top_p", 1.0), ("suppress_token_ids", ())):
+    plain = GenerationConfig()
+    for name in ("top_k", "top_p", "suppress_token_ids", "defer_token_ids", "cfg_scale", "canvas"):
         value = getattr(config, name)
-        if value != without:
-            raise ValueError(f"{name} = {value} makes texts impossible, so that their likelihood is 0: remove it")
+        if value != getattr(plain, name):
+            raise ValueError(
+                f"{name} = {value} changes what the sampler may say, and the likelihood is the model's own: remove it"
+            )
+    if config.cache in ("prefix", "dual"):
+        raise ValueError(
+            f"cache = \"{config.cache}\" makes other distributions than the model's, and the likelihood is the model's "
+            "own: remove it"
+        )
+
+
+def _is_deterministic(strategy: RemaskingStrategy, model: ModelConfig) -> bool:
+    return build_policy(with_defaults(GenerationConfig(remasking_strategy=strategy), model)).is_deterministic
 
 
 def _texts(

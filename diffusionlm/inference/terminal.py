@@ -8,68 +8,37 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TextIO
 
-from diffusionlm.inference.generate import Canvas, Generation, Step
+from diffusionlm.inference.generate import Canvas, Step
+from diffusionlm.inference.inputs import Request
+from diffusionlm.inference.outputs import Answer
 from diffusionlm.inference.text import canvas_pieces, render_canvas
 from tokenizer import Tokenizer
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-@dataclass(frozen=True)
-class Requests:
-    """Requests that are decoded together."""
-
-    kind: str
-    """``prompt`` or ``infill``."""
-    texts: tuple[str, ...]
-    inputs: list[list[int]]
-    is_new: list[list[bool]]
-    """Which positions of each canvas are to be decoded."""
-    seeds: list[int]
-    hidden: int = 0
-    """Tokens at the beginning of each canvas that are not shown: the end of text that every text begins with."""
-
-
-def print_answer(
-    tokenizer: Tokenizer,
-    requests: Requests,
-    index: int,
-    result: Generation,
-    seconds: float | None,
-    is_one_of_many: bool,
-) -> None:
-    """One request: the text, or, where ``seconds`` of its batch are given, a line of JSON."""
-    if seconds is not None:
-        record = {
-            requests.kind: requests.texts[index],
-            "text": tokenizer.decode(result.token_ids[requests.hidden if requests.kind == "infill" else 0 :]),
-            "token_ids": result.token_ids,
-            "finish_reason": result.finish_reason,
-            "num_forwards": result.num_forwards,
-            "logprobs": result.logprobs,
-            "step_map": result.step_map,
-            "seed": requests.seeds[index],
-            "seconds": round(seconds, 6),
-        }
-        print(json.dumps(record), flush=True)
-        return
+def print_answer(tokenizer: Tokenizer, answer: Answer, *, is_one_of_many: bool) -> None:
+    """The text of an answer on standard output: of a chat the answer alone, else with what was given, dimmed."""
     if is_one_of_many:
-        print(_styled(f"[{requests.kind} {index + 1}]", DIM))
-    print("".join(_styled(text, "" if new else DIM) for text, new in _final_pieces(tokenizer, requests, index, result)))
+        print(styled(f"[{answer.request.name}]", DIM))
+    pieces = _final_pieces(tokenizer, answer)
+    print("".join(styled(text, "" if new else DIM) for text, new in pieces), flush=True)
 
 
-def _final_pieces(tokenizer: Tokenizer, requests: Requests, index: int, result: Generation) -> list[tuple[str, bool]]:
-    if requests.kind == "prompt":
-        return [(requests.texts[index], False), (tokenizer.decode(result.token_ids), True)]
-    shown = result.token_ids[requests.hidden :]
-    return canvas_pieces(shown, [False] * len(shown), requests.is_new[index][requests.hidden :], tokenizer)
+def _final_pieces(tokenizer: Tokenizer, answer: Answer) -> list[tuple[str, bool]]:
+    request, ids = answer.request, answer.result.token_ids
+    if request.source.kind == "chat":
+        return [(answer.output, True)]
+    if request.source.kind == "prompt":
+        return [(request.text, False), (answer.output, True)]
+    is_new = request.is_new(len(ids))[request.hidden :]
+    return canvas_pieces(ids[request.hidden :], [False] * len(is_new), is_new, tokenizer)
 
 
-def _styled(text: str, style: str) -> str:
+def styled(text: str, style: str) -> str:
     """The text as it is, or, in a terminal, with a style and without characters that would command it."""
     if not sys.stdout.isatty():
         return text
@@ -78,19 +47,31 @@ def _styled(text: str, style: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without control characters: tabs become spaces, others a replacement; newlines stay."""
+    """Without control characters, also those of the direction of writing: tabs become spaces, others a replacement;
+    newlines stay."""
     text = text.replace("\t", "    ")
-    return "".join("\ufffd" if unicodedata.category(char) == "Cc" and char != "\n" else char for char in text)
+    return "".join("\ufffd" if _commands(char) else char for char in text)
+
+
+def _commands(char: str) -> bool:
+    return (
+        (unicodedata.category(char) == "Cc" and char != "\n")
+        or "\u202a" <= char <= "\u202e"
+        or ("\u2066" <= char <= "\u2069")
+    )
 
 
 class LiveView:
-    """Shows the canvases after each forward: redrawn in a terminal, else one line for each that changed."""
+    """Shows the canvases of a batch after each forward: redrawn in a terminal, else one line for each that changed.
 
-    def __init__(self, tokenizer: Tokenizer, requests: Requests, output_format: str) -> None:
+    Nothing is remembered of a canvas but what it was: a token that becomes a mask again is a mask again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request], stream: TextIO) -> None:
         self._tokenizer = tokenizer
         self._requests = requests
-        self._stream: TextIO = sys.stderr if output_format == "json" else sys.stdout
-        self._is_terminal = self._stream.isatty()
+        self._stream = stream
+        self._is_terminal = stream.isatty()
         self._lines_shown = 0
         self._canvases: tuple[Canvas, ...] = ()
 
@@ -109,26 +90,35 @@ class LiveView:
             self._lines_shown = 0
 
     def _append(self, step: Step) -> None:
-        for index, canvas in enumerate(step.canvases):
-            if self._canvases and self._canvases[index] == canvas:
+        for index, (request, canvas) in enumerate(zip(self._requests, step.canvases, strict=True)):
+            # Log-probabilities are nan where nothing is settled, so whole canvases are never equal.
+            if self._canvases and _shown(self._canvases[index]) == _shown(canvas):
                 continue
-            hidden = self._requests.hidden
-            text = render_canvas(canvas.token_ids[hidden:], canvas.is_masked[hidden:], self._tokenizer)
-            request = f"{self._requests.kind} {index + 1}, forward {step.num_forwards}"
-            self._stream.write(f"{request}: {json.dumps(text, ensure_ascii=False)}\n")
+            ids, is_masked = canvas.token_ids[request.hidden :], canvas.is_masked[request.hidden :]
+            text = json.dumps(render_canvas(ids, is_masked, self._tokenizer), ensure_ascii=False)
+            self._stream.write(f"{request.name}, forward {step.num_forwards}: {text}\n")
 
     def _redraw(self, step: Step) -> None:
         width, height = shutil.get_terminal_size()
         lines = [f"forward {step.num_forwards}"]
-        for canvas, is_new in zip(step.canvases, self._requests.is_new, strict=True):
-            shown = slice(self._requests.hidden, None)
+        for request, canvas in zip(self._requests, step.canvases, strict=True):
+            if len(self._requests) > 1:
+                lines += wrapped([(f"[{request.name}]", False)], width)
+            # Of a chat the answer alone: what the template writes is no news.
+            first = len(request.token_ids) if request.source.kind == "chat" else request.hidden
+            shown = slice(first, None)
+            is_new = request.is_new(len(canvas.token_ids))
             pieces = canvas_pieces(canvas.token_ids[shown], canvas.is_masked[shown], is_new[shown], self._tokenizer)
             lines += wrapped(pieces, width)
         # Of what does not fit the end is shown: the terminal cannot go back further than its top line.
-        lines = lines[-(height - 1) :]
+        lines = lines[-max(height - 1, 1) :]
         self.close()
         self._stream.write("".join(f"{line}\n" for line in lines))
         self._lines_shown = len(lines)
+
+
+def _shown(canvas: Canvas) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    return canvas.token_ids, canvas.is_masked
 
 
 def wrapped(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
@@ -137,14 +127,22 @@ def wrapped(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
     column = 0
     for text, new in pieces:
         for char in _printable(text):
-            wide = 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-            if char == "\n" or column + wide > width:
+            wide = _columns(char)
+            # A wide character in a terminal of one column has a line of its own all the same.
+            if char == "\n" or (column and column + wide > width):
                 rows.append([])
                 column = 0
             if char != "\n":
                 rows[-1].append((char, new))
                 column += wide
     return ["".join(_colored(run, new) for new, run in groupby(row, key=lambda item: item[1])) for row in rows]
+
+
+def _columns(char: str) -> int:
+    """How many columns of a terminal a character takes."""
+    if unicodedata.category(char) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 def _colored(run: Iterable[tuple[str, bool]], new: bool) -> str:

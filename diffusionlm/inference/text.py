@@ -6,7 +6,7 @@ Shapes: L positions of a canvas.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from tokenizer import Tokenizer
@@ -67,8 +67,14 @@ def canvas_pieces(
     kinds = zip(is_masked, is_new, token_ids, strict=True)
     for (masked, new), run in groupby(kinds, key=lambda kind: (kind[0], kind[1])):
         ids = [token for _, _, token in run]
-        pieces.append((GLYPH * len(ids) if masked else tokenizer.decode(ids), new))
+        text = continuation(tokenizer, ids) if pieces else tokenizer.decode(ids)
+        pieces.append((GLYPH * len(ids) if masked else text, new))
     return pieces
+
+
+def continuation(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """The text of ids that follow others: `Tokenizer.decode`, but for the space that some take from a beginning."""
+    return tokenizer.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 def render_canvas(token_ids: Sequence[int], is_masked: Sequence[bool], tokenizer: Tokenizer) -> str:

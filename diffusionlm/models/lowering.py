@@ -1,17 +1,30 @@
 """From a pattern to its computation: which way is taken, and what is prepared once for all layers of a forward.
 
-Shapes: B rows, Q queries, S keys, N query heads, K key-value heads, H width of a head.
+Shapes: B rows, Q queries, S keys, N query heads, K key-value heads, H width of a head, T places of a cached text, R
+chosen rows of B * Q.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from diffusionlm.models.attention import PLAIN, Backend, Scoring, additive, attend, choose_backend
-from diffusionlm.models.patterns import AttentionPattern, Intervals
+from diffusionlm.models.attention import (
+    PLAIN,
+    Backend,
+    DenseBackend,
+    Scoring,
+    additive,
+    attend,
+    attend_cached,
+    attend_rows,
+    choose_backend,
+)
+from diffusionlm.models.cache import KeyValueCache, Slots
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, Intervals
 from diffusionlm.models.tiled import Tile, attend_tiled, cut, density
 
 if TYPE_CHECKING:
@@ -106,6 +119,10 @@ class Lowering:
         mask = None if mask is None else mask[..., :queries, :]
         return attend(q_BQNH, k_BSKH, v_BSKH, mask, backend, self._scoring)
 
+    def of_rows(self, q_RNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rows: Tensor) -> Tensor:
+        """The same for queries of flat ``rows`` of B * S alone, [R, N, H]."""
+        return attend_rows(self, q_RNH, k_BSKH, v_BSKH, rows)
+
     def choose(self, q: Tensor) -> Literal["eager", "sdpa", "tiled", "flex"]:
         """What ``auto`` means for queries [B, Q, N, H]; another backend is itself."""
         if self._backend != "auto":
@@ -148,3 +165,142 @@ class Lowering:
         if dtype not in self._biases:
             self._biases[dtype] = additive(self._mask, dtype)
         return self._biases[dtype]
+
+
+def lower_cached(
+    pattern: AttentionPattern,
+    slots: Slots,
+    windows: Sequence[int | None],
+    device: torch.device | str,
+    backend: Backend = "auto",
+    scoring: Scoring = PLAIN,
+) -> tuple[list[CachedLowering], Tensor]:
+    """Prepare the attention of a forward with a cache: one lowering for each layer's window.
+
+    Returns:
+        The lowerings, and the positions of the inputs for the rotary embedding, [B or 1, Q], on the device.
+
+    Raises:
+        ValueError: a pattern that is not said by place alone, or a backend without a cached form, or that cannot cap.
+    """
+    scoring.check(backend)
+    if backend not in ("auto", "eager", "sdpa"):
+        raise ValueError(f'attention backend "{backend}" has no form for a cache: use "auto", "eager" or "sdpa"')
+    if not isinstance(pattern, Bidirectional | Causal | BlockCausal) or pattern.documents_BL is not None:
+        raise ValueError(
+            f"{type(pattern).__name__}{'' if pattern.documents_BL is None else ' with documents'} cannot be used with "
+            "a cache, only Bidirectional, Causal and BlockCausal without documents: a text of the cache is one document"
+        )
+    reach = _Reach(pattern, slots, device)
+    sights = {window: _Sight(reach, window) for window in dict.fromkeys(windows)}
+    lowerings = [
+        CachedLowering(slots.cache, layer, sights[window], backend, scoring) for layer, window in enumerate(windows)
+    ]
+    return lowerings, reach.places_BQ
+
+
+class _Reach:
+    """Where the inputs of a cached forward are written and how far they see; decided on the host, without a wait."""
+
+    def __init__(self, pattern: Bidirectional | Causal | BlockCausal, slots: Slots, device: torch.device | str) -> None:
+        positions_BQ, is_padding_BQ = slots.positions_BQ, slots.positions_BQ < 0
+        places_BQ = positions_BQ.clamp(min=0)
+        self.seen = max(1, int(slots.visible_B.max()))
+        """S: no query sees keys from here on."""
+        limits_BQ = torch.minimum(pattern.seen_until(places_BQ), slots.visible_B[:, None])
+        # Padding sees what there is: a softmax over nothing would be nan.
+        limits_BQ.masked_fill_(is_padding_BQ, self.seen)
+        self.is_limited = bool((limits_BQ < self.seen).any())
+        first, Q = int(positions_BQ[0, 0]), positions_BQ.shape[1]
+        is_run = bool((positions_BQ == torch.arange(first, first + Q)).all()) and first >= 0
+        self.run = slice(first, first + Q) if is_run else None
+        """The places of every text's inputs, if they are the same without a gap."""
+        self.nearest, self.furthest = int(places_BQ.min()), int(places_BQ.max())
+        slots_BQ = positions_BQ.masked_fill(is_padding_BQ, slots.cache.length)
+        packed = torch.stack([places_BQ, slots_BQ, limits_BQ])
+        if torch.device(device).type == "cuda":
+            packed = packed.pin_memory()  # Otherwise the copy may wait for the device.
+        places_BQ, self.slots_BQ, self.limits_BQ = packed.to(device, non_blocking=True).unbind()
+        self.texts_B1 = torch.arange(len(places_BQ), device=device)[:, None]
+        self.places_BQ = places_BQ[:1] if is_run else places_BQ
+        """[1, Q] where all texts have the same."""
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Boolean [B or 1, Q, S]: True where a query sees a key. None: everywhere."""
+        if window is not None and self.furthest < window and self.seen - self.nearest <= window:
+            window = None
+        if window is None and not self.is_limited:
+            return None
+        keys_S = torch.arange(self.seen, device=self.limits_BQ.device)
+        mask_BQS = keys_S < self.limits_BQ[..., None]
+        return mask_BQS if window is None else mask_BQS & ((self.places_BQ[..., None] - keys_S).abs() < window)
+
+
+class _Sight:
+    """Who sees whom in the layers of one window, as a bias that is made at the first call for the others."""
+
+    def __init__(self, reach: _Reach, window: int | None) -> None:
+        self.reach = reach
+        self._mask_BQS = reach.mask(window)
+        self._bias: Tensor | None = None
+
+    def bias(self, q_BQNH: Tensor, groups: int, rows: Tensor | None = None) -> Tensor | None:
+        """[B, 1, N / K * Q, S] in the queries' dtype, for `attend_cached`. None: all see all.
+
+        Queries are those of the first Q inputs, or of ``rows`` of a single text.
+        """
+        if self._mask_BQS is None:
+            return None
+        if rows is not None:
+            return _stacked_bias(self._mask_BQS.index_select(1, rows), q_BQNH, groups)
+        if q_BQNH.shape[1] < self._mask_BQS.shape[1]:
+            return _stacked_bias(self._mask_BQS[:, : q_BQNH.shape[1]], q_BQNH, groups)
+        if self._bias is None:
+            self._bias = _stacked_bias(self._mask_BQS, q_BQNH, groups)
+        return self._bias
+
+
+def _stacked_bias(mask_BQS: Tensor, q_BQNH: Tensor, groups: int) -> Tensor:
+    B, Q, S = mask_BQS.shape
+    G, wide = q_BQNH.shape[2] // groups, -(-S // 8) * 8
+    # Rows of a multiple of 8 keys, or SDPA would copy the bias in each layer on a GPU.
+    bias = q_BQNH.new_zeros(B, G, Q, wide)
+    bias[..., :S].masked_fill_(~mask_BQS[:, None], float("-inf"))
+    return bias.view(B, 1, G * Q, wide)[..., :S]
+
+
+class CachedLowering:
+    """Attention of one layer and forward over the keys and values of a cache, made by `lower_cached`."""
+
+    def __init__(
+        self, cache: KeyValueCache, layer: int, sight: _Sight, backend: DenseBackend, scoring: Scoring
+    ) -> None:
+        self._keys_BKTH, self._values_BKTH = cache.keys_BKTH[layer], cache.values_BKTH[layer]
+        self._sight, self._backend, self._scoring = sight, backend, scoring
+
+    def __call__(self, q_BQNH: Tensor, k_BQKH: Tensor, v_BQKH: Tensor) -> Tensor:
+        """Write the inputs' keys and values; softmax attention over all that are seen, [B, Q, N, H]."""
+        keys_BKSH, values_BKSH = self._write(k_BQKH, v_BQKH)
+        bias = self._sight.bias(q_BQNH, keys_BKSH.shape[1])
+        return attend_cached(q_BQNH, keys_BKSH, values_BKSH, bias, self._backend, self._scoring)
+
+    def of_rows(self, q_RNH: Tensor, k_BQKH: Tensor, v_BQKH: Tensor, rows: Tensor) -> Tensor:
+        """The same for queries of flat ``rows`` of B * Q alone, [R, N, H]."""
+        if len(k_BQKH) > 1:
+            return attend_rows(self, q_RNH, k_BQKH, v_BQKH, rows)
+        keys_BKSH, values_BKSH = self._write(k_BQKH, v_BQKH)
+        q_1RNH = q_RNH[None]
+        bias = self._sight.bias(q_1RNH, keys_BKSH.shape[1], rows)
+        return attend_cached(q_1RNH, keys_BKSH, values_BKSH, bias, self._backend, self._scoring)[0]
+
+    def _write(self, k_BQKH: Tensor, v_BQKH: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values that are seen, [B, K, S, H], the inputs' among them."""
+        reach = self._sight.reach
+        if k_BQKH.dtype != self._keys_BKTH.dtype:
+            raise ValueError(f"the cache is {self._keys_BKTH.dtype}, the model's keys are {k_BQKH.dtype}: make it so")
+        for stored_BKTH, new_BQKH in ((self._keys_BKTH, k_BQKH), (self._values_BKTH, v_BQKH)):
+            if reach.run is not None:
+                stored_BKTH[:, :, reach.run] = new_BQKH.transpose(1, 2)
+            else:
+                stored_BKTH.transpose(1, 2)[reach.texts_B1, reach.slots_BQ] = new_BQKH
+        return self._keys_BKTH[:, :, : reach.seen], self._values_BKTH[:, :, : reach.seen]

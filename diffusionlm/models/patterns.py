@@ -85,6 +85,10 @@ class Bidirectional:
         places = _Places.of(self.documents_BL, length, device)
         return _stack(places.clipped(places.first_BL, places.end_BL, window))
 
+    def seen_until(self, places: Tensor) -> Tensor:
+        """One behind the last key that a query at each place of a text sees: beyond the end of any text."""
+        return torch.full_like(places, torch.iinfo(places.dtype).max)
+
 
 @dataclass(frozen=True)
 class Causal:
@@ -109,6 +113,10 @@ class Causal:
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
         places = _Places.of(self.documents_BL, length, device)
         return _stack(places.clipped(places.first_BL, places.index_1L + 1, window))
+
+    def seen_until(self, places: Tensor) -> Tensor:
+        """One behind the last key that a query at each place of a text sees, without documents."""
+        return places + 1
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,10 @@ class BlockCausal:
         places = _Places.of(self.documents_BL, length, device)
         _, ends_BL = places.blocks(places.first_BL, self.block_length)
         return _stack(places.clipped(places.first_BL, ends_BL, window))
+
+    def seen_until(self, places: Tensor) -> Tensor:
+        """One behind the last key that a query at each place of a text sees, without documents: its block's end."""
+        return (places // self.block_length + 1) * self.block_length
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Shapes: B rows, L positions, D hidden, V vocabulary, R chosen rows of the flat B
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from config.model import ModelConfig
 from diffusionlm.kernels.cross_entropy import Score, Scored, linear_cross_entropy
 from diffusionlm.models.attention import Attention, Backend, Lowered, Scoring
+from diffusionlm.models.cache import Slots
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
-from diffusionlm.models.lowering import Lowering, lower
+from diffusionlm.models.lowering import lower, lower_cached
 from diffusionlm.models.moe import Mixture, Routing, balance_loss
 from diffusionlm.models.patterns import AttentionPattern
 
@@ -118,6 +120,7 @@ class Transformer(nn.Module):
         inputs_embeds_BLD: Tensor | None = ...,
         rows: Tensor | None = ...,
         score: None = ...,
+        cache: Slots | None = ...,
     ) -> Tensor: ...
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor | Scored:
@@ -133,6 +136,7 @@ class Transformer(nn.Module):
         inputs_embeds_BLD: Tensor | None = None,
         rows: Tensor | None = None,
         score: Score | None = None,
+        cache: Slots | None = None,
     ) -> Tensor | Scored:
         """Logits, or the score of chosen rows.
 
@@ -144,27 +148,26 @@ class Transformer(nn.Module):
             rows: flat indices into B * L, ascending. The last block computes queries, feed-forward and head for these
                 alone.
             score: targets and weights of ``rows``.
+            cache: keys and values of earlier forwards, and the places of the tokens among them, instead of positions;
+                for decoding, so without score and gradient.
 
         Returns:
             Without score: logits [B, L, V], or [R, V] of the rows. With score: `Scored`; the logits of all rows never
             exist at once.
 
         Raises:
-            ValueError: a score without rows, a sequence longer than the model's context, or an attention backend that
-                cannot compute the pattern or the model's soft cap.
+            ValueError: a score without rows, a sequence longer than the model's context, an attention backend that
+                cannot compute the pattern or the model's soft cap, or what does not go with a cache.
         """
-        length = tokens_BL.shape[1]
-        if length > self.config.max_position_embeddings * pattern.streams:
-            raise ValueError(
-                f"{length // pattern.streams} tokens are more than the model's context, "
-                f"max_position_embeddings = {self.config.max_position_embeddings}; shorten the input"
-            )
         if score is not None and rows is None:
             raise ValueError("a score needs the rows that it scores: pass rows, flat indices into B * L")
         x = self._embed(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
-        attentions = self._lower(pattern, length, x.device)
-        if positions is None:
-            positions = torch.arange(length // pattern.streams, device=x.device).repeat(pattern.streams)
+        if cache is None:
+            attentions, positions = self._lower(pattern, tokens_BL.shape[1], positions, x.device)
+        else:
+            if positions is not None or score is not None:
+                raise ValueError("a cache has positions of its own and is for decoding: pass no positions and no score")
+            attentions, positions = self._lower_cached(pattern, tokens_BL, cache, x)
         rope = self.rope(positions if positions.dim() == 2 else positions[None])
         routings: list[Routing] | None = [] if score is not None and score.balance_weight else None
         last = len(self.model.layers) - 1
@@ -186,17 +189,47 @@ class Transformer(nn.Module):
         scale = torch.full((), self.config.hidden_size**0.5, dtype=torch.float32, device=x_BLD.device)
         return x_BLD * scale.to(x_BLD.dtype)
 
-    def _lower(self, pattern: AttentionPattern, length: int, device: torch.device) -> list[Lowering]:
-        """The attention of each layer; layers with the same window share one."""
-        scalar = self.config.query_pre_attn_scalar
-        scoring = Scoring(None if scalar is None else scalar**-0.5, self.config.attn_logit_softcapping)
-        full = ["full_attention"] * self.config.num_hidden_layers
-        windows = [
-            self.config.sliding_window if kind == "sliding_attention" else None
-            for kind in self.config.layer_types or full
-        ]
+    def _lower(
+        self, pattern: AttentionPattern, length: int, positions: Tensor | None, device: torch.device
+    ) -> tuple[Sequence[Lowered], Tensor]:
+        """The attention of each layer, and positions. Layers with the same window share their attention."""
+        if length > self.config.max_position_embeddings * pattern.streams:
+            raise ValueError(
+                f"{length // pattern.streams} tokens are more than the model's context, "
+                f"max_position_embeddings = {self.config.max_position_embeddings}; shorten the input"
+            )
+        windows, scoring = self._windows(), self._scoring()
         made = {
             window: lower(pattern, length, device, self.attention_backend, window, scoring)
             for window in dict.fromkeys(windows)
         }
-        return [made[window] for window in windows]
+        if positions is None:
+            positions = torch.arange(length // pattern.streams, device=device).repeat(pattern.streams)
+        return [made[window] for window in windows], positions
+
+    def _lower_cached(
+        self, pattern: AttentionPattern, tokens_BL: Tensor, slots: Slots, x_BLD: Tensor
+    ) -> tuple[Sequence[Lowered], Tensor]:
+        """The same of a forward with a cache."""
+        if slots.positions_BQ.shape != tokens_BL.shape:
+            raise ValueError(
+                f"tokens {list(tokens_BL.shape)} and the positions_BQ of their slots, "
+                f"{list(slots.positions_BQ.shape)}, must have the same shape"
+            )
+        if torch.is_grad_enabled():
+            raise ValueError("a cache keeps no gradient: call the model under torch.inference_mode() or no_grad()")
+        windows = self._windows()
+        return lower_cached(pattern, slots, windows, x_BLD.device, self.attention_backend, self._scoring())
+
+    def _scoring(self) -> Scoring:
+        """How products of queries and keys become scores."""
+        scalar = self.config.query_pre_attn_scalar
+        return Scoring(None if scalar is None else scalar**-0.5, self.config.attn_logit_softcapping)
+
+    def _windows(self) -> list[int | None]:
+        """Of each layer. None: it sees any distance."""
+        full = ["full_attention"] * self.config.num_hidden_layers
+        return [
+            self.config.sliding_window if kind == "sliding_attention" else None
+            for kind in self.config.layer_types or full
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from config.load import load_config
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.terminal import wrapped
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from tokenizer import load_tokenizer, train_bpe
@@ -71,11 +71,12 @@ def test_prompts_and_infills_as_json(capsys: pytest.CaptureFixture[str], model_d
     more = ("--set", "generation.temperature=2.0", "--set", "model.device=cpu")
     run(*common, *more, "--prompt", "the cat", "--infill", r"the [MASK:2]\nsat", "--prompt", "")
     first, second, hole = records(capsys)
-    keys = ["text", "token_ids", "finish_reason", "num_forwards", "logprobs", "step_map", "seed", "seconds"]
-    assert list(first) == ["prompt", *keys]
-    assert list(hole) == ["infill", *keys]
-    assert [first["prompt"], second["prompt"], hole["infill"]] == ["the cat", "", "the [MASK:2]\nsat"]
-    assert [first["seed"], second["seed"], hole["seed"]] == [5, 6, 7]
+    for each in (first, hole):
+        assert list(each) == ["kind", "text", "params", "metrics", "tokens"]
+        assert list(each["tokens"]) == ["token_ids", "logprobs", "step_map"]
+    assert [each["kind"] for each in (first, second, hole)] == ["prompt", "prompt", "infill"]
+    assert [each["text"]["prompt"] for each in (first, second, hole)] == ["the cat", "", "the [MASK:2]\nsat"]
+    assert [each["params"]["seed"] for each in (first, second, hole)] == [5, 6, 7]
 
     tokenizer, model = load_tokenizer(model_dir), load_model(model_dir)
     unknown = range(tokenizer.vocab_size, model.config.vocab_size)
@@ -83,13 +84,151 @@ def test_prompts_and_infills_as_json(capsys: pytest.CaptureFixture[str], model_d
         update={"max_new_tokens": 6, "temperature": 2.0, "suppress_token_ids": tuple(unknown)}
     )
     [expected] = generate(model, [tokenizer.encode("the cat")], settings, [5])
-    assert first["token_ids"] == list(expected.token_ids)
-    assert first["text"] == tokenizer.decode(expected.token_ids)
-    assert first["step_map"] == list(expected.step_map)
-    assert first["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
-    assert hole["text"].startswith("the ")
-    assert hole["text"].endswith("\nsat")
-    assert (len(hole["step_map"]), hole["finish_reason"], hole["num_forwards"]) == (2, "length", 2)
+    assert first["tokens"]["token_ids"] == list(expected.token_ids)
+    assert first["text"]["output"] == tokenizer.decode(expected.token_ids)
+    assert first["tokens"]["step_map"] == list(expected.step_map)
+    assert first["tokens"]["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert hole["text"]["output"].startswith("the ")
+    assert hole["text"]["output"].endswith("\nsat")
+    assert (hole["metrics"]["num_tokens"], hole["metrics"]["num_forwards"]) == (2, 2)
+    assert (hole["metrics"]["finish_reason"], hole["metrics"]["tokens_per_forward"]) == ("length", 1.0)
+
+
+def test_json_says_what_was_used(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+    run("--model", model_dir, "--json", "--prompt", "the", "--prompt", "a", "--max-new-tokens", 4)
+    first, second = records(capsys)
+    params = first["params"]
+    assert (params["max_new_tokens"], params["remasking_strategy"], params["temperature"]) == (4, "low_confidence", 0.0)
+    assert (params["attention"], params["cache"], params["suppress_token_ids"]) == ("bidirectional", "none", [])
+    assert params["stop_token_ids"] == [load_tokenizer(model_dir).eos_token_id]
+    metrics = first["metrics"]
+    assert list(metrics) == [
+        "finish_reason",
+        "num_tokens",
+        "num_forwards",
+        "tokens_per_forward",
+        "mean_logprob",
+        "batch_size",
+        "seconds",
+        "tokens_per_second",
+    ]
+    logprobs = first["tokens"]["logprobs"]
+    assert metrics["mean_logprob"] == pytest.approx(sum(logprobs) / len(logprobs))
+    assert (metrics["batch_size"], metrics["seconds"]) == (2, second["metrics"]["seconds"])
+    new = metrics["num_tokens"] + second["metrics"]["num_tokens"]
+    assert metrics["tokens_per_second"] == pytest.approx(new / metrics["seconds"], rel=0.01)
+
+
+def test_batches_change_nothing_but_the_batch(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+    prompts = [item for text in ("the", "cat", "a dog") for item in ("--prompt", text)]
+    arguments = ("--model", model_dir, *prompts, "--json", "--max-new-tokens", 4, "--temperature", 1.0)
+    run(*arguments)
+    together = records(capsys)
+    run(*arguments, "--batch-size", 2)
+    apart = records(capsys)
+    assert [each["metrics"]["batch_size"] for each in apart] == [2, 2, 1]
+    for one, other in zip(together, apart, strict=True):
+        assert (one["text"], one["params"]) == (other["text"], other["params"])
+        assert one["tokens"]["token_ids"] == other["tokens"]["token_ids"]
+        assert one["tokens"]["step_map"] == other["tokens"]["step_map"]
+
+
+def test_chats_are_answered_through_the_template(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path
+) -> None:
+    arguments = ("--model", model_dir, "--max-new-tokens", 3, "--json")
+    message = failure(capsys, 1, *arguments, "--chat", "hi")
+    assert "this model brings no chat template: choose one with --set input.chat_template=chatml" in message
+    (tmp_path / "chats.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "<|endoftext|>"}], "id": 7}\n', encoding="utf-8"
+    )
+    own = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    template = model_dir / "chat_template.jinja"
+    template.write_text(own, encoding="utf-8")
+    try:
+        run(*arguments, "--chat", "hi", "--chat", "ho", "--system", "s", "--prompts", tmp_path / "chats.jsonl")
+        of_file, first, second = records(capsys)
+        assert [each["text"]["prompt"] for each in (first, second)] == ["<system>s<user>hi<a>", "<system>s<user>ho<a>"]
+        assert first["text"]["messages"][1] == {"role": "user", "content": "hi"}
+        assert (first["kind"], first["metrics"]["num_tokens"] <= 3) == ("chat", True)
+        assert (of_file["text"]["prompt"], of_file["extra"]) == ("<user><|endoftext|><a>", {"id": 7})
+        run("--model", model_dir, "--max-new-tokens", 3, "--chat", "hi", "--system", "s")
+        assert capsys.readouterr().out == f"{first['text']['output']}\n"
+    finally:
+        template.unlink()
+    written = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"  # too long for this model
+    message = failure(capsys, 1, *arguments, "--chat", "hi", "--set", "input.chat_template=chatml")
+    assert f"chat 1 of 1 ({len(load_tokenizer(model_dir).encode(written))} tokens)" in message
+
+
+def test_a_chat_in_the_terminal(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--model", model_dir, "--max-new-tokens", 3, "--chat")
+    assert "needs a terminal: give --chat TEXT" in failure(capsys, 2, *arguments)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert "[output] has no effect on an interactive chat" in failure(capsys, 2, *arguments, "--json")
+    assert "interactive takes no prompts" in failure(capsys, 2, *arguments, "--prompt", "a")
+    assert "this model brings no chat template" in failure(capsys, 1, *arguments)
+
+    own = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
+    template = model_dir / "chat_template.jinja"
+    template.write_text(own, encoding="utf-8")
+    lines = iter(["hi", "  ", "x" * 50, "ho"])
+
+    def ask(prompt: str) -> str:
+        with contextlib.suppress(StopIteration):
+            return next(lines)
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", ask)
+    try:
+        run(*arguments, "--system", "S")
+        first, wrong, second, *end = capsys.readouterr().out.split("\n")
+        assert wrong.startswith("that did not work, and is forgotten: prompt 0 (")
+        assert end == ["", ""]
+        run("--model", model_dir, "--max-new-tokens", 3, "--prompt", "sS;uhi;", "--json")
+        expected = records(capsys)[0]["text"]["output"]
+        assert first == expected
+        # The same seed as in the chat, whose third turn it is.
+        run("--model", model_dir, "--max-new-tokens", 3, "--prompt", f"sS;uhi;a{expected};uho;", "--seed", 2, "--json")
+        assert second == records(capsys)[0]["text"]["output"]
+    finally:
+        template.unlink()
+
+
+def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
+    lines, page = tmp_path / "answers.jsonl", tmp_path / "replay.html"
+    (tmp_path / "prompts.txt").write_bytes("the cat\n\nthe dög\r\n".encode())
+    arguments = ("--model", model_dir, "--prompts", tmp_path / "prompts.txt", "--output", lines)
+    run(*arguments, "--html", page, "--batch-size", 1, "--max-new-tokens", 4, "--strategy", "random", "--steps", 2)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert [line.split(" done")[0] for line in output.err.splitlines()] == ["1 of 2", "2 of 2"]
+    answers = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    assert [each["text"]["prompt"] for each in answers] == ["the cat", "the dög"]
+    assert [each["params"]["remasking_strategy"] for each in answers] == ["random", "random"]
+    html = page.read_text(encoding="utf-8")
+    assert html.count('<section class="request"') == 2
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["answers.jsonl", "prompts.txt", "replay.html"]
+    assert "has answers already: name a new file, or remove it" in failure(capsys, 2, *arguments)
+
+
+def test_files_that_cannot_be_read_or_written_are_told_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Before the model is looked at: there is none."""
+    arguments = ("--model", tmp_path / "none", "--prompt", "a")
+    message = failure(capsys, 2, *arguments, "--html", tmp_path / "no" / "a.html")
+    assert f'output.html = "{tmp_path}/no/a.html": there is no directory {tmp_path}/no' in message
+    assert "is a directory: name a file" in failure(capsys, 2, *arguments, "--output", tmp_path)
+    same = ("--html", tmp_path / "a", "--output", tmp_path / "a")
+    assert "name two files" in failure(capsys, 2, *arguments, *same)
+    message = failure(capsys, 2, *arguments, "--prompts", tmp_path / "a.txt")
+    assert message == f"diffusionlm-infer: error: {tmp_path}/a.txt: No such file or directory\n"
+    assert "system is for chats, and there are none" in failure(capsys, 2, *arguments, "--system", "x")
+    needs = failure(capsys, 2, *arguments, "--set", "input.prompts_format=jsonl")
+    assert 'prompts_format = "jsonl" needs prompts_file' in needs
 
 
 def test_plain_text_of_one_request_is_the_text_alone(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
@@ -97,9 +236,9 @@ def test_plain_text_of_one_request_is_the_text_alone(capsys: pytest.CaptureFixtu
     run(*arguments, "--json")
     [record] = records(capsys)
     run(*arguments)
-    assert capsys.readouterr().out == f"the dog{record['text']}\n"
+    assert capsys.readouterr().out == f"the dog{record['text']['output']}\n"
     run(*arguments, "--prompt", "the")
-    assert capsys.readouterr().out.startswith(f"[prompt 1]\nthe dog{record['text']}\n[prompt 2]\nthe")
+    assert capsys.readouterr().out.startswith(f"[prompt 1]\nthe dog{record['text']['output']}\n[prompt 2]\nthe")
 
 
 def test_show_prints_one_line_a_forward(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
@@ -125,13 +264,6 @@ def test_show_redraws_in_a_terminal(
     assert output.endswith("\x1b[2m sat\x1b[0m\n")
 
 
-def test_wrapped_lines_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert wrapped([("abcd", False), ("ef\ng", True)], 3) == ["abc", "def", "g"]
-    assert wrapped([("日本a\x1b\t", True)], 4) == ["日本", "a\ufffd  ", "  "]
-    assert wrapped([], 4) == [""]
-
-
 def printed_config(capsys: pytest.CaptureFixture[str], path: Path, *argv: object) -> InferConfig:
     path.write_text(failure(capsys, 0, *argv, "--print-config"), encoding="utf-8")
     return load_config(InferConfig, path)
@@ -145,6 +277,8 @@ def test_escapes_are_read_unless_raw(capsys: pytest.CaptureFixture[str], tmp_pat
     assert printed_config(capsys, path, "--infill", text, "--infill", "[1]").input.infills == (read, "[1]")
     assert printed_config(capsys, path, "--raw", "--prompt", text).input.prompts == (text,)
     assert printed_config(capsys, path, "--prompt", text, "--raw").input.prompts == (text,)
+    assert printed_config(capsys, path, "--chat", text, "--chat", "b").input.chats == (read, "b")
+    assert printed_config(capsys, path, "--chat", text, "--raw", "--system", r"\n").input.system == r"\n"
 
 
 def test_shorthands_are_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -158,6 +292,14 @@ def test_shorthands_are_overrides(capsys: pytest.CaptureFixture[str], tmp_path: 
         "json",
     )
     assert config.input.prompts == ("a", "b")
+    numbers = ("--max-new-tokens", 5, "--temperature", 0.5, "--steps", 3, "--block-length", 2, "--batch-size", 4)
+    config = printed_config(capsys, path, "--config", file, *numbers, "--prompts", "p", "--strategy", "random")
+    generation = config.generation
+    assert (generation.max_new_tokens, generation.temperature, generation.steps) == (5, 0.5, 3)
+    assert (generation.block_length, generation.remasking_strategy) == (2, "random")
+    assert (str(config.input.prompts_file), config.input.batch_size) == ("p", 4)
+    config = printed_config(capsys, path, "--config", file, "--output", "o", "--html", "h")
+    assert (str(config.output.file), str(config.output.html)) == ("o", "h")
     config = printed_config(capsys, path, "--config", file, "--prompt", "c")
     assert (str(config.model.path), config.input.prompts, config.input.seed) == ("x", ("c",), 1)
 
@@ -175,6 +317,8 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str], model_dir:
     )
     assert "nothing to do: add --prompt" in failure(capsys, 2, "--model", model_dir)
     assert "--set input.seed=x: expected an integer" in failure(capsys, 2, "--seed", "x")
+    assert "--set generation.steps=1.5: expected an integer" in failure(capsys, 2, "--steps", "1.5")
+    assert "remasking_strategy" in failure(capsys, 2, "--strategy", "best")
     message = failure(capsys, 2, "--set", "generation.steps=2", "--set", "generation.denoising_steps=2")
     assert "steps = 2 (over all blocks) and denoising_steps = 2 (of each block)" in message
 
@@ -183,6 +327,8 @@ def test_errors_of_the_run_exit_with_1(capsys: pytest.CaptureFixture[str], model
     assert "no model at" in failure(capsys, 1, "--model", tmp_path / "none", "--prompt", "a")
     assert "[MASK:0] is no hole" in failure(capsys, 1, "--model", model_dir, "--infill", "a [MASK:0]")
     assert "has no hole" in failure(capsys, 1, "--model", model_dir, "--infill", "a")
+    message = failure(capsys, 1, "--model", model_dir, "--prompt", "", "--prompt", "a")
+    assert "prompt 1 of 2 (0 tokens) and max_new_tokens = 64: 64 tokens are more than the model's context" in message
     message = failure(capsys, 1, "--model", model_dir, "--prompt", "a")
     assert "max_new_tokens = 64: 65 tokens are more than the model's context, max_position_embeddings = 48" in message
 

@@ -56,10 +56,22 @@ def test_top_p_includes_the_token_that_crosses() -> None:
     assert keep_top_p(logits_RV, 0.4).isfinite().tolist() == [[True, False, False]]
 
 
+@pytest.mark.parametrize("num_candidates", [1, 2, 5, 12])
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 0.999])
+def test_top_p_with_few_candidates_is_the_same(num_candidates: int, top_p: float) -> None:
+    """Also among equals, where candidates do not hold the nucleus, and in rows with fewer finite logits."""
+    logits_RV = torch.cat([random_logits(), random_logits().round(), torch.zeros(1, 13, dtype=torch.float64)])
+    logits_RV[0, 1:] = -INF
+    for row_V in logits_RV.split(1):
+        expected_V = keep_top_p(row_V, top_p, num_candidates=13)
+        assert torch.equal(keep_top_p(row_V, top_p, num_candidates), expected_V)
+    assert torch.equal(keep_top_p(logits_RV, top_p, num_candidates), keep_top_p(logits_RV, top_p, 13))
+
+
 def test_temperature() -> None:
     logits_RV = random_logits()
     expected = (logits_RV / 0.7).softmax(dim=1)
-    torch.testing.assert_close(divide_by_temperature(logits_RV, 0.7).softmax(dim=1), expected)
+    assert (divide_by_temperature(logits_RV, 0.7).softmax(dim=1) - expected).abs().max() < 1e-14
     tiny = divide_by_temperature(random_logits(), 1e-310).softmax(dim=1)
     assert tiny.isfinite().all()
 
@@ -67,8 +79,11 @@ def test_temperature() -> None:
 def test_filters_in_order_temperature_top_k_top_p() -> None:
     logits_RV = random_logits()
     filtered = filter_logits(logits_RV, temperature=2.0, top_k=4, top_p=0.8)
-    expected = keep_top_p(keep_top_k(divide_by_temperature(logits_RV, 2.0), 4), 0.8)
-    assert torch.equal(filtered, expected)
+    for row, kept in zip(keep_top_k(logits_RV / 2.0, 4).tolist(), filtered.tolist(), strict=True):
+        expected = naive_top_p(row, 0.8)
+        assert [value > -INF for value in kept] == [value > -INF for value in expected]
+    expected_RV = keep_top_p(keep_top_k(divide_by_temperature(logits_RV, 2.0), 4), 0.8)
+    assert torch.equal(filtered, expected_RV)
     assert torch.equal(filter_logits(logits_RV, temperature=0.0, top_k=None, top_p=1.0), logits_RV)
 
 

@@ -1,60 +1,74 @@
-"""Strategies: their confidences, counts and choices."""
+"""Strategies: their confidences, plans and choices."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from config.generation import GenerationConfig, RemaskingStrategy
-from diffusionlm.inference.policies import (
-    Entropy,
-    LowConfidence,
-    Random,
-    Sequential,
-    Threshold,
-    TopkMargin,
-    build_policy,
-    dream_quotas,
-    even_quotas,
-    most_confident,
+from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
+from config.model import ModelConfig
+from diffusionlm.inference.defaults import with_defaults
+from diffusionlm.inference.policies import Look, Policy, build_policy, most_confident
+
+MODEL = ModelConfig(
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+    intermediate_size=8,
+    max_position_embeddings=64,
+    vocab_size=5,
+    mask_token_id=4,
 )
-
-STRATEGIES: tuple[RemaskingStrategy, ...] = (
-    "low_confidence",
-    "random",
-    "topk_margin",
-    "entropy",
-    "sequential",
-    "threshold",
+SEEING: tuple[RemaskingStrategy, ...] = tuple(
+    name for name, strategy in STRATEGIES.items() if "defer_token_ids" in strategy.keys
 )
+BLIND: tuple[RemaskingStrategy, ...] = tuple(name for name in STRATEGIES if name not in SEEING)
+INF = float("inf")
 
 
-@pytest.mark.parametrize(
-    ("total", "steps", "expected"),
-    [(8, 4, (2, 2, 2, 2)), (10, 4, (3, 3, 2, 2)), (3, 5, (1, 1, 1)), (7, 1, (7,)), (0, 3, ())],
-)
-def test_even_quotas_put_the_surplus_first(total: int, steps: int, expected: tuple[int, ...]) -> None:
-    assert even_quotas(total, steps) == expected
+def policy_of(strategy: RemaskingStrategy, **options: Any) -> Policy:
+    config = GenerationConfig.model_validate({"remasking_strategy": strategy, **options})
+    return build_policy(with_defaults(config, MODEL))
 
 
-def test_dream_quotas_are_those_of_its_time_steps() -> None:
-    # t = 1, 0.75025, 0.5005, 0.25075, 0.001: 1 - s / t of the first three is a little below 1/4, 1/3, 1/2.
-    assert dream_quotas(12, 4) == (2, 3, 3, 4)
-    assert dream_quotas(5, 1) == (5,)
-    assert dream_quotas(0, 3) == ()
+def look(
+    confidence: list[float] | NDArray[np.float64],
+    quota: float = 1,
+    *,
+    uniforms: NDArray[np.float64] | None = None,
+    masked: NDArray[np.bool_] | None = None,
+    step: int = 0,
+    num_steps: int = 1,
+) -> Look:
+    N = len(confidence)
+    return Look(
+        confidence_N=np.array(confidence, dtype=np.float64),
+        is_masked_N=np.ones(N, dtype=np.bool_) if masked is None else masked,
+        uniforms_N=np.zeros(N) if uniforms is None else uniforms,
+        quota=quota,
+        step=step,
+        num_steps=num_steps,
+    )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("steps", [1, 3, 16, 40])
-def test_quotas_settle_everything(strategy: RemaskingStrategy, steps: int) -> None:
-    for masked in range(30):
-        quotas = build_policy(GenerationConfig(remasking_strategy=strategy)).quotas(masked, steps)
-        assert sum(quotas) == masked
-        assert all(quota > 0 for quota in quotas)
-        assert strategy == "threshold" or len(quotas) <= steps
+def chosen(policy: Policy, confidence: list[float], quota: float = 1) -> list[int]:
+    return np.flatnonzero(policy.choose(look(confidence, quota))).tolist()
+
+
+def chi_square(counts: list[int], probabilities: list[float]) -> float:
+    total = sum(counts)
+    return sum(
+        (count - total * share) ** 2 / (total * share) for count, share in zip(counts, probabilities, strict=True)
+    )
 
 
 def test_ties_go_to_the_first_positions() -> None:
@@ -63,47 +77,275 @@ def test_ties_go_to_the_first_positions() -> None:
     assert most_confident(confidence, 4).tolist() == [True, True, False, True, True]
 
 
-def test_threshold_is_inclusive_and_takes_at_least_the_best() -> None:
-    policy = Threshold(0.75)
-    assert policy.choose(np.array([0.75, 0.7, 0.8]), 1).tolist() == [True, False, True]
-    assert policy.choose(np.array([0.1, 0.3, 0.3]), 1).tolist() == [False, True, False]
+@pytest.mark.parametrize(
+    "strategy", ["low_confidence", "low_confidence_static", "maskgit_plus", "topk_margin", "entropy"]
+)
+def test_ranked_strategies_take_the_most_confident(strategy: RemaskingStrategy) -> None:
+    policy = policy_of(strategy)
+    assert policy.is_deterministic
+    assert chosen(policy, [0.1, 0.4, 0.3, 0.4], 1) == [1]
+    assert chosen(policy, [0.1, 0.4, 0.3, 0.4], 3) == [1, 2, 3]
 
 
-def test_sequential_takes_the_first() -> None:
-    assert Sequential().choose(np.array([0.1, 0.9, 0.5]), 2).tolist() == [True, True, False]
-    assert Sequential().quotas(7, 3) == (3, 2, 2)
+def test_plans() -> None:
+    def plan(strategy: RemaskingStrategy, **options: Any) -> tuple[float, ...]:
+        return policy_of(strategy, **options).plan(num_masked=5, num_steps=3, block_length=8)
+
+    assert plan("low_confidence") == plan("random") == plan("random_topk") == plan("equal_counts") == (2, 2, 1)
+    assert plan("sequential") == plan("low_confidence_static") == plan("low_confidence_dynamic") == (3, 2)
+    assert plan("low_confidence_dynamic", threshold_fallback="one") == (1,) * 5
+    assert plan("threshold") == plan("factor") == plan("entropy_bounded") == plan("first_hitting") == (1,) * 5
+    assert plan("maskgit_plus") == plan("topk_margin") == plan("entropy") == (1, 1, 3)
+    assert plan("ancestral") == (1 / 3, 1 / 2, 1.0)
+    assert plan("origin") == pytest.approx((0.333, 0.333 / 0.667, 1.0), abs=1e-6)
+    assert plan("p2") == (1 / 3, 2 / 3, 1.0)
 
 
 def test_confidences() -> None:
     probs = torch.tensor([[0.5, 0.2, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
-    tokens, uniforms = torch.tensor([1, 3]), torch.tensor([0.7, 0.1], dtype=torch.float64)
-    assert LowConfidence().confidence(probs, tokens, uniforms).tolist() == [0.2, 0.25]
-    assert Threshold(0.5).confidence(probs, tokens, uniforms).tolist() == [0.2, 0.25]
-    assert Random().confidence(probs, tokens, uniforms).tolist() == [0.7, 0.1]
-    assert TopkMargin().confidence(probs, tokens, uniforms).tolist() == pytest.approx([0.2, 0.0])
-    entropy = -sum(p * math.log(p) for p in (0.5, 0.2, 0.3))
-    assert Entropy().confidence(probs, tokens, uniforms).tolist() == pytest.approx([-entropy, -math.log(4)])
+    tokens = torch.tensor([1, 3])
+    entropies = [-sum(p * math.log(p) for p in (0.5, 0.2, 0.3)), math.log(4)]
+    for strategy in SEEING:
+        policy = policy_of(strategy)
+        expected = [0.2, 0.25]
+        if strategy == "topk_margin":
+            expected = [0.2, 0.0]
+        elif strategy in ("entropy", "entropy_bounded"):
+            expected = [-entropy for entropy in entropies]
+        assert policy.confidence(probs, tokens).tolist() == pytest.approx(expected), strategy
+        assert policy.needs_distribution == (strategy in ("topk_margin", "entropy", "entropy_bounded"))
+    for strategy in BLIND:
+        assert policy_of(strategy).confidence(probs, tokens).tolist() == [0.0, 0.0]
 
 
-def test_build_policy() -> None:
-    assert build_policy(GenerationConfig(remasking_strategy="threshold")) == Threshold(0.9)
-    assert build_policy(GenerationConfig(remasking_strategy="threshold", confidence_threshold=0.0)) == Threshold(0.0)
-    assert build_policy(GenerationConfig()) == LowConfidence()
-    assert build_policy(GenerationConfig(remasking_strategy="sequential")) == Sequential()
+def test_who_is_blind_remasks_and_needs_no_chance() -> None:
+    assert {name for name in STRATEGIES if policy_of(name).is_blind} == set(BLIND)
+    assert {name for name in STRATEGIES if policy_of(name).remasks} == {"p2", "remdm_cap", "remdm_loop"}
+    by_chance = {"random", "random_topk", "origin", "ancestral", "first_hitting", "equal_counts"}
+    by_chance |= {"p2", "remdm_cap", "remdm_loop"}
+    assert {name for name in STRATEGIES if not policy_of(name).is_deterministic} == by_chance
+    assert not policy_of("entropy", alg_temp=0.1).is_deterministic
+
+
+def test_threshold_is_inclusive_and_takes_at_least_the_best() -> None:
+    policy = policy_of("threshold", confidence_threshold=0.75)
+    assert chosen(policy, [0.75, 0.7, 0.8]) == [0, 2]
+    assert chosen(policy, [0.1, 0.3, 0.3]) == [1]
+    strict = policy_of("threshold", confidence_threshold=0.75, threshold_comparison=">")
+    assert chosen(strict, [0.75, 0.7, 0.8]) == [2]
+    assert chosen(strict, [0.75, 0.7, 0.75]) == [0]
+    assert chosen(policy_of("threshold"), [0.9, 0.89]) == [0]
+    assert chosen(policy_of("threshold", confidence_threshold=0.0), [0.0, -INF]) == [0]
+
+
+def test_dynamic_takes_what_is_above_the_threshold_if_that_is_enough() -> None:
+    for fallback in ("quota", "leftmost", "one"):
+        policy = policy_of("low_confidence_dynamic", threshold_fallback=fallback)
+        assert chosen(policy, [0.9, 0.85, 0.86, 0.2], 2) == [0, 2]
+        assert chosen(policy, [0.9, 0.95, 0.86, 0.2], 2) == [0, 1, 2]
+    inclusive = policy_of("low_confidence_dynamic", threshold_comparison=">=")
+    assert chosen(inclusive, [0.9, 0.85, 0.86, 0.2], 2) == [0, 1, 2]
+
+
+def test_dynamic_has_three_ways_where_too_few_pass() -> None:
+    confidence = [0.1, 0.2, 0.9, 0.4]
+    assert chosen(policy_of("low_confidence_dynamic"), confidence, 3) == [1, 2, 3]
+    leftmost = policy_of("low_confidence_dynamic", threshold_fallback="leftmost")
+    assert chosen(leftmost, confidence, 3) == [0, 1, 2]
+    assert chosen(leftmost, [-INF, 0.2, 0.9, 0.4], 2) == [1, 2], "what is put off is not the first"
+    one = policy_of("low_confidence_dynamic", threshold_fallback="one")
+    assert chosen(one, confidence) == [2]
+    assert chosen(one, [0.1, 0.2, 0.2]) == [1]
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("factor", "confidence", "expected"),
     [
-        ({"steps": 4, "denoising_steps": 2}, ["steps = 4", "denoising_steps = 2", "remove one"]),
-        ({"steps": 4, "remasking_strategy": "threshold"}, ["steps = 4", "no effect", "remove it"]),
-        ({"confidence_threshold": 0.5}, ["confidence_threshold = 0.5", "threshold", "low_confidence"]),
-        ({"top_p": 0.0}, ["top_p", "greater than 0"]),
-        ({"temperature": -1.0}, ["temperature"]),
-        ({"stop_token_ids": [-1]}, ["stop_token_ids"]),
+        # Needed: 0.5, 2/3, 0.75, 0.8.
+        (1.0, [0.75, 0.1, 0.9, 0.7], [0, 2]),
+        (1.0, [0.75, 0.8, 0.9, 0.1], [0, 1, 2]),
+        (1.0, [0.79, 0.8, 0.9, 0.78], [0, 1, 2]),  # exactly the last one fails, and is not taken
+        (1.0, [0.8, 0.8, 0.9, 0.8], [0, 1, 2, 3]),
+        (1.0, [0.1, 0.2], [1]),  # the first always
+        (1.0, [0.4, 0.99], [1]),
+        (1.0, [0.6, 0.6, 0.76], [2]),  # the second fails
+        # Needed: 0, 1/3, 0.5, 0.6.
+        (2.0, [0.3, 0.5, 0.55, 0.1], [1, 2]),
+        (100.0, [0.0, 0.1], [0, 1]),
     ],
 )
-def test_config_errors(values: dict[str, object], words: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        GenerationConfig.model_validate(values)
-    assert all(word in str(caught.value) for word in words)
+def test_factor(factor: float, confidence: list[float], expected: list[int]) -> None:
+    assert chosen(policy_of("factor", factor=factor), confidence) == expected
+
+
+@pytest.mark.parametrize(
+    ("bound", "entropies", "expected"),
+    [
+        (0.5, [0.25, 0.5, 0.125], [0, 2]),  # sums 0.125, 0.375, 0.875
+        (0.375, [0.25, 0.5, 0.125], [2]),  # less than the bound, not equal to it
+        (0.1, [0.25, 0.5, 0.125], [2]),
+        (10.0, [0.25, 0.5, 0.125], [0, 1, 2]),
+        (1.0, [0.5, 0.0, 0.0], [0, 1, 2]),
+        (0.35, [0.5, 0.5], [0]),
+    ],
+)
+def test_entropy_bounded(bound: float, entropies: list[float], expected: list[int]) -> None:
+    policy = policy_of("entropy_bounded", entropy_bound=bound)
+    assert chosen(policy, [-entropy for entropy in entropies]) == expected
+
+
+def test_sequential_takes_the_first() -> None:
+    assert chosen(policy_of("sequential"), [0.0, 0.0, 0.0], 2) == [0, 1]
+
+
+def test_first_drawn_position_is_one_of_the_softmax() -> None:
+    policy = policy_of("entropy", alg_temp=0.4)
+    confidence = np.array([-0.3, -1.0, -0.6, -0.1])
+    weights = np.exp(confidence / 0.4)
+    shares = (weights / weights.sum()).tolist()
+    chance = np.random.default_rng(0)
+    first, second = Counter[int](), Counter[tuple[int, int]]()
+    for _ in range(3000):
+        uniforms = chance.random(4)
+        [best] = np.flatnonzero(policy.choose(look(confidence, 1, uniforms=uniforms))).tolist()
+        pair = np.flatnonzero(policy.choose(look(confidence, 2, uniforms=uniforms))).tolist()
+        assert best in pair
+        first[best] += 1
+        second[pair[0], pair[1]] += 1
+    # 99.9% of 3 and of 5 degrees of freedom.
+    assert chi_square([first[place] for place in range(4)], shares) < 16.27
+    pairs = list(combinations(range(4), 2))
+    of_pairs = [shares[a] * shares[b] * (1 / (1 - shares[a]) + 1 / (1 - shares[b])) for a, b in pairs]
+    assert chi_square([second[pair] for pair in pairs], of_pairs) < 20.52
+
+
+@pytest.mark.parametrize("alg_temp", [1e-310, 1e300])
+def test_extreme_temperatures_of_positions(alg_temp: float) -> None:
+    policy = policy_of("low_confidence", alg_temp=alg_temp)
+    uniforms = np.array([0.5, 0.0, 0.9, 1 - 2.0**-53])
+    picked = np.flatnonzero(policy.choose(look([0.9, 0.7, -INF, 0.1], 2, uniforms=uniforms))).tolist()
+    assert picked == ([0, 1] if alg_temp < 1 else [0, 3]), "the best, or any"
+    picked = np.flatnonzero(policy.choose(look([0.1, 0.7, -INF, 0.8], 3, uniforms=uniforms))).tolist()
+    assert picked == [0, 1, 3], "what is put off comes last, whatever chance says"
+
+
+def test_random_topk_shuffles_equals_alone() -> None:
+    policy = policy_of("random_topk")
+    chance = np.random.default_rng(1)
+    confidence = [0.5, 1.0 - 1e-9, 0.5, 1.0, -INF]
+    seen = Counter[tuple[int, ...]]()
+    for _ in range(1000):
+        uniforms = chance.random(5)
+        seen[tuple(np.flatnonzero(policy.choose(look(confidence, 1, uniforms=uniforms))).tolist())] += 1
+        assert np.flatnonzero(policy.choose(look(confidence, 2, uniforms=uniforms))).tolist() == [1, 3]
+        assert set(np.flatnonzero(policy.choose(look(confidence, 3, uniforms=uniforms))).tolist()) > {1, 3}
+        assert not policy.choose(look(confidence, 4, uniforms=uniforms))[4]
+    assert seen.keys() == {(1,), (3,)}
+    assert chi_square(list(seen.values()), [0.5, 0.5]) < 10.83
+
+
+@pytest.mark.parametrize(("strategy", "quota"), [("random", 2), ("equal_counts", 2), ("first_hitting", 1)])
+def test_blind_choices_are_uniform(strategy: RemaskingStrategy, quota: int) -> None:
+    policy, chance = policy_of(strategy), np.random.default_rng(2)
+    sets = list(combinations(range(4), quota))
+    seen = Counter[tuple[int, ...]]()
+    for _ in range(3000):
+        seen[tuple(np.flatnonzero(policy.choose(look([0.0] * 4, quota, uniforms=chance.random(4)))).tolist())] += 1
+    assert seen.keys() == set(sets)
+    assert chi_square([seen[each] for each in sets], [1 / len(sets)] * len(sets)) < 20.52
+
+
+@pytest.mark.parametrize("strategy", ["origin", "ancestral"])
+def test_independent_choices_have_the_planned_probability(strategy: RemaskingStrategy) -> None:
+    policy, grid = policy_of(strategy), (np.arange(1000) + 0.5) / 1000
+    for quota in (0.25, 0.5):
+        assert policy.choose(look(grid, quota, uniforms=grid)).sum() == 1000 * quota
+    assert policy.choose(look(grid, 1.0, uniforms=np.full(1000, 1 - 2.0**-53))).all()
+    assert not policy.choose(look(grid, 0.25, uniforms=np.full(1000, 0.25))).any()
+
+
+def test_p2_masks_the_least_confident_again() -> None:
+    policy = policy_of("p2")
+    confidence = [0.3, 0.9, 0.3, 0.8, 0.3]
+    masked = np.array([True, False, False, True, True])
+    held = [
+        policy.choose(look(confidence, masked=masked, step=step, num_steps=4, quota=(step + 1) / 4)).tolist()
+        for step in range(4)
+    ]
+    # floor(5 * 3/4) = 3, 2, 1 and 0 masks; among equals the later positions.
+    assert held[0] == [False, True, False, True, False]
+    assert held[1] == [True, True, False, True, False]
+    assert held[2] == [True, True, True, True, False]
+    assert held[3] == [True] * 5
+
+
+def test_p2_counts_in_whole_numbers() -> None:
+    held = policy_of("p2").choose(look([0.5] * 10, 0.9, step=8, num_steps=10))
+    assert held.sum() == 9, "(1 - 0.9) * 10 is 0.9999999999999998 in floats"
+
+
+LOOPS = [
+    ("remdm_cap", {}),
+    ("remdm_cap", {"remdm_eta": 1.0}),
+    ("remdm_loop", {}),
+    ("remdm_loop", {"remdm_eta": 0.5, "remdm_t_on": 0.6, "remdm_t_off": 0.2, "remdm_alpha_on": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options"), LOOPS)
+@pytest.mark.parametrize("steps", [1, 2, 7, 20])
+def test_remdm_keeps_the_marginals(strategy: RemaskingStrategy, options: dict[str, float], steps: int) -> None:
+    """alpha_t (1 - sigma) + (1 - alpha_t) p = alpha_s, 0 <= sigma <= sigma_max, and nothing is left at the end."""
+    policy, grid = policy_of(strategy, **options), (np.arange(20_000) + 0.5) / 20_000
+    alpha = 0.0
+    for step, quota in enumerate(policy.plan(16, steps, 16)):
+        looks = [
+            look(grid, quota, uniforms=grid, masked=np.full(len(grid), masked), step=step, num_steps=steps)
+            for masked in (True, False)
+        ]
+        settles, stays = (float(policy.choose(each).mean()) for each in looks)
+        before, alpha = alpha, alpha * stays + (1.0 - alpha) * settles
+        time = (steps - step - 1) / steps
+        if strategy == "remdm_cap":
+            expected = 1.0 - time
+            bound = min(options.get("remdm_eta", 0.02), 1.0, (1 - expected) / before if before > 1e-9 else 1.0)
+            assert 1.0 - stays == pytest.approx(bound, abs=1e-3)
+        else:
+            on, off = options.get("remdm_t_on", 0.55), options.get("remdm_t_off", 0.05)
+            level = options.get("remdm_alpha_on", 0.9)
+            expected = level * (1 - time) / (1 - on) if time > on else max(level, 1 - (1 - level) * time / off)
+            is_on = time + 1 / steps <= on + 1e-12 and time >= off - 1e-12
+            assert 1.0 - stays == pytest.approx(options.get("remdm_eta", 0.02) if is_on else 0.0, abs=1e-4)
+        assert alpha == pytest.approx(expected, abs=1e-3)
+    assert alpha == 1.0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_settles_everything(strategy: RemaskingStrategy) -> None:
+    """On any confidences, in no more steps than are planned; what is put off comes last."""
+    policy, chance = policy_of(strategy), np.random.default_rng(3)
+    for size, given, steps in [(1, 0, 1), (6, 0, 3), (6, 2, 6), (9, 4, 4), (8, 0, 20)]:
+        masked = np.ones(size - given, dtype=np.bool_)
+        plan = policy.plan(len(masked), steps, size)
+        for step, quota in enumerate(plan):
+            if not policy.remasks and not masked.any():
+                break
+            places = np.arange(len(masked)) if policy.remasks else np.flatnonzero(masked)
+            confidence = np.where(chance.random(len(places)) < 0.2, -INF, -2 * chance.random(len(places)))
+            if policy.is_blind:
+                confidence = np.zeros(len(places))
+            held = policy.choose(
+                look(
+                    confidence,
+                    quota,
+                    uniforms=chance.random(len(places)),
+                    masked=masked[places],
+                    step=step,
+                    num_steps=len(plan),
+                )
+            )
+            assert policy.is_blind or policy.remasks or held.any()
+            if strategy in SEEING:
+                assert not (held & np.isneginf(confidence)).any() or held[~np.isneginf(confidence)].all()
+            masked[places] = ~held
+        assert not masked.any(), (size, given, steps)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from config.generation import GenerationConfig, RemaskingStrategy
+from config.model import ModelConfig
 from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.inference.defaults import with_defaults
 from diffusionlm.inference.generate import generate
 from diffusionlm.inference.likelihood import sampler_likelihood
 from diffusionlm.inference.policies import build_policy
@@ -43,6 +45,12 @@ def small(tiny_model: MakeModel) -> MakeModel:
     return make
 
 
+def plan_of(config: GenerationConfig, model: ModelConfig, num_masked: int, steps: int) -> list[int]:
+    """Counts of each forward of a block."""
+    policy = build_policy(with_defaults(config, model))
+    return [int(count) for count in policy.plan(num_masked, steps, num_masked)]
+
+
 def total_probability(row_nats: tuple[float, ...]) -> float:
     return math.fsum(math.exp(-nats) for nats in row_nats)
 
@@ -56,11 +64,32 @@ def test_probabilities_of_all_texts_sum_to_one(
     config = settings(remasking_strategy=strategy, denoising_steps=steps)
     report = sampler_likelihood(small(), EVERY_TEXT, config=config, batch_size=batch_size)
     assert total_probability(report.row_nats) == pytest.approx(1.0, abs=1e-9)
-    forwards = len(build_policy(config).quotas(4, steps))  # Dream's counts are a little uneven
+    forwards = len(plan_of(config, small().config, 4, steps))  # Dream's counts are a little uneven
     assert (report.num_tokens, report.num_forwards) == (81 * 4, 81 * forwards)
     assert forwards == steps or strategy in ("topk_margin", "entropy")
     assert report.nats_per_token == pytest.approx(sum(report.row_nats) / 324)
     assert report.nats == pytest.approx(sum(report.row_nats))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"remasking_strategy": "threshold", "confidence_threshold": 0.45},
+        {"remasking_strategy": "threshold", "confidence_threshold": 0.4, "block_length": 2},
+        {"remasking_strategy": "factor", "factor": 1.5},
+        {"remasking_strategy": "entropy_bounded", "entropy_bound": 2.0},
+        {"remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.45, "denoising_steps": 3},
+        {"remasking_strategy": "low_confidence_static", "denoising_steps": 2, "block_length": 3},
+        {"remasking_strategy": "maskgit_plus", "denoising_steps": 2},
+    ],
+)
+@pytest.mark.parametrize("block_length", [None, 3])
+def test_probabilities_sum_to_one_where_counts_follow(
+    small: MakeModel, values: dict[str, Any], block_length: int | None
+) -> None:
+    report = sampler_likelihood(small(block_length=block_length), EVERY_TEXT, config=settings(**values))
+    assert total_probability(report.row_nats) == pytest.approx(1.0, abs=1e-9)
+    assert report.num_forwards < 81 * 4
 
 
 @pytest.mark.parametrize("strategy", DETERMINISTIC)
@@ -137,7 +166,7 @@ def test_the_order_is_that_of_the_distributions(
     hidden = set(range(shift, 9))
     for start in range(0, 9, size):
         block = [place for place in range(start, min(start + size, 9)) if place in hidden]
-        for quota in build_policy(settings(remasking_strategy=strategy)).quotas(len(block), len(block)):
+        for quota in plan_of(settings(remasking_strategy=strategy), model.config, len(block), len(block)):
             canvas = [TOKENS if place in hidden else token for place, token in enumerate(text)]
             with torch.no_grad():
                 logits_LV = model(torch.tensor([canvas]), pattern=pattern)[0].clone()
@@ -261,14 +290,16 @@ def test_it_is_the_likelihood_of_what_sequential_generates(small: MakeModel) -> 
 
 def test_refusals(small: MakeModel) -> None:
     model, tokens_BL = small(), torch.tensor([[0, 1, 2]])
-    for strategy in ("random", "threshold"):
-        with pytest.raises(ValueError, match=f'"{strategy}" has no exact likelihood.*low_confidence, topk_margin'):
+    for strategy in ("random", "ancestral", "p2", "remdm_cap"):
+        with pytest.raises(ValueError, match=f'"{strategy}".* has no exact likelihood.*low_confidence, sequential'):
             sampler_likelihood(model, tokens_BL, config=settings(remasking_strategy=strategy))
     for values, words in (
         ({"temperature": 0.5}, "temperature = 0.5: the likelihood is that of temperature 1"),
-        ({"top_k": 2}, "top_k = 2 makes texts impossible"),
-        ({"top_p": 0.9}, "top_p = 0.9 makes texts impossible"),
-        ({"suppress_token_ids": [1]}, "suppress_token_ids = .* makes texts impossible"),
+        ({"top_k": 2}, "top_k = 2 changes what the sampler may say"),
+        ({"top_p": 0.9}, "top_p = 0.9 changes what the sampler may say"),
+        ({"suppress_token_ids": [1]}, "suppress_token_ids = .* changes what the sampler may say"),
+        ({"cfg_scale": 1.0}, "cfg_scale = 1.0 changes what the sampler may say"),
+        ({"alg_temp": 1.0}, "has no exact likelihood"),
         ({"block_length": 1, "steps": 2}, "steps = 2 are fewer than the 3 blocks"),
         ({"attention": "block_causal"}, "needs block_length"),
     ):

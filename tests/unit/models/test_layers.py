@@ -1,4 +1,4 @@
-"""Norm, rotation and feed-forward against formulas written out."""
+"""Linear, norm, rotation and feed-forward against formulas written out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffusionlm.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
+from diffusionlm.models.layers import Linear, RMSNorm, RotaryEmbedding, SwiGLU, rotate
 
 
 def naive_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
@@ -18,6 +18,30 @@ def make_norm(width: int, eps: float, dtype: torch.dtype) -> RMSNorm:
     with torch.no_grad():
         norm.weight.copy_(torch.randn(width) * 0.5 + 1.0)
     return norm.to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 3), (2, 2), (5,), (0,), ()], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_without_gradient_is_linear(shape: tuple[int, ...], bias: bool) -> None:
+    layer, x = Linear(12, 7, bias=bias), torch.randn(*shape, 12)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    with torch.no_grad():
+        ours = layer(x)
+        expected = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+    assert ours.is_contiguous()
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(x), ours, rtol=1e-5, atol=1e-5)
+
+
+def test_without_gradient_norm_and_rotation_are_the_same() -> None:
+    norm, x = make_norm(12, 1e-3, torch.float32), torch.randn(2, 3, 4, 12)
+    rope = RotaryEmbedding(12, 100.0)(torch.arange(3)[None])
+    with torch.inference_mode():
+        ours = norm(x), rotate(x, rope)
+    assert torch.equal(ours[0], norm(x)) and torch.equal(ours[1], rotate(x, rope))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])

@@ -1,0 +1,42 @@
+"""``diffusionlm-bench-infer``: decoding speed, forwards and memory over a grid of settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from config.bench_infer import BenchInferConfig
+from config.command import ValueShorthand, friendly_errors, parse_command
+
+NAME = "diffusionlm-bench-infer"
+
+EXAMPLE = f"""  {NAME} --config config/resources/bench_infer.toml --set output.path=runs/bench_infer.json
+  {NAME} --config config/resources/bench_infer.toml --model runs/blocks/4 --set validation.source=python-stdlib"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, load the config, measure."""
+    config, _ = parse_command(
+        BenchInferConfig,
+        name=NAME,
+        description="Measure tokens per second, forwards and memory of decoding, all cells of a grid in turn.",
+        example=EXAMPLE,
+        extra=_add_shorthands,
+        argv=argv,
+    )
+    with friendly_errors(NAME):
+        # Only now, so that --help and config errors do not wait for torch.
+        from benchmarking.bench_infer import bench_infer
+
+        print(bench_infer(config))
+
+
+def _add_shorthands(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("shorthands for --set")
+    group.add_argument(
+        "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="in place of random weights"
+    )
+
+
+if __name__ == "__main__":
+    main()

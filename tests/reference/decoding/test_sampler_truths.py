@@ -1,0 +1,227 @@
+"""What is true of every strategy: an oracle's answer is found, batches and exact caches change nothing, and the
+likelihoods of deterministic samplers are probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
+from diffusionlm.inference.defaults import with_defaults
+from diffusionlm.inference.generate import Generation, generate, infill
+from diffusionlm.inference.likelihood import sampler_likelihood
+from diffusionlm.inference.policies import build_policy
+from tests.reference.decoding.choosing import Array, best, even_counts, softmax
+from tests.reference.decoding.llada import by_factor, by_threshold
+from tests.reference.decoding.sdar import Rule
+from tests.reference.decoding.standins import (
+    MASK,
+    Table,
+    TableModel,
+    settings,
+    table_model,
+    tiny_transformer,
+)
+
+STRATEGY_NAMES: tuple[RemaskingStrategy, ...] = get_args(RemaskingStrategy)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 0, 1, 2], [9, 8, 7, 6, 5, 4]]
+SEEDS = [7, 7, 0, 3]
+
+
+def options(strategy: RemaskingStrategy, steps: int = 3) -> dict[str, Any]:
+    """Few steps, where the strategy takes any."""
+    takes_steps = "denoising_steps" in STRATEGIES[strategy].keys
+    return {"remasking_strategy": strategy, **({"denoising_steps": steps} if takes_steps else {})}
+
+
+class Oracle(Table):
+    """Sure of one token at each place, whatever is visible; the mask token has more still."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def __call__(self, tokens: Sequence[int]) -> Array:
+        logits_LV = np.zeros((len(tokens), MASK + 1))
+        logits_LV[:, MASK] = 99.0
+        for row in range(len(tokens)):
+            logits_LV[row, answer(row + self.shift)] = 60.0
+        return logits_LV
+
+
+def answer(place: int) -> int:
+    return place * 7 % MASK
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [
+        ({}, {"block_length": 5}),
+        ({}, {"block_length": 5, "canvas": "growing"}),
+        ({"logit_alignment": "shifted"}, {}),
+        ({"block_length": 4}, {}),
+        ({"block_length": 4, "logit_alignment": "shifted"}, {"cfg_scale": 1.0}),
+    ],
+    ids=str,
+)
+def test_every_strategy_finds_an_oracles_answer(
+    strategy: RemaskingStrategy, config: dict[str, Any], values: dict[str, Any]
+) -> None:
+    model = table_model(**config)
+    model.table = Oracle(int("logit_alignment" in config))
+    chosen = settings(max_new_tokens=11, **options(strategy), **values)
+    for prompt, done in zip(PROMPTS, generate(model, PROMPTS, chosen), strict=True):
+        assert done.token_ids == tuple(answer(place) for place in range(len(prompt), len(prompt) + 11))
+        assert done.finish_reason == "length" and done.tokens_per_forward == 11 / done.num_forwards
+    canvas = [8, MASK, MASK, 4, MASK, MASK, MASK, 2, MASK]
+    [done] = infill(model, [canvas], chosen)
+    assert done.token_ids == tuple(answer(place) if token == MASK else token for place, token in enumerate(canvas))
+
+
+def assert_same(some: Sequence[Generation], others: Sequence[Generation]) -> None:
+    for a, b in zip(some, others, strict=True):
+        assert (a.token_ids, a.step_map, a.num_forwards) == (b.token_ids, b.step_map, b.num_forwards)
+        # The norms of the model are computed in fp32 whatever its dtype.
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, TableModel]:
+    return {"whole": table_model(seed=6), "blocks": table_model(seed=6, block_length=4)}
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("which", ["whole", "blocks"])
+def test_a_request_does_not_depend_on_its_batch(
+    tables: dict[str, TableModel], strategy: RemaskingStrategy, which: str
+) -> None:
+    model = tables[which]
+    config = settings(
+        max_new_tokens=9, block_length=4, temperature=1.0, top_p=0.9, stop_token_ids=(1,), **options(strategy)
+    )
+    together = generate(model, PROMPTS, config, SEEDS)
+    assert len({done.num_forwards for done in together}) > 1, "requests leave the batch one after the other"
+    assert_same(
+        together, [generate(model, [prompt], config, [seed])[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual", "block"])
+@pytest.mark.parametrize(("strategy", "scale"), [("threshold", 0.0), ("ancestral", 1.0), ("p2", 0.0)])
+def test_a_cached_request_does_not_depend_on_its_batch(cache: str, strategy: RemaskingStrategy, scale: float) -> None:
+    model = tiny_transformer(3, **({"block_length": 4} if cache == "block" else {}))
+    config = settings(
+        max_new_tokens=9, block_length=4, temperature=1.0, cache=cache, cfg_scale=scale, **options(strategy)
+    )
+    together = generate(model, PROMPTS, config, SEEDS)
+    assert_same(
+        together, [generate(model, [prompt], config, [seed])[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+def test_the_cache_of_blocks_is_exact(strategy: RemaskingStrategy, alignment: str) -> None:
+    model = tiny_transformer(5, block_length=4, logit_alignment=alignment)
+    config = settings(max_new_tokens=10, temperature=1.0, top_k=6, **options(strategy))
+    assert_caches_agree(model, config)
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+@pytest.mark.parametrize("values", [{"cfg_scale": 0.7}, {"stop_token_ids": (1,)}], ids=str)
+def test_the_cache_of_other_blocks_is_exact(size: int, values: dict[str, Any]) -> None:
+    model = tiny_transformer(5, block_length=size)
+    assert_caches_agree(model, settings(max_new_tokens=10, remasking_strategy="low_confidence", **values))
+
+
+def test_the_cache_of_an_autoregressive_model_is_exact() -> None:
+    model = tiny_transformer(5, block_length=1, logit_alignment="shifted", mask_token_id=None)
+    for temperature in (0.0, 1.0):
+        assert_caches_agree(model, settings(max_new_tokens=10, temperature=temperature))
+
+
+def assert_caches_agree(model: Any, config: GenerationConfig) -> None:
+    cached = generate(model, PROMPTS[:3], config.model_copy(update={"cache": "block"}), SEEDS[:3])
+    assert_same(cached, generate(model, PROMPTS[:3], config, SEEDS[:3]))
+    assert len({done.token_ids for done in cached}) > 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The likelihood of deterministic samplers
+
+TOKENS, LENGTH = 3, 4
+EVERY_TEXT = list(product(range(TOKENS), repeat=LENGTH))
+DETERMINISTIC = [
+    strategy
+    for strategy in STRATEGY_NAMES
+    if build_policy(with_defaults(GenerationConfig(remasking_strategy=strategy), table_model().config)).is_deterministic
+]
+
+
+def test_which_samplers_are_deterministic() -> None:
+    assert set(DETERMINISTIC) == {
+        *("low_confidence", "sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"),
+        *("threshold", "factor", "maskgit_plus", "topk_margin", "entropy"),
+    }
+
+
+def revealed(strategy: str, masked: list[int], probs: dict[int, Array], count: int) -> list[int]:
+    """The places that are settled by the distributions alone."""
+    top = {place: float(probs[place].max()) for place in masked}
+    match strategy:
+        case "threshold":
+            return by_threshold(0.5)(top, 0)
+        case "factor":
+            return by_factor(1.2)(top, 0)
+        case "topk_margin":
+            return best({place: float(np.diff(np.sort(probs[place])[-2:])[0]) for place in masked}, count)
+        case "entropy":
+            return best({place: float((probs[place] * np.log(probs[place])).sum()) for place in masked}, count)
+        case "low_confidence" | "maskgit_plus":
+            return best(top, count)
+        case _:
+            return Rule(strategy, confidence_threshold=0.5, eb_threshold=1.5).chosen(masked, top, probs, count)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "threshold": {"confidence_threshold": 0.5},
+    "factor": {"factor": 1.2},
+    "entropy_bounded": {"entropy_bound": 1.5},
+    "low_confidence_dynamic": {"confidence_threshold": 0.5},
+}
+
+
+@pytest.mark.parametrize("strategy", DETERMINISTIC)
+@pytest.mark.parametrize("block_length", [None, 2])
+def test_exact_likelihoods_are_those_of_the_order_written_out(
+    strategy: RemaskingStrategy, block_length: int | None
+) -> None:
+    """And sum to one over all texts. Two steps for a block, which is the whole text or half of it."""
+    model = table_model(TOKENS, seed=7, scale=1.0, block_length=block_length)
+    config = GenerationConfig(**options(strategy, 2), **OPTIONS.get(strategy, {}))
+    report = sampler_likelihood(model, torch.tensor(EVERY_TEXT), config=config)
+    assert math.fsum(math.exp(-nats) for nats in report.row_nats) == pytest.approx(1.0, abs=1e-9)
+    counts = even_counts(block_length or LENGTH, 2)
+    if strategy in ("maskgit_plus", "topk_margin", "entropy"):  # Dream's: int(masked * 0.4995), then the rest
+        counts = [1, 3] if block_length is None else [2]
+    num_forwards = 0
+    for text, nats in zip(EVERY_TEXT, report.row_nats, strict=True):
+        canvas, expected = [TOKENS] * LENGTH, 0.0
+        for start in range(0, LENGTH, block_length or LENGTH):
+            end, step = start + (block_length or LENGTH), 0
+            while masked := [place for place in range(start, end) if canvas[place] == TOKENS]:
+                probs = {place: softmax(model.table(canvas[:end])[place, :TOKENS]) for place in masked}
+                for place in revealed(strategy, masked, probs, counts[min(step, len(counts) - 1)]):
+                    canvas[place] = text[place]
+                    expected -= math.log(probs[place][text[place]])
+                step += 1
+                num_forwards += 1
+        assert nats == pytest.approx(expected, abs=1e-9)
+    assert report.num_forwards == num_forwards

@@ -1,0 +1,267 @@
+"""The decoding benchmark: its config, what it counts, its report; and the peers of the other one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarking import bench_decoding_peers as peers
+from benchmarking import bench_infer as module
+from benchmarking.bench_infer import MaskWatch, bench_infer, count, measure_bounds, random_model, random_prompts
+from config.bench_infer import BenchInferConfig, BenchModel, ValidationSection
+from config.eval import EvalConfig, NelboConfig
+from config.generation import GenerationConfig
+from config.load import ConfigError, load_config
+from config.model import ModelConfig
+from diffusionlm.inference.generate import Canvas, Generation, Step, generate
+from diffusionlm.models.init import OUTPUT_PROJECTIONS
+from diffusionlm.models.patterns import Causal
+from diffusionlm.models.transformer import Transformer
+
+RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer.toml"
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 32,
+    "vocab_size": 48,
+}
+
+
+def make_config(**changes: Any) -> BenchInferConfig:
+    generation = {"attention": "block_causal", "remasking_strategy": "low_confidence_static", "denoising_steps": 2}
+    values: dict[str, Any] = {
+        "model": {"shape": SHAPE, "device": "cpu", "threads": 1},
+        "bench": {"prompt_length": 4, "new_tokens": 8, "rounds": 2, "warmup": 0, "memory": False},
+        "grid": {"batch_sizes": [1, 2], "block_lengths": [4], "caches": ["none", "block"]},
+        "policies": [{"name": "static", "generation": generation}],
+    }
+    return BenchInferConfig.model_validate(values | changes)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    # In fp64 no rounding decides between two tokens or two positions.
+    return random_model(ModelConfig(**SHAPE, mask_token_id=47, block_length=4), seed=0).double()
+
+
+def test_the_shipped_grid() -> None:
+    labels = [cell.label for cell in load_config(BenchInferConfig, RESOURCE).cells()]
+    assert labels[:7] == [
+        "static, block 4, cache none, batch 1",
+        "static, block 4, cache block, batch 1",
+        "static, block 16, cache none, batch 1",
+        "static, block 16, cache block, batch 1",
+        "static, bidirectional, block 16, cache none, batch 1",
+        "static, bidirectional, block 16, cache prefix, batch 1",
+        "static, bidirectional, block 16, cache dual, batch 1",
+    ]
+    assert labels[7:] == [label.replace("batch 1", "batch 4") for label in labels[:7]]
+
+
+def test_a_cell_has_the_policys_settings_and_the_grids() -> None:
+    [first, *_] = make_config().cells()
+    assert first.generation == GenerationConfig(
+        attention="block_causal",
+        remasking_strategy="low_confidence_static",
+        denoising_steps=2,
+        block_length=4,
+        cache="none",
+        max_new_tokens=8,
+        stop_token_ids=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grid.caches=none,dual", 'cell "static, block 4, cache dual, batch 1": cache = "dual" is for bidirectional'),
+        ("policies.1.caches=block", 'cell "static, bidirectional, block 16, cache block, batch 1": cache = "block"'),
+        ("policies.1.name=static", "policies.name: 'static' is given twice"),
+        ("grid.batch_sizes=1,1", "grid.batch_sizes: 1 is given twice"),
+        ("policies.0.generation.block_length=4", "generation.block_length = 4 is set by grid.block_lengths here"),
+        ("policies.0.generation.cache=none", "generation.cache = 'none' is set by grid.caches here"),
+        ("policies.0.generation.max_new_tokens=9", "is set by bench.new_tokens here"),
+        ("bench.new_tokens=1000", "1064 tokens, more than model.shape.max_position_embeddings = 512"),
+        ("bench.prompts=hello", "bench.prompts need a tokenizer"),
+        ("validation.source=python-stdlib", "[validation] needs a trained model"),
+        ("bench.rounds=1", "2"),
+        ("grid.caches=fast", "fast"),
+    ],
+)
+def test_config_errors_name_the_problem_and_the_remedy(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(BenchInferConfig, RESOURCE, [override])
+    assert message in str(caught.value)
+
+
+def test_a_config_without_a_model_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no model given: add --model DIR, or a table \[model.shape\]"):
+        make_config(model={})
+
+
+def step(*masked: list[bool]) -> Step:
+    canvases = tuple(Canvas((0,) * len(one), tuple(one), (0.0,) * len(one)) for one in masked)
+    return Step(1, canvases)
+
+
+def generation(num_forwards: int) -> Generation:
+    return Generation((), "length", num_forwards, (), ())
+
+
+@pytest.mark.parametrize(
+    ("is_block_causal", "shares"),
+    # A prompt of 1 and 4 new positions, in blocks of 2: [1 2] [3 4], or those of the text, [0 1] [2 3] [4].
+    [(False, [1.0, 0.5, 0.5]), (True, [1.0, 1.0, 0.5])],
+)
+def test_mask_ratio_is_that_of_the_current_block_before_each_forward(
+    is_block_causal: bool, shares: list[float]
+) -> None:
+    watch = MaskWatch([1, 1], 4, 2, is_block_causal)
+    for masked in ([False, False, True, True, False], [False, False, False, True, False], [False] * 5):
+        watch(step(masked, [False] * 5))
+    # The second request took part in one forward.
+    assert watch.mean([generation(3), generation(1)]) == (sum(shares) + 1.0) / 4
+
+
+def test_counts_are_exact(model: Transformer) -> None:
+    prompts = random_prompts(model.config, 4, 2, seed=0)
+    config = GenerationConfig(max_new_tokens=8, remasking_strategy="low_confidence_static", denoising_steps=2)
+    counts = count(model, prompts, config, [0, 1])
+    # Two blocks of four, two tokens a forward: all or half of the block is masked.
+    assert (counts.forwards, counts.request_forwards, counts.new_tokens) == (4, (4, 4), 16)
+    assert (counts.tokens_per_forward, counts.mask_ratio) == (2.0, 0.75)
+
+
+def test_random_prompts_have_no_mask_and_do_not_depend_on_the_batch() -> None:
+    for mask in (0, 2, 3):
+        config = ModelConfig(**(SHAPE | {"vocab_size": 4}), mask_token_id=mask)
+        prompts = random_prompts(config, 64, 3, seed=1)
+        assert {token for prompt in prompts for token in prompt} == {0, 1, 2, 3} - {mask}
+        assert random_prompts(config, 64, 1, seed=1) == prompts[:1] != prompts[1:2]
+
+
+def test_random_weights_leave_no_block_idle(model: Transformer) -> None:
+    outputs = [weight for name, weight in model.named_parameters() if name.endswith(OUTPUT_PROJECTIONS)]
+    assert len(outputs) == 4 and all(float(weight.detach().std()) > 0.1 for weight in outputs)
+
+
+def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    text = bench_infer(make_config(output={"path": tmp_path / "out" / "bench.json"}))
+    torch.set_num_threads(threads)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[:6]]
+    assert rows[0] == [
+        "policy",
+        "block",
+        "cache",
+        "batch",
+        "latency, s",
+        "tok/s",
+        "over the first",
+        "forwards",
+        "forwards/s",
+        "tok/forward",
+        "mask ratio",
+    ]
+    assert [row[:4] for row in rows[2:]] == [
+        ["static", "4", cache, size] for size in ("1", "2") for cache in ("none", "block")
+    ]
+    assert [row[6] == "1" for row in rows[2:]] == [True, False, True, False]
+    assert [row[7] for row in rows[2:]] == ["4"] * 4 and [row[9:] for row in rows[2:]] == [["2.00", "0.75"]] * 4
+    assert "random weights" in text and f"torch {torch.__version__}" in text and "threads: 1 of torch" in text
+    output = capsys.readouterr()
+    assert output.out == "" and "round 2/2: static, block 4, cache block, batch 2:" in output.err
+    record = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert record["config"]["bench"]["new_tokens"] == 8 and "CPU" in record["environment"]
+    assert [cell["request_forwards"] for cell in record["cells"]] == [[4], [4], [4, 4], [4, 4]]
+    for cell in record["cells"]:
+        assert len(cell["seconds"]) == 2 and min(cell["seconds"]) > 0
+        assert cell["tokens_per_second"] == pytest.approx(2 * cell["forwards_per_second"] * cell["batch_size"])
+
+
+def test_what_only_the_model_can_tell_names_the_cell() -> None:
+    policy = {"name": "few", "generation": {"remasking_strategy": "low_confidence", "steps": 1}}
+    grid = {"block_lengths": [4]}
+    with pytest.raises(ValueError, match=r'cell "few, block 4, cache none, batch 1": steps = 1 are fewer'):
+        bench_infer(make_config(policies=[policy], grid=grid))
+
+
+def test_an_output_that_is_a_directory_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a directory: name a file in it"):
+        bench_infer(make_config(output={"path": tmp_path}))
+
+
+def test_memory_is_above_the_loaded_model() -> None:
+    config = make_config()
+    threads = torch.get_num_threads()
+    assert 0 <= module._peak_here(config, config.cells()[0]) < 64 << 20
+    torch.set_num_threads(threads)
+
+
+def test_a_bound_is_measured_once_for_each_way_of_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[EvalConfig] = []
+
+    def evaluate(config: EvalConfig) -> Any:
+        asked.append(config)
+        return type("Result", (), {"bits_per_byte": float(len(asked))})
+
+    monkeypatch.setattr(module, "evaluate_likelihood", evaluate)
+    cells = load_config(BenchInferConfig, RESOURCE).cells()
+    validation = ValidationSection.model_validate({"source": "python-stdlib", "num_draws": 2})
+    model = BenchModel(path=tmp_path, device="cpu")
+    assert measure_bounds(model, validation, cells) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0] * 2
+    assert [config.likelihood for config in asked] == [
+        NelboConfig(block_length=4, num_draws=2),
+        NelboConfig(block_length=16, num_draws=2),
+        NelboConfig(bidirectional=True, num_draws=2),
+    ]
+    assert {config.data.max_rows for config in asked} == {64} and asked[0].model.path == tmp_path
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4])
+def test_recomputing_everything_gives_our_tokens(model: Transformer, steps: int) -> None:
+    prompts = random_prompts(model.config, 8, 3, seed=0)
+    theirs = peers.recompute_everything(model, prompts, 12, 4, steps)
+    assert peers.cached_blocks(model, prompts, 12, 4, steps, forwards=3 * steps)() == theirs
+    config = GenerationConfig(max_new_tokens=12, remasking_strategy="low_confidence_static", denoising_steps=steps)
+    uncached = generate(model, prompts, config.model_copy(update={"cache": "none"}))
+    assert [list(one.token_ids) for one in uncached] == theirs
+    assert len({tuple(tokens) for tokens in theirs}) == 3
+
+
+def test_three_tokens_a_forward_are_exactly_three(model: Transformer) -> None:
+    # 4 + 14 tokens as 64 + 128: 1 modulo 3, then a block with 2 modulo 3 open positions and full ones.
+    prompts = random_prompts(model.config, 4, 1, seed=0)
+    for length in (3, 6):
+        config = GenerationConfig(
+            max_new_tokens=14,
+            attention="block_causal",
+            block_length=length,
+            denoising_steps=length // 3,
+            remasking_strategy="low_confidence_static",
+        )
+        [one] = generate(model, prompts, config)
+        settled = [one.step_map.count(forward) for forward in range(1, one.num_forwards + 1)]
+        assert sorted(settled) == [2, 3, 3, 3, 3]
+
+
+@pytest.mark.slow
+def test_the_causal_peer_is_the_same_model(model: Transformer) -> None:
+    pytest.importorskip("transformers")
+    prompts = random_prompts(model.config, 4, 2, seed=0)
+    peer = peers.as_causal(model).double()
+    tokens_BL = torch.tensor(peers.next_tokens(peer, prompts, 3)())
+    texts_BL = torch.tensor(prompts)
+    for index in range(3):
+        with torch.inference_mode():
+            logits_BLV = model(texts_BL, pattern=Causal())
+        assert torch.equal(logits_BLV[:, -1].argmax(dim=1), tokens_BL[:, index])
+        texts_BL = torch.cat([texts_BL, tokens_BL[:, index : index + 1]], dim=1)

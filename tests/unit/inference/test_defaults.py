@@ -1,0 +1,154 @@
+"""What the model's family fills in, and what only the model can refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from config.generation import OPTION_KEYS, STRATEGIES, GenerationConfig, RemaskingStrategy
+from config.model import ModelConfig
+from diffusionlm.inference.defaults import with_defaults
+
+
+def model_of(**values: Any) -> ModelConfig:
+    shape = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 8,
+        "max_position_embeddings": 64,
+        "vocab_size": 5,
+        "mask_token_id": 4,
+    }
+    return ModelConfig.model_validate({**shape, **values})
+
+
+def filled(given: dict[str, Any], **model: Any) -> GenerationConfig:
+    return with_defaults(GenerationConfig.model_validate(given), model_of(**model))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "strategy"),
+    [
+        (None, "low_confidence"),
+        ("llada", "low_confidence"),
+        ("qwen3", "low_confidence"),
+        ("dream", "entropy"),
+        ("sdar", "low_confidence_dynamic"),
+        ("sdar_moe", "low_confidence_dynamic"),
+    ],
+)
+def test_the_strategy_is_the_family_s(model_type: str | None, strategy: RemaskingStrategy) -> None:
+    assert filled({}, model_type=model_type).remasking_strategy == strategy
+    assert filled({"remasking_strategy": "random"}, model_type=model_type).remasking_strategy == "random"
+
+
+def test_defaults_of_a_llada() -> None:
+    assert filled({}) == GenerationConfig(
+        max_new_tokens=64,
+        attention="bidirectional",
+        cache="none",
+        remasking_strategy="low_confidence",
+        temperature=0.0,
+        confidence_from="unfiltered",
+    )
+
+
+def test_defaults_of_an_sdar() -> None:
+    assert filled({"total_length": 20}, model_type="sdar", block_length=4) == GenerationConfig(
+        total_length=20,
+        attention="block_causal",
+        cache="block",
+        block_length=4,
+        remasking_strategy="low_confidence_dynamic",
+        confidence_threshold=0.85,
+        threshold_comparison=">",
+        threshold_fallback="quota",
+        temperature=0.0,
+        confidence_from="filtered",
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("threshold", {"confidence_threshold": 0.9, "threshold_comparison": ">=", "threshold_fallback": None}),
+        ("factor", {"factor": 1.0, "confidence_threshold": None, "confidence_from": "unfiltered"}),
+        ("entropy_bounded", {"entropy_bound": 0.35, "confidence_from": "filtered", "temperature": 0.0}),
+        ("ancestral", {"temperature": 1.0, "confidence_from": None}),
+        ("first_hitting", {"temperature": 1.0}),
+        ("equal_counts", {"temperature": 1.0}),
+        ("random", {"temperature": 0.0}),
+        ("p2", {"temperature": 0.0, "confidence_from": "filtered"}),
+        ("remdm_cap", {"temperature": 1.0, "remdm_eta": 0.02, "remdm_t_on": None}),
+        ("remdm_loop", {"remdm_eta": 0.02, "remdm_t_on": 0.55, "remdm_t_off": 0.05, "remdm_alpha_on": 0.9}),
+    ],
+)
+def test_defaults_of_strategies(strategy: RemaskingStrategy, expected: dict[str, object]) -> None:
+    config = filled({"remasking_strategy": strategy})
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("block_length", [None, 4])
+def test_defaults_are_idempotent_valid_and_complete(strategy: RemaskingStrategy, block_length: int | None) -> None:
+    config = filled({"remasking_strategy": strategy}, block_length=block_length)
+    assert with_defaults(config, model_of(block_length=block_length)) == config
+    assert GenerationConfig.model_validate(config.model_dump()) == config
+    open_keys = {key for key in OPTION_KEYS if getattr(config, key) is None}
+    assert open_keys & set(STRATEGIES[strategy].keys) <= {"steps", "denoising_steps"}
+    assert None not in (config.remasking_strategy, config.attention, config.cache, config.temperature)
+
+
+def test_what_is_given_stays() -> None:
+    given = {
+        "max_new_tokens": 5,
+        "attention": "bidirectional",
+        "cache": "dual",
+        "block_length": 3,
+        "remasking_strategy": "threshold",
+        "confidence_threshold": 0.0,
+        "threshold_comparison": ">",
+        "temperature": 0.5,
+        "confidence_from": "filtered",
+        "canvas": "growing",
+    }
+    assert filled(given, model_type="sdar", block_length=4) == GenerationConfig.model_validate(given)
+
+
+def test_bidirectional_decoding_of_a_block_model_has_no_blocks_of_its_own() -> None:
+    assert filled({"attention": "bidirectional"}, block_length=4).block_length is None
+    assert filled({"attention": "block_causal", "block_length": 2}).block_length == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "words"),
+    [
+        (
+            {"confidence_threshold": 0.5},
+            {},
+            ["confidence_threshold = 0.5", '"low_confidence"', "remove it", "threshold", "default of the model"],
+        ),
+        ({"steps": 4, "threshold_fallback": "quota"}, {"model_type": "dream"}, ['"quota"', '"entropy"']),
+        ({"cache": "prefix"}, {"block_length": 4}, ['cache = "prefix"', "bidirectional", '"block"']),
+        ({"cache": "dual", "attention": "block_causal", "block_length": 2}, {}, ['cache = "dual"', '"block"']),
+        ({"cache": "block"}, {}, ['cache = "block"', "block-causal", '"prefix"', '"none"']),
+        ({"cache": "block", "attention": "bidirectional"}, {"block_length": 4}, ['cache = "block"']),
+        ({"canvas": "growing"}, {"block_length": 4}, ['canvas = "growing"', "remove it", '"bidirectional"']),
+        ({"attention": "block_causal"}, {}, ['attention = "block_causal"', "needs block_length"]),
+        ({"cfg_scale": 1.5}, {"mask_token_id": None}, ["cfg_scale = 1.5", "mask_token_id", "remove it"]),
+    ],
+)
+def test_what_only_the_model_can_refuse(given: dict[str, Any], model: dict[str, Any], words: list[str]) -> None:
+    config = GenerationConfig.model_validate(given)
+    with pytest.raises(ValueError) as caught:
+        with_defaults(config, model_of(**model))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "validation error" not in str(caught.value)
+
+
+def test_an_option_may_wait_for_the_family() -> None:
+    assert filled({"confidence_threshold": 0.5}, model_type="sdar").confidence_threshold == 0.5

@@ -1,0 +1,274 @@
+"""The page that replays a decoding."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffusionlm.inference.generate import Canvas, Generation, Step
+from diffusionlm.inference.html import Frame, Recorder, Recording, chart, render_page, script_json, write_page
+from diffusionlm.inference.inputs import Input, Request
+from diffusionlm.inference.outputs import Answer, answers_of
+from tokenizer import Tokenizer, train_bpe
+
+TEMPLATE = files("diffusionlm.inference").joinpath("replay.html").read_text(encoding="utf-8")
+NAN = math.nan
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return train_bpe(["the cat sat"] * 2, vocab_size=262)
+
+
+def request_of(ids: Sequence[int], *, text: str = "", number: int = 1, hidden: int = 0) -> Request:
+    return Request(Input("prompt", text), number, text, tuple(ids), frozenset(), hidden, 5)
+
+
+def recorded(words: Tokenizer, request: Request, canvases: Sequence[Canvas], result: Generation) -> Any:
+    recorder = Recorder([request])
+    for number, canvas in enumerate(canvases, 1):
+        recorder(Step(number, (canvas,)))
+    return recorder.recordings[0], answers_of(words, [request], [result], 0.5)[0]
+
+
+@pytest.fixture(scope="module")
+def replay(words: Tokenizer) -> tuple[Recording, Answer]:
+    """``a`` was given. Forwards: é's first byte and a newline; the newline becomes a mask; é's other byte and <."""
+    (a, first, second, line, end) = (words.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
+    mask = words.mask_token_id or 0
+    canvases = [
+        Canvas((a, first, mask, line), (False, False, True, False), (NAN, math.log(0.25), NAN, math.log(0.5))),
+        Canvas((a, first, mask, mask), (False, False, True, True), (NAN, math.log(0.25), NAN, NAN)),
+        Canvas((a, first, second, end), (False,) * 4, (NAN, math.log(0.25), math.log(0.95), 0.0)),
+    ]
+    result = Generation((first, second), "stop", 3, (math.log(0.25), math.log(0.95)), (1, 3))
+    replay: tuple[Recording, Answer] = recorded(words, request_of([a], text="a"), canvases, result)
+    return replay
+
+
+def test_frames_are_what_each_forward_changed(replay: tuple[Recording, Answer], words: Tokenizer) -> None:
+    recording, _ = replay
+    first, second, line, end = (words.vocab[bytes([byte])] for byte in b"\xc3\xa9\n<")
+    assert recording.frames == [
+        Frame(4, ((1, first, math.log(0.25)), (3, line, math.log(0.5))), ()),
+        Frame(4, (), (3,)),
+        Frame(4, ((2, second, math.log(0.95)), (3, end, 0.0)), ()),
+    ]
+
+
+def test_a_growing_canvas_and_a_token_that_changes() -> None:
+    recorder = Recorder([request_of([7])])
+    recorder(Step(1, (Canvas((7, 1, 9), (False, False, True), (NAN, -1.0, NAN)),)))
+    recorder(Step(2, (Canvas((7, 2, 3, 9), (False, False, False, True), (NAN, -2.0, -3.0, NAN)),)))
+    recorder(Step(3, (Canvas((7, 2, 3), (False, False, False), (NAN, -2.0, -3.0)),)))
+    assert recorder.recordings[0].frames == [
+        Frame(3, ((1, 1, -1.0),), ()),
+        Frame(4, ((1, 2, -2.0), (2, 3, -3.0)), ()),
+        Frame(3, (), ()),
+    ]
+
+
+def test_only_the_forwards_of_the_request_are_frames() -> None:
+    change, nothing = Frame(2, ((1, 3, -1.0),), ()), Frame(2, (), ())
+    recording = Recording(request_of([0]), frames=[nothing, change, nothing, change, nothing])
+    assert recording.frames_of(2) == [change, change], "the batch went on without it"
+    assert recording.frames_of(4) == [nothing, change, nothing, change], "a forward may settle nothing"
+
+
+class Reader(HTMLParser):
+    """The elements of a page, checked to be closed in order; and the text of some of them."""
+
+    VOID = frozenset({"meta", "link", "input", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str | None]]] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        for tag, attributes in self.open:
+            for name in (tag, attributes.get("class"), attributes.get("id")):
+                if name:
+                    self.texts.setdefault(name, []).append(data)
+
+    def text(self, name: str) -> str:
+        return "".join(self.texts.get(name, []))
+
+
+def test_the_page_is_whole_without_a_script(words: Tokenizer, replay: tuple[Recording, Answer]) -> None:
+    settings = {"remasking_strategy": "p2", "temperature": 0.5, "top_k": None, "stop_token_ids": [1, 2]}
+    other = recorded(words, request_of(words.encode("<b>&"), number=2), [], Generation((), "length", 0, (), ()))
+    reader = Reader(render_page(words, "<i>name</i>", settings, [replay, other]))
+    assert reader.text("h1") == "<i>name</i>"
+    assert reader.texts["title"][0] == "<i>name</i>: a replay"
+    assert "strategyp2" in reader.text("header") and "top k" not in reader.text("header")
+    assert "stop token ids1, 2" in reader.text("header")
+    assert reader.texts["given"] == ["given", "a", "<b>&"], "the first one is in the legend"
+    assert reader.texts["new"] == ["é"], "the answer ends before the stop token"
+    assert "finished bya stop token" in reader.text("request0")
+    assert "finished byits length" in reader.text("request1")
+    assert [attributes["id"] for tag, attributes in reader.seen if tag == "section"] == ["request0", "request1"]
+    assert reader.texts["button"] == ["prompt 1", "prompt 2"]
+    assert "seconds0.50seed5" in reader.text("facts")
+    assert "tokens per forward0.67" in reader.text("facts")
+    assert f"probability (geometric mean){math.sqrt(0.25 * 0.95):.1%}" in reader.text("facts")
+
+
+def test_the_page_needs_nothing_but_itself(words: Tokenizer, replay: tuple[Recording, Answer]) -> None:
+    page = render_page(words, "model", {}, [replay])
+    reader = Reader(page)
+    assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
+    assert not [tag for tag, _ in reader.seen if tag in ("img", "iframe", "object", "base", "form")]
+    assert [attributes for tag, attributes in reader.seen if tag == "link"] == [{"rel": "icon", "href": "data:,"}]
+    assert all("src" not in attributes for _, attributes in reader.seen)
+    [policy] = [a["content"] for tag, a in reader.seen if tag == "meta" and a.get("http-equiv")]
+    assert policy is not None and policy.startswith("default-src 'none';")
+    assert "slot:" not in page
+    assert 'role="tablist"' not in page, "one request has no tabs"
+
+
+def test_the_numbers_cannot_end_their_script(words: Tokenizer) -> None:
+    text = "</script><!--<script>&amp;<!--slot:data-->\u2028"
+    assert json.loads(script_json([text])) == [text]
+    assert not set(script_json([text])) & set("<>&\u2028")
+    replay = recorded(words, request_of(words.encode(text), text=text), [], Generation((), "length", 0, (), ()))
+    reader = Reader(render_page(words, text, {"x": text}, [replay]))
+    assert (reader.text("h1"), reader.texts["given"]) == (text, ["given", text])
+    data = json.loads(reader.text("data"))
+    start = data["requests"][0]["start"]
+    assert words.decode(start) == text
+    assert [data["tokens"][str(token)] for token in start[:3]] == ["<", "/", "s"]
+
+
+def test_what_the_script_gets(words: Tokenizer, replay: tuple[Recording, Answer]) -> None:
+    data = json.loads(Reader(render_page(words, "m", {}, [replay])).text("data"))
+    a, first, second, line, end = (words.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
+    assert data["tokens"] == {
+        str(a): "a",
+        str(first): {"bytes": "c3"},
+        str(second): {"bytes": "a9"},
+        str(line): "\n",
+        str(end): "<",
+    }
+    [request] = data["requests"]
+    assert (request["start"], request["new"], request["end"]) == ([a, -1, -1, -1], [0, 1, 1, 1], 3)
+    assert request["frames"] == [
+        {"length": 4, "settled": [[1, first, 0.25], [3, line, 0.5]], "masked": []},
+        {"length": 4, "settled": [], "masked": [3]},
+        {"length": 4, "settled": [[2, second, 0.95], [3, end, 1.0]], "masked": []},
+    ]
+
+
+def test_hidden_tokens_and_special_ones(words: Tokenizer) -> None:
+    eos, mask = words.eos_token_id or 0, words.mask_token_id or 0
+    a = words.vocab[b"a"]
+    canvases = [Canvas((eos, mask, a, eos), (False,) * 4, (NAN, NAN, NAN, -1.0))]
+    request = request_of([eos, mask, a], hidden=1)
+    replay = recorded(words, request, canvases, Generation((eos,), "length", 1, (-1.0,), (1,)))
+    [data] = json.loads(Reader(render_page(words, "m", {}, [replay])).text("data"))["requests"]
+    assert (data["start"], data["new"], data["end"]) == ([mask, a, -1], [0, 0, 1], 3), "a mask in a prompt is text"
+    assert data["frames"][0]["settled"] == [[2, eos, 0.36788]]
+
+
+def test_the_chart(replay: tuple[Recording, Answer]) -> None:
+    svg = chart(replay[0].frames)
+    titles = re.findall("<title>(.*?)</title>", svg)
+    assert titles == ["forward 1: 2 settled", "forward 2: 0 settled, 1 masked again", "forward 3: 2 settled"]
+    assert re.findall(r'class="up" x="([\d.]+)" y="([\d.]+)" width="0.8" height="([\d.]+)"', svg) == [
+        ("0.1", "0.00", "32.00"),
+        ("1.1", "32.00", "0.00"),
+        ("2.1", "0.00", "32.00"),
+    ]
+    assert 'class="down" x="1.1" y="32.00" width="0.8" height="16.00"' in svg
+    assert "at most 2 tokens" in svg
+    assert chart([]) == ""
+
+
+def test_it_is_written_aside(words: Tokenizer, replay: tuple[Recording, Answer], tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    write_page(path, words, "m", {}, [replay])
+    assert path.read_text(encoding="utf-8") == render_page(words, "m", {}, [replay])
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(OSError):
+        write_page(path, words, "m", {}, [replay])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2) of #rrggbb."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_and_the_scale_without_colours(scheme: str) -> None:
+    light, dark = re.findall(r":root \{(.*?)\}", TEMPLATE, re.DOTALL)
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
+    level = {name: luminance(colour) for name, colour in colours.items()}
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((level[one], level[other]))
+        return (high + 0.05) / (low + 0.05)
+
+    for ground in ("card", "page", "p1", "p2", "p3", "p4", "p5"):
+        assert contrast("text", ground) >= 4.5, ground
+    for ground in ("card", "page"):
+        assert contrast("muted", ground) >= 4.5, ground
+    assert contrast("accent", "card") >= 3.0
+    scale = [level[f"p{number}"] for number in range(1, 6)]
+    assert scale in (sorted(scale), sorted(scale, reverse=True))
+    steps = [(max(pair) + 0.05) / (min(pair) + 0.05) for pair in pairwise(scale)]
+    assert min(steps) > 1.08
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_replays(words: Tokenizer, replay: tuple[Recording, Answer], tmp_path: Path) -> None:
+    page, shim = tmp_path / "page.html", Path(__file__).with_name("replay_page.js")
+    other = recorded(words, request_of(words.encode("the"), number=2), [], Generation((), "length", 0, (), ()))
+    page.write_text(render_page(words, "m", {}, [replay, other]), encoding="utf-8")
+    done = subprocess.run(["node", shim, page], capture_output=True, text=True, check=True, timeout=60)
+    shown = json.loads(done.stdout)
+    given, half = ["token given", "a"], "\ufffd"
+    assert shown["frames"] == [
+        [given, ["mask", ""], ["mask", ""], ["mask", ""]],
+        [given, ["token p1 fresh", half], ["mask", ""], ["token p3 fresh lines", "\n"]],
+        [given, ["token p1", half], ["mask", ""], ["mask fresh", ""]],
+        [given, ["token p1 part", ""], ["token p5 fresh", "é"], ["token p5 fresh past", "<"]],
+    ]
+    assert shown["back"] == shown["frames"][2]
+    assert (shown["state"], shown["now"]) == ("forward 2 of 3 · 1 of 3 tokens · 0 now · 1 masked again", 1)
+    assert [part for part in shown["mask"] if isinstance(part, str)] == ["mask", "not settled yet"]
+    assert [part for part in shown["token"] if isinstance(part, str)] == [
+        '"<"',
+        f"token {words.vocab[b'<']}",
+        "forward 3",
+        "probability over 99.9%",
+        "after the end",
+    ]
+    assert [text for _, text in shown["last"]] == [words.decode([token]) for token in words.encode("the")]

@@ -1,0 +1,162 @@
+"""What is asked of a model, and how it becomes tokens."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+
+from config.infer import InputConfig
+from config.model import ModelConfig
+from diffusionlm.inference.inputs import Input, Request, encode_inputs, read_inputs
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, train_bpe
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return train_bpe(["the cat sat"] * 2, vocab_size=262, special_tokens=["<bos>", "<|endoftext|>", "<|mask|>"])
+
+
+def model_config(words: Tokenizer, *, begin_with_eos: bool = False) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        max_position_embeddings=16,
+        vocab_size=words.vocab_size,
+        mask_token_id=words.mask_token_id,
+        eos_token_id=words.eos_token_id,
+        begin_with_eos=begin_with_eos,
+    )
+
+
+def written(path: Path, data: bytes) -> InputConfig:
+    path.write_bytes(data)
+    return InputConfig(prompts_file=path)
+
+
+def test_the_order_is_prompts_file_chats_infills(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"\xef\xbb\xbf two \r\n\n  \n\xe2\x80\xa8three\\n")
+    config = InputConfig(prompts=("one", ""), prompts_file=path, chats=("hi",), system="be", infills=("[MASK:1]",))
+    assert read_inputs(config) == [
+        Input("prompt", "one"),
+        Input("prompt", ""),
+        Input("prompt", " two ", place=f"{path}:1"),
+        Input("prompt", "\u2028three\\n", place=f"{path}:4"),
+        Input("chat", messages=({"role": "system", "content": "be"}, {"role": "user", "content": "hi"})),
+        Input("infill", "[MASK:1]"),
+    ]
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    data = b'"a\\nb"\n{"prompt": "", "id": 3}\n\n{"messages": [{"role": "user", "content": "x"}]}\n{"infill": "y"}'
+    assert read_inputs(written(path, data)) == [
+        Input("prompt", "a\nb", place=f"{path}:1"),
+        Input("prompt", "", place=f"{path}:2", extra={"id": 3}),
+        Input("chat", messages=({"role": "user", "content": "x"},), place=f"{path}:4"),
+        Input("infill", "y", place=f"{path}:5"),
+    ]
+
+
+def test_standard_input_and_formats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'"a"\n')))
+    standard = InputConfig(prompts_file=Path("-"), prompts_format="jsonl")
+    assert read_inputs(standard) == [Input("prompt", "a", place="standard input:1")]
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'"a"\n')))
+    assert read_inputs(InputConfig(prompts_file=Path("-"))) == [Input("prompt", '"a"', place="standard input:1")]
+    path = tmp_path / "p.jsonl"
+    path.write_text("{}")
+    [only] = read_inputs(InputConfig(prompts_file=path, prompts_format="text"))
+    assert (only.kind, only.text) == ("prompt", "{}")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"prompt": "a", "score": NaN}', "is not JSON (NaN is no number of JSON)"),
+        (b"3", "is 3: expected a string, or an object with one of"),
+        (b"null", "is null: expected a string, or an object with one of"),
+        (b'{"text": "a"}', 'is {"text": "a"}: expected a string, or an object with one of'),
+        (b'{"prompt": "a", "messages": []}', "has prompt and messages: expected a string, or"),
+        (b'{"prompt": ["' + b"a" * 100 + b'"]}', '"prompt" is ["' + "a" * 55 + "...: expected a string"),
+        (b'{"infill": null}', '"infill" is null: expected a string'),
+        (b'{"messages": []}', '"messages" is []: expected a list of objects such as {"role": "user"'),
+        (b'{"messages": [{"content": "a"}]}', '"messages" is [{"content": "a"}]: expected a list of objects'),
+        (b"\xff", "is not UTF-8 (byte 1 of the line)"),
+    ],
+)
+def test_bad_lines_name_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "p.jsonl"
+    with pytest.raises(ValueError) as caught:
+        read_inputs(written(path, b'"good"\n' + line + b"\n"))
+    assert str(caught.value).startswith(f"{path}:2: {message}")
+
+
+def test_nothing_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='nothing to do: add --prompt "TEXT", --chat "TEXT", --infill'):
+        read_inputs(InputConfig())
+    with pytest.raises(ValueError, match=r"p.txt: has no prompts: write one a line"):
+        read_inputs(written(tmp_path / "p.txt", b"\n \n"))
+
+
+def test_plain_texts_begin_as_the_model_has_it_else_the_tokenizer(words: Tokenizer) -> None:
+    eos, bos = words.special_tokens["<|endoftext|>"], words.special_tokens["<bos>"]
+    mask = words.special_tokens["<|mask|>"]
+    begins = words.adapted(bos_token="<bos>", adds_bos=True)
+    inputs = [Input("prompt", "the <bos>"), Input("infill", "t[MASK:2]"), Input("prompt", "")]
+    the, t = words.encode("the <bos>"), words.encode("t")
+
+    def ids(tokenizer: Tokenizer, model: ModelConfig) -> list[Request]:
+        return encode_inputs(inputs, tokenizer, model, None, 4)
+
+    plain = ids(words, model_config(words))
+    assert [list(each.token_ids) for each in plain] == [the, [*t, mask, mask], []]
+    assert [(each.name, each.seed, each.hidden) for each in plain] == [
+        ("prompt 1", 4, 0),
+        ("infill 1", 5, 0),
+        ("prompt 2", 6, 0),
+    ]
+    begun = ids(begins, model_config(words))
+    assert [list(each.token_ids) for each in begun] == [[bos, *the], [bos, *t, mask, mask], [bos]]
+    assert begun[1].is_new(4) == [False, False, True, True]
+    assert (begun[2].hidden, begun[2].is_new(3)) == (1, [False, True, True])
+    trained = ids(begins, model_config(words, begin_with_eos=True))
+    assert list(trained[2].token_ids) == [eos]
+
+
+def test_chats_are_what_the_template_writes(words: Tokenizer) -> None:
+    bos = words.special_tokens["<bos>"]
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}")
+    template = ChatTemplate(template.source, {"bos_token": "<bos>"})
+    model = model_config(words, begin_with_eos=True)
+    chat = Input("chat", messages=({"role": "user", "content": "a<bos>"},), place="f:3")
+    [request] = encode_inputs([chat], words, model, template, 0)
+    assert request.text == "<bos>a<bos>:"
+    assert list(request.token_ids) == [bos, *words.encode("a<bos>:")], "what a user writes stays text"
+    assert request.hidden == 0
+    with pytest.raises(ValueError, match="f:3: this model brings no chat template: choose one with --set input"):
+        encode_inputs([chat], words, model, None, 0)
+    broken = ChatTemplate("{{ raise_exception('no') }}")
+    with pytest.raises(ValueError, match=r"^f:3: .*no"):
+        encode_inputs([chat], words, model, broken, 0)
+
+
+def test_a_hole_that_cannot_be_read_names_its_line(words: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"^f:9: \[MASK:0\] is no hole"):
+        encode_inputs([Input("infill", "[MASK:0]", place="f:9")], words, model_config(words), None, 0)
+
+
+def test_the_config_names_the_templates_that_there_are() -> None:
+    literal = InputConfig.model_fields["chat_template"].annotation
+    assert set(get_args(get_args(literal)[0])) == set(CHAT_TEMPLATES)

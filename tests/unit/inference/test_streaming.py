@@ -1,0 +1,122 @@
+"""Text that comes while it is decoded."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from config.generation import GenerationConfig, RemaskingStrategy
+from config.model import ModelConfig
+from diffusionlm.inference import streaming
+from diffusionlm.inference.generate import Canvas, Generation, Step, generate
+from diffusionlm.inference.streaming import stream
+from diffusionlm.inference.text import continuation
+from diffusionlm.models.init import init_weights
+from diffusionlm.models.transformer import Transformer
+from tokenizer import Tokenizer, train_bpe
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return train_bpe(["a"], vocab_size=258)
+
+
+@pytest.fixture(scope="module")
+def model(words: Tokenizer) -> Transformer:
+    """Of a tokenizer of bytes, so that nearly all that it says is parts of characters."""
+    config = ModelConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        max_position_embeddings=64,
+        vocab_size=words.vocab_size,
+        mask_token_id=words.mask_token_id,
+        eos_token_id=words.eos_token_id,
+    )
+    model = Transformer(config)
+    init_weights(model, seed=1)
+    return model.double().eval()
+
+
+def settings(**keys: Any) -> GenerationConfig:
+    return GenerationConfig(**{"max_new_tokens": 8, "block_length": 4, "temperature": 1.0, **keys})
+
+
+@pytest.mark.parametrize("strategy", ["low_confidence", "threshold", "p2", "remdm_loop"])
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
+def test_the_pieces_are_the_text(
+    model: Transformer, words: Tokenizer, strategy: RemaskingStrategy, attention: Any
+) -> None:
+    config = settings(remasking_strategy=strategy, attention=attention)
+    prompt = words.encode("abc")
+    [whole] = generate(model, [prompt], config, [3])
+    pieces = list(stream(model, words, prompt, config, 3))
+    assert "".join(pieces) == continuation(words, whole.token_ids)
+    assert all(pieces) and len(pieces) > 1
+
+
+@pytest.mark.parametrize("stop", [1, 6])
+def test_nothing_comes_behind_a_stop_token(model: Transformer, words: Tokenizer, stop: int) -> None:
+    free = settings(remasking_strategy="low_confidence", stop_token_ids=())
+    [whole] = generate(model, [[5]], free, [0])
+    token = whole.token_ids[stop]
+    first = whole.token_ids.index(token)
+    config = free.model_copy(update={"stop_token_ids": (token,)})
+    assert "".join(stream(model, words, [5], config)) == continuation(words, whole.token_ids[:first])
+
+
+FINAL_AT_ONCE = ["xa__a____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9ab___"]
+TAKEN_BACK = ["xa\xc3\xa9_____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9ab___"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "canvases", "pieces"),
+    [
+        ("low_confidence", FINAL_AT_ONCE, ["a", "éa", "b", "c"]),
+        # What a block has may be taken back until the next block has begun.
+        ("p2", TAKEN_BACK, ["aéa", "bc"]),
+    ],
+)
+def test_what_is_final_comes_at_once(
+    model: Transformer,
+    words: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: RemaskingStrategy,
+    canvases: list[str],
+    pieces: list[str],
+) -> None:
+    """Of a prompt x and two blocks of four bytes; _ is a mask."""
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(words.vocab[byte.encode("latin-1")] for byte in text)
+
+    def fake(model: Any, prompts: Any, config: Any, seeds: Any, on_step: Any) -> list[Generation]:
+        assert (prompts, seeds) == ([words.encode("x")], [7])
+        for number, text in enumerate(canvases, 1):
+            is_masked = tuple(byte == "_" for byte in text)
+            on_step(Step(number, (Canvas(ids(text), is_masked, (-1.0,) * len(text)),)))
+        return [Generation(ids("a\xc3\xa9abc"), "stop", 5, (), ())]
+
+    monkeypatch.setattr(streaming, "generate", fake)
+    assert list(stream(model, words, words.encode("x"), settings(remasking_strategy=strategy), 7)) == pieces
+
+
+def test_closing_ends_the_decoding(model: Transformer, words: Tokenizer) -> None:
+    before = threading.active_count()
+    pieces = stream(model, words, [5], settings(remasking_strategy="sequential", top_k=1))
+    assert threading.active_count() == before, "nothing begins before it is asked for"
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+
+
+def test_errors_come_to_the_reader(model: Transformer, words: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="more than the model's context"):
+        list(stream(model, words, [5] * 60, settings()))
+    with pytest.raises(ValueError, match='cache = "block" is for block-causal'):
+        list(stream(model, words, [5], settings(cache="block", attention="bidirectional")))

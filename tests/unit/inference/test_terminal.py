@@ -1,0 +1,108 @@
+"""What a person sees in a terminal, or in a file in its place."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import shutil
+
+import pytest
+
+from diffusionlm.inference.generate import Canvas, Generation, Step
+from diffusionlm.inference.inputs import Input, Kind, Request
+from diffusionlm.inference.outputs import answers_of
+from diffusionlm.inference.terminal import LiveView, print_answer, wrapped
+from tokenizer import Tokenizer, train_bpe
+
+ERASE = "\x1b[{}A\r\x1b[J"
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return train_bpe(["the cat sat"] * 2, vocab_size=260)
+
+
+@pytest.fixture(autouse=True)
+def _without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def request_of(words: Tokenizer, text: str, kind: Kind = "prompt", number: int = 1) -> Request:
+    return Request(Input(kind, text), number, text, tuple(words.encode(text)), frozenset(), 0, 0)
+
+
+def canvas(words: Tokenizer, text: str) -> Canvas:
+    """``_`` is a mask."""
+    mask = words.mask_token_id or 0
+    ids = [mask if char == "_" else words.vocab[char.encode()] for char in text]
+    return Canvas(tuple(ids), tuple(char == "_" for char in text), (math.nan,) * len(ids))
+
+
+def test_a_line_for_each_canvas_that_changed(words: Tokenizer) -> None:
+    stream = io.StringIO()
+    view = LiveView(words, [request_of(words, "a"), request_of(words, "b", number=2)], stream)
+    view(Step(1, (canvas(words, "a_x"), canvas(words, "b_"))))
+    view(Step(2, (canvas(words, "ay_"), canvas(words, "b_"))))
+    view(Step(3, (canvas(words, "ay_"), canvas(words, "bz"))))
+    view.close()
+    assert stream.getvalue().splitlines() == [
+        'prompt 1, forward 1: "a░x"',
+        'prompt 2, forward 1: "b░"',
+        'prompt 1, forward 2: "ay░"',
+        'prompt 2, forward 3: "bz"',
+    ]
+
+
+def test_a_drawing_takes_the_place_of_the_last(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((4, 9)))
+    stream = Screen()
+    view = LiveView(words, [request_of(words, "ab")], stream)
+    view(Step(1, (canvas(words, "ab_xy_"),)))
+    view(Step(2, (canvas(words, "ab__y"),)))
+    view.close()
+    assert stream.getvalue() == (f"forward 1\nab░x\ny░\n{ERASE.format(3)}forward 2\nab░░\ny\n{ERASE.format(3)}"), (
+        "a token may be a mask again, and a canvas change its length"
+    )
+
+
+def test_several_requests_are_named_and_the_end_is_shown(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = [30, 30]
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size(size))
+    requests = [request_of(words, "a"), request_of(words, "bc", "chat")]
+    step = Step(7, (canvas(words, "a_"), canvas(words, "bcd_")))
+    for height, lines in ((30, ["forward 7", "[prompt 1]", "a░", "[chat 1]", "d░"]), (3, ["[chat 1]", "d░"])):
+        size[1] = height
+        stream = Screen()
+        LiveView(words, requests, stream)(step)
+        assert stream.getvalue().splitlines() == lines
+    size[1] = 1
+    stream = Screen()
+    LiveView(words, requests, stream)(step)
+    assert stream.getvalue() == "d░\n"
+
+
+def test_wrapped_lines_fit() -> None:
+    assert wrapped([("abcd", False), ("ef\ng", True)], 3) == ["abc", "def", "g"]
+    assert wrapped([("日本a\x1b\t", True)], 4) == ["日本", "a\ufffd  ", "  "]
+    assert wrapped([], 4) == [""]
+    assert wrapped([("日本", True)], 1) == ["日", "本"]
+    assert wrapped([("e\u0301\u200du\u0308", True)], 2) == ["e\u0301\u200du\u0308"], "marks take no column"
+    assert wrapped([("a\u202eb\u2066", True)], 9) == ["a\ufffdb\ufffd"], "nothing turns the line round"
+
+
+@pytest.mark.parametrize(
+    ("kind", "many", "shown"),
+    [("prompt", False, "abc\n"), ("prompt", True, "[prompt 1]\nabc\n"), ("chat", False, "bc\n")],
+)
+def test_answers(words: Tokenizer, capsys: pytest.CaptureFixture[str], kind: Kind, many: bool, shown: str) -> None:
+    new = tuple(words.vocab[char] for char in (b"b", b"c"))
+    result = Generation(new, "length", 2, (-1.0, -1.0), (1, 2))
+    [answer] = answers_of(words, [request_of(words, "a", kind)], [result], 1.0)
+    print_answer(words, answer, is_one_of_many=many)
+    assert capsys.readouterr().out == shown
