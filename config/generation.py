@@ -49,7 +49,7 @@ class GenerationConfig(Section):
     """Probabilities that confidences are read from: after temperature (1 where it is 0), top_k and top_p, as Dream
     does, or the model's own, as LLaDA does."""
     stop_token_ids: TupleOf[NonNegativeInt] | None = None
-    """The text ends before the first of these; not for infilling. None: the model's end of text. []: never."""
+    """The text ends before the first of these; not for infilling. None: the model's ends of text. []: never."""
     suppress_token_ids: TupleOf[NonNegativeInt] = ()
     """Never chosen; the mask token never is in any case."""
 
