@@ -33,6 +33,14 @@ test-all *args:
 bench *args:
     uv run --group bench diffusionlm-bench-train --config config/resources/bench_train.toml {{args}}
 
+# The mixture of experts beside transformers'.
+bench-moe *args:
+    uv run --group bench python -m benchmarking.bench_moe {{args}}
+
+# Loading a checkpoint beside transformers: time and memory.
+bench-load *args:
+    uv run --group bench python -m benchmarking.bench_load {{args}}
+
 # The loader's speed: from text, with workers, from shards.
 bench-data *args:
     uv run --group bench python -m benchmarking.bench_data {{args}}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import field_validator
+
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from config.families import FAMILIES
 
 
 class DiffusionSection(Section):
@@ -30,9 +33,18 @@ class ConvertConfig(Section):
     """A model directory, a checkpoint or a run directory; required, here or as --source."""
     target: ConfigPath | None = None
     """The directory that is written; must not exist. Required, here or as --target."""
-    dtype: Literal["keep", "float32", "bfloat16"] = "keep"
-    """Of the weights that are written. keep: the source's."""
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
+    """Of the weights that are written. keep: the source's, the widest one where they differ."""
+    model_type: NonEmptyStr | None = None
+    """Family in whose keys and names the target is written, such as "sdar" or "qwen3". None: the source's."""
     max_shard_gigabytes: PositiveFloat = 5.0
     """Largest weight file, in 10^9 bytes."""
     diffusion: DiffusionSection | None = None
     """None: the model stays what it is."""
+
+    @field_validator("model_type")
+    @classmethod
+    def _is_known(cls, value: str | None) -> str | None:
+        if value is not None and value not in FAMILIES:
+            raise ValueError(f"must be one of {', '.join(FAMILIES)}")
+        return value

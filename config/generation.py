@@ -221,7 +221,7 @@ class GenerationConfig(Section):
     """Classifier-free guidance: logits = u + (cfg_scale + 1) (c - u), where u are those with everything that was given
     masked. 0: none; otherwise every forward is two."""
     stop_token_ids: TupleOf[NonNegativeInt] | None = None
-    """The text ends before the first of these; not for infilling. None: the model's end of text. []: never."""
+    """The text ends before the first of these; not for infilling. None: the model's ends of text. []: never."""
     suppress_token_ids: TupleOf[NonNegativeInt] = ()
     """Never chosen; the mask token never is in any case."""
     defer_token_ids: TupleOf[NonNegativeInt] = ()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from config.base import (
-    ConfigPath,
     IntTuple,
     NonNegativeFloat,
     NonNegativeInt,
@@ -48,7 +48,35 @@ class Llama3Rope(Section):
         return self
 
 
-RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="rope_type")]
+class YarnRope(Section):
+    """YaRN (Peng et al. 2023), as Qwen's long contexts have it: slow rotations as in `LinearRope`, fast ones as they
+    are, a ramp over those between, and longer queries and keys."""
+
+    rope_type: Literal["yarn"] = "yarn"
+    factor: Annotated[float, Field(ge=1.0)]
+    """What the slow rotations are divided by."""
+    original_max_position_embeddings: PositiveInt
+    """Context of the model before it was scaled."""
+    attention_factor: PositiveFloat | None = None
+    """What rotated queries and keys are multiplied by. None: 0.1 ln(factor) + 1."""
+    beta_fast: PositiveFloat = 32.0
+    """Rotations with more turns than this in the original context are fast."""
+    beta_slow: PositiveFloat = 1.0
+    """Rotations with fewer turns than this in the original context are slow."""
+
+    @model_validator(mode="after")
+    def _slow_before_fast(self) -> Self:
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow = {self.beta_slow} must be less than beta_fast = {self.beta_fast}")
+        return self
+
+    @property
+    def length(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="rope_type")]
 
 
 class Architecture(Section):
@@ -136,6 +164,8 @@ class Architecture(Section):
                 raise ValueError(
                     f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}"
                 )
+        if isinstance(self.rope_scaling, YarnRope) and self.rope_theta <= 1.0:
+            raise ValueError(f'rope_theta = {self.rope_theta} must be more than 1 with rope_scaling of "yarn"')
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} must be even: rotary embeddings turn pairs")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
@@ -158,7 +188,7 @@ class ModelConfig(Architecture):
     vocab_size: PositiveInt
     """Rows of the embedding, special tokens included."""
     model_type: str | None = None
-    """Family in whose keys and names the model is written (`diffusionlm.checkpoints.families`). None: the one of
+    """Family in whose keys and names the model is written (`config.families`). None: the one of
     transformers that the options say."""
     mask_token_id: NonNegativeInt | None = None
     """The token that stands for noise. None: an autoregressive model, which has none."""
@@ -167,6 +197,8 @@ class ModelConfig(Architecture):
     sequence at once. 1 with shifted logits: an autoregressive model."""
     eos_token_id: NonNegativeInt | None = None
     """End of text."""
+    stop_token_ids: TupleOf[NonNegativeInt] = ()
+    """Ids that end a text in generation, the first of them eos_token_id. Empty: eos_token_id alone."""
     begin_with_eos: bool = False
     """Texts began with the end of text in training, so prompts and canvases do, too."""
     pad_token_id: NonNegativeInt | None = None
@@ -178,6 +210,13 @@ class ModelConfig(Architecture):
             value = getattr(self, name)
             if value is not None and value >= self.vocab_size:
                 raise ValueError(f"{name} = {value} is outside the vocabulary of {self.vocab_size} tokens")
+        for value in self.stop_token_ids:
+            if value >= self.vocab_size:
+                raise ValueError(f"stop_token_ids: {value} is outside the vocabulary of {self.vocab_size} tokens")
+        if self.stop_token_ids and self.stop_token_ids[0] != self.eos_token_id:
+            raise ValueError(
+                f"stop_token_ids = {list(self.stop_token_ids)} must begin with eos_token_id = {self.eos_token_id}"
+            )
         if self.begin_with_eos and self.eos_token_id is None:
             raise ValueError("begin_with_eos = true needs eos_token_id")
         return self
@@ -205,31 +244,3 @@ class ModelConfig(Architecture):
     def is_autoregressive(self) -> bool:
         """Blocks of one token, each predicted by the output before it: left to right, next token."""
         return self.block_length == 1 and self.logit_alignment == "shifted"
-
-
-class ModelSection(Architecture):
-    """``[model]`` of a training config: the architecture; the tokenizer brings the vocabulary."""
-
-    init_from: ConfigPath | None = None
-    """A model or run directory whose weights (and tokenizer) training starts from, instead of random ones."""
-
-    def with_vocabulary(
-        self,
-        *,
-        vocab_size: int,
-        mask_token_id: int | None,
-        eos_token_id: int | None,
-        pad_token_id: int | None,
-        block_length: int | None = None,
-        begin_with_eos: bool = False,
-    ) -> ModelConfig:
-        """The complete model config for a tokenizer's vocabulary, the objective's blocks and the rows' beginning."""
-        return ModelConfig(
-            **self.model_dump(exclude={"init_from"}),
-            vocab_size=vocab_size,
-            mask_token_id=mask_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            block_length=block_length,
-            begin_with_eos=begin_with_eos,
-        )

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from config.base import Section
 from config.data import DataConfig, TokenizerConfig
-from config.model import ModelSection
+from config.model_section import ModelSection
 from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
 from config.optimizer import Muon, Optimizer, Schedule
 from config.training import (

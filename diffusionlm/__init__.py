@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from diffusionlm.models.init import init_weights
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
     from diffusionlm.models.transformer import Transformer
+    from tokenizer import encode_chat, load_chat_template, render_chat
 
 _HOMES = {
     "GenerationConfig": "config.generation",
@@ -41,6 +42,9 @@ _HOMES = {
     "BlockCausal": "diffusionlm.models.patterns",
     "Causal": "diffusionlm.models.patterns",
     "Transformer": "diffusionlm.models.transformer",
+    "encode_chat": "tokenizer",
+    "load_chat_template": "tokenizer",
+    "render_chat": "tokenizer",
 }
 
 __all__ = [
@@ -55,12 +59,15 @@ __all__ = [
     "SamplerReport",
     "Transformer",
     "conditional_likelihood",
+    "encode_chat",
     "generate",
     "infill",
     "init_weights",
+    "load_chat_template",
     "load_model",
     "load_tokenizer",
     "nelbo",
+    "render_chat",
     "sampler_likelihood",
     "save_model_directory",
     "stream",

@@ -1,4 +1,4 @@
-"""From one model directory to another: dtype, shards, and an autoregressive model made ready for diffusion.
+"""From one model directory to another: dtype, shards, family, and an autoregressive model made ready for diffusion.
 
 Shapes: V rows of the embedding, D hidden.
 """
@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from config.convert import ConvertConfig, DiffusionSection
+from config.families import FAMILIES, natural_family, to_json
 from config.model import ModelConfig
-from diffusionlm.checkpoints.analyze import tensors_of
 from diffusionlm.checkpoints.huggingface import (
-    load_model,
+    load_as,
     load_tokenizer,
     read_config,
     resolve_model_directory,
     save_model_directory,
+    verify_model,
 )
 from diffusionlm.checkpoints.manifest import write_directory
+from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
 from diffusionlm.models.transformer import Transformer
 from tokenizer import SentencePieceTokenizer, Tokenizer, load_chat_template, save_chat_template
 
@@ -48,7 +50,8 @@ def plan_conversion(config: ConvertConfig) -> Plan:
     """What will be done; nothing is written, and no weights are read.
 
     Raises:
-        ValueError: no source or target, a target that exists, or a mask token that cannot be had; names the key.
+        ValueError: no source or target, a target that exists, a mask token that cannot be had, a family that cannot
+            express the model, or a tokenizer that does not fit it; names the key.
     """
     if config.source is None or config.target is None:
         raise ValueError("source and target are both needed: name a model directory, and one that will be written")
@@ -61,6 +64,12 @@ def plan_conversion(config: ConvertConfig) -> Plan:
     if config.diffusion is not None:
         after, tokenizer, fresh, added = _to_diffusion(config.diffusion, before, tokenizer)
         steps += added
+    if config.model_type is not None:
+        after = _in_family(config.model_type, after)
+    values = to_json(after)
+    steps.append(f"write it as model_type = {values['model_type']!r} ({values['architectures'][0]})")
+    ordinary = {token_id: token.decode(errors="replace") for token, token_id in tokenizer.vocab.items()}
+    check_vocabulary(Vocabulary(ordinary, tokenizer.vocab_size), after, source)
     dtype = "their dtype" if config.dtype == "keep" else config.dtype
     steps.append(f"write {config.target}: weights in {dtype}, files of up to {config.max_shard_gigabytes:g} GB")
     return Plan(source, before, after, tokenizer, tuple(steps), fresh)
@@ -92,6 +101,29 @@ def _to_diffusion(
     if wanted.untie_head and before.tie_word_embeddings:
         steps.append("the head gets a copy of the embedding")
     return ModelConfig.model_validate(after.model_dump()), made, fresh, steps
+
+
+def _in_family(model_type: str, config: ModelConfig) -> ModelConfig:
+    """The same model in the words of another family.
+
+    Raises:
+        ValueError: an option that the family's own code would not look for; names it, and what the family has.
+    """
+    family, wrong = FAMILIES[model_type], []
+    if family.diffusion is not None:
+        if config.mask_token_id is None:
+            wrong.append("no mask_token_id (add [diffusion])")
+        alignment = family.diffusion["logit_alignment"]
+        if config.logit_alignment != alignment:
+            wrong.append(
+                f"logit_alignment = {config.logit_alignment!r} (it has {alignment!r}; see diffusion.logit_alignment)"
+            )
+        if family.has_blocks_in_name and config.block_length is None:
+            wrong.append("no block_length (set diffusion.block_length)")
+    if wrong:
+        raise ValueError(f"model_type = {model_type!r}: the family cannot express a model with {'; '.join(wrong)}")
+    said = None if natural_family(config) == model_type else model_type
+    return config.model_copy(update={"model_type": said})
 
 
 def _mask_row(wanted: DiffusionSection, before: ModelConfig, tokenizer: Tokenizer) -> tuple[int, int | None, list[str]]:
@@ -133,8 +165,8 @@ def convert(plan: Plan, config: ConvertConfig, say: Callable[[str], None]) -> No
     assert config.target is not None, "the plan has one"
     for step in plan.steps:
         say(step)
-    dtype = _dtype_of(plan.source) if config.dtype == "keep" else config.dtype
-    model = load_model(plan.source, dtype=dtype)
+    verify_model(plan.source)
+    model = load_as(plan.before, plan.source, dtype=config.dtype)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if not plan.after.tie_word_embeddings and HEAD not in weights:
         weights[HEAD] = weights[EMBEDDING].clone()
@@ -159,9 +191,3 @@ def _with_row(table_VD: Tensor, row: int) -> Tensor:
     others = torch.cat([table_VD[:row], table_VD[row + 1 :]])
     mean_D = others.double().mean(0, keepdim=True).to(table_VD.dtype)
     return torch.cat([table_VD[:row], mean_D, table_VD[row + 1 :]])
-
-
-def _dtype_of(directory: Path) -> str:
-    """What the weights are stored in; the widest one, where they differ."""
-    stored = {info.dtype for info in tensors_of(directory).values()}
-    return "bfloat16" if stored == {"BF16"} else "float32"

@@ -1,10 +1,12 @@
 """The weights of a directory: safetensors or pickles, in one file or in shards with an index.
 
-Files are mapped into memory and copied tensor by tensor, so that reading needs no more memory than the model itself.
+Files are mapped into memory and copied tensor by tensor, so that reading needs no more memory than the model itself; or
+nothing is copied, and the parameters are the mapped file.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import re
@@ -79,10 +81,15 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path, *, adopt: bool = False) -> None:
     """Copy every tensor of a directory, or of one file, into the parameter of its name, converted to its dtype.
 
     Nothing is copied unless all of it fits.
+
+    Args:
+        adopt: a parameter on the CPU of the file's dtype takes the mapped file itself as its values: pages are read
+            when they are first used, and shared with other processes. The mapping is private: what changes a parameter
+            changes no file. A file must be replaced, as everything here does, not written over, while it is in use.
 
     Raises:
         ValueError: a file is missing or damaged, or tensors are missing, unexpected, misshapen or not floating-point
@@ -106,7 +113,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
             described = " that its config.json describes" if path.is_dir() else ""
             raise ValueError(f"{path} does not fit the model{described}: {_shortened(problems)}")
         for name, parameter in parameters.items():
-            parameter.copy_(_guarded(entries[name]))
+            values = _guarded(entries[name])
+            is_alike = values.dtype == parameter.dtype and parameter.device.type == "cpu" and values.is_contiguous()
+            if adopt and is_alike:
+                parameter.data = values
+            else:
+                parameter.copy_(values)
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
@@ -123,18 +135,17 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def saved_dtype(path: Path) -> torch.dtype:
-    """The dtype of the first floating-point weights of a directory.
+    """The dtype of the floating-point weights of a directory; of several, the narrowest that holds all of them.
 
     Raises:
         ValueError: there are none, or they are damaged.
     """
     with ExitStack() as stack:
         entries, _ = _entries(weight_files(path), stack)
-        dtypes = (_guarded(entry).dtype for entry in entries.values())
-        found = next((dtype for dtype in dtypes if dtype in _FLOATING), None)
-        if found is None:
+        dtypes = {_guarded(entry).dtype for entry in entries.values()} & set(_FLOATING)
+        if not dtypes:
             raise ValueError(f"{path}: its weight files hold no tensors of {', '.join(map(str, _FLOATING))}")
-        return found
+        return functools.reduce(torch.promote_types, dtypes)
 
 
 def _entries(files: list[Path], stack: ExitStack) -> tuple[dict[str, Entry], list[str]]:

@@ -19,9 +19,11 @@ FinishReason = Literal["stop", "length"]
 
 
 def stop_tokens(config: GenerationConfig, model: ModelConfig) -> frozenset[int]:
-    """The ids that end a text: those of the config, else the model's end of text, if it has one."""
+    """The ids that end a text: those of the config, else the model's, else its end of text, if it has one."""
     if config.stop_token_ids is not None:
         return frozenset(config.stop_token_ids)
+    if model.stop_token_ids:
+        return frozenset(model.stop_token_ids)
     return frozenset() if model.eos_token_id is None else frozenset({model.eos_token_id})
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config.model import LinearRope, RopeScaling
+from config.model import LinearRope, Llama3Rope, RopeScaling, YarnRope
 
 NARROW_ROWS = (2, 3, 4)
 """So many rows are a narrow product: measured with the MKL of torch 2.15 on one core; from 5 rows on it varies."""
@@ -128,13 +128,35 @@ class RotaryEmbedding(nn.Module):
         """Cosines and sines in fp32, each [..., 1, H / 2], for `rotate`."""
         exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
         frequencies = self.theta**-exponents
+        if isinstance(self.scaling, YarnRope):
+            angles = positions[..., None].float() * _ramped(frequencies, self.theta, self.scaling)
+            length = self.scaling.length
+            return angles.cos().unsqueeze(-2) * length, angles.sin().unsqueeze(-2) * length
         if self.scaling is not None:
             frequencies = _slowed_down(frequencies, self.scaling)
         angles = positions[..., None].float() * frequencies
         return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 
-def _slowed_down(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _ramped(frequencies: Tensor, theta: float, scaling: YarnRope) -> Tensor:
+    """Radians per position for a longer context, by YaRN (Peng et al. 2023, section 3.2).
+
+    The pairs of a head turn ever slower. Those before the one with ``beta_fast`` turns in the original context stay,
+    those behind the one with ``beta_slow`` are divided, and between them it is mixed in proportion to the place.
+    """
+    pairs = frequencies.shape[-1]
+
+    def place(turns: float) -> float:
+        return pairs * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(place(scaling.beta_fast)), 0)
+    last = min(math.ceil(place(scaling.beta_slow)), 2 * pairs - 1)
+    places = torch.arange(pairs, device=frequencies.device, dtype=torch.float32)
+    share = ((places - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+    return share * frequencies / scaling.factor + (1.0 - share) * frequencies
+
+
+def _slowed_down(frequencies: Tensor, scaling: LinearRope | Llama3Rope) -> Tensor:
     """Radians per position for a longer context.
 
     Llama 3.1 counts the turns that each frequency makes in the original context: from ``high_freq_factor`` turns on it

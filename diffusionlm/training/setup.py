@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from config.data import TokenizerConfig
-from config.model import Architecture, ModelSection
+from config.model import ModelConfig
 from config.objective import NextToken
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
@@ -29,9 +29,6 @@ from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
-
-MAY_CHANGE = ("max_position_embeddings", "initializer_range", "logit_alignment", "router_aux_loss_coef")
-"""What a model may have otherwise than the one that its weights come from."""
 
 Say = Callable[[str], None]
 
@@ -131,11 +128,15 @@ def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device)
         )
     section = config.model
     directory = None if section.init_from is None else resolve_model_directory(section.init_from)
+    found = None if directory is None else read_config(directory)
+    if found is not None:
+        section.check_start(found)
     full = section.with_vocabulary(
-        vocab_size=tokenizer.vocab_size if directory is None else _rows_of(directory, section, tokenizer),
+        vocab_size=tokenizer.vocab_size if found is None else _rows_of(found, section.init_from, tokenizer),
         mask_token_id=tokenizer.mask_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=() if found is None else _stops_of(found, tokenizer),
         block_length=config.objective.final_block_length,
         begin_with_eos=config.data.begin_with_eos,
     )
@@ -149,26 +150,23 @@ def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device)
     return model.to(device)
 
 
-def _rows_of(directory: Path, section: ModelSection, tokenizer: Tokenizer) -> int:
+def _rows_of(found: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -> int:
     """Rows of the embedding of a model that training starts from; some may have no token.
 
     Raises:
-        ValueError: it is another architecture than the config's, or has fewer rows than the tokenizer has tokens.
+        ValueError: it has fewer rows than the tokenizer has tokens.
     """
-    found = read_config(directory)
-    names = [name for name in Architecture.model_fields if name not in MAY_CHANGE]
-    differing = [
-        f"model.{name} = {getattr(section, name)!r}, there {getattr(found, name)!r}"
-        for name in names
-        if getattr(section, name) != getattr(found, name)
-    ]
-    if differing:
-        raise ValueError(
-            f"model.init_from = {section.init_from} is another architecture than [model]: {'; '.join(differing)}"
-        )
     if found.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"model.init_from = {section.init_from} has {found.vocab_size} rows in its embedding, the tokenizer "
+            f"model.init_from = {init_from} has {found.vocab_size} rows in its embedding, the tokenizer "
             f"{tokenizer.vocab_size} tokens: add the missing ones with diffusionlm-convert, or take its own tokenizer"
         )
     return found.vocab_size
+
+
+def _stops_of(found: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ends of text of a model that training starts from, the tokenizer's first; none if its end is another."""
+    end = tokenizer.eos_token_id
+    if end is None or end not in found.stop_token_ids:
+        return ()
+    return tuple(dict.fromkeys([end, *found.stop_token_ids]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from diffusionlm.diffusion.likelihood import nelbo
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer
-from tokenizer import Tokenizer, train_bpe
+from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 TOKENS = torch.tensor([[3, 99, 200, 7, 7, 41]])
 
@@ -124,6 +125,49 @@ def test_without_diffusion_the_model_stays_what_it_is(tokenizer: Tokenizer, tmp_
     assert analyze(tmp_path / "half", tmp_path / "again").is_equal
 
 
+def test_another_family_and_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = source(tmp_path / "ar", tokenizer, 260, stop_token_ids=(tokenizer.eos_token_id, 7))
+    diffusion = {"block_length": 4, "logit_alignment": "same_position"}
+    qwen3 = converted(path, tmp_path / "qwen3", diffusion=diffusion)
+    sdar = converted(tmp_path / "qwen3", tmp_path / "sdar", model_type="sdar")
+    values = json.loads((tmp_path / "sdar/config.json").read_text())
+    expected = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, "mask_token_id": 258}
+    assert {key: values.get(key) for key in expected} == expected and "block_length" not in values
+    assert sdar.config == qwen3.config.model_copy(update={"model_type": "sdar"})
+    back = converted(tmp_path / "sdar", tmp_path / "back", model_type="qwen3")
+    assert back.config == qwen3.config and back.config.stop_token_ids == (tokenizer.eos_token_id, 7)
+    for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "qwen3" / name).read_bytes(), name
+    at_once = converted(path, tmp_path / "at-once", model_type="sdar", diffusion=diffusion)
+    assert at_once.config == sdar.config and analyze(tmp_path / "at-once", tmp_path / "sdar").is_equal
+
+
+def test_half_precision_of_either_kind(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = source(tmp_path / "ar", tokenizer, 260)
+    converted(path, tmp_path / "half", dtype="float16")
+    before, after = load_model(path), load_model(tmp_path / "half", dtype="float16")
+    for name, parameter in after.named_parameters():
+        assert parameter.dtype == torch.float16 and torch.equal(parameter, before.get_parameter(name).half())
+    converted(tmp_path / "half", tmp_path / "again")
+    assert {pair.b.dtype for pair in analyze(tmp_path / "half", tmp_path / "again").pairs} == {"F16"}
+
+
+def test_a_tokenizer_that_does_not_fit(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = source(tmp_path / "small", tokenizer, 258)
+    values = json.loads((path / "config.json").read_text()) | {"mask_token_id": 97}
+    (path / "MANIFEST.json").unlink(missing_ok=True)
+    (path / "config.json").write_text(json.dumps(values))
+    config = ConvertConfig(source=path, target=tmp_path / "new")
+    with pytest.raises(ValueError, match=r"mask_token_id = 97 is the ordinary token '.' of its tokenizer"):
+        plan_conversion(config)
+    masked = Tokenizer(tokenizer.vocab, tokenizer.merges, {**tokenizer.special_tokens, "<|mask|>": 258}, "qwen")
+    save_tokenizer(masked, path)
+    with pytest.raises(ValueError, match=r"tokenizer has 259 ids, .* vocabulary of 258 tokens"):
+        load_model(path)
+    # The remedy that the message names.
+    assert converted(path, tmp_path / "new", diffusion={}).config.vocab_size == 259
+
+
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [
@@ -131,6 +175,15 @@ def test_without_diffusion_the_model_stays_what_it_is(tokenizer: Tokenizer, tmp_
         (["diffusion.mask_token_id=400"], 1, "would leave rows without tokens: the embedding has 260 rows"),
         (['diffusion={mask_token="<|endoftext|>", mask_token_id=3}'], 1, "'<|endoftext|>' has the id"),
         (["dtype=float8"], 2, "float8"),
+        (["model_type=bert"], 2, "must be one of qwen3, qwen2, llama"),
+        (["model_type=llama"], 1, "no checkpoint of the family llama holds a model with qk_norm = True (it has False)"),
+        (["model_type=sdar"], 1, "the family cannot express a model with no mask_token_id (add [diffusion])"),
+        (["model_type=sdar", "diffusion={}"], 1, "logit_alignment = 'shifted' (it has 'same_position'"),
+        (
+            ["model_type=sdar", "diffusion.logit_alignment=same_position"],
+            1,
+            "no block_length (set diffusion.block_length)",
+        ),
     ],
 )
 def test_what_cannot_be_converted(
@@ -154,6 +207,7 @@ def test_the_command(tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.Captur
     arguments = ["--source", str(path), "--target", str(tmp_path / "new"), "--set", "diffusion.block_length=4"]
     main([*arguments, "--dry-run"])
     told = capsys.readouterr().out
+    assert "write it as model_type = 'qwen3' (Qwen3ForCausalLM)" in told
     assert "add '<|mask|>' with the id" in told and "blocks of 4; outputs shifted" in told
     assert not (tmp_path / "new").exists(), "nothing is written"
     main(arguments)

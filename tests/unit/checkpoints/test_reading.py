@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from config.model import LinearRope, Llama3Rope
+from config.model import LinearRope, Llama3Rope, YarnRope
 from diffusionlm.checkpoints.huggingface import load_model, load_weights, read_config, save_model
 from diffusionlm.checkpoints.manifest import write_directory
 from diffusionlm.checkpoints.weights import LISTED, read_weights, saved_dtype
@@ -89,6 +89,7 @@ def test_defaults_of_llada(tmp_path: Path) -> None:
     )
     config = read_config(tmp_path)
     assert (config.mask_token_id, config.eos_token_id, config.pad_token_id) == (126336, 126081, 126081)
+    assert config.stop_token_ids == (126081, 126348)
     assert (config.block_length, config.logit_alignment) == (None, "same_position")
     assert (config.vocab_size, config.num_key_value_heads, config.head_dim) == (126_464, 4, 8)
     assert (config.intermediate_size, config.rms_norm_eps, config.tie_word_embeddings) == (96, 1e-5, False)
@@ -151,6 +152,22 @@ def test_linear_rotations(values: dict[str, Any], tmp_path: Path) -> None:
     assert read(tmp_path, model_type="qwen2", **values).rope_scaling == LinearRope(factor=4)
 
 
+def test_yarn(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "attention_factor": None}
+    expected = YarnRope(factor=4.0, original_max_position_embeddings=16)
+    assert read(tmp_path, model_type="qwen3", rope_scaling=scaling).rope_scaling == expected
+    assert expected.length == pytest.approx(1.1386294361)  # 0.1 ln 4 + 1
+    for wrong in ({"mscale": 0.7}, {"truncate": False}, {"beta_slow": 40}, {"factor": 0.5}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            read(tmp_path, model_type="qwen3", rope_scaling=scaling | wrong)
+
+
+def test_two_bases_of_rotations_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    with pytest.raises(ValueError, match=r"rope_parameters has rope_theta = 10000\.0, which contradicts 1000000\.0"):
+        read(tmp_path, model_type="qwen3", rope_theta=1e6, rope_parameters=rope)
+
+
 @pytest.mark.parametrize("rope", [None, {}, {"type": "default"}, {"rope_type": "default", "rope_theta": 10_000.0}])
 def test_rotations_as_they_are(rope: Any, tmp_path: Path) -> None:
     config = read(tmp_path, model_type="qwen3", rope_scaling=rope, rope_parameters=rope)
@@ -177,9 +194,9 @@ def test_sliding_layers(values: dict[str, Any], expected: Any, tmp_path: Path) -
     assert config.sliding_window == (8 if expected else None)
 
 
-def test_lists_of_ends_and_other_small_things(tmp_path: Path) -> None:
-    config = read(tmp_path, model_type="llama", eos_token_id=[7, 9], num_key_value_heads=None, head_dim=None)
-    assert (config.eos_token_id, config.num_key_value_heads, config.head_dim) == (7, 4, 8)
+def test_small_things(tmp_path: Path) -> None:
+    config = read(tmp_path, model_type="llama", num_key_value_heads=None, head_dim=None)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 8)
     assert read(tmp_path, model_type="qwen3_moe", num_local_experts=6, num_experts_per_tok=2).num_experts == 6
 
 
@@ -221,6 +238,18 @@ def test_a_broken_config_is_named(content: bytes, tmp_path: Path) -> None:
 
 
 # Weights.
+
+
+def test_the_widest_dtype_is_kept(tmp_path: Path) -> None:
+    for others, expected in (
+        ((torch.bfloat16, torch.float32), torch.float32),
+        ((torch.float32, torch.bfloat16), torch.float32),
+        ((torch.bfloat16, torch.float16), torch.float32),  # neither holds the other
+        ((torch.bfloat16, torch.int64), torch.bfloat16),
+    ):
+        tensors = {name: torch.zeros(2, dtype=dtype) for name, dtype in zip("ab", others, strict=True)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert saved_dtype(tmp_path) == expected
 
 
 def test_shards_give_the_same_model(saved: Path, tiny_model: MakeModel) -> None:
@@ -441,3 +470,20 @@ def test_a_truncated_pickle_is_named(saved: Path) -> None:
 def test_buffers_of_old_files_are_passed_over(saved: Path) -> None:
     as_pickle(saved, read_weights(saved) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)})
     load_model(saved)
+
+
+def test_the_file_itself_is_loaded_and_not_changed(tmp_path: Path, tiny_model: MakeModel) -> None:
+    save_model(tiny_model(), tmp_path)
+    bytes_before = (tmp_path / "model.safetensors").read_bytes()
+    model = load_model(tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    assert (tmp_path / "model.safetensors").read_bytes() == bytes_before
+    # Saved over the files that it was loaded from, it has the new values, there and in memory.
+    save_model(model, tmp_path)
+    again = load_model(tmp_path)
+    for (name, parameter), other in zip(tiny_model().named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(2.0 * parameter, other), name
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, other)

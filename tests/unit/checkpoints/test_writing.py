@@ -42,12 +42,18 @@ AUTOREGRESSIVE: dict[str, Any] = {"mask_token_id": None, "block_length": 1, "log
 MODELS = [
     pytest.param({}, "qwen3", id="masked"),
     pytest.param({"block_length": 4}, "qwen3", id="block"),
+    pytest.param({"stop_token_ids": (17, 3, 9)}, "qwen3", id="ends-of-text"),
     pytest.param(AUTOREGRESSIVE, "qwen3", id="autoregressive"),
     pytest.param({"attention_bias": True}, "qwen3", id="qwen3-bias"),
     pytest.param({"attention_bias": True, "attention_output_bias": True}, "qwen3", id="qwen3-biases"),
     pytest.param({"qk_norm": False}, "llama", id="llama"),
     pytest.param(
         {"qk_norm": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "llama", id="llama-linear-rope"
+    ),
+    pytest.param(
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        "qwen3",
+        id="qwen3-yarn",
     ),
     pytest.param({"qk_norm": False, "attention_bias": True}, "qwen2", id="qwen2"),
     pytest.param(
@@ -180,6 +186,15 @@ def test_the_sources_generation_config_is_kept(tiny_model: MakeModel, tokenizer:
     (source / "generation_config.json").write_text(content)
     save_model_directory(model, tokenizer, target, source=source)
     assert (target / "generation_config.json").read_text() == content
+    assert read_config(target).stop_token_ids == (17, 16)
+    more = tiny_model(vocab_size=tokenizer.vocab_size, stop_token_ids=(17, 5))
+    save_model_directory(more, tokenizer, target, source=source)
+    expected = {"eos_token_id": [17, 5, 16], "temperature": 0.6}
+    assert json.loads((target / "generation_config.json").read_text()) == expected, "what is missing is added"
+    assert json.loads((target / "config.json").read_text())["eos_token_id"] == 17
+    (source / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json: cannot be read"):
+        save_model_directory(model, tokenizer, target, source=source)
     save_model_directory(model, tokenizer, target, source=tmp_path)
     assert json.loads((target / "generation_config.json").read_text()) == {"eos_token_id": 17, "pad_token_id": 17}
 

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from config.base import Section
 from config.bench_tokenizer import BenchTokenizerConfig
 from config.bench_train import BenchTrainConfig
+from config.command import parse_command
 from config.data import LocalFiles, PythonStdlib
 from config.dump import to_toml
 from config.eval import EvalConfig
@@ -35,12 +37,38 @@ CLASSES: dict[str, type[Section]] = {
     path.name: OTHERS.get(path.name, TrainConfig) for path in sorted(RESOURCES.glob("*.toml"))
 }
 """All but these are training runs."""
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40_960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000},
+    "tie_word_embeddings": False,
+    "vocab_size": 151_936,
+    "mask_token_id": 151_669,
+    "block_length": 4,
+    "logit_alignment": "same_position",
+}
 
 
 def test_every_command_has_a_resource() -> None:
     assert {"train.toml", *OTHERS} <= CLASSES.keys()
 
 
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory that the recipe of adaptation starts from."""
+    directory = tmp_path / "models" / "qwen3-mask"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(QWEN3), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return directory
+
+
+@pytest.mark.usefixtures("checkpoint")
 @pytest.mark.parametrize("name", CLASSES)
 def test_resources_are_valid_and_come_back(name: str, tmp_path: Path) -> None:
     config = load_config(CLASSES[name], RESOURCES / name)
@@ -57,6 +85,54 @@ def test_a_run_with_a_given_tokenizer_comes_back(tmp_path: Path) -> None:
     assert load_config(TrainConfig, printed) == config
     with pytest.raises(ConfigError, match="path names a finished tokenizer, so vocab_size cannot be set as well"):
         load_config(TrainConfig, RESOURCES / "train.toml", ["tokenizer.path=somewhere"])
+
+
+RECIPE = RESOURCES / "adapt_qwen3.toml"
+
+
+def test_the_architecture_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    model = load_config(TrainConfig, RECIPE).model
+    shape = (model.hidden_size, model.num_hidden_layers, model.head_dim, model.intermediate_size)
+    assert shape == (1024, 28, 128, 3072)
+    assert (model.rope_theta, model.tie_word_embeddings, model.logit_alignment) == (1e6, False, "same_position")
+    assert (model.max_position_embeddings, model.rope_scaling, model.qk_norm) == (40_960, None, True)
+    same = load_config(TrainConfig, RECIPE, ["model.rope_theta=1e6", "model.head_dim=128"])
+    assert same.model == model
+    chosen = load_config(TrainConfig, RECIPE, ["model.max_position_embeddings=4096", "model.logit_alignment=shifted"])
+    assert (chosen.model.max_position_embeddings, chosen.model.logit_alignment) == (4096, "shifted")
+    # What a run keeps is complete: it does not change with the directory, nor need it to be read.
+    kept = tmp_path / "config.toml"
+    kept.write_text(to_toml(chosen), encoding="utf-8")
+    (checkpoint / "config.json").unlink()
+    assert load_config(TrainConfig, kept) == chosen
+
+
+def test_another_architecture_than_the_checkpoints_is_listed(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, RECIPE, ["model.rope_theta=1e4", "model.num_hidden_layers=3"])
+    for part in ("1 problem", "num_hidden_layers = 3, there 28", "rope_theta = 10000.0, there 1000000.0"):
+        assert part in str(caught.value)
+    assert "hidden_size" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "it has neither a config.json nor"),
+        ("{", "cannot be read as JSON"),
+        ('{"model_type": "bert"}', "model_type = 'bert' is not supported"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_an_error_of_the_config(
+    content: str | None, message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "config.json").unlink()
+    if content is not None:
+        (checkpoint / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(SystemExit) as caught:
+        parse_command(TrainConfig, name="train", description="", example="", argv=["--config", str(RECIPE)])
+    told = capsys.readouterr().err
+    assert caught.value.code == 2 and message in told and "init_from = models/qwen3-mask" in told
 
 
 @pytest.mark.parametrize("key", sorted(RENAMED))
@@ -100,20 +176,39 @@ def test_a_source_named_alone_can_be_overridden() -> None:
     assert source == PythonStdlib(validation_share=20)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--print-config"], ["--schema"], ["--dry-run"], ["--set", "a.b=1"]])
-def test_the_training_command_answers_without_torch(arguments: list[str]) -> None:
-    code = (
-        "import sys, cli.train\n"
-        "try:\n    sys.exit(cli.train.main(sys.argv[1:]))\n"
-        "finally:\n    assert 'torch' not in sys.modules, 'torch was imported'\n"
-    )
-    config = ["--config", str(RESOURCES / "train.toml")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *config, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert "torch was imported" not in done.stderr
-    assert done.returncode == (2 if "--set" in arguments else 0), done.stderr
-    if "--schema" in arguments:
-        assert json.loads(done.stdout)["title"] == "TrainConfig"
-    if "--dry-run" in arguments:
-        assert "1,115,520" in done.stdout
+def test_the_training_command_answers_without_torch(checkpoint: Path) -> None:
+    """All of it in one process: starting one takes longer than what it does."""
+    code = """
+import contextlib, io, json, sys
+import cli.train
+answers = []
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = cli.train.main(arguments)
+        except SystemExit as ended:
+            status = ended.code
+    answers.append((status, out.getvalue(), err.getvalue(), "torch" in sys.modules))
+print(json.dumps(answers))
+"""
+    common, adapt = ["--config", str(RESOURCES / "train.toml")], ["--config", str(RECIPE)]
+    start = f"model.init_from={checkpoint}"
+    calls = [
+        ["--help"],
+        [*common, "--print-config"],
+        [*common, "--schema"],
+        [*common, "--dry-run"],
+        [*common, "--set", "a.b=1"],
+        [*adapt, "--set", start, "--print-config"],
+    ]
+    command = [sys.executable, "-c", code, json.dumps(calls)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert [(status or 0, torch) for status, _, _, torch in answers] == [(0, False)] * 4 + [(2, False), (0, False)]
+    helped, printed, schema, plan, refused, adapted = answers
+    assert "--print-config" in helped[1] and "[training]" in printed[1] and "a.b=1" in refused[2]
+    assert json.loads(schema[1])["title"] == "TrainConfig"
+    assert "1,115,520" in plan[1]
+    assert "num_hidden_layers = 28" in adapted[1] and "rope_theta = 1000000.0" in adapted[1]

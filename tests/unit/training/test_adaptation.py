@@ -65,7 +65,7 @@ def recipe(qwen3: Path, folder: Path, alignment: str, **objective: Any) -> Train
         "run.device": "cpu",
         "run.threads": 1,
         "model.init_from": folder / "mask",
-        "model.max_position_embeddings": 32,
+        "data.row_length": 32,
         "model.logit_alignment": alignment,
         "data.source.paths": json.dumps([str(folder / "a.jsonl")]),
         "data.workers": 0,
@@ -77,7 +77,6 @@ def recipe(qwen3: Path, folder: Path, alignment: str, **objective: Any) -> Train
         "validation.final_rows": 16,
         "logging.every_steps": 1,
         "logging.progress": "none",
-        **{f"model.{name}": value for name, value in SHAPE.items()},
         **{f"objective.{name}": value for name, value in objective.items()},
     }
     return load_config(TrainConfig, RECIPE, [f"{key}={value}" for key, value in changes.items()])
@@ -98,6 +97,9 @@ def test_training_goes_on_from_the_converted_model(qwen3: Path, tmp_path: Path) 
     assert (model.config.block_length, model.config.logit_alignment) == (4, "same_position")
     assert model.config.vocab_size == ROWS and model.config.mask_token_id is not None
     assert not model.config.tie_word_embeddings
+    assert model.config.max_position_embeddings == 4_096 and model.config.rope_theta == 1e6, "as the source's"
+    again = train(load_config(TrainConfig, config.run.directory / "config.toml"))
+    assert again.summary is not None and again.summary.to_json() == summary.to_json(), "the run is the same one"
 
 
 def test_with_shifted_outputs_and_blocks_of_one_the_loss_is_that_of_the_source(qwen3: Path, tmp_path: Path) -> None:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from config.model import LinearRope, Llama3Rope, ModelConfig
+from config.model import LinearRope, Llama3Rope, ModelConfig, YarnRope
 
 Values = dict[str, Any]
 SLIDING = "sliding_attention"
-_ROPES: dict[str, type[LinearRope] | type[Llama3Rope]] = {"linear": LinearRope, "llama3": Llama3Rope}
-_READ_ELSEWHERE = {"model_type", "rope_scaling", "rope_theta", "layer_types", "sliding_window"}
+_ROPES: dict[str, type[LinearRope] | type[Llama3Rope] | type[YarnRope]] = {
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+}
+_YARN_ELSEWHERE: Values = {"mscale": None, "mscale_all_dim": None, "truncate": True}
+"""Keys of other families' YaRN that change what is computed unless they have this value, or null."""
+_READ_ELSEWHERE = {
+    "model_type",
+    "rope_scaling",
+    "rope_theta",
+    "layer_types",
+    "sliding_window",
+    "eos_token_id",
+    "stop_token_ids",
+}
 _DIFFUSION = {"mask_token_id", "logit_alignment", "block_length"}
 _HARMLESS: Values = {
     "mlp_bias": False,
@@ -18,7 +32,6 @@ _HARMLESS: Values = {
 }
 """Keys that change what is computed unless they have this value, or null."""
 _NULL_MEANS_NONE = {
-    "eos_token_id",
     "pad_token_id",
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
@@ -48,9 +61,29 @@ def read_simple(values: Values, *, gemma: bool) -> tuple[Values, list[str]]:
         problems.append(f"hidden_act = {known.pop('hidden_act')!r} is not supported, only {', '.join(supported)}")
     if values.get("num_local_experts") is not None:
         known.setdefault("num_experts", values["num_local_experts"])
-    if isinstance(known.get("eos_token_id"), list):
-        known["eos_token_id"] = next(iter(known["eos_token_id"]), None)
     return known, problems
+
+
+def read_ends(values: Values, generation: Values | None) -> tuple[list[int], list[str]]:
+    """Ids that end a text: those of config.json, then those of generation_config.json, each once."""
+    found: list[int] = []
+    problems = []
+    size = values.get("vocab_size")
+    for place, ids in (("", ids_of(values)), ("generation_config.json: ", ids_of(generation or {}))):
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+            problems.append(f"{place}eos_token_id = {ids!r} must be a token id, or a list of them")
+            continue
+        outside = [each for each in ids if isinstance(size, int) and each >= size]
+        if outside:
+            problems.append(f"{place}eos_token_id = {outside[0]} is outside the vocabulary of {size} tokens")
+        found += ids
+    return list(dict.fromkeys(found)), problems
+
+
+def ids_of(values: Values) -> list[Any]:
+    """``eos_token_id``, which is an id, a list of them, or null."""
+    said = values.get("eos_token_id")
+    return said if isinstance(said, list) else [] if said is None else [said]
 
 
 def read_rope(values: Values) -> tuple[Values, list[str]]:
@@ -66,11 +99,17 @@ def read_rope(values: Values) -> tuple[Values, list[str]]:
             continue
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             problems.append(f"{key} has partial_rotary_factor = {rope['partial_rotary_factor']!r}: not supported")
-        if rope.get("rope_theta") is not None:
-            known["rope_theta"] = rope["rope_theta"]
+        if (
+            rope.get("rope_theta") is not None
+            and known.setdefault("rope_theta", rope["rope_theta"]) != rope["rope_theta"]
+        ):
+            problems.append(f"{key} has rope_theta = {rope['rope_theta']!r}, which contradicts {known['rope_theta']!r}")
+        for name, value in _YARN_ELSEWHERE.items() if kind == "yarn" else ():
+            if rope.get(name) not in (None, value):
+                problems.append(f"{key} has {name} = {rope[name]!r}: not supported")
         if isinstance(kind, str) and kind != "default":
             names = _ROPES[kind].model_fields.keys()
-            scaling = {name: rope[name] for name in names if name in rope} | {"rope_type": kind}
+            scaling = {name: rope[name] for name in names if rope.get(name) is not None} | {"rope_type": kind}
             if known.setdefault("rope_scaling", scaling) != scaling:
                 problems.append(f"rope_scaling and {key} contradict each other")
     return known, problems

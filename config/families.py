@@ -12,6 +12,8 @@
 | llada       | OLMo       | mask 126336, end of text 126081, same position, the whole sequence at once            |
 | Dream       | Qwen2      | mask 151666, shifted logits, the whole sequence at once                               |
 
+SDAR's chats end with 151645 or 151643, LLaDA's with 126081 or 126348 (`Family.stops`).
+
 Keys that config.json has win over this table. What a family computes and this model does not is an error.
 """
 
@@ -23,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from config import llada
 from config.model import ModelConfig
-from diffusionlm.checkpoints import llada
-from diffusionlm.checkpoints.spelling import SLIDING, read_layers, read_rope, read_simple
+from config.spelling import SLIDING, read_ends, read_layers, read_rope, read_simple
 
 Values = dict[str, Any]
 
@@ -83,12 +85,16 @@ class Family:
     """Mask token, alignment and blocks where config.json is silent. None: `AUTOREGRESSIVE` if it has none of them."""
     has_output_bias: bool = True
     """``attention_bias`` puts one in the output projection, too."""
+    stops: tuple[int, ...] = ()
+    """Ids that end a text where no file says it: those that the family's chats end their turns and texts with."""
     has_blocks_in_name: bool = False
     """The directory's name may end in the block length, as in -b16."""
 
 
 SDAR: Values = {"mask_token_id": 151669, "logit_alignment": "same_position", "block_length": 4}
 DREAM: Values = {"mask_token_id": 151666, "logit_alignment": "shifted", "block_length": None}
+SDAR_STOPS = (151645, 151643)
+"""<|im_end|> and <|endoftext|>."""
 QWEN2: Values = {**DENSE, "qk_norm": False, "attention_bias": True, "attention_output_bias": False}
 QWEN3: Values = {**DENSE, "qk_norm": True}
 MOE: Values = {**PLAIN, "qk_norm": True}
@@ -100,9 +106,9 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", {**DENSE, "qk_norm": False}),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", MOE, MOE_DEFAULTS),
     "gemma2": Family("Gemma2ForCausalLM", GEMMA, GEMMA_DEFAULTS),
-    "sdar": Family("SDARForCausalLM", QWEN3, QWEN3_DEFAULTS, SDAR, has_blocks_in_name=True),
-    "sdar_moe": Family("SDARMoeForCausalLM", MOE, MOE_DEFAULTS, SDAR, has_blocks_in_name=True),
-    "llada": Family("LLaDAModelLM", llada.FIXED, llada.DEFAULTS, llada.DIFFUSION),
+    "sdar": Family("SDARForCausalLM", QWEN3, QWEN3_DEFAULTS, SDAR, stops=SDAR_STOPS, has_blocks_in_name=True),
+    "sdar_moe": Family("SDARMoeForCausalLM", MOE, MOE_DEFAULTS, SDAR, stops=SDAR_STOPS, has_blocks_in_name=True),
+    "llada": Family("LLaDAModelLM", llada.FIXED, llada.DEFAULTS, llada.DIFFUSION, stops=llada.STOPS),
     "Dream": Family("DreamModel", QWEN2, {"eos_token_id": 151643, "pad_token_id": 151643}, DREAM),
 }
 _BLOCKS_IN_NAME = re.compile(r"-b(\d+)$", re.IGNORECASE)
@@ -119,12 +125,13 @@ def natural_family(config: ModelConfig) -> str:
     return "qwen2" if config.attention_bias and not config.attention_output_bias else "llama"
 
 
-def to_values(values: Values, directory: Path) -> tuple[Values, list[str]]:
+def to_values(values: Values, directory: Path, generation: Values | None = None) -> tuple[Values, list[str]]:
     """What a config.json says in the words of `ModelConfig`, and what of it cannot be computed here.
 
     Args:
         values: the JSON object.
         directory: where it lies; SDAR's block length may stand in its name.
+        generation: what generation_config.json says. None: there is none, or it says nothing of its own.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -141,7 +148,9 @@ def to_values(values: Values, directory: Path) -> tuple[Values, list[str]]:
     for read in (read_rope(values), read_layers(values, model_type)):
         known |= read[0]
         problems += read[1]
-    known, found = _with_defaults(known, family)
+    ends, found = _ends(values, generation, family)
+    problems += found
+    known, found = _with_defaults(known | ends, family)
     problems += found
     blocks, found = _blocks(values, family, directory)
     problems += found
@@ -167,6 +176,20 @@ def _with_defaults(known: Values, family: Family) -> tuple[Values, list[str]]:
     if known.get("query_pre_attn_scalar") == known.get("head_dim"):
         known["query_pre_attn_scalar"] = None
     return known, problems
+
+
+def _ends(values: Values, generation: Values | None, family: Family) -> tuple[Values, list[str]]:
+    """End of text, and what else ends one; the family's where the files know no more than those."""
+    ends, problems = read_ends(values, generation)
+    is_silent = not ends and "eos_token_id" not in values
+    if is_silent and "eos_token_id" in family.defaults:
+        ends = [family.defaults["eos_token_id"]]
+    size = values.get("vocab_size")
+    has_room = isinstance(size, int) and size > max(family.stops, default=0)
+    if generation is None and has_room and (ends or is_silent) and set(ends) <= set(family.stops):
+        ends = list(dict.fromkeys([*ends, *family.stops]))
+    known: Values = {} if is_silent and not ends else {"eos_token_id": next(iter(ends), None)}
+    return known | ({"stop_token_ids": ends} if len(ends) > 1 else {}), problems
 
 
 def _blocks(values: Values, family: Family, directory: Path) -> tuple[Values, list[str]]:
@@ -208,7 +231,7 @@ def to_json(config: ModelConfig) -> Values:
     _check_options(config, model_type, family)
     if model_type == "llada":
         return {"architectures": [family.architecture], "model_type": model_type, **llada.to_json(config)}
-    unused = {"model_type"} | PLAIN.keys()
+    unused = {"model_type", "stop_token_ids"} | PLAIN.keys()
     unused |= set() if config.num_experts else set(MOE_OPTIONS)
     unused |= set() if is_sliding or model_type == "gemma2" else {"layer_types", "sliding_window"}
     values = config.model_dump(mode="json", exclude_none=True, exclude=unused)

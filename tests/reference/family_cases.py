@@ -1,0 +1,435 @@
+"""Every family's tiny random checkpoint, here and in transformers or a plain reference: what is compared, and measured.
+
+The tests hold each number to its bound; `tests.reference.family_table` prints them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from diffusionlm.checkpoints.huggingface import load_model, save_model
+from diffusionlm.models.moe import Routing
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
+from diffusionlm.models.transformer import Transformer
+from tests.reference.plain_models import (
+    EXPERTS_JSON,
+    LLADA_JSON,
+    QWEN_JSON,
+    Weights,
+    llada_logits,
+    llada_weights,
+    qwen_logits,
+    qwen_weights,
+)
+
+Values = dict[str, Any]
+LENGTH, BLOCK, PADDING = 13, 4, 7
+TOKENS = torch.randint(0, 40, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+BOUNDS = {"float32": 1e-5, "bfloat16": 1e-1}
+"""Of the largest difference between logits, relative to the largest logit."""
+OTHER_EXPERTS = {"float32": 0.0, "bfloat16": 0.1}
+"""Bounds of the share of choices that are not theirs: rounding decides between experts that are nearly level."""
+ATTENTIONS = ("causal", "bidirectional", "block-causal")
+SIDES = ("left", "right")
+HERE, THERE = "theirs, loaded here", "ours, loaded there"
+ROWS = ((HERE, "float32"), (THERE, "float32"), (HERE, "bfloat16"))
+"""Direction and dtype of the comparisons of each case."""
+
+SHAPE: Values = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 56,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3,
+    "vocab_size": 40,
+    "pad_token_id": 3,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 4],
+}
+WIDE: Values = {"head_dim": 12}
+ROPE: Values = {"rope_theta": 500.0, "rope_type": "default"}
+LINEAR: Values = {"rope_theta": 500.0, "rope_type": "linear", "factor": 4.0}
+LLAMA3: Values = {
+    "rope_theta": 500.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Of the six frequencies of a head one stays, one is in between and four are divided."""
+EXPERTS: Values = {**WIDE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GEMMA: Values = {**WIDE, "query_pre_attn_scalar": 20, "sliding_window": 4, "final_logit_softcapping": 3.0}
+SLIDING: Values = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint of transformers: its class, its config beside `SHAPE`, and its rotations."""
+
+    title: str
+    name: str
+    """Of the classes, without Config and ForCausalLM."""
+    changes: Values
+    rope: Values
+
+    def config(self) -> Any:
+        """Theirs."""
+        import transformers
+
+        return getattr(transformers, f"{self.name}Config")(**{**SHAPE, **self.changes}, rope_parameters=self.rope)
+
+    def peer(self) -> Foreign:
+        """A random model of transformers with no parameter at its default."""
+        import transformers
+
+        model = getattr(transformers, f"{self.name}ForCausalLM")._from_config(self.config(), **_options(self.name))
+        generator = torch.Generator().manual_seed(11)
+        for tensor in model.parameters():
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.data += 0.2 * noise + (0.1 * noise.sign() if tensor.ndim == 1 else 0.0)
+        return Foreign(model.eval(), self.name)
+
+
+@dataclass(frozen=True)
+class PlainCase:
+    """A checkpoint of a family that transformers lacks."""
+
+    title: str
+    attention: str
+    """Of the family."""
+    values: Values
+    """Its config.json."""
+    weights: Values
+    """Arguments of `qwen_weights`; LLaDA has none."""
+
+    def peer(self) -> Plain:
+        """Random weights with no gain and no bias at its default."""
+        is_llada = self.values["model_type"] == "llada"
+        return Plain(self.values, llada_weights() if is_llada else qwen_weights(**self.weights), self.attention)
+
+
+CASES: dict[str, Case | PlainCase] = {
+    "qwen3-tied": Case("Qwen3, tied", "Qwen3", {**WIDE, "tie_word_embeddings": True}, ROPE),
+    "qwen3-one-key": Case("Qwen3, one key head", "Qwen3", {**WIDE, "num_key_value_heads": 1}, ROPE),
+    "qwen3-biases": Case("Qwen3, biases, linear rope", "Qwen3", {**WIDE, "attention_bias": True}, LINEAR),
+    "qwen3-moe": Case("Qwen3-MoE", "Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}, ROPE),
+    "qwen3-moe-every-second": Case(
+        "Qwen3-MoE, every second layer, not normed", "Qwen3Moe", {**EXPERTS, "decoder_sparse_step": 2}, ROPE
+    ),
+    "qwen3-moe-mlp-only": Case("Qwen3-MoE, one dense layer", "Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0]}, ROPE),
+    "sdar": PlainCase(
+        "SDAR",
+        "block-causal",
+        {**QWEN_JSON, "model_type": "sdar", "block_size": BLOCK},
+        {"norms": True, "biases": False, "experts": 0},
+    ),
+    "sdar-moe": PlainCase(
+        "SDAR-MoE",
+        "block-causal",
+        {**QWEN_JSON, **EXPERTS_JSON, "model_type": "sdar_moe", "block_size": BLOCK},
+        {"norms": True, "biases": False, "experts": 5},
+    ),
+    "llada": PlainCase("LLaDA-8B", "bidirectional", LLADA_JSON, {}),
+    "dream": PlainCase(
+        "Dream",
+        "bidirectional",
+        {**QWEN_JSON, "model_type": "Dream"},
+        {"norms": False, "biases": True, "experts": 0},
+    ),
+    "qwen2": Case("Qwen2, Qwen2.5", "Qwen2", {}, ROPE),
+    "qwen2-tied": Case("Qwen2, tied", "Qwen2", {"tie_word_embeddings": True}, ROPE),
+    "qwen2-sliding": Case("Qwen2, sliding layers", "Qwen2", SLIDING, ROPE),
+    "llama3": Case("Llama 3, its rope scaling", "Llama", WIDE, LLAMA3),
+    "llama-biases": Case(
+        "Llama, tied, biases, linear rope", "Llama", {"attention_bias": True, "tie_word_embeddings": True}, LINEAR
+    ),
+    "llama-all-keys": Case("Llama, as many key heads", "Llama", {"num_key_value_heads": 4}, ROPE),
+    "gemma2": Case("Gemma 2", "Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}, ROPE),
+    "gemma2-biases": Case("Gemma 2, biases", "Gemma2", {**GEMMA, "attention_bias": True}, ROPE),
+    "gemma2-no-attention-cap": Case(
+        "Gemma 2, no attention cap", "Gemma2", {**GEMMA, "attn_logit_softcapping": None}, ROPE
+    ),
+}
+
+
+def _options(name: str) -> Values:
+    experts = {"experts_implementation": "eager"} if name == "Qwen3Moe" else {}
+    return {"attn_implementation": "eager", "dtype": torch.float32, **experts}
+
+
+def sees(attention: str, length: int) -> Tensor:
+    """[L, L]: whether the query of a row sees the key of a column."""
+    at = torch.arange(length)
+    if attention == "bidirectional":
+        return torch.ones(length, length, dtype=torch.bool)
+    block = BLOCK if attention == "block-causal" else 1
+    return at[None, :] // block <= at[:, None] // block
+
+
+def pattern_of(attention: str, documents_BL: Tensor | None = None) -> AttentionPattern:
+    """The same as our models are told it."""
+    if attention == "block-causal":
+        return BlockCausal(BLOCK, documents_BL)
+    return Causal(documents_BL) if attention == "causal" else Bidirectional(documents_BL)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model of transformers."""
+
+    model: Any
+    name: str
+    attention: str = "causal"
+
+    @property
+    def label(self) -> str:
+        """For the table."""
+        return f"`{self.name}ForCausalLM`"
+
+    def _mask(self, attention: str) -> Any:
+        """A dense one, by kind of layer where there are several; none for causal, which is theirs to make."""
+        if attention == "causal":
+            return None
+        seen, config = sees(attention, LENGTH), self.model.config
+        at = torch.arange(LENGTH)
+        window = getattr(config, "sliding_window", None) or LENGTH
+        kinds = {"full_attention": seen, "sliding_attention": seen & ((at[:, None] - at).abs() < window)}
+        lowest = torch.finfo(self.model.dtype).min
+        biases = {
+            kind: torch.zeros(1, 1, LENGTH, LENGTH, dtype=self.model.dtype).masked_fill(~seen, lowest)
+            for kind, seen in kinds.items()
+        }
+        has_kinds = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        return biases if has_kinds else biases["full_attention"]
+
+    def logits(self, attention: str) -> Tensor:
+        """Of `TOKENS`."""
+        return self.model(TOKENS, attention_mask=self._mask(attention)).logits  # type: ignore[no-any-return]
+
+    def padded(self, tokens: Tensor, is_real: Tensor) -> Tensor:
+        """Causal logits of the real tokens, with their mask of padding."""
+        out = self.model(tokens, attention_mask=is_real.long()).logits
+        return out[is_real].unflatten(0, (2, LENGTH))  # type: ignore[no-any-return]
+
+    def experts(self, attention: str) -> list[Tensor]:
+        """What each token chose in each layer that has experts."""
+        if not hasattr(self.model.config, "num_experts"):
+            return []
+        out = self.model.model(TOKENS, attention_mask=self._mask(attention), output_router_logits=True)
+        return [layer.topk(self.model.config.num_experts_per_tok).indices for layer in out.router_logits]
+
+    def values(self) -> Weights:
+        """By their name, copied."""
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def save(self, folder: Path) -> None:
+        """In shards."""
+        self.model.save_pretrained(folder, max_shard_size="20KB")
+        assert (folder / "model.safetensors.index.json").is_file()
+
+    def reload(self, folder: Path) -> Foreign:
+        """What they make of a directory; nothing of it is left over, and nothing made up."""
+        import transformers
+
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, **_options(self.name)
+        )
+        assert not [value for value in report.values() if value]
+        assert type(model) is type(self.model)
+        return Foreign(model.eval(), self.name)
+
+    def rounded(self) -> Foreign:
+        """In bf16; this one changes."""
+        return Foreign(self.model.to(torch.bfloat16), self.name)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A plain reference, which computes in fp32."""
+
+    json: Values
+    weights: Weights
+    attention: str
+    label: str = "plain reference"
+
+    def _call(self, attention: str) -> tuple[Tensor, list[Tensor]]:
+        call = llada_logits if self.json["model_type"] == "llada" else qwen_logits
+        return call({name: tensor.float() for name, tensor in self.weights.items()}, TOKENS, sees(attention, LENGTH))
+
+    def logits(self, attention: str) -> Tensor:
+        """Of `TOKENS`."""
+        return self._call(attention)[0]
+
+    def padded(self, tokens: Tensor, is_real: Tensor) -> Tensor:
+        """It knows no padding: the logits of the real tokens alone."""
+        assert torch.equal(tokens[is_real], TOKENS.flatten())
+        return self.logits(self.attention)
+
+    def experts(self, attention: str) -> list[Tensor]:
+        """What each token chose in each layer that has experts."""
+        return self._call(attention)[1]
+
+    def values(self) -> Weights:
+        """By their name."""
+        return self.weights
+
+    def save(self, folder: Path) -> None:
+        """As the family's own code would."""
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.json))
+        save_file(self.weights, folder / "model.safetensors")
+
+    def reload(self, folder: Path) -> Plain:
+        """The weights of a directory; its config.json must say what this one's does, as far as that says anything."""
+        found = json.loads((folder / "config.json").read_text())
+        # The first end of text is kept, and LLaDA's vocabulary is that of its tables.
+        ends = self.json["eos_token_id"]
+        said = {**self.json, "eos_token_id": ends[0] if isinstance(ends, list) else ends, "vocab_size": 40}
+        said.pop("bos_token_id", None)
+        assert {key: found.get(key) for key, value in said.items() if value} == {k: v for k, v in said.items() if v}
+        return Plain(self.json, stored(folder), self.attention)
+
+    def rounded(self) -> Plain:
+        """Weights in bf16, computed with in fp32."""
+        return Plain(self.json, {name: w.to(torch.bfloat16) for name, w in self.weights.items()}, self.attention)
+
+
+def stored(folder: Path) -> Weights:
+    """All tensors of a directory, as the files have them."""
+    found: Weights = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def changed(after: Weights, before: Weights) -> int:
+    """How many values are not what they were, with those of tensors that only one side has."""
+    apart = after.keys() ^ before.keys()
+    count = sum((after[name] if name in after else before[name]).numel() for name in apart)
+    return count + sum(int((after[name] != before[name]).sum()) for name in after.keys() & before.keys())
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest one, relative to the largest logit of theirs."""
+    assert theirs.std() > 0.1
+    return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+
+
+def our_routings(model: Transformer, tokens: Tensor, pattern: AttentionPattern) -> list[Routing]:
+    """What the routers of our model decide."""
+    collected: list[Routing] = []
+    hooks = [
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "routings": collected}), with_kwargs=True
+        )
+        for block in model.model.layers
+    ]
+    with torch.no_grad():
+        model(tokens, pattern=pattern)
+    for hook in hooks:
+        hook.remove()
+    return collected
+
+
+def same_experts(ours: Transformer, theirs: Foreign | Plain, attention: str) -> Tensor:
+    """[layers with experts, B, L]: whether a token goes to the same ones."""
+    pairs = zip(our_routings(ours, TOKENS, pattern_of(attention)), theirs.experts(attention), strict=True)
+    same = [(a.experts_TK.sort().values == b.sort().values).all(-1).view(TOKENS.shape) for a, b in pairs]
+    return torch.stack(same) if same else torch.ones(0, *TOKENS.shape, dtype=torch.bool)
+
+
+def padded_difference(ours: Transformer, theirs: Foreign | Plain, side: str) -> float:
+    """Of the real tokens; whatever the padding is, which is a document of its own in our model."""
+    found = []
+    for filling in (0, 3):
+        padding, nothing = torch.full((2, PADDING), filling), torch.zeros(2, PADDING, dtype=torch.bool)
+        there = torch.ones_like(TOKENS, dtype=torch.bool)
+        tokens = torch.cat([padding, TOKENS] if side == "left" else [TOKENS, padding], dim=1)
+        is_real = torch.cat([nothing, there] if side == "left" else [there, nothing], dim=1)
+        documents = is_real.long() - 1
+        logits = ours(tokens, pattern=pattern_of(theirs.attention, documents))
+        found.append(difference(logits[is_real].unflatten(0, (2, LENGTH)), theirs.padded(tokens, is_real)))
+    return max(found)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    logits: dict[str, float]
+    """By attention."""
+    padded: dict[str, float]
+    """By side; not compared in bf16."""
+    changed: int
+    """Values that are not what they were after the way there and back."""
+    other_experts: tuple[int, int]
+    """Choices that are not theirs, of all layers and attentions, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of a case."""
+
+    label: str
+    rows: dict[tuple[str, str], Row]
+    """By direction and dtype."""
+    values: Weights
+    """What was saved."""
+    model_type: str
+    """In its config.json."""
+    configs: tuple[Any, Any]
+    """Ours, as read from their directory and from our own."""
+
+
+def compare(ours: Transformer, theirs: Foreign | Plain, lost: int) -> Row:
+    """Logits of both, and the choices of their routers; tokens that go elsewhere are counted, not compared."""
+    logits, others, choices = {}, 0, 0
+    for attention in ATTENTIONS:
+        same = same_experts(ours, theirs, attention)
+        others, choices = others + int((~same).sum()), choices + same.numel()
+        kept = same.all(0)
+        mine, their = ours(TOKENS, pattern=pattern_of(attention)), theirs.logits(attention)
+        logits[attention] = difference(mine[kept], their[kept])
+    is_narrow = next(ours.parameters()).dtype == torch.bfloat16
+    padded = {} if is_narrow else {side: padded_difference(ours, theirs, side) for side in SIDES}
+    return Row(logits, padded, lost, (others, choices))
+
+
+@functools.cache
+def measure(name: str) -> Measured:
+    """All comparisons of a case. Draws with seeds of its own, and once: several tests ask for its numbers."""
+    with TemporaryDirectory() as temporary, torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        return _measure(CASES[name].peer(), Path(temporary))
+
+
+def _measure(theirs: Foreign | Plain, folder: Path) -> Measured:
+    rows: dict[tuple[str, str], Row] = {}
+    values = theirs.values()
+    theirs.save(folder / "theirs")
+    ours = load_model(folder / "theirs")
+    (folder / "ours").mkdir()
+    save_model(ours, folder / "ours", max_shard_size="15KB")
+    rows[ROWS[0]] = compare(ours, theirs, changed(stored(folder / "ours"), stored(folder / "theirs")))
+    again, back = load_model(folder / "ours"), theirs.reload(folder / "ours")
+    rows[ROWS[1]] = compare(again, back, changed(back.values(), values))
+    rounded = theirs.rounded()
+    rounded.save(folder / "rounded")
+    narrow = load_model(folder / "rounded", dtype="keep")
+    (folder / "narrow").mkdir()
+    save_model(narrow, folder / "narrow")
+    rows[ROWS[2]] = compare(narrow, rounded, changed(stored(folder / "narrow"), stored(folder / "rounded")))
+    model_type = json.loads((folder / "theirs" / "config.json").read_text())["model_type"]
+    return Measured(theirs.label, rows, values, model_type, (ours.config, again.config))
