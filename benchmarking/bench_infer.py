@@ -302,9 +302,9 @@ def bench_infer(config: BenchInferConfig) -> str:
         if path.is_dir():
             raise ValueError(f"output.path = {path} is a directory: name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
+    model = build_model(config.model)
     if config.model.path is not None and config.model.shape is not None:
         say(f"model: {config.model.path}; model.shape plays no part")
-    model = build_model(config.model)
     cells = _filled(config.cells(), model.config)
     where = _environment(config, model)
     prompts = {size: build_prompts(config, model.config, size) for size in config.grid.batch_sizes}

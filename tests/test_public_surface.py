@@ -40,6 +40,7 @@ def test_names() -> None:
         "render_chat",
         "sampler_likelihood",
         "save_model_directory",
+        "stream",
     }
     for name in diffusionlm.__all__:
         assert getattr(diffusionlm, name).__doc__, name
@@ -56,7 +57,7 @@ def test_arguments() -> None:
     assert names(diffusionlm.infill)[:4] == ["model", "canvases", "config", "seeds"]
     assert {"model", "tokens_BL", "is_target_BL", "num_draws", "seed"} <= set(names(diffusionlm.nelbo))
     forward = names(diffusionlm.Transformer.forward)
-    assert forward == ["self", "tokens_BL", "pattern", "positions", "inputs_embeds_BLD", "rows", "score"]
+    assert forward == ["self", "tokens_BL", "pattern", "positions", "inputs_embeds_BLD", "rows", "score", "cache"]
 
 
 def test_commands() -> None:
@@ -69,6 +70,7 @@ def test_commands() -> None:
         "diffusionlm-make-data": "cli.make_data:main",
         "diffusionlm-convert": "cli.convert:main",
         "diffusionlm-analyze": "cli.analyze:main",
+        "diffusionlm-bench-infer": "cli.bench_infer:main",
         "diffusionlm-bench-train": "cli.bench_train:main",
         "diffusionlm-bench-tokenizer": "cli.bench_tokenizer:main",
     }

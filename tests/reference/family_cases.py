@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diffusionlm.checkpoints.huggingface import load_model, save_model
+from diffusionlm.models.cache import KeyValueCache, Slots
 from diffusionlm.models.moe import Routing
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
@@ -364,12 +365,26 @@ def padded_difference(ours: Transformer, theirs: Foreign | Plain, side: str) -> 
     return max(found)
 
 
+def cached_difference(ours: Transformer, theirs: Foreign | Plain) -> float:
+    """Block-causal, as decoding reads it: each forward has a block and, once more, the one before it."""
+    cache = KeyValueCache(ours.config, len(TOKENS), LENGTH, "cpu", torch.float32)
+    parts = []
+    for start in range(0, LENGTH, BLOCK):
+        places = torch.arange(max(0, start - BLOCK), min(start + BLOCK, LENGTH))
+        slots = Slots(cache, places.expand(len(TOKENS), -1), torch.full((len(TOKENS),), int(places[-1]) + 1))
+        logits = ours(TOKENS[:, places], pattern=BlockCausal(BLOCK), cache=slots)
+        parts.append(logits[:, places >= start])
+    return difference(torch.cat(parts, dim=1), theirs.logits("block-causal"))
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table."""
 
     logits: dict[str, float]
     """By attention."""
+    cached: float | None
+    """Block-causal with a cache; not compared in bf16."""
     padded: dict[str, float]
     """By side; not compared in bf16."""
     changed: int
@@ -404,7 +419,8 @@ def compare(ours: Transformer, theirs: Foreign | Plain, lost: int) -> Row:
         logits[attention] = difference(mine[kept], their[kept])
     is_narrow = next(ours.parameters()).dtype == torch.bfloat16
     padded = {} if is_narrow else {side: padded_difference(ours, theirs, side) for side in SIDES}
-    return Row(logits, padded, lost, (others, choices))
+    cached = None if is_narrow else cached_difference(ours, theirs)
+    return Row(logits, cached, padded, lost, (others, choices))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import sys
 from benchmarking.harness import markdown_table
 from tests.reference.family_cases import ATTENTIONS, CASES, ROWS, SIDES, Row, measure
 
-HEADER = ["family", "beside", "weights", "dtype", *ATTENTIONS, *(f"padded {side}" for side in SIDES)]
+HEADER = ["family", "beside", "weights", "dtype", *ATTENTIONS, "with a cache", *(f"padded {side}" for side in SIDES)]
 HEADER += ["values changed", "other experts"]
 
 
@@ -23,7 +23,7 @@ def keys(name: str) -> list[tuple[str, str, str]]:
 
 def cells(row: Row) -> list[str]:
     """The measured part of a line."""
-    numbers = [*(row.logits[each] for each in ATTENTIONS), *(row.padded.get(side) for side in SIDES)]
+    numbers = [*(row.logits[each] for each in ATTENTIONS), row.cached, *(row.padded.get(side) for side in SIDES)]
     others, choices = row.other_experts
     return [
         *("-" if number is None else f"{number:.1e}" for number in numbers),

@@ -62,6 +62,8 @@ def test_row(name: str, row: tuple[str, str]) -> None:
     assert max(found.logits.values()) <= bound
     assert found.padded.keys() == (set(SIDES) if row[1] == "float32" else set())
     assert max(found.padded.values(), default=0.0) <= bound
+    assert (found.cached is None) == (row[1] != "float32")
+    assert (found.cached or 0.0) <= bound
     assert found.changed == 0
     others, choices = found.other_experts
     assert others <= OTHER_EXPERTS[row[1]] * choices
@@ -109,12 +111,12 @@ def test_the_guide_has_a_line_for_each_row() -> None:
     assert [(line[0], line[2], line[3]) for line in lines] == [key for key, _ in rows]
     assert [line[1] for line in lines] == [measured.label for _, measured in rows]
     for line in lines:
-        numbers = [float(cell) for cell in line[4:9] if cell != "-"]
-        assert len(numbers) == (5 if line[3] == "float32" else 3)
+        numbers = [float(cell) for cell in line[4:10] if cell != "-"]
+        assert len(numbers) == (6 if line[3] == "float32" else 3)
         assert max(numbers) <= BOUNDS[line[3]]
-        assert line[9] == "0"
-        others, _, choices = line[10].partition(" of ")
-        assert line[10] == "-" or int(others) <= OTHER_EXPERTS[line[3]] * int(choices)
+        assert line[10] == "0"
+        others, _, choices = line[11].partition(" of ")
+        assert line[11] == "-" or int(others) <= OTHER_EXPERTS[line[3]] * int(choices)
 
 
 def test_measures_see_a_difference() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from config.base import Section
+from config.bench_infer import BenchInferConfig
 from config.bench_tokenizer import BenchTokenizerConfig
 from config.bench_train import BenchTrainConfig
 from config.command import parse_command
@@ -30,6 +31,7 @@ OTHERS: dict[str, type[Section]] = {
     "eval.toml": EvalConfig,
     "train_tokenizer.toml": TrainTokenizerConfig,
     "make_data.toml": MakeDataConfig,
+    "bench_infer.toml": BenchInferConfig,
     "bench_train.toml": BenchTrainConfig,
     "bench_tokenizer.toml": BenchTokenizerConfig,
 }
