@@ -203,9 +203,13 @@ class _Reader:
 def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
     if not build_policy(config).is_deterministic:
         known = ", ".join(name for name in STRATEGIES if _is_deterministic(name, model))
+        name = (
+            f"alg_temp = {config.alg_temp}"
+            if config.alg_temp
+            else f'remasking_strategy = "{config.remasking_strategy}"'
+        )
         raise ValueError(
-            f'remasking_strategy = "{config.remasking_strategy}" (alg_temp = {config.alg_temp}) has no exact '
-            f"likelihood: its order depends on chance; choose one of {known}, without alg_temp"
+            f"{name} has no exact likelihood: its order depends on chance; choose one of {known}, without alg_temp"
         )
     if config.temperature not in (0.0, 1.0):
         raise ValueError(f"temperature = {config.temperature}: the likelihood is that of temperature 1; remove it")

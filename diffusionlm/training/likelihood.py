@@ -29,6 +29,7 @@ from diffusionlm.diffusion.batch import Batch
 from diffusionlm.diffusion.layout import Layout
 from diffusionlm.diffusion.likelihood import NelboReport, nelbo
 from diffusionlm.inference.blocks import block_causal_length
+from diffusionlm.inference.defaults import with_defaults
 from diffusionlm.inference.likelihood import SamplerReport, sampler_likelihood
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.evaluate import bits_per_byte, bytes_of_rows
@@ -171,8 +172,9 @@ def _method(config: NelboConfig | SamplerConfig, model: ModelConfig) -> tuple[La
     match config:
         case SamplerConfig():
             key = "likelihood.generation"
-            block_length = block_causal_length(config.generation, model)
-            name = f"exact, {config.generation.remasking_strategy} sampler"
+            generation = with_defaults(config.generation, model)
+            block_length = block_causal_length(generation, model)
+            name = f"exact, {generation.remasking_strategy} sampler"
         case NelboConfig():
             key = "likelihood"
             block_length = None if config.bidirectional else config.block_length or model.block_length

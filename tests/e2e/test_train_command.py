@@ -223,7 +223,7 @@ def test_a_warm_start_that_does_not_fit_lists_what(config: Path, uninterrupted: 
         *("--config", config, "--set", f"run.directory={tmp_path / 'warm'}", "--set", "model.hidden_size=48"),
         *("--set", f"model.init_from={uninterrupted}"),
     )
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "is another architecture than [model]: model.hidden_size = 48, there 32" in result.stderr
 
 
