@@ -55,7 +55,7 @@ def open_logits(
 
 
 @dataclass(frozen=True)
-class _Span:
+class Span:
     """What a forward reads of one request."""
 
     start: int
@@ -92,7 +92,7 @@ class Forwards:
 
         Classifier-free guidance (Nie et al. 2025): ``u + (s + 1) (c - u)``, where u does not see what was given.
         """
-        spans = [self._span(request) for request in active]
+        spans = [self.span(request) for request in active]
         canvases = [request.tokens_L[: span.visible] for request, span in zip(active, spans, strict=True)]
         read = [request.read for request in active]
         if self._is_guided:
@@ -110,7 +110,8 @@ class Forwards:
         given_RV, ungiven_RV = logits_RV.double().chunk(2)
         return ungiven_RV + (self._config.cfg_scale + 1.0) * (given_RV - ungiven_RV)
 
-    def _span(self, request: Request) -> _Span:
+    def span(self, request: Request) -> Span:
+        """What the next forward reads of a request."""
         positions, length = request.blocks[0].positions, len(request.tokens_L)
         first, after = int(positions[0]), int(positions[-1]) + 1
         first_read = max(0, int(request.read[0]) - self._shift)
@@ -120,11 +121,11 @@ class Forwards:
             if self._block_length == 1 and self._shift:
                 visible = first  # Nothing that is read sees the token itself.
             start = 0 if self._cache is None else request.kept
-            return _Span(min(start, first_read), visible, visible, first)
+            return Span(min(start, first_read), visible, visible, first)
         visible = after if self._config.canvas == "growing" else length
         if self._cache is None or request.is_fresh:
-            return _Span(0, visible, visible, first)
-        return _Span(min(first, first_read), after if self._config.cache == "dual" else visible, visible, first)
+            return Span(0, visible, visible, first)
+        return Span(min(first, first_read), after if self._config.cache == "dual" else visible, visible, first)
 
     def _hold(self, active: Sequence[Request]) -> None:
         """Give up the keys and values of requests that are done."""
@@ -135,7 +136,7 @@ class Forwards:
             self._cache.select([*rows, *(len(self._held) + row for row in rows)] if self._is_guided else rows)
             self._held = list(active)
 
-    def _cached(self, canvases: list[NDArray[np.int64]], read: list[NDArray[np.int64]], spans: list[_Span]) -> Tensor:
+    def _cached(self, canvases: list[NDArray[np.int64]], read: list[NDArray[np.int64]], spans: list[Span]) -> Tensor:
         assert self._cache is not None
         device = self._model.lm_head.weight.device
         tokens_BQ = _padded([canvas[span.start : span.end] for canvas, span in zip(canvases, spans, strict=True)])

@@ -99,7 +99,7 @@ def generate(
             probabilities are not finite.
     """
     config = with_defaults(config, model.config)
-    requests = _prompt_requests(model, prompts, config, seeds)
+    requests = prompt_requests(model, prompts, config, seeds)
     _decode(model, requests, config, stop_tokens(config, model.config), on_step)
     return [_generated(request) for request in requests]
 
@@ -133,7 +133,7 @@ def check_generate(model: Transformer, prompts: Sequence[Sequence[int]], config:
     Raises:
         ValueError: as in `generate`.
     """
-    _prompt_requests(model, prompts, with_defaults(config, model.config), None)
+    prompt_requests(model, prompts, with_defaults(config, model.config), None)
 
 
 def check_infill(model: Transformer, canvases: Sequence[Sequence[int]], config: GenerationConfig) -> None:
@@ -196,9 +196,14 @@ def _decoded_length(length: int, config: GenerationConfig, model: Transformer) -
     return -(-length // block_length) * block_length
 
 
-def _prompt_requests(
-    model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig, seeds: Sequence[int] | None
+def prompt_requests(
+    model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig, seeds: Sequence[int] | None = None
 ) -> list[Request]:
+    """What `generate` decodes; the config is one of `with_defaults`.
+
+    Raises:
+        ValueError: as in `generate`.
+    """
     _check_config(config, model)
     context = model.config.max_position_embeddings
     placeholder = placeholder_token(config, model.config)
