@@ -25,7 +25,8 @@ def with_defaults(config: GenerationConfig, model: ModelConfig) -> GenerationCon
 
     Raises:
         ValueError: what only the model can tell: an option has no effect with its family's strategy, a cache or canvas
-            does not fit its attention, blocks without a length, or guidance without a mask token.
+            does not fit its attention, blocks without a length or longer than its context, or guidance without a mask
+            token.
     """
     name = config.remasking_strategy or FAMILY_STRATEGIES.get(model.model_type or "", "low_confidence")
     if config.remasking_strategy is None:
@@ -65,7 +66,12 @@ def with_defaults(config: GenerationConfig, model: ModelConfig) -> GenerationCon
 
 
 def _check(config: GenerationConfig, model: ModelConfig) -> None:
-    """What is wanted suits the model's attention."""
+    """What is wanted suits the model's context and attention."""
+    if config.block_length is not None and config.block_length > model.max_position_embeddings:
+        raise ValueError(
+            f"block_length = {config.block_length} is more than the model's context, max_position_embeddings = "
+            f"{model.max_position_embeddings}: lower it, or leave it out for one block"
+        )
     if config.attention == "block_causal":
         if config.block_length is None:
             raise ValueError('attention = "block_causal" needs block_length: the model\'s config.json names none')

@@ -140,6 +140,7 @@ def test_bidirectional_decoding_of_a_block_model_has_no_blocks_of_its_own() -> N
         ({"canvas": "growing"}, {"block_length": 4}, ['canvas = "growing"', "remove it", '"bidirectional"']),
         ({"attention": "block_causal"}, {}, ['attention = "block_causal"', "needs block_length"]),
         ({"cfg_scale": 1.5}, {"mask_token_id": None}, ["cfg_scale = 1.5", "mask_token_id", "remove it"]),
+        ({"block_length": 65}, {}, ["block_length = 65", "max_position_embeddings = 64", "lower it"]),
     ],
 )
 def test_what_only_the_model_can_refuse(given: dict[str, Any], model: dict[str, Any], words: list[str]) -> None:
