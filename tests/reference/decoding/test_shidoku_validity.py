@@ -1,7 +1,8 @@
 """How many grids of 4 x 4 Sudoku are valid when an ideal denoiser is sampled in few steps: a law of the samplers alone.
 
-The expected shares come from an independent simulation with the same ideal denoiser. By confidence it lets chance decide between
-equals, as `random_topk` does: in an empty grid all cells are equal, and neighbours, which would come first, constrain each other.
+The expected shares come from an independent simulation with the same ideal denoiser. By confidence it lets chance
+decide between equals, as `random_topk` does: in an empty grid all cells are equal, and neighbours, which would come
+first, constrain each other.
 
 Shapes: B requests, L cells, N grids, V digits and the mask.
 """
