@@ -87,6 +87,37 @@ class Policy(Protocol):
         tokens masks again."""
 
 
+class Looking:
+    """What the policies share whose counts follow from the model: confidences are the probabilities of the proposed
+    tokens, and each step settles at least one."""
+
+    is_blind = False
+    remasks = False
+    is_deterministic = True
+    needs_distribution = False
+
+    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
+        """As in `Policy`."""
+        return _measured("probability", probs_RV, tokens_R)
+
+    def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
+        """As in `Policy`."""
+        return _planned("one", num_masked, num_steps, block_length)
+
+
+class Blind:
+    """What the policies share that do not look."""
+
+    is_blind = True
+    remasks = False
+    is_deterministic = False
+    needs_distribution = False
+
+    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
+        """As in `Policy`; nobody asks for it."""
+        return torch.zeros_like(probs_RV[:, 0])
+
+
 @dataclass(frozen=True)
 class Ranked:
     """So many positions a step, the most confident ones: LLaDA's ``low_confidence`` (Nie et al. 2025, generate.py) and
@@ -128,19 +159,11 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class AtRandom:
+class AtRandom(Blind):
     """So many positions a step, all sets of them equally likely: LLaDA's ``random``; ``equal_counts``; one a step is
     ``first_hitting`` (Zheng et al. 2024): ancestral sampling in infinitely many steps, without the empty ones."""
 
     counts: Counts
-
-    is_blind = True
-    remasks = False
-    is_deterministic = False
-    needs_distribution = False
-
-    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
-        return torch.zeros_like(probs_RV[:, 0])
 
     def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
         return _planned(self.counts, num_masked, num_steps, block_length)
@@ -150,16 +173,10 @@ class AtRandom:
 
 
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(Blind):
     """SDAR's ``sequential``: the first masked positions, whatever the model says (Cheng et al. 2025)."""
 
-    is_blind = True
-    remasks = False
     is_deterministic = True
-    needs_distribution = False
-
-    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
-        return torch.zeros_like(probs_RV[:, 0])
 
     def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
         return _planned("sdar", num_masked, num_steps, block_length)
@@ -169,21 +186,13 @@ class Sequential:
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class Dynamic(Looking):
     """SDAR's ``low_confidence_dynamic``: every token above the threshold, if these are as many as the step should
     settle (Cheng et al. 2025, generate.py). If they are not, published code differs in what to do."""
 
     confidence_threshold: float
     threshold_comparison: Comparison = ">"
     threshold_fallback: Fallback = "quota"
-
-    is_blind = False
-    remasks = False
-    is_deterministic = True
-    needs_distribution = False
-
-    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
-        return _measured("probability", probs_RV, tokens_R)
 
     def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
         counts: Counts = "one" if self.threshold_fallback == "one" else "sdar"
@@ -201,22 +210,11 @@ class Dynamic:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Looking):
     """Fast-dLLM's ``threshold``: everything of at least this probability, at least the best one (Wu et al. 2025)."""
 
     confidence_threshold: float
     threshold_comparison: Comparison = ">="
-
-    is_blind = False
-    remasks = False
-    is_deterministic = True
-    needs_distribution = False
-
-    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
-        return _measured("probability", probs_RV, tokens_R)
-
-    def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return _planned("one", num_masked, num_steps, block_length)
 
     def choose(self, look: Look) -> NDArray[np.bool_]:
         passes_N = _passes(look.confidence_N, self.confidence_threshold, self.threshold_comparison)
@@ -224,22 +222,11 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Factor:
+class Factor(Looking):
     """Fast-dLLM's ``factor``: from the most confident on, as long as the n-th best has at least 1 - factor / (n + 1);
     the best one always (Wu et al. 2025, theorem 1)."""
 
     factor: float
-
-    is_blind = False
-    remasks = False
-    is_deterministic = True
-    needs_distribution = False
-
-    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
-        return _measured("probability", probs_RV, tokens_R)
-
-    def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return _planned("one", num_masked, num_steps, block_length)
 
     def choose(self, look: Look) -> NDArray[np.bool_]:
         sorted_N = np.sort(look.confidence_N)[::-1]
@@ -249,23 +236,17 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class EntropyBounded:
+class EntropyBounded(Looking):
     """The most certain positions while their entropies add up to less than a bound, the first always: JetEngine's
     ``entropy_bounded`` (Ben-Hamu et al. 2025 leave the greatest one out of the sum)."""
 
     entropy_bound: float
     """Nats."""
 
-    is_blind = False
-    remasks = False
-    is_deterministic = True
     needs_distribution = True
 
     def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
         return _measured("entropy", probs_RV, tokens_R)
-
-    def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return _planned("one", num_masked, num_steps, block_length)
 
     def choose(self, look: Look) -> NDArray[np.bool_]:
         sums_N = np.cumsum(np.sort(-look.confidence_N))
@@ -273,19 +254,11 @@ class EntropyBounded:
 
 
 @dataclass(frozen=True)
-class Independent:
+class Independent(Blind):
     """Each masked position by itself, with the probability that the step's time asks for: ancestral sampling of
     masked diffusion (Sahoo et al. 2024), and Dream's ``origin``, whose time ends a little above 0."""
 
     time: Literal["linear", "dream"]
-
-    is_blind = True
-    remasks = False
-    is_deterministic = False
-    needs_distribution = False
-
-    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
-        return torch.zeros_like(probs_RV[:, 0])
 
     def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
         return linear_probabilities(num_steps) if self.time == "linear" else dream_probabilities(num_steps)
@@ -295,18 +268,13 @@ class Independent:
 
 
 @dataclass(frozen=True)
-class PathPlanning:
+class PathPlanning(Looking):
     """Open-dLLM's ``p2`` (Peng et al. 2025): after step i of S the floor((1 - i / S) N) least confident positions are
     masks, whether or not they were before. Among equals the later positions are. A token that stands there is as sure
     as the model is of it; Open-dLLM takes that of the token that it would propose in its place."""
 
-    is_blind = False
     remasks = True
     is_deterministic = False
-    needs_distribution = False
-
-    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
-        return _measured("probability", probs_RV, tokens_R)
 
     def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
         return tuple((step + 1) / num_steps for step in range(num_steps))
@@ -318,7 +286,7 @@ class PathPlanning:
 
 
 @dataclass(frozen=True)
-class Remasking:
+class Remasking(Blind):
     """ReMDM (Wang et al. 2025): ancestral sampling in which a token becomes a mask again with probability sigma; more
     masks are settled in return, so that the share of tokens at each time is what it was, alpha.
 
@@ -330,13 +298,7 @@ class Remasking:
     loop: tuple[float, float, float] | None = None
     """``t_on``, ``t_off`` and ``alpha_on``."""
 
-    is_blind = True
     remasks = True
-    is_deterministic = False
-    needs_distribution = False
-
-    def confidence(self, probs_RV: Tensor, tokens_R: Tensor) -> Tensor:
-        return torch.zeros_like(probs_RV[:, 0])
 
     def plan(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
         return tuple(self._sigma(step, num_steps) for step in range(num_steps))
