@@ -29,7 +29,7 @@ test *args:
 test-all *args:
     uv run pytest -m "" {{args}}
 
-# Training speed beside transformers'.
+# Training speed, the share of matrix products, and memory, beside transformers'.
 bench *args:
     uv run --group bench diffusionlm-bench-train --config config/resources/bench_train.toml {{args}}
 
@@ -48,6 +48,10 @@ bench-data *args:
 # The tokenizer's speed beside tokenizers' and tiktoken's.
 bench-tokenizer *args:
     uv run --group bench diffusionlm-bench-tokenizer --config config/resources/bench_tokenizer.toml {{args}}
+
+# The fused head and loss: time, memory and error beside other ways.
+bench-kernels *args:
+    uv run --group bench python -m benchmarking.bench_kernels {{args}}
 
 # Decoding: a grid of policies, block lengths and caches.
 bench-infer *args:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarking.bench_train import Case, build_ours
 from benchmarking.harness import environment, markdown_list, markdown_table, say
+from benchmarking.train_contestants import Case, build_ours
 from config.bench_train import Shape
 from config.data import DataConfig, PythonStdlib, Shards, TextSource, TokenizerConfig
 from config.make_data import MakeDataConfig, OutputConfig

@@ -1,20 +1,20 @@
-"""Training speed and peak memory of masked diffusion: this project, and peers that train the same shapes.
+"""Training speed and memory: this project, and peers that train the same shapes.
 
-Speed is measured in one process, one optimizer step of each contestant in turn. Peak memory is measured in a fresh
-process for each contestant and case, since allocators keep what they once had.
-
-Shapes: B rows, L positions, V vocabulary.
+Speed is measured in one process, one optimizer step of each contestant in turn, and with them the step's own matrix
+products alone. Memory is measured in a fresh process for each contestant and case, since allocators keep what they once
+had.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
-import importlib
-import itertools
 import json
 import multiprocessing
 import statistics
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from benchmarking.harness import (
     Seconds,
@@ -35,143 +33,47 @@ from benchmarking.harness import (
     speedup,
     time_in_turns,
 )
-from config.bench_train import BenchSection, BenchTrainConfig, Precision, Shape
-from config.objective import MaskedDiffusion, NextToken, Objective
-from config.optimizer import AdamW
-from diffusionlm.diffusion.batch import Batch, DrawKey
-from diffusionlm.diffusion.objectives import build_objective
-from diffusionlm.models.init import init_weights
-from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.optim import build_optimizers
+from benchmarking.matrix_products import StepProducts
+from benchmarking.train_contestants import (
+    BUILDERS,
+    MAX_GRAD_NORM,
+    METHODS,
+    OURS,
+    Case,
+    build_ours,
+    count_parameters,
+)
+from config.bench_train import BenchSection, BenchTrainConfig, Shape
+from config.runtime import RuntimeConfig
 from profiling.cores import usable_cores
-from profiling.memory import PeakGrowth
+from profiling.flops import peak_flops
+from profiling.memory import PeakGrowth, bytes_of
 
-OURS = "diffusionlm"
-MAX_GRAD_NORM = 1.0
-LEARNING_RATE = 1e-4
-LEAST_PROBABILITY = 1e-3
-"""Of masking, in the peer's draws (LLaDA's epsilon)."""
+PRODUCTS = "matrix products"
+"""What takes its turn with the contestants: the matrix products of our step, and nothing else."""
 MEMORY_STEPS = 3
 """The first makes the optimizer's state, the others have their peak with it."""
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "peak")
 MEBIBYTE = 1 << 20
 
-METHODS = {
-    OURS: "masked counts drawn on the CPU within the step; the last block's queries and feed-forward, the head and the "
-    "loss on masked positions only; AdamW, fused",
-    "transformers": "Qwen3ForCausalLM (sdpa attention, no cache), bidirectional by a 4-D additive mask of zeros; "
-    "logits of all positions; cross-entropy of `logits.float()` with `ignore_index`, LLaDA's draws and weights; "
-    "`torch.optim.AdamW` at its defaults (neither foreach nor fused on a CPU)",
-}
 METHOD = f"""\
-One step is draws, forward, backward, `clip_grad_norm_` to {MAX_GRAD_NORM:g} and the update, on the same tokens; \
-weights are float32, bfloat16 is autocast. The contestants take turns, step by step, in one process. \
-tok/s: tokens of the batch by the median step. \
-Speedup: ratio of the median steps, then median and quartiles of the ratios within a round. \
-Peak: in a fresh process of {MEMORY_STEPS} steps, the growth of the resident set (on CUDA, of allocated memory) over \
-what it was before the model was built, with the libraries already in use."""
+One step is draws, forward, backward, clipping to {MAX_GRAD_NORM:g} and the update, on the same tokens; weights are \
+float32, bfloat16 is autocast. Reading, tokenising and packing text is no part of it. The contestants take turns, step \
+by step, in one process. tok/s: tokens of the rows by the median step (block diffusion reads each of them twice). \
+Speedup: ratio of the median steps, then median and quartiles of the ratios within a round."""
 
+METHOD_OF_PRODUCTS = """\
+Matrix products alone: those that torch is seen to compute in one of our steps, forward and backward, replayed in the \
+same turns on fresh tensors of their shapes, layouts and dtypes; those inside of fused attention as batched products, \
+of half the heads where it is causal; those inside of FlexAttention are not seen. Share: median and quartiles of their \
+time over the step's, within a round. GFLOP: of the products that shape and draw ask for, two operations for each \
+multiplication and addition; MFU: these by the median step and the maker's peak for bfloat16."""
 
-@dataclass(frozen=True)
-class Case:
-    """A shape in a precision, on a device."""
-
-    shape: Shape
-    precision: Precision
-    device: str
-    threads: int
-    seed: int
-
-    @property
-    def label(self) -> str:
-        return f"{self.shape.name}, {self.precision}"
-
-    def tokens(self) -> Tensor:
-        """Random tokens [B, L] without the mask token, on the CPU; the same for all contestants."""
-        size = (self.shape.batch_size, self.shape.max_position_embeddings)
-        return torch.randint(self.shape.mask_token, size, generator=torch.Generator().manual_seed(self.seed))
-
-    def autocast(self) -> torch.autocast:
-        """The context of the forward."""
-        return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A model, and one optimizer step of it: done when it returns, with the loss."""
-
-    model: nn.Module
-    step: Callable[[], Tensor]
-
-
-def build_ours(case: Case, objective_config: Objective | None = None) -> Contestant:
-    """This project's model, draws, score and optimizer; masked diffusion unless said otherwise."""
-    objective_config = objective_config or MaskedDiffusion()
-    shifted = isinstance(objective_config, NextToken)
-    alignment = {"logit_alignment": "shifted"} if shifted else {}
-    model = Transformer(case.shape.complete().model_copy(update=alignment))
-    init_weights(model, case.seed)
-    model.to(case.device)
-    optimizers = build_optimizers(AdamW(learning_rate=LEARNING_RATE), model)
-    objective = build_objective(objective_config, model.config)
-    tokens_BL = case.tokens()
-    batch = Batch(tokens_BL, torch.ones_like(tokens_BL, dtype=torch.bool))
-    steps = itertools.count()
-
-    def step() -> Tensor:
-        key = DrawKey(case.seed, next(steps), first_row=0, rows_in_step=len(tokens_BL))
-        draw = objective.draw(batch, key).to(torch.device(case.device))
-        score = objective.score(draw, draw.denominator)
-        with case.autocast():
-            scored = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
-        scored.loss_sum.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizers.step(1.0)
-        return _finished(scored.loss_sum)
-
-    return Contestant(model, step)
-
-
-def build_transformers(case: Case) -> Contestant:
-    """A Qwen3 of the same shape, trained the usual way."""
-    # By name and untyped: the group `bench` need not be installed to run or to check this file.
-    transformers: Any = importlib.import_module("transformers")
-    shape, device = case.shape, case.device
-    torch.manual_seed(case.seed)
-    settings = shape.model_dump(exclude={"name", "batch_size", "qk_norm", "logit_alignment"})
-    config = transformers.Qwen3Config(**settings, attn_implementation="sdpa")
-    model = transformers.Qwen3ForCausalLM(config).to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    tokens_BL = case.tokens().to(device)
-    B, L = tokens_BL.shape
-    everyone_B1LL = torch.zeros(B, 1, L, L, device=device)
-
-    def step() -> Tensor:
-        probability_B1 = (1 - LEAST_PROBABILITY) * torch.rand(B, 1, device=device) + LEAST_PROBABILITY
-        masked_BL = torch.rand(B, L, device=device) < probability_B1
-        labels_BL = tokens_BL.masked_fill(~masked_BL, -100)
-        inputs_BL = tokens_BL.masked_fill(masked_BL, shape.mask_token)
-        with case.autocast():
-            logits_BLV = model(inputs_BL, attention_mask=everyone_B1LL, use_cache=False).logits
-        logits = logits_BLV.float().flatten(0, 1)
-        nll_BL = F.cross_entropy(logits, labels_BL.flatten(), ignore_index=-100, reduction="none").view(B, L)
-        loss = (nll_BL / probability_B1).sum() / (B * L)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return _finished(loss)
-
-    return Contestant(model, step)
-
-
-BUILDERS: Mapping[str, Callable[[Case], Contestant]] = {OURS: build_ours, "transformers": build_transformers}
-
-
-def _finished(loss: Tensor) -> Tensor:
-    """The loss, once the device has done all of its work."""
-    if loss.device.type == "cuda":
-        torch.cuda.synchronize()
-    return loss.detach()
+METHOD_OF_MEMORY = f"""\
+In a fresh process of {MEMORY_STEPS} steps, with the libraries already in use. Weights, gradients and optimizer: what \
+their tensors hold. Activations: how far the resident set (on CUDA, allocated memory) rises in a further step, in \
+which gradients have their place already. Peak: how far it rises over all steps above what it was before the model was \
+built; not the sum of the parts, since gradients come as activations go."""
 
 
 @dataclass(frozen=True)
@@ -180,67 +82,85 @@ class Result:
 
     case: Case
     seconds: Seconds
-    peak_bytes: dict[str, int]
+    """Of the contestants, and of the matrix products."""
+    memory: dict[str, dict[str, int]]
+    """Bytes of each of `MEMORY_PARTS`."""
     parameters: dict[str, int]
+    products: StepProducts
+    flops: float
+    """Of a step of ours."""
+
+    @property
+    def names(self) -> list[str]:
+        """The contestants, ours first."""
+        return list(self.parameters)
 
     def tokens_per_second(self, name: str) -> float:
         """At the median step."""
         return self.case.shape.tokens / statistics.median(self.seconds[name])
 
     def json_lines(self) -> str:
-        """One line for each contestant."""
-        about = {"shape": self.case.shape.model_dump(), "precision": self.case.precision, "device": self.case.device}
-        return "".join(
-            json.dumps(
-                {
-                    "contestant": name,
-                    **about,
-                    "threads": self.case.threads,
-                    "parameters": self.parameters[name],
-                    "peak_bytes": self.peak_bytes[name],
-                    "seconds": [round(value, 6) for value in times],
-                }
-            )
-            + "\n"
-            for name, times in self.seconds.items()
-        )
+        """One line for each contestant, and one for the matrix products."""
+        case = self.case
+        about = {
+            "shape": case.shape.model_dump(),
+            "objective": case.objective.model_dump(),
+            "precision": case.precision,
+            "device": case.device,
+            "threads": case.threads,
+        }
+        lines: list[dict[str, Any]] = []
+        for name, times in self.seconds.items():
+            measured: dict[str, Any] = {"seconds": [round(value, 6) for value in times]}
+            if name == PRODUCTS:
+                measured |= {"count": self.products.count, "flops": self.products.flops}
+            else:
+                measured |= {"parameters": self.parameters[name], "bytes": self.memory[name]}
+            if name == OURS:
+                measured["flops"] = self.flops
+            lines.append({"contestant": name, **about, **measured})
+        return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def measure_case(case: Case, names: list[str], *, rounds: int, warmup: int) -> Result:
-    """Speed in this process, then peak memory in fresh ones."""
+    """Speed in this process, then memory in fresh ones."""
     say(f"{case.label}: warm-up")
+    # Not of the contestant itself: on CUDA its blocks are compiled, and compiled code shows no products.
+    watched = build_ours(case, runtime=RuntimeConfig(compile="none"))
+    watched.step()
+    products = StepProducts.of(watched.step)
+    del watched
     contestants = {name: BUILDERS[name](case) for name in names}
-    parameters = {name: count_parameters(contestant.model) for name, contestant in contestants.items()}
+    parameters = {name: count_parameters(each.model.parameters()) for name, each in contestants.items()}
+    flops = contestants[OURS].flops
+    assert flops is not None
 
     def after_round(number: int, seconds: Mapping[str, float]) -> None:
-        speeds = ", ".join(f"{name} {case.shape.tokens / value:,.0f} tok/s" for name, value in seconds.items())
+        speeds = ", ".join(f"{name} {case.shape.tokens / seconds[name]:,.0f} tok/s" for name in names)
         say(f"{case.label}: round {number}/{rounds}: {speeds}")
 
-    steps = {name: contestant.step for name, contestant in contestants.items()}
-    seconds = time_in_turns(steps, rounds=rounds, warmup=warmup, after_round=after_round)
-    del contestants, steps
+    turns = {name: contestant.step for name, contestant in contestants.items()}
+    seconds = time_in_turns(
+        {**turns, PRODUCTS: products.replay(case.device)}, rounds=rounds, warmup=warmup, after_round=after_round
+    )
+    del contestants, turns
     gc.collect()
-    peak_bytes = {}
+    memory = {}
     for name in names:
-        peak_bytes[name] = measure_peak(case, name)
-        say(f"{case.label}: peak memory of {name} {_mebibytes(peak_bytes[name])}")
-    return Result(case, seconds, peak_bytes, parameters)
+        memory[name] = measure_memory(case, name)
+        say(f"{case.label}: peak memory of {name} {_mebibytes(memory[name]['peak'])}")
+    return Result(case, seconds, memory, parameters, products, flops)
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Numbers that are trained; tied ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def measure_peak(case: Case, name: str) -> int:
-    """Peak memory of a contestant in bytes, measured in a process of its own.
+def measure_memory(case: Case, name: str) -> dict[str, int]:
+    """Memory of a contestant in bytes, by `MEMORY_PARTS`, measured in a process of its own.
 
     Raises:
         ValueError: the process was killed.
     """
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(_peak_here, case, name).result()
+            return pool.submit(memory_here, case, name).result()
         except BrokenProcessPool:
             raise ValueError(
                 f"{name} was killed while its memory was measured ({case.label}); "
@@ -248,16 +168,40 @@ def measure_peak(case: Case, name: str) -> int:
             ) from None
 
 
-def _peak_here(case: Case, name: str) -> int:
+def memory_here(case: Case, name: str) -> dict[str, int]:
+    """The same in this process, which must be a fresh one."""
     torch.set_num_threads(case.threads)
     # A first step of a tiny model loads what libraries load at first use.
     BUILDERS[name](replace(case, shape=_tiny(case.shape))).step()
-    gc.collect()
-    peak = PeakGrowth(case.device)
+    _release_freed_memory()
+    whole = PeakGrowth(case.device)
     contestant = BUILDERS[name](case)
     for _ in range(MEMORY_STEPS):
         contestant.step()
-    return peak.bytes()
+    peak = whole.bytes()
+    weights = list(contestant.model.parameters())
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    gradients = bytes_of(weight.grad for weight in weights)
+    _release_freed_memory()
+    rise = PeakGrowth(case.device)
+    contestant.step()
+    kept = (value for each in contestant.optimizers for state in each.state.values() for value in state.values())
+    return {
+        "weights": bytes_of(weights),
+        "gradients": gradients,
+        "optimizer": bytes_of(value for value in kept if isinstance(value, torch.Tensor)),
+        "activations": rise.bytes(),
+        "peak": peak,
+    }
+
+
+def _release_freed_memory() -> None:
+    """What the allocator kept would hold what comes next, and hide it. Of C libraries only glibc can be told."""
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _tiny(shape: Shape) -> Shape:
@@ -276,14 +220,19 @@ def bench_train(config: BenchTrainConfig) -> str:
     """
     bench = config.bench
     device, threads = check_machine(bench)
+    left_out = why_left_out(bench, device)
     cases = [
-        Case(shape, precision, device, threads, bench.seed) for shape in config.shapes for precision in bench.precisions
+        Case(shape, precision, device, threads, bench.seed, bench.objective(name))
+        for shape in config.shapes
+        for name in bench.objectives
+        for precision in bench.precisions
     ]
-    names = [OURS, *bench.peers]
+    names = [OURS, *(peer for peer in bench.peers if peer not in left_out)]
     folder = config.output.directory
     torch.set_num_threads(threads)
     accelerator = torch.cuda.get_device_name() if device == "cuda" else None
-    where = environment(threads=threads, packages=["torch", *bench.peers], accelerator=accelerator)
+    packages = ["torch", *_packages(names)]
+    where = environment(threads=threads, packages=packages, accelerator=accelerator)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "training_speed.jsonl").write_text("", encoding="utf-8")
@@ -292,7 +241,7 @@ def bench_train(config: BenchTrainConfig) -> str:
         results.append(measure_case(case, names, rounds=bench.rounds, warmup=bench.warmup))
         _append(folder, results[-1])
     where["rounds"] = f"{bench.rounds} after {bench.warmup} of warm-up"
-    text = report(results, where)
+    text = report(results, left_out, where)
     if folder is not None:
         (folder / "training_speed.md").write_text(text + "\n", encoding="utf-8")
     return text
@@ -304,17 +253,33 @@ def check_machine(bench: BenchSection) -> tuple[str, int]:
     Raises:
         ValueError: a peer or a device that is not there.
     """
-    for peer in bench.peers:
-        if not is_installed(peer):
-            raise ValueError(
-                f'bench.peers has "{peer}", which is not installed; install the group bench '
-                f"(uv sync --group bench), or measure without it: --set bench.peers=[]"
-            )
+    if bench.peers and not is_installed("transformers"):
+        raise ValueError(
+            f'bench.peers has "{bench.peers[0]}", which needs transformers, and that is not installed; install the '
+            "group bench (uv sync --group bench), or measure without it: --set bench.peers=[]"
+        )
     has_cuda = torch.cuda.is_available()
     if bench.device == "cuda" and not has_cuda:
         raise ValueError('bench.device = "cuda", but torch finds no CUDA device; set bench.device = "cpu" or "auto"')
     device = "cuda" if has_cuda and bench.device != "cpu" else "cpu"
     return device, bench.threads or usable_cores()
+
+
+def why_left_out(bench: BenchSection, device: str) -> dict[str, str]:
+    """Peers of the config that cannot take part here, and why."""
+    if "liger" not in bench.peers:
+        return {}
+    reasons = [
+        (not is_installed("liger_kernel"), "liger-kernel is not installed"),
+        (device != "cuda", "its kernels need CUDA"),
+    ]
+    found = [reason for holds, reason in reasons if holds]
+    return {"liger": f"left out: {'; '.join(found)}"} if found else {}
+
+
+def _packages(names: list[str]) -> list[str]:
+    """Packages of the contestants whose versions matter."""
+    return [*(["transformers"] if names[1:] else []), *(["liger-kernel"] if "liger" in names else [])]
 
 
 def _append(folder: Path | None, result: Result) -> None:
@@ -323,23 +288,71 @@ def _append(folder: Path | None, result: Result) -> None:
             file.write(result.json_lines())
 
 
-def report(results: list[Result], where: dict[str, str]) -> str:
-    """Table, method and conditions."""
-    names = list(results[0].seconds)
-    peers = names[1:]
-    header = ["shape", "precision", *[f"{name} tok/s" for name in names]]
-    header += [cell for peer in peers for cell in (f"speedup over {peer}", "in a round [quartiles]")]
-    header += [f"{name} peak" for name in names]
+def report(results: list[Result], left_out: Mapping[str, str], where: dict[str, str]) -> str:
+    """Tables, methods and conditions."""
+    shapes = {result.case.shape.name: _describe(result) for result in results}
+    methods = {name: METHODS[name] for name in results[0].names} | dict(left_out)
+    parts = [_speeds(results), METHOD, _shares(results), METHOD_OF_PRODUCTS, _memory(results), METHOD_OF_MEMORY]
+    return "\n\n".join([*parts, markdown_list(methods | shapes | where)])
+
+
+HEADER = ["shape", "objective", "precision"]
+
+
+def _row(case: Case) -> list[str]:
+    return [case.shape.name, case.objective_label, case.precision]
+
+
+def _speeds(results: list[Result]) -> str:
+    names = results[0].names
+    header = [*HEADER, *[f"{name} tok/s" for name in names]]
+    header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", "in a round [quartiles]")]
     rows = []
     for result in results:
-        ratios = [speedup(result.seconds[OURS], result.seconds[peer]) for peer in peers]
-        row = [result.case.shape.name, result.case.precision]
-        row += [f"{result.tokens_per_second(name):,.0f}" for name in names]
-        row += [cell for ratio in ratios for cell in (f"{ratio.of_medians:.2f}", ratio.within_rounds())]
-        rows.append(row + [_mebibytes(result.peak_bytes[name]) for name in names])
-    shapes = {result.case.shape.name: _describe(result) for result in results}
-    methods = {name: METHODS[name] for name in names}
-    return "\n\n".join([markdown_table(header, rows), METHOD, markdown_list(methods | shapes | where)])
+        ratios = [speedup(result.seconds[OURS], result.seconds[peer]) for peer in names[1:]]
+        row = _row(result.case) + [f"{result.tokens_per_second(name):,.0f}" for name in names]
+        rows.append(row + [cell for ratio in ratios for cell in (f"{ratio.of_medians:.2f}", ratio.within_rounds())])
+    return markdown_table(header, rows)
+
+
+def _shares(results: list[Result]) -> str:
+    header = [
+        *HEADER,
+        "step, ms",
+        "matrix products alone, ms",
+        "share in a round [quartiles]",
+        "GFLOP",
+        "GFLOP/s",
+        "MFU",
+    ]
+    rows = []
+    for result in results:
+        step, alone = (statistics.median(result.seconds[name]) for name in (OURS, PRODUCTS))
+        # The speed of the step over that of its products is the share of their time in its own.
+        share = speedup(result.seconds[OURS], result.seconds[PRODUCTS]).within_rounds()
+        row = [*_row(result.case), f"{1e3 * step:,.1f}", f"{1e3 * alone:,.1f}", share]
+        row += [
+            f"{result.flops / 1e9:,.1f}",
+            f"{result.flops / step / 1e9:,.0f}",
+            _utilisation(result.case, result.flops / step),
+        ]
+        rows.append(row)
+    return markdown_table(header, rows)
+
+
+def _utilisation(case: Case, flops_per_second: float) -> str:
+    """MFU, where there is a peak to compare with."""
+    peak = peak_flops(torch.cuda.get_device_name()) if case.device == "cuda" else None
+    return f"{flops_per_second / peak:.1%}" if peak is not None and case.precision == "bfloat16" else "no peak known"
+
+
+def _memory(results: list[Result]) -> str:
+    rows = [
+        [*_row(result.case), name, *(_mebibytes(result.memory[name][part]) for part in MEMORY_PARTS)]
+        for result in results
+        for name in result.names
+    ]
+    return markdown_table([*HEADER, "contestant", *MEMORY_PARTS], rows)
 
 
 def _describe(result: Result) -> str:

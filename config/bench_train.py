@@ -2,26 +2,96 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf
 from config.model import Architecture, ModelConfig
+from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
 
 Precision = Literal["float32", "bfloat16"]
-Peer = Literal["transformers"]
+Peer = Literal["transformers", "liger"]
+ObjectiveName = Literal["masked_diffusion", "block_diffusion", "next_token"]
+Preset = Literal["tiny", "124m", "qwen3-0.6b", "qwen3-1.7b"]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 4_096,
+        "batch_size": 16,
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 704,
+        "max_position_embeddings": 256,
+    },
+    "124m": {
+        "vocab_size": 50_304,
+        "batch_size": 64,
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "intermediate_size": 2_048,
+        "max_position_embeddings": 1_024,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151_936,
+        "batch_size": 8,
+        "num_hidden_layers": 28,
+        "hidden_size": 1_024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3_072,
+        "max_position_embeddings": 2_048,
+        "rope_theta": 1e6,
+    },
+    "qwen3-1.7b": {
+        "vocab_size": 151_936,
+        "batch_size": 4,
+        "num_hidden_layers": 28,
+        "hidden_size": 2_048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 6_144,
+        "max_position_embeddings": 4_096,
+        "rope_theta": 1e6,
+    },
+}
+"""Shapes by name: the first for a CPU, the others for a GPU. The last two are those of Qwen's checkpoints, but for the
+length of rows. All have a tied head."""
 
 
 class Shape(Architecture):
-    """``[[shapes]]``: a model and its batch. Rows are as long as the context, max_position_embeddings."""
+    """``[[shapes]]``: a model and its batch, by name (shape) or in full. Rows are as long as the context,
+    max_position_embeddings."""
 
+    shape: Preset | None = None
+    """Options that are not given are those of the preset of this name."""
     name: NonEmptyStr
-    """What the shape is called in the results."""
+    """What the shape is called in the results. Of a preset, its own name where none is given."""
     vocab_size: Annotated[int, Field(ge=2)]
     """Rows of the embedding; the last one is the mask token."""
     batch_size: PositiveInt
     """Rows of one optimizer step, in one forward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_preset(cls, values: Any) -> Any:
+        preset = values.get("shape") if isinstance(values, dict) else None
+        if preset is None:
+            return values
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise ValueError(
+                f"shape = {preset!r} is none of the presets {', '.join(PRESETS)}: choose one of them, or leave shape "
+                "out and give all options of a model"
+            )
+        return {"name": preset} | PRESETS[preset] | values
 
     @model_validator(mode="after")
     def _as_qwen3(self) -> Self:
@@ -41,7 +111,7 @@ class Shape(Architecture):
 
     def complete(self) -> ModelConfig:
         """What the model is built from."""
-        return ModelConfig(**self.model_dump(exclude={"name", "batch_size"}), mask_token_id=self.mask_token)
+        return ModelConfig(**self.model_dump(exclude={"shape", "name", "batch_size"}), mask_token_id=self.mask_token)
 
 
 class BenchSection(Section):
@@ -49,8 +119,13 @@ class BenchSection(Section):
 
     precisions: Annotated[TupleOf[Precision], Field(min_length=1)] = ("float32", "bfloat16")
     """Of matrix products (autocast); weights are float32."""
+    objectives: Annotated[TupleOf[ObjectiveName], Field(min_length=1)] = ("masked_diffusion",)
+    """What is trained; each is a case of its own."""
+    block_length: PositiveInt = 16
+    """Tokens of a block of block_diffusion."""
     peers: TupleOf[Peer] = ()
-    """Other libraries that train the same shapes, step by step in turn with ours; they are in the group `bench`."""
+    """Others that train the same shapes, step by step in turn with ours. transformers is in the group `bench`. liger:
+    that with the kernels of liger-kernel; where they are not installed or there is no CUDA, the report says so."""
     rounds: Annotated[int, Field(ge=2)] = 12
     """Measured steps of each contestant in each case."""
     warmup: NonNegativeInt = 2
@@ -62,6 +137,16 @@ class BenchSection(Section):
     seed: NonNegativeInt = 0
     """Of weights, tokens and noise."""
 
+    def objective(self, name: ObjectiveName) -> Objective:
+        """The objective of a name, at its defaults."""
+        match name:
+            case "masked_diffusion":
+                return MaskedDiffusion()
+            case "block_diffusion":
+                return BlockDiffusion(block_length=self.block_length)
+            case "next_token":
+                return NextToken()
+
 
 class OutputSection(Section):
     """``[output]``: where results are kept beside the terminal."""
@@ -71,16 +156,28 @@ class OutputSection(Section):
 
 
 class BenchTrainConfig(Section):
-    """A training benchmark: every shape in every precision."""
+    """A training benchmark: every shape with every objective in every precision."""
 
     shapes: Annotated[TupleOf[Shape], Field(min_length=1)]
     bench: BenchSection = BenchSection()
     output: OutputSection = OutputSection()
 
     @model_validator(mode="after")
+    def _blocks_fit(self) -> Self:
+        for shape in self.shapes if "block_diffusion" in self.bench.objectives else ():
+            if self.bench.block_length > shape.max_position_embeddings:
+                raise ValueError(
+                    f"bench.block_length = {self.bench.block_length} is longer than the rows of the shape "
+                    f"{shape.name!r}, max_position_embeddings = {shape.max_position_embeddings}: lower it, or leave "
+                    '"block_diffusion" out of bench.objectives'
+                )
+        return self
+
+    @model_validator(mode="after")
     def _distinct(self) -> Self:
-        lists = {"shapes.name": [shape.name for shape in self.shapes]}
-        lists |= {"bench.precisions": list(self.bench.precisions), "bench.peers": list(self.bench.peers)}
+        lists: dict[str, list[str]] = {"shapes.name": [shape.name for shape in self.shapes]}
+        for name in ("precisions", "objectives", "peers"):
+            lists[f"bench.{name}"] = list(getattr(self.bench, name))
         for key, values in lists.items():
             twice = next((value for value in values if values.count(value) > 1), None)
             if twice is not None:

@@ -10,7 +10,9 @@ from config.base import Section
 from config.data import DataConfig, TokenizerConfig
 from config.model_section import ModelSection
 from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
+from config.optimizer import RENAMED as RENAMED_OF_OPTIMIZERS
 from config.optimizer import Muon, Optimizer, Schedule
+from config.runtime import ProfilerConfig, RuntimeConfig
 from config.training import (
     CheckpointConfig,
     LoggingConfig,
@@ -36,6 +38,8 @@ class TrainConfig(Section):
     samples: SamplesConfig = SamplesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
 
     @property
     def row_length(self) -> int:
@@ -53,6 +57,13 @@ class TrainConfig(Section):
         if warmup is not None and self.training.max_steps is not None and warmup >= self.training.max_steps:
             raise ValueError(
                 f"schedule.warmup_steps = {warmup} must be less than training.max_steps = {self.training.max_steps}"
+            )
+        if self.schedule.kind == "warmup_stable_decay" and self.training.max_steps is not None:
+            self.schedule.decay_of(self.training.max_steps)
+        if self.runtime.weights == "bfloat16_with_master" and self.training.precision == "float32":
+            raise ValueError(
+                'runtime.weights = "bfloat16_with_master" makes bfloat16 products, and training.precision = "float32" '
+                'asks for others: set training.precision = "bfloat16", or runtime.weights = "float32"'
             )
         return self
 
@@ -100,8 +111,8 @@ RENAMED = {
     "model.mask_token_id": "comes from the tokenizer",
     "model.eot_token_id": "comes from the tokenizer",
     "model.noise_epsilon": 'is objective.estimator.epsilon here, with objective.estimator.kind = "bernoulli"',
+    **RENAMED_OF_OPTIMIZERS,
     "optimizer.optimizer_name": "is called optimizer.kind here",
-    "optimizer.max_learning_rate": "is called optimizer.learning_rate here",
     "optimizer.lr_schedule": "is called schedule.kind here",
     "optimizer.warmup_iters": "is called schedule.warmup_steps here",
     "optimizer.grad_clip_max_l2_norm": "is called training.max_grad_norm here",
@@ -111,6 +122,7 @@ RENAMED = {
     "data.dataset_name": 'is data.source.dataset here, with data.source.kind = "hub"',
     "data.pipeline_mode": "is called data.rows here: packed, best_fit or padded",
     "data.shuffle_buffer_size": "is called data.document_shuffle_window here",
+    "compile": "is runtime.compile here: auto, none or blocks",
     "checkpointing": "is the section [checkpoint] here",
     "ddp": "is not needed to train on one device",
     "wandb": "is not supported yet; metrics are in metrics.jsonl of the run directory",

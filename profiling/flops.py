@@ -2,9 +2,124 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from config.model import Architecture
+
+Pattern = Literal["bidirectional", "causal", "block_causal", "block_diffusion"]
+"""Who sees whom; block diffusion has two streams, noisy and clean."""
+
+Kept = Literal["none", "selective", "full"]
+"""`runtime.activation_checkpointing`."""
+
+PEAKS = {
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GH200": 989.4e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H100 PCIe": 756.5e12,
+    "NVIDIA H100": 989.4e12,
+    "NVIDIA H800": 989.4e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA A800": 312e12,
+    "NVIDIA L40S": 362.05e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+}
+"""Dense bfloat16 FLOPs a second with float32 sums, by the makers' data sheets; names begin so, longer ones first."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak of a GPU for dense bfloat16 products, in FLOPs a second; None: not known."""
+    known = sorted((name for name in PEAKS if _is_of(device_name, name)), key=len)
+    return PEAKS[known[-1]] if known else None
+
+
+def _is_of(device_name: str, name: str) -> bool:
+    """Whether a device is of this name: an L40 is no L4."""
+    return device_name == name or device_name.startswith((f"{name} ", f"{name}-"))
+
+
+def visible_pairs(pattern: Pattern, length: int, block_length: int = 1, *, tile: int = 1) -> int:
+    """Pairs of a query and a key that it sees, in one document of ``length`` tokens, in closed form.
+
+    Of block diffusion, those of both streams. With a ``tile``, pairs of all square tiles in which there is such a pair:
+    what a kernel computes that leaves out empty tiles.
+    """
+    n, b = length, block_length
+    if tile > 1:
+        return _tiled_pairs(pattern, n, b, tile)
+    whole, rest = divmod(n, b)
+    before = b * b * whole * (whole - 1) // 2 + rest * whole * b  # of earlier blocks
+    own = whole * b * b + rest * rest
+    match pattern:
+        case "bidirectional":
+            return n * n
+        case "causal":
+            return n * (n + 1) // 2
+        case "block_causal":
+            return own + before
+        case "block_diffusion":
+            return 2 * (own + before)
+
+
+def _tiled_pairs(pattern: Pattern, n: int, b: int, tile: int) -> int:
+    """Tiles of queries, and the tiles of the one or two ranges of keys that they see together."""
+    total = 2 * n if pattern == "block_diffusion" else n
+    live = 0
+    for first in range(0, total, tile):
+        last = min(first + tile, total) - 1
+        seen: set[int] = set()
+        for start, end in _ranges(pattern, n, b, first, last):
+            seen.update(range(start // tile, -(-end // tile)))
+        live += len(seen)
+    return live * tile * tile
+
+
+def _ranges(pattern: Pattern, n: int, b: int, first: int, last: int) -> list[tuple[int, int]]:
+    """Keys that queries from first to last see, all of them together."""
+    match pattern:
+        case "bidirectional":
+            return [(0, n)]
+        case "causal":
+            return [(0, last + 1)]
+        case "block_causal":
+            return [(0, min(n, (last // b + 1) * b))]
+    ranges = []
+    if first < n:
+        noisy_last = min(last, n - 1)
+        ranges.append((first // b * b, min(n, (noisy_last // b + 1) * b)))
+        if noisy_last // b:
+            ranges.append((n, n + noisy_last // b * b))
+    if last >= n:
+        ranges.append((n, n + min(n, ((last - n) // b + 1) * b)))
+    return ranges
+
+
+def step_flops(model: Architecture, vocab_size: int, *, positions: int, scored: int, pairs: Sequence[int]) -> float:
+    """FLOPs of the matrix products of a forward and its backward, which are two for each product of the forward.
+
+    Args:
+        model: the architecture.
+        vocab_size: rows of the head.
+        positions: places that the model reads, of all rows and streams.
+        scored: places that go through the head and, in the last block, through queries, output and feed-forward.
+        pairs: of queries and keys, for each layer.
+
+    What is computed again (`runtime.activation_checkpointing`, fused attention's backward) does not count.
+    """
+    D, H = model.hidden_size, model.head_dim
+    q_width, kv_width = model.num_attention_heads * H, model.num_key_value_heads * H
+    products = float(scored * vocab_size * D)
+    last = model.num_hidden_layers - 1
+    for layer in range(model.num_hidden_layers):
+        asked = scored if layer == last else positions
+        products += positions * 2 * D * kv_width + asked * 2 * D * q_width
+        products += asked * _feed_forward(model, layer, model.num_experts_per_tok) + 2 * pairs[layer] * q_width
+    return 6.0 * products
 
 
 @dataclass(frozen=True)
@@ -68,43 +183,75 @@ def _feed_forward(model: Architecture, layer: int, experts: int) -> int:
     return router + 3 * model.hidden_size * _inner_width(model, layer, experts)
 
 
-def flops_per_token(model: Architecture, vocab_size: int, row_length: int, masked_share: float = 0.5) -> float:
-    """Training FLOPs for each token of a row: 6 for each weight that it meets, 12 L for each unit of attention width.
+def flops_per_token(
+    model: Architecture,
+    vocab_size: int,
+    row_length: int,
+    masked_share: float = 0.5,
+    pattern: Pattern = "bidirectional",
+    block_length: int = 1,
+) -> float:
+    """Training FLOPs for each token of a row that is one document: `step_flops` of the row, by its tokens.
 
     ``masked_share`` of the tokens go through the head and, in the last block, through queries, output and
     feed-forward; the count estimator masks (L + 1) / 2L of them. Of a mixture of experts a token meets the router and
     the experts that it is sent to.
     """
-    D, H = model.hidden_size, model.head_dim
-    q_width, kv_width = model.num_attention_heads * H, model.num_key_value_heads * H
-    for_all = 2 * D * kv_width
-    for_masked = [
-        2 * D * q_width + _feed_forward(model, layer, model.num_experts_per_tok)
-        for layer in range(model.num_hidden_layers)
-    ]
-    attention = 12.0 * row_length * q_width
-    full = sum(6.0 * (for_all + each) + attention for each in for_masked[:-1])
-    last = 6.0 * for_all + attention + masked_share * 6.0 * for_masked[-1]
-    return full + last + masked_share * 6.0 * vocab_size * D
+    streams = 2 if pattern == "block_diffusion" else 1
+    pairs = visible_pairs(pattern, row_length, block_length)
+    scored = round(masked_share * row_length)
+    last = round(pairs * masked_share / streams)
+    layers = [*[pairs] * (model.num_hidden_layers - 1), last]
+    positions = streams * row_length
+    return step_flops(model, vocab_size, positions=positions, scored=scored, pairs=layers) / row_length
 
 
 def plan_run(
-    model: Architecture, vocab_size: int, *, row_length: int, micro_batch_size: int, tokens: int | None, moments: float
+    model: Architecture,
+    vocab_size: int,
+    *,
+    row_length: int,
+    micro_batch_size: int,
+    tokens: int | None,
+    moments: float,
+    blocks: tuple[Pattern, int] = ("bidirectional", 1),
+    kept: Kept = "none",
 ) -> Plan:
-    """The plan of a run; ``moments`` is how many fp32 numbers the optimizer keeps for each parameter."""
+    """The plan of a run.
+
+    Args:
+        model: the architecture.
+        vocab_size: rows of embedding and head.
+        row_length: tokens of a row.
+        micro_batch_size: rows of one forward.
+        tokens: of the whole run, if that is known.
+        moments: how many fp32 numbers the optimizer keeps for each parameter.
+        blocks: who sees whom, and tokens of a block.
+        kept: `runtime.activation_checkpointing`.
+    """
     parameters, tables = count_parameters(model, vocab_size)
-    inner = sum(_inner_width(model, layer, model.num_experts_per_tok) for layer in range(model.num_hidden_layers))
-    width = model.num_hidden_layers * 10 * model.hidden_size + 5 * inner
-    heads = model.num_hidden_layers * model.num_attention_heads
-    per_token = 4 * width + 4 * heads * row_length
+    pattern, block_length = blocks
+    share = 1.0 if pattern == "causal" else 0.5
+    places = micro_batch_size * row_length * (2 if pattern == "block_diffusion" else 1)
     return Plan(
         parameters=parameters,
         active_parameters=parameters - count_idle_parameters(model),
         embedding_parameters=tables,
         tokens=tokens,
-        flops_per_token=flops_per_token(model, vocab_size, row_length),
+        flops_per_token=flops_per_token(model, vocab_size, row_length, share, pattern, block_length),
         bytes_weights=4 * parameters,
         bytes_gradients=4 * parameters,
         bytes_optimizer=round(4 * moments * parameters),
-        bytes_activations=micro_batch_size * row_length * per_token,
+        bytes_activations=4 * places * _activation_width(model, row_length, kept),
     )
+
+
+def _activation_width(model: Architecture, row_length: int, kept: Kept) -> int:
+    """Numbers that a position leaves for the backward; an estimate."""
+    inner = [_inner_width(model, layer, model.num_experts_per_tok) for layer in range(model.num_hidden_layers)]
+    whole = [10 * model.hidden_size + 5 * each + model.num_attention_heads * row_length for each in inner]
+    if kept == "none":
+        return sum(whole)
+    projections = [0 if kept == "full" else 6 * model.hidden_size + 2 * each for each in inner]
+    # What goes into each block is always kept, and one block at a time is whole again.
+    return sum(projections) + len(inner) * model.hidden_size + max(whole)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -64,3 +66,80 @@ class PeakGrowth:
 
             return torch.cuda.max_memory_allocated() - self.before
         return max(0, peak_resident_bytes() - self.before)
+
+
+def peaks(device: str | None = None) -> dict[str, int]:
+    """Largest use of memory so far, or since `reset_peaks`, in bytes: ``peak_allocated`` and ``peak_reserved`` on CUDA,
+    ``peak_resident`` on a CPU. None: CUDA where it is in use."""
+    if not _uses_cuda(device):
+        return {"peak_resident": peak_resident_bytes()}
+    import torch
+
+    return {
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
+def reset_peaks(device: str | None = None) -> None:
+    """Let `peaks` begin anew."""
+    if not _uses_cuda(device):
+        reset_peak_resident()
+        return
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+
+
+def summary() -> str:
+    """What CUDA's allocator says of itself; empty without CUDA."""
+    if not _uses_cuda(None):
+        return ""
+    import torch
+
+    return str(torch.cuda.memory_summary())
+
+
+def start_history(max_entries: int = 100_000) -> bool:
+    """Record each allocation on CUDA, for `dump_snapshot`. Whether there is anything to record."""
+    if not _uses_cuda(None):
+        return False
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+    return True
+
+
+def dump_snapshot(path: Path) -> bool:
+    """Write what was recorded, for https://pytorch.org/memory_viz, and stop recording. Whether anything was written.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if not _uses_cuda(None):
+        return False
+    import torch
+
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return True
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """What tensors hold, one that several share counted once."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+def by_part(weights: Iterable[Any], gradients: Iterable[Any], optimizer: Iterable[Any], peak: int) -> dict[str, int]:
+    """A measured peak, in bytes: what tensors hold, and ``activations``, which is the rest."""
+    parts = {"weights": bytes_of(weights), "gradients": bytes_of(gradients), "optimizer": bytes_of(optimizer)}
+    return {**parts, "activations": max(0, peak - sum(parts.values()))}
+
+
+def _uses_cuda(device: str | None) -> bool:
+    if device is not None:
+        return device == "cuda"
+    # Not imported for the question: without torch nobody uses CUDA.
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_available()) and bool(torch.cuda.is_initialized())

@@ -90,6 +90,8 @@ def test_sections_of_a_training_config() -> None:
         "samples",
         "checkpoint",
         "logging",
+        "runtime",
+        "profiler",
     }
 
 

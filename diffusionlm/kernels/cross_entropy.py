@@ -1,190 +1,178 @@
 """Fused linear cross-entropy over chosen rows: logits exist one chunk at a time.
 
-Shapes: R rows, D hidden, V vocabulary, C rows of a chunk.
+The head's gradient goes through autograd, or straight into a buffer of the caller's, ``head_grad``. Autograd then knows
+nothing of it: the head's ``.grad`` is left alone and its hooks do not run; of tied embeddings the embedding's own
+gradient, which autograd still gives to ``.grad``, is added by whoever owns the buffer. With gradients made in the
+forward, what is added is the gradient of ``loss_sum`` itself: a factor that the loss gets later belongs into the
+weights. With gradients made in the backward, each backward adds, such factors included.
+Under recomputation of activations the forward runs twice, so the buffer is not for a head within such a part.
+
+Shapes: R rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = 32 << 20
-"""Budget for the fp32 logits of one chunk: about what a CPU's last cache level holds."""
+from diffusionlm.kernels.operator import score_rows_compiled
+from diffusionlm.kernels.row_loop import Backend, LoopResult, Plan, score_rows
+from diffusionlm.kernels.score import LossRule, Score, Scored
 
+__all__ = ["Backend", "Gradients", "Score", "Scored", "linear_cross_entropy"]
 
-@dataclass(frozen=True)
-class Score:
-    """What the model is asked to score, row for row.
-
-    Weights are known before the forward, so the gradient is made in it, exactly. Rows that only fill a bucket have
-    weight 0.
-    """
-
-    targets_R: Tensor
-    """The right token of each row, int64."""
-    weights_R: Tensor
-    """Factor of each row's loss in the sum; the denominator may be folded in."""
-    excluded_token: int | None = None
-    """A token of probability zero, as the mask token is (SUBS, Sahoo et al. 2024); None: the plain softmax."""
-    label_smoothing: float = 0.0
-    """Share of the target distribution that is uniform over all tokens but the excluded one (Szegedy et al. 2016)."""
-    z_loss: float = 0.0
-    """Factor of the squared log of the softmax's denominator, added to the loss (Chowdhery et al. 2022, PaLM)."""
-    balance_weight: float = 0.0
-    """Factor of the routers' balance loss of this forward, in a model with experts; 0: it is not made."""
+Gradients = Literal["forward", "recompute"]
+"""When gradients are made: beside the loss, with three products of a chunk; or in the backward, which makes the logits
+once more, so that nothing is kept until then."""
 
 
-@dataclass(frozen=True)
-class Scored:
-    """What a scored forward returns: sums, never means."""
-
-    loss_sum: Tensor
-    """Weighted sum of the rows' losses, at least fp32, with gradient: negative log-likelihoods, smoothed and with a
-    z-loss where the score says so."""
-    nll_R: Tensor
-    """Negative log-likelihood of each row in nats, at least fp32, without gradient."""
-    balance_sum: Tensor | None = None
-    """Weighted balance loss of the routers, at least fp32, with gradient; beside ``loss_sum``, never in it. None: none
-    was asked for, or the model has no experts."""
-
-    @property
-    def trained_sum(self) -> Tensor:
-        """All that training minimises."""
-        return self.loss_sum if self.balance_sum is None else self.loss_sum + self.balance_sum
-
-
-def linear_cross_entropy(hidden_RD: Tensor, head_VD: Tensor, score: Score, softcap: float | None = None) -> Scored:
+def linear_cross_entropy(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    score: Score,
+    softcap: float | None = None,
+    *,
+    backend: Backend = "auto",
+    gradients: Gradients = "forward",
+    head_grad: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> Scored:
     """Negative log-likelihood of ``score.targets_R`` under the logits ``hidden_RD @ head_VD.T``.
 
     With a ``softcap`` c the logits are ``c tanh(logits / c)`` of these (Gemma 2), in at least fp32, for all that
     follows: softmax, label smoothing and z-loss.
 
     Products run in autocast's dtype where it is on, else in that of ``hidden_RD``; softmax, loss and the head's
-    gradient are at least fp32. Both gradients are made in the forward, chunk by chunk; memory is one chunk of logits
-    (two with a soft cap) beside the gradients themselves.
+    gradient are at least fp32. Memory is one chunk of logits beside the gradients themselves: with eager's backend a
+    second one of fp32 where products are narrower, and one more with a soft cap. Nothing waits for the device. What
+    needs no gradient gets none, and without any nothing is kept.
+
+    Args:
+        hidden_RD: hidden states.
+        head_VD: the head's weight.
+        score: targets, weights and options of the loss. A target must be a token: eager's backend raises torch's
+            error, Triton's loss is NaN.
+        softcap: bound of the logits. None: none.
+        backend: who scores the logits; ``auto``: Triton's kernel on CUDA where triton is installed, else torch.
+        gradients: when they are made; the numbers are the same.
+        head_grad: buffer, at least fp32, that the head's gradient is added to if the head requires one. None: it goes
+            through autograd.
+        chunk_bytes: budget in bytes for the logits of a chunk. None: `chunking`'s for the device.
+
+    Raises:
+        ValueError: a backend or a time of gradients that does not exist or cannot run here, or a buffer that does not
+            fit.
     """
+    if gradients not in get_args(Gradients):
+        raise ValueError(f'gradients = "{gradients}" does not exist; choose "forward" or "recompute"')
     device = hidden_RD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
+    if head_grad is not None:
+        _check_buffer(head_grad, head_VD, torch.promote_types(dtype, torch.float32))
     # Asked here: inside a Function gradients always look switched off.
-    wants_grad = torch.is_grad_enabled()
-    loss_sum, nll_R = _LinearCrossEntropy.apply(hidden_RD, head_VD, score, softcap, dtype, wants_grad)
-    return Scored(loss_sum=loss_sum, nll_R=nll_R)
+    is_enabled = torch.is_grad_enabled()
+    wants_hidden, wants_head = is_enabled and hidden_RD.requires_grad, is_enabled and head_VD.requires_grad
+    rule = LossRule(score.excluded_token, score.label_smoothing, score.z_loss, softcap)
+    rows = (score.targets_R, score.weights_R)
+    if gradients == "forward" or not (wants_hidden or wants_head):
+        plan = Plan(rule, dtype, backend, chunk_bytes, wants_hidden, wants_head)
+        made = _run(hidden_RD, head_VD, *rows, plan, head_grad if wants_head else None)
+        loss_sum = made.loss_sum
+        if wants_hidden or wants_head:
+            loss_sum = _MadeInForward.apply(hidden_RD, head_VD, loss_sum, made.grad_hidden_RD, made.grad_head_VD)
+    else:
+        plan = Plan(rule, dtype, backend, chunk_bytes, False, False)
+        made = _run(hidden_RD, head_VD, *rows, plan, None)
+        loss_sum = _MadeInBackward.apply(hidden_RD, head_VD, made.loss_sum, *rows, head_grad, plan)
+    known = made.rows
+    return Scored(loss_sum, known.nll_R, logsumexp_R=known.logsumexp_R, is_hit_R=known.is_hit_R)
 
 
-def _mean_logit(z_CV: Tensor, score: Score) -> Tensor:
-    """Mean over the tokens that share the smoothed part."""
-    total_C1 = z_CV.sum(dim=1, keepdim=True)
-    if score.excluded_token is None:
-        return total_C1 / z_CV.shape[1]
-    return (total_C1 - z_CV[:, score.excluded_token, None]) / (z_CV.shape[1] - 1)
+def _check_buffer(head_grad: Tensor, head_VD: Tensor, dtype: torch.dtype) -> None:
+    if head_grad.shape != head_VD.shape or head_grad.dtype != dtype or head_grad.device != head_VD.device:
+        raise ValueError(
+            f"head_grad is {head_grad.dtype} {tuple(head_grad.shape)} on {head_grad.device}; the head's gradient needs "
+            f"{dtype} {tuple(head_VD.shape)} on {head_VD.device}"
+        )
 
 
-def _cap(z_CV: Tensor, softcap: float, wants_slope: bool) -> Tensor | None:
-    """Cap the logits in place; returns the slope of the cap at each of them, 1 - tanh^2, where it is wanted."""
-    z_CV.div_(softcap).tanh_()
-    slope_CV = z_CV.square().neg_().add_(1.0) if wants_slope else None
-    z_CV.mul_(softcap)
-    return slope_CV
+def _run(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    targets_R: Tensor,
+    weights_R: Tensor,
+    plan: Plan,
+    into: Tensor | None,
+) -> LoopResult:
+    """The loop, as one operator where a compiler looks on."""
+    run = score_rows_compiled if torch.compiler.is_compiling() else score_rows
+    return run(hidden_RD, head_VD, targets_R, weights_R, plan, into)
 
 
-def _regularised(nll_C1: Tensor, logsumexp_C1: Tensor, mean_C1: Tensor | None, score: Score) -> Tensor:
-    """The rows' losses: (1 - smoothing) nll + smoothing (logsumexp - mean logit) + z_loss logsumexp^2."""
-    loss_C1 = nll_C1 + score.z_loss * logsumexp_C1.square()
-    if mean_C1 is None:
-        return loss_C1
-    return loss_C1 + score.label_smoothing * (logsumexp_C1 - mean_C1 - nll_C1)
+def _is_last_backward() -> bool:
+    """Whether the graph that runs backward is given up after it, so that what it kept may be overwritten."""
+    if torch.compiler.is_compiling():
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def _grad_logits(
-    exp_CV: Tensor, total_C1: Tensor, top_C1: Tensor, targets_C1: Tensor, weights_C1: Tensor, score: Score
-) -> Tensor:
-    """Gradient of the weighted losses, in place of ``exp_CV``, the exponentials of logits less their greatest."""
-    scale_C1 = weights_C1 / total_C1
-    if score.z_loss:
-        scale_C1 = scale_C1 * (1.0 + 2.0 * score.z_loss * (total_C1.log() + top_C1))
-    grad_CV = exp_CV.mul_(scale_C1).scatter_add_(1, targets_C1, -(1.0 - score.label_smoothing) * weights_C1)
-    if score.label_smoothing:
-        sharing = exp_CV.shape[1] - (score.excluded_token is not None)
-        grad_CV.sub_(score.label_smoothing / sharing * weights_C1)
-        if score.excluded_token is not None:
-            grad_CV[:, score.excluded_token] = 0.0
-    return grad_CV
+class _MadeInForward(torch.autograd.Function):
+    """Hands out gradients that are there already, times what comes from behind."""
 
-
-def chunk_rows(rows: int, vocab_size: int) -> int:
-    """Rows of a chunk: chunks of equal size within `CHUNK_BYTES`, or of 64 rows where that is more."""
-    most = max(64, CHUNK_BYTES // (4 * vocab_size))
-    chunks = max(1, -(-rows // most))
-    return max(1, -(-rows // chunks))
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_RD: Tensor,
         head_VD: Tensor,
-        score: Score,
-        softcap: float | None,
-        dtype: torch.dtype,
-        wants_grad: bool,
-    ) -> tuple[Tensor, Tensor]:
-        R, V = hidden_RD.shape[0], head_VD.shape[0]
-        needs_hidden, needs_head = (wants_grad and needed for needed in ctx.needs_input_grad[:2])
-        x_RD, w_VD = hidden_RD.to(dtype), head_VD.to(dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        grad_hidden = torch.empty_like(hidden_RD) if needs_hidden else None
-        grad_head = torch.zeros_like(head_VD, dtype=wide) if needs_head else None
-        weights_R = score.weights_R.to(wide)
-        nll_R = torch.empty(R, dtype=wide, device=hidden_RD.device)
-        loss_R = nll_R if score.label_smoothing == score.z_loss == 0.0 else torch.empty_like(nll_R)
-        step = chunk_rows(R, V)
-        for start in range(0, R, step):
-            chunk = slice(start, start + step)
-            targets_C1 = score.targets_R[chunk, None]
-            z_CV = (x_RD[chunk] @ w_VD.T).to(wide)
-            slope_CV = None if softcap is None else _cap(z_CV, softcap, needs_hidden or needs_head)
-            mean_C1 = _mean_logit(z_CV, score) if score.label_smoothing else None
-            if score.excluded_token is not None:
-                z_CV[:, score.excluded_token] = float("-inf")
-            top_C1 = z_CV.amax(dim=1, keepdim=True)
-            z_CV.sub_(top_C1)
-            target_logit_C1 = z_CV.gather(1, targets_C1)
-            total_C1 = z_CV.exp_().sum(dim=1, keepdim=True)
-            nll_C1 = total_C1.log() - target_logit_C1
-            nll_R[chunk] = nll_C1[:, 0]
-            if loss_R is not nll_R:
-                loss_R[chunk] = _regularised(nll_C1, total_C1.log() + top_C1, mean_C1, score)[:, 0]
-            if needs_hidden or needs_head:
-                grad_logits_CV = _grad_logits(z_CV, total_C1, top_C1, targets_C1, weights_R[chunk, None], score)
-                if slope_CV is not None:
-                    grad_logits_CV.mul_(slope_CV)
-                grad_logits_CV = grad_logits_CV.to(dtype)
-                if grad_hidden is not None:
-                    grad_hidden[chunk] = grad_logits_CV @ w_VD
-                if grad_head is not None:
-                    if dtype == wide:
-                        grad_head.addmm_(grad_logits_CV.T, x_RD[chunk])
-                    else:
-                        grad_head += grad_logits_CV.T @ x_RD[chunk]
+        loss_sum: Tensor,
+        grad_hidden_RD: Tensor | None,
+        grad_head_VD: Tensor | None,
+    ) -> Tensor:
         ctx.head_dtype = head_VD.dtype
-        ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.mark_non_differentiable(nll_R)
-        # A row of weight 0 may be anything: infinity times 0 would be NaN.
-        return torch.where(weights_R != 0, loss_R * weights_R, 0.0).sum(), nll_R
+        ctx.save_for_backward(grad_hidden_RD, grad_head_VD)
+        return loss_sum.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        grad_hidden, grad_head = ctx.saved_tensors
-        scale = grads[0]
-        return (
-            None if grad_hidden is None else grad_hidden * scale,
-            None if grad_head is None else (grad_head * scale).to(ctx.head_dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        grads = ctx.saved_tensors
+        if _is_last_backward():
+            scaled = [None if grad is None else grad.mul_(scale) for grad in grads]
+        else:
+            scaled = [None if grad is None else grad * scale for grad in grads]
+        return scaled[0], None if scaled[1] is None else scaled[1].to(ctx.head_dtype), None, None, None
+
+
+class _MadeInBackward(torch.autograd.Function):
+    """Runs the loop again for the gradients, with weights times what comes from behind."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RD: Tensor,
+        head_VD: Tensor,
+        loss_sum: Tensor,
+        targets_R: Tensor,
+        weights_R: Tensor,
+        head_grad: Tensor | None,
+        plan: Plan,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_RD, head_VD, targets_R, weights_R)
+        ctx.head_grad, ctx.plan = head_grad, plan
+        return loss_sum.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_RD, head_VD, targets_R, weights_R = ctx.saved_tensors
+        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        plan = replace(ctx.plan, wants_hidden=wants_hidden, wants_head=wants_head)
+        into = ctx.head_grad if wants_head else None
+        weights_R = weights_R.to(scale.dtype) * scale
+        made = _run(hidden_RD, head_VD, targets_R, weights_R, plan, into)
+        grad_head = None if made.grad_head_VD is None else made.grad_head_VD.to(head_VD.dtype)
+        return made.grad_hidden_RD, grad_head, None, None, None, None, None

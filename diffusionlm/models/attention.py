@@ -257,5 +257,5 @@ def _queries_needed(rows: Tensor, length: int) -> int:
 
 
 def _rows_of(table: Tensor, rows: Tensor, batch: int) -> Tensor:
-    """Rows of a [B or 1, L, 1, H / 2] table, flat."""
-    return table.expand(batch, *table.shape[1:]).flatten(0, 1)[rows]
+    """Rows of a [B or 1, L, heads, H] table of equal heads, flat, for one of them."""
+    return table[:, :, :1].expand(batch, -1, -1, -1).flatten(0, 1)[rows]

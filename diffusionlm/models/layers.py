@@ -124,18 +124,31 @@ class RotaryEmbedding(nn.Module):
         self.theta = theta
         self.scaling = scaling
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines in fp32, each [..., 1, H / 2], for `rotate`."""
+    def forward(
+        self, positions: Tensor, *, heads: int = 1, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """Tables for `rotate`, each [..., heads, H]: cosines twice, sines with - and +; angles are computed in fp32.
+
+        Args:
+            positions: numbers of any shape.
+            heads: for how many the same is written down. More than one spares a CPU the short runs of a broadcast.
+            dtype: that of what is rotated.
+        """
+        angles, length = self._angles(positions)
+        cos, sin = (length * angles.cos()).to(dtype), (length * angles.sin()).to(dtype)
+        tables = (torch.cat(halves, dim=-1).unsqueeze(-2) for halves in ((cos, cos), (-sin, sin)))
+        cosines, sines = (table.expand(*angles.shape[:-1], heads, self.head_dim).contiguous() for table in tables)
+        return cosines, sines
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, float]:
+        """Radians of each pair, [..., H / 2], and the factor of what is rotated."""
         exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
         frequencies = self.theta**-exponents
         if isinstance(self.scaling, YarnRope):
-            angles = positions[..., None].float() * _ramped(frequencies, self.theta, self.scaling)
-            length = self.scaling.length
-            return angles.cos().unsqueeze(-2) * length, angles.sin().unsqueeze(-2) * length
+            return positions[..., None].float() * _ramped(frequencies, self.theta, self.scaling), self.scaling.length
         if self.scaling is not None:
             frequencies = _slowed_down(frequencies, self.scaling)
-        angles = positions[..., None].float() * frequencies
-        return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+        return positions[..., None].float() * frequencies, 1.0
 
 
 def _ramped(frequencies: Tensor, theta: float, scaling: YarnRope) -> Tensor:
@@ -171,34 +184,33 @@ def _slowed_down(frequencies: Tensor, scaling: LinearRope | Llama3Rope) -> Tenso
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation without the concatenation and the temporaries that autograd would keep."""
+    """Rotation without the temporaries that autograd would keep."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, sign=1.0)
+    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _rotated(x, cosines, sines, sign=1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, sin, sign=-1.0), None, None
+        cosines, sines = ctx.saved_tensors
+        return _rotated(grads[0], cosines, sines, sign=-1.0), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    out = torch.empty_like(x)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin, value=sign)
-    return out
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor, *, sign: float) -> Tensor:
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.mul(x, cosines).addcmul_(swapped, sines, value=sign)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + H / 2) of the last dimension of x [..., N, H] by its position's angle."""
-    cos, sin = (table.to(x.dtype) for table in rope)
+    """Turn each pair (i, i + H / 2) of the last dimension of x [..., N, H] by its position's angle.
+
+    ``rope`` are the tables of `RotaryEmbedding`, for one head or at least N.
+    """
+    cosines, sines = (table[..., : x.shape[-2], :].to(x.dtype) for table in rope)
     if torch.is_grad_enabled():
-        return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]
-    return _rotated(x, cos, sin, sign=1.0)
+        return _Rotate.apply(x, cosines, sines)  # type: ignore[no-any-return]
+    return _rotated(x, cosines, sines, sign=1.0)
 
 
 class SwiGLU(nn.Module):

@@ -168,7 +168,7 @@ class Transformer(nn.Module):
             if positions is not None or score is not None:
                 raise ValueError("a cache has positions of its own and is for decoding: pass no positions and no score")
             attentions, positions = self._lower_cached(pattern, tokens_BL, cache, x)
-        rope = self.rope(positions if positions.dim() == 2 else positions[None])
+        rope = self._turn(positions if positions.dim() == 2 else positions[None], x)
         routings: list[Routing] | None = [] if score is not None and score.balance_weight else None
         last = len(self.model.layers) - 1
         for index, (block, attention) in enumerate(zip(self.model.layers, attentions, strict=True)):
@@ -180,6 +180,14 @@ class Transformer(nn.Module):
             return logits if softcap is None else soft_cap(logits, softcap)
         scored = linear_cross_entropy(x, self.lm_head.weight, score, softcap)
         return replace(scored, balance_sum=score.balance_weight * balance_loss(routings)) if routings else scored
+
+    def _turn(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary tables of a forward, in the dtype that queries will have."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        heads = self.config.num_attention_heads if device == "cpu" else 1
+        tables: tuple[Tensor, Tensor] = self.rope(positions, heads=heads, dtype=dtype)
+        return tables
 
     def _embed(self, tokens_BL: Tensor) -> Tensor:
         """Embeddings, times sqrt(D) where the config says so: rounded to fp32, then to their dtype, as Gemma's is."""

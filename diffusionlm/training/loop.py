@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from config.dump import to_toml
@@ -22,16 +24,25 @@ from diffusionlm.data.workers import WorkerLoader
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.diffusion.objectives import Objective, build_objective, why_not_nelbo
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.accounting import FlopAccount
 from diffusionlm.training.checkpoint import restore_weights
 from diffusionlm.training.ema import WeightAverage
+from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.lr_schedule import lr_factor
+from diffusionlm.training.master_weights import MasterWeights
+from diffusionlm.training.numbers import NumbersInFlight, StepNumbers
 from diffusionlm.training.optim import Optimizers, build_optimizers
+from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.run_directory import RunDirectory, open_run_directory
+from diffusionlm.training.runtime import memory_by_part, prepare_model, skips_on_device
 from diffusionlm.training.setup import build_model, choose_precision, prepare_tokenizer, set_up_device
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.summary import Summary, render_summary
 from diffusionlm.training.validation import Samples, Validator, inference_weights
 from logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, RunLogger, console_style
+from profiling import memory, nvtx
+from profiling.plan import planned_run
+from profiling.trace import StepProfiler
 from tokenizer import Tokenizer, save_tokenizer
 
 
@@ -84,9 +95,16 @@ class Run:
     max_steps: int
     parts: list[Part]
     """The sources of its data, read by this process."""
+    master: MasterWeights
+    """What makes bfloat16 weights exact; of none, where all are float32."""
+    flops: FlopAccount
     progress: Progress = field(default_factory=Progress)
-    balance_loss: float = 0.0
-    """Of the routers in the last step, with its weight, which is in the gradient and not in the loss."""
+    in_flight: NumbersInFlight = field(default_factory=NumbersInFlight)
+
+    @property
+    def waits_each_step(self) -> bool:
+        """A CPU is never behind, so its numbers are read at once."""
+        return self.device.type == "cpu"
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -106,7 +124,20 @@ def train(config: TrainConfig) -> TrainResult:
             logger = build_logger(run)
             tell_of_data(run, logger)
             try:
-                train_steps(run, logger, stop)
+                with (
+                    GarbageCollection(config.runtime.garbage_collection) as garbage,
+                    StepProfiler(config.profiler, directory.path / "profile", run.device.type) as profiler,
+                ):
+
+                    def after_step(step: int) -> None:
+                        profiler.step()
+                        garbage.after_step(step)
+
+                    train_steps(run, logger, stop, after_step)
+                if device_peak := memory.peaks(run.device.type).get("peak_allocated"):
+                    planned = planned_run(config).bytes_activations
+                    text = memory_by_part(run.model, run.optimizers, device_peak, planned)
+                    logger.event(run.progress.step, "memory", text)
                 if stop.signal is not None and run.progress.step < run.max_steps:
                     _say(f"stopped after step {run.progress.step} and saved; the same command goes on from there")
                     return TrainResult(run.progress.step, None, stop.signal)
@@ -125,9 +156,11 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
     parts = open_parts(config.data, "train")
     tokenizer = prepare_tokenizer(config.tokenizer, config.model.init_from, parts, directory.tokenizer, _say)
     model = build_model(config, tokenizer, device)
+    master = prepare_model(model, config.runtime, precision, device)
     objective = build_objective(config.objective, model.config)
     optimizers = build_optimizers(config.optimizer, model)
-    average = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
+    with master.full():
+        average = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     batch_size = config.training.batch_size
     plan = LoaderPlan(
         config.data,
@@ -139,7 +172,9 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
         config.training.micro_batch_size or batch_size,
         config.run.seed,
     )
-    loader = WorkerLoader(plan) if config.data.workers else plan.open(parts)
+    loader: StepLoader = WorkerLoader(plan) if config.data.workers else plan.open(parts)
+    if device.type == "cuda" and config.runtime.prefetch:
+        loader = Prefetcher(loader, device)
     max_steps = config.training.max_steps or _steps_of_epochs(plan, parts, config.training.epochs)
     validator = Validator.open(config, tokenizer, parts)
     samples = Samples.open(config.samples.infills if config.samples.every_steps else (), tokenizer, model)
@@ -166,6 +201,8 @@ def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
         samples=samples,
         max_steps=max_steps,
         parts=parts,
+        master=master,
+        flops=FlopAccount(model.config, device),
     )
 
 
@@ -177,37 +214,57 @@ def tell_of_data(run: Run, logger: RunLogger) -> None:
         logger.event(run.progress.step, "data", text)
 
 
-def train_steps(run: Run, logger: RunLogger, stop: StopRequest) -> None:
+def train_steps(run: Run, logger: RunLogger, stop: StopRequest, after_step: Callable[[int], None]) -> None:
     """Step until the end or a signal; log, validate, sample and save in between."""
     config, progress = run.config, run.progress
     while progress.step < run.max_steps:
         started = time.perf_counter()
-        draws = run.loader.next_step(progress.step)
-        loss, grad_norm, is_finite = train_step(run, draws)
-        account(run, draws, loss, is_finite, time.perf_counter() - started)
+        with nvtx.range("step"):
+            with nvtx.range("data"):
+                draws = run.loader.next_step(progress.step)
+            numbers = train_step(run, draws)
+        progress.step += 1
+        progress.tokens_seen += sum(draw.num_targets for draw in draws)
+        run.in_flight.put(progress.step, numbers)
         step, last = progress.step, progress.step == run.max_steps
-        if not is_finite:
-            guard(run, logger, loss, grad_norm)
-        values = step_metrics(run, loss, grad_norm, started)
-        logger.progress(step, values)
-        if step % config.logging.every_steps == 0 or last:
-            logger.metrics(step, values)
-        if config.validation.every_steps and step % config.validation.every_steps == 0 and not last:
+        ends = last or stop.signal is not None
+        due = {name: every > 0 and step % every == 0 for name, every in intervals(config).items()}
+        taken = run.in_flight.take() if run.waits_each_step or ends or any(due.values()) else []
+        progress.seconds += time.perf_counter() - started
+        for each in taken:
+            account(run, logger, each)
+        if taken:
+            values = step_metrics(run, taken[-1], draws)
+            logger.progress(step, values)
+            if due["logging"] or last:
+                logger.metrics(step, values)
+        if due["validation"] and not last:
             validate(run, logger)
-        if config.samples.every_steps and (step % config.samples.every_steps == 0 or last):
-            with inference_weights(run.model, run.average):
+        if due["samples"] or (last and config.samples.every_steps):
+            with run.master.full(), inference_weights(run.model, run.average):
                 run.samples.show(run.model, step, logger)
-        if step % config.checkpoint.every_steps == 0 or last or stop.signal is not None:
-            save(run, logger, must_succeed=last or stop.signal is not None)
+        if due["checkpoint"] or ends:
+            save(run, logger, must_succeed=ends)
+        after_step(step)
         if stop.signal is not None:
             return
 
 
-def train_step(run: Run, draws: list[Draw]) -> tuple[float, float, bool]:
-    """One optimizer step. Returns the loss, the gradient norm, and whether both are finite.
+def intervals(config: TrainConfig) -> dict[str, int]:
+    """Steps between what is done now and then; 0: never. Before each of them the numbers of all steps are read."""
+    return {
+        "logging": config.logging.every_steps,
+        "validation": config.validation.every_steps,
+        "samples": config.samples.every_steps,
+        "checkpoint": config.checkpoint.every_steps,
+    }
+
+
+def train_step(run: Run, draws: list[Draw]) -> Tensor:
+    """One optimizer step. Returns loss, gradient norm and balance loss, [3], where they were computed.
 
     The loss is in nats per target token, unless the objective divides otherwise. A step whose loss or gradient is not
-    finite changes nothing.
+    finite changes nothing. On a GPU that is decided there, if the optimizers can do it; else it is waited for.
 
     The routers' balance loss of a step is the mean of those of its micro-batches, which are of one size. It is added
     to what is minimised, never to the loss that is returned. Unlike the loss it depends on the cut into micro-batches:
@@ -220,47 +277,64 @@ def train_step(run: Run, draws: list[Draw]) -> tuple[float, float, bool]:
     for draw in draws:
         draw = draw.to(run.device)
         score = replace(run.objective.score(draw, denominator), balance_weight=balance_weight)
-        with torch.autocast(run.device.type, dtype=run.precision, enabled=run.precision != torch.float32):
+        with (
+            nvtx.range("forward"),
+            torch.autocast(run.device.type, dtype=run.precision, enabled=run.precision != torch.float32),
+        ):
             scored = run.model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
-        scored.trained_sum.backward()  # type: ignore[no-untyped-call]
+        with nvtx.range("backward"):
+            scored.trained_sum.backward()  # type: ignore[no-untyped-call]
+        run.master.collect_gradients()
         loss += scored.loss_sum.detach()
         if scored.balance_sum is not None:
             balance_loss += scored.balance_sum.detach()
-    grad_norm = clip_grad_norm_(run.model.parameters(), run.config.training.max_grad_norm)
-    is_finite = bool(torch.isfinite(loss) & torch.isfinite(grad_norm))
-    if is_finite:
-        run.optimizers.step(lr_factor(run.config.schedule, run.progress.step, run.max_steps))
+    if isinstance(run.loader, Prefetcher) and run.progress.step + 1 < run.max_steps:
+        run.loader.look_ahead(run.progress.step + 1)
+    with nvtx.range("optimizer"), run.master.full():
+        grad_norm = clip_grad_norm_(run.model.parameters(), run.config.training.max_grad_norm)
+        update(run, torch.isfinite(loss) & torch.isfinite(grad_norm))
+    return torch.stack([loss, grad_norm, balance_loss])
+
+
+def update(run: Run, is_finite: Tensor) -> None:
+    """Change the weights, if the step is finite; drop the gradients."""
+    factor = lr_factor(run.config.schedule, run.progress.step, run.max_steps)
+    if run.device.type != "cpu" and run.average is None and (skipping := skips_on_device(run.optimizers)):
+        with skipping(~is_finite):
+            run.optimizers.step(factor)
+    elif is_finite:
+        run.optimizers.step(factor)
         if run.average is not None:
             run.average.update()
     else:
         run.optimizers.zero_grad()
-    run.balance_loss = float(balance_loss)
-    return float(loss), float(grad_norm), is_finite
 
 
-def account(run: Run, draws: list[Draw], loss: float, is_finite: bool, seconds: float) -> None:
-    """Count the step."""
+def account(run: Run, logger: RunLogger, numbers: StepNumbers) -> None:
+    """Count a step by its numbers; a skipped one is said.
+
+    Raises:
+        ValueError: `training.max_nonfinite_steps` steps in a row were not finite.
+    """
     progress = run.progress
-    progress.step += 1
-    progress.seconds += seconds
-    progress.tokens_seen += sum(draw.num_targets for draw in draws)
-    if is_finite:
+    if numbers.is_finite:
         progress.skipped_in_a_row = 0
-        progress.loss_average = 0.98 * progress.loss_average + 0.02 * loss
+        progress.loss_average = 0.98 * progress.loss_average + 0.02 * numbers.loss
     else:
         progress.skipped_in_a_row += 1
         progress.skipped += 1
+        guard(run, logger, numbers)
 
 
-def guard(run: Run, logger: RunLogger, loss: float, grad_norm: float) -> None:
+def guard(run: Run, logger: RunLogger, numbers: StepNumbers) -> None:
     """Say that a step was skipped; give up after several in a row.
 
     Raises:
         ValueError: `training.max_nonfinite_steps` steps in a row were not finite.
     """
     progress, most = run.progress, run.config.training.max_nonfinite_steps
-    text = f"step {progress.step}: skipped, loss {loss}, gradient norm {grad_norm}"
-    logger.event(progress.step, "skipped", text)
+    text = f"step {numbers.step}: skipped, loss {numbers.loss}, gradient norm {numbers.grad_norm}"
+    logger.event(numbers.step, "skipped", text)
     if progress.skipped_in_a_row >= most:
         raise ValueError(
             f"{text}; {most} steps in a row were not finite (training.max_nonfinite_steps). The last checkpoint "
@@ -268,30 +342,36 @@ def guard(run: Run, logger: RunLogger, loss: float, grad_norm: float) -> None:
         )
 
 
-def step_metrics(run: Run, loss: float, grad_norm: float, started: float) -> dict[str, Any]:
-    """What is logged of a step."""
+def step_metrics(run: Run, numbers: StepNumbers, draws: list[Draw]) -> dict[str, Any]:
+    """What is logged of a step, the last one so far; times are means over the steps since this was last asked."""
     progress = run.progress
     per_step = progress.seconds / progress.step
+    seconds = run.flops.seconds_of_step(progress.step, progress.seconds)
     rates = run.optimizers.learning_rates()
     return {
-        "loss": loss,
+        "loss": numbers.loss,
         "loss_smooth": progress.smooth_loss,
-        **({"balance_loss": run.balance_loss} if run.model.config.router_aux_loss_coef else {}),
-        "grad_l2_norm": grad_norm,
+        **({"balance_loss": numbers.balance_loss} if run.model.config.router_aux_loss_coef else {}),
+        "grad_l2_norm": numbers.grad_norm,
         "lr": max(rates.values()),
         **{f"lr/{name}": rate for name, rate in rates.items()},
         "tokens_seen": progress.tokens_seen,
         "tokens_per_second": progress.tokens_seen / progress.seconds,
-        "step_seconds": time.perf_counter() - started,
+        "step_seconds": seconds,
+        **run.flops.metrics(draws, seconds),
         "seconds_left": per_step * (run.max_steps - progress.step),
         "skipped_steps": progress.skipped,
         **{f"data/{name}": value for name, value in vars(run.loader.metrics()).items()},
+        **(
+            {f"memory/{name}": value for name, value in memory.peaks("cuda").items()} if not run.waits_each_step else {}
+        ),
     }
 
 
 def validate(run: Run, logger: RunLogger) -> None:
     """Evaluate on the fixed grid and log it."""
-    result = run.validator.quick(run.model, run.average)
+    with run.master.full():
+        result = run.validator.quick(run.model, run.average)
     step = run.progress.step
     values = {
         "val_nats_per_token": result.nats_per_token,
@@ -315,7 +395,7 @@ def save(run: Run, logger: RunLogger, *, must_succeed: bool) -> None:
         ValueError: it could not be written and there will be no later one.
     """
     progress = run.progress
-    live: dict[str, torch.Tensor] = dict(run.model.named_parameters())
+    live: dict[str, Tensor] = dict(run.model.named_parameters())
     state = {
         "step": progress.step,
         "progress": vars(progress),
@@ -333,9 +413,10 @@ def save(run: Run, logger: RunLogger, *, must_succeed: bool) -> None:
         (folder / "config.toml").write_text(to_toml(run.config), encoding="utf-8")
 
     try:
-        run.directory.store.save(
-            progress.step, write_model, state, run.optimizers.state_dict(), live if run.average else None
-        )
+        with run.master.full():
+            run.directory.store.save(
+                progress.step, write_model, state, run.optimizers.state_dict(), live if run.average else None
+            )
     except ValueError as error:
         if must_succeed:
             raise
@@ -361,16 +442,19 @@ def resume(run: Run) -> None:
     weights = saved.weights()
     if run.average is not None and saved.live_weights is not None:
         run.average.restore(weights, saved.state["average_updates"])
-    restore_weights(dict(run.model.named_parameters()), saved.live_weights or weights)
+    with run.master.full():
+        restore_weights(dict(run.model.named_parameters()), saved.live_weights or weights)
     run.optimizers.load_state_dict(saved.optimizer)
     run.loader.load_state_dict(saved.state["loader"])
     run.progress = Progress(**saved.state["progress"])
+    run.flops.start_at(run.progress.step, run.progress.seconds)
     _say(f"going on from {saved.path}")
 
 
 def summarise(run: Run) -> Summary:
     """The final evaluation, kept in summary.json."""
-    evaluations, ngrams = run.validator.final(run.model, run.average)
+    with run.master.full():
+        evaluations, ngrams = run.validator.final(run.model, run.average)
     loaded = run.loader.state_dict()
     summary = Summary(
         evaluation=evaluations[0],

@@ -10,20 +10,35 @@ from config.optimizer import Schedule
 def lr_factor(schedule: Schedule, step: int, max_steps: int) -> float:
     """Factor of the full rate for optimizer step ``step`` of 0 ... max_steps - 1.
 
-    Linear warm-up that is never zero, then constant, linear or cosine to ``final_factor``, which the step after the
-    last would reach.
+    Linear warm-up that is never zero, then constant, or down to ``final_factor``, which the step after the last would
+    reach: linearly, by half a cosine, or in the run's last steps only (warmup-stable-decay: Hu et al. 2024,
+    arXiv:2404.06395; the shape 1 - sqrt: Haegele et al. 2024, arXiv:2405.18392).
+
+    Raises:
+        ValueError: the run is too short for its warm-up and decay.
     """
-    warmup = schedule.warmup_steps
-    if warmup is None:
-        warmup = round(schedule.warmup_fraction * max_steps)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(1, max_steps - warmup)
+    warmup = schedule.warmup_of(max_steps)
     match schedule.kind:
         case "constant":
-            return 1.0
-        case "linear":
-            shape = 1.0 - progress
+            start, shape = max_steps, "linear"
+        case "linear" | "cosine":
+            start, shape = warmup, schedule.kind
+        case "warmup_stable_decay":
+            start, shape = max_steps - schedule.decay_of(max_steps), schedule.decay_shape or "linear"
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if step < start or schedule.kind == "constant":
+        return 1.0
+    progress = (step - start) / max(1, max_steps - start)
+    return schedule.final_factor + (1.0 - schedule.final_factor) * _remaining(shape, progress)
+
+
+def _remaining(shape: str, progress: float) -> float:
+    """What is left of the way down, from 1 at progress 0 to 0 at progress 1."""
+    match shape:
         case "cosine":
-            shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return schedule.final_factor + (1.0 - schedule.final_factor) * shape
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "sqrt":
+            return 1.0 - math.sqrt(progress)
+        case _:
+            return 1.0 - progress

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, assert_never
 
 import torch
 from torch import nn
 
-from config.optimizer import AdamW, Muon
+from config.optimizer import GROUPS, AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.training import eight_bit, lion, muon
 
 State = dict[str, torch.Tensor]
+Groups = dict[str, list[nn.Parameter]]
+"""Parameters by name of group."""
+Say = Callable[[str], None]
 
 STATE_KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-    torch.optim.Muon: ("momentum_buffer",),
+    lion.Lion: ("exp_avg",),
+    muon.Muon: ("momentum_buffer",),
 }
-"""What each optimizer keeps of a parameter."""
+"""What each optimizer keeps of a parameter; all others are those of 8 bits."""
 
 
 class Optimizers:
-    """One or two torch optimizers that step as one; their state has the parameters' names."""
+    """Torch optimizers, one or several, that step as one; their state has the parameters' names."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], names: dict[torch.Tensor, str]) -> None:
         self.optimizers = optimizers
@@ -58,52 +65,71 @@ class Optimizers:
         """What `state_dict` gave, before the first step or after it.
 
         Raises:
-            ValueError: it is not that of these parameters; lists what is missing, unexpected or misshapen.
+            ValueError: it is not that of these parameters; tells what is missing, unexpected or misshapen.
         """
         expected = {
             f"{self.names[parameter]}.{key}": (optimizer, parameter, key)
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
-            for key in STATE_KEYS[type(optimizer)]
+            for key in STATE_KEYS.get(type(optimizer)) or eight_bit.state_keys(optimizer, parameter)
         }
-        problems = [f"missing {name}" for name in sorted(expected.keys() - state.keys())] if state else []
-        problems += [f"unexpected {name}" for name in sorted(state.keys() - expected.keys())]
-        for name in expected.keys() & state.keys():
+        missing = [f"missing {name}" for name in sorted(expected.keys() - state.keys())] if state else []
+        unexpected = [f"unexpected {name}" for name in sorted(state.keys() - expected.keys())]
+        misshapen: list[str] = []
+        for name in sorted(expected.keys() & state.keys()):
             _, parameter, key = expected[name]
             shape = torch.Size() if key == "step" else parameter.shape
-            if state[name].shape != shape:
-                problems.append(f"{name} has shape {list(state[name].shape)}, the parameter {list(shape)}")
-        if problems:
-            raise ValueError(f"the optimizer state does not fit the model: {'; '.join(problems)}")
+            if state[name].shape != shape and key not in eight_bit.FLAT_KEYS:
+                misshapen.append(f"{name} has shape {list(state[name].shape)}, the parameter {list(shape)}")
+        if missing or unexpected or misshapen:
+            told = "; ".join(some for problems in (missing, unexpected, misshapen) for some in _first(problems))
+            raise ValueError(
+                f"the optimizer state does not fit the model: {told}. It is of another model or optimizer.kind"
+            )
         for name, value in state.items():
             optimizer, parameter, key = expected[name]
-            optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+            is_count = key == "step" and type(optimizer) not in STATE_KEYS
+            optimizer.state[parameter][key] = int(value) if is_count else value.to(parameter.device, copy=True)
 
 
-def build_optimizers(config: AdamW | Muon, model: Transformer) -> Optimizers:
-    """Optimizers over all parameters that require gradients.
+def _first(problems: list[str], most: int = 4) -> list[str]:
+    return problems[:most] + ([f"and {len(problems) - most:,} more"] if len(problems) > most else [])
 
-    | group        | parameters                                    | optimizer        |
-    |--------------|-----------------------------------------------|------------------|
-    | hidden       | matrices of the blocks                        | Muon, or AdamW with decay |
-    | embed        | embedding, untied head                        | AdamW            |
-    | scalar       | norms and biases                              | AdamW            |
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def build_optimizers(config: AdamW | Lion | Muon, model: Transformer, say: Say = _tell) -> Optimizers:
+    """Optimizers over all parameters that require gradients. ``say`` is told where another one than asked for is taken.
+
+    | group  | parameters                           | optimizer                 | decays by default |
+    |--------|--------------------------------------|---------------------------|-------------------|
+    | hidden | matrices of the blocks               | Muon, or that of the kind | yes               |
+    | head   | head that is not the embedding       | that of the kind or rest  | as Muon's rest    |
+    | embed  | embedding                            | that of the kind or rest  | as Muon's rest    |
+    | router | routers of a mixture of experts      | that of the kind or rest  | yes               |
+    | scalar | norms and biases                     | that of the kind or rest  | no                |
+
+    Raises:
+        ValueError: one of 8 bits that cannot be had, without `fallback`.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in trained.items()}
-    groups: dict[str, list[nn.Parameter]] = {"hidden": [], "embed": [], "scalar": []}
+    groups: Groups = {name: [] for name in GROUPS}
     for name, parameter in trained.items():
         groups[_group_of(name, parameter)].append(parameter)
     assert sum(map(len, groups.values())) == len(names)
+    groups = {name: group for name, group in groups.items() if group}
+    own = {name: getattr(config, name) for name in groups}
     match config:
-        case AdamW():
-            decays = {"hidden": config.weight_decay, "embed": 0.0, "scalar": 0.0}
-            return Optimizers([_adamw(config, groups, decays)], names)
+        case AdamW() | Lion():
+            return Optimizers(_of_kind(config, groups, own, {"hidden", "router"}, say), names)
         case Muon():
-            hidden = {"hidden": groups.pop("hidden")}
-            decays = {"embed": config.rest.weight_decay, "scalar": 0.0}
-            return Optimizers([_muon(config, hidden), _adamw(config.rest, groups, decays)], names)
+            hidden = {name: groups.pop(name) for name in ("hidden",) if name in groups}
+            rest = _of_kind(config.rest, groups, own, {"head", "embed", "router"}, say)
+            return Optimizers([*_muon(config, hidden), *rest], names)
         case _:
             assert_never(config)
 
@@ -111,23 +137,74 @@ def build_optimizers(config: AdamW | Muon, model: Transformer) -> Optimizers:
 def _group_of(name: str, parameter: nn.Parameter) -> str:
     if parameter.dim() < 2:
         return "scalar"
-    return "hidden" if ".layers." in name else "embed"
+    if ".layers." not in name:
+        return "head" if "lm_head" in name else "embed"
+    return "router" if name.endswith("mlp.gate.weight") else "hidden"
 
 
-def _adamw(config: AdamW, groups: dict[str, list[nn.Parameter]], decays: dict[str, float]) -> torch.optim.Optimizer:
-    """Fused: the loops of the other variants cost several times as much on a CPU."""
-    params: list[dict[str, Any]] = [
-        {"params": group, "name": name, "weight_decay": decays[name]} for name, group in groups.items() if group
-    ]
+Own = AdamWGroup | LionGroup | MuonGroup | None
+Settings = dict[str, Any]
+
+
+def _with_own(settings: Settings, own: Own) -> Settings:
+    """Torch's settings of a group, by what the optimizer has and what the group has of its own."""
+    given = own.model_dump(exclude_none=True) if own is not None else {}
+    torch_names = {"learning_rate": "lr"}
+    return settings | {torch_names.get(key, key): value for key, value in given.items()}
+
+
+def _of_kind(
+    config: AdamW | Lion, groups: Groups, own: dict[str, Own], decaying: Iterable[str], say: Say
+) -> list[torch.optim.Optimizer]:
+    """AdamW or Lion over the groups, in one optimizer or, where some moments have 8 bits, in two."""
+    common: Settings = {"lr": config.learning_rate, "betas": config.betas}
+    if isinstance(config, AdamW):
+        common["eps"] = config.eps
+    params: list[Settings] = []
+    for name, parameters in groups.items():
+        decay = config.weight_decay if name in decaying else 0.0
+        settings = _with_own({**common, "weight_decay": decay}, own[name])
+        params.append({**settings, "betas": tuple(settings["betas"]), "params": parameters, "name": name})
+    # As its authors advise: the gradients of an embedding are too uneven for blocks with one scale.
+    few_bits = [each for each in params if each["name"] not in ("embed", "scalar")]
+    if not config.kind.endswith("8bit") or not few_bits:
+        return _plain(config, params)
+    reason = eight_bit.why_not(config.kind, few_bits[0]["params"][0].device)
+    if reason is None:
+        others = [each for each in params if each["name"] in ("embed", "scalar")]
+        return [eight_bit.build(config.kind, few_bits), *_plain(config, others)]
+    plain = config.kind.removesuffix("8bit")
+    if not config.fallback:
+        raise ValueError(
+            f'{reason}: install bitsandbytes for this device, choose kind = "{plain}", or set fallback = true'
+        )
+    say(f'{reason}; going on with kind = "{plain}", since fallback = true')
+    return _plain(config, params)
+
+
+def _plain(config: AdamW | Lion, params: list[Settings]) -> list[torch.optim.Optimizer]:
+    if not params:
+        return []
     first, second = config.betas
-    return torch.optim.AdamW(params, lr=config.learning_rate, betas=(first, second), eps=config.eps, fused=True)
+    if isinstance(config, Lion):
+        return [lion.Lion(params, lr=config.learning_rate, betas=(first, second), weight_decay=config.weight_decay)]
+    # Fused: the loops of the other variants cost several times as much on a CPU.
+    return [torch.optim.AdamW(params, lr=config.learning_rate, fused=True)]
 
 
-def _muon(config: Muon, groups: dict[str, list[nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.Muon(
-        [{"params": group, "name": name} for name, group in groups.items()],
-        lr=config.learning_rate,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+def _muon(config: Muon, groups: Groups) -> list[torch.optim.Optimizer]:
+    common: Settings = {
+        "lr": config.learning_rate,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+        "adjust_lr": config.adjust_lr,
+        "precision": config.precision,
+    }
+    settings = _with_own(common, config.hidden)
+    precision = settings.pop("precision")
+    return [
+        muon.Muon(
+            [{"params": parameters, "name": name}], dtype=muon.product_dtype(precision, parameters[0]), **settings
+        )
+        for name, parameters in groups.items()
+    ]

@@ -15,7 +15,7 @@ from config.train import TrainConfig
 from diffusionlm.checkpoints.manifest import replace_text
 from diffusionlm.training.checkpoint import CheckpointStore
 
-FREE_SECTIONS = ("logging", "samples", "checkpoint")
+FREE_SECTIONS = ("logging", "samples", "checkpoint", "profiler")
 """Sections that may change between the parts of a run: they do not touch its numbers."""
 
 
@@ -104,4 +104,5 @@ def _changes(saved: Path, config: TrainConfig) -> list[str]:
     workers = {"workers": config.data.workers, "prefetch_steps": config.data.prefetch_steps}
     free["data"] = before.data.model_copy(update=workers)
     free["run"] = before.run.model_copy(update={"directory": config.run.directory, "threads": config.run.threads})
+    free["runtime"] = config.runtime.model_copy(update={"weights": before.runtime.weights})
     return differences(before.model_copy(update=free), config)

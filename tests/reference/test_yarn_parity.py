@@ -36,7 +36,8 @@ def test_yarn_is_that_of_transformers(options: dict[str, Any], head_dim: int, th
     positions = torch.tensor([[0, 1, 2, 5]])
     cos, sin = RotaryEmbedding(head_dim, theta, YarnRope.model_validate(scaling))(positions)
     angles = positions[..., None] * frequencies
-    torch.testing.assert_close(cos[:, :, 0], angles.cos() * length, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(sin[:, :, 0], angles.sin() * length, rtol=1e-5, atol=1e-6)
+    for part, sign in ((slice(head_dim // 2), -1.0), (slice(head_dim // 2, None), 1.0)):
+        torch.testing.assert_close(cos[:, :, 0, part], angles.cos() * length, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(sin[:, :, 0, part], sign * angles.sin() * length, rtol=1e-5, atol=1e-6)
     plain, _ = RotaryEmbedding(head_dim, theta)(positions)
     assert torch.allclose(cos, plain) == (options["factor"] == 1.0), "the case can tell them apart"

@@ -1,9 +1,8 @@
-"""The training benchmark: its config, its contestants, its command."""
+"""The training benchmark: its config, its measurements, its report, its command."""
 
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -15,11 +14,25 @@ import pytest
 import torch
 
 from benchmarking import bench_train as module
-from benchmarking.bench_train import BUILDERS, OURS, Case, bench_train, check_machine, count_parameters, measure_peak
+from benchmarking.bench_train import (
+    MEMORY_PARTS,
+    OURS,
+    PRODUCTS,
+    Case,
+    bench_train,
+    check_machine,
+    measure_memory,
+    memory_here,
+    why_left_out,
+)
 from config.bench_train import BenchSection, BenchTrainConfig, OutputSection, Precision, Shape
+from config.dump import to_toml
 from config.load import ConfigError, load_config
+from diffusionlm.models.transformer import Transformer
 
-RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_train.toml"
+RESOURCES = Path(__file__).parents[3] / "config" / "resources"
+RESOURCE = RESOURCES / "bench_train.toml"
+GPU_RESOURCE = RESOURCES / "bench_train_gpu.toml"
 
 
 def make_shape(**changes: Any) -> Shape:
@@ -47,7 +60,10 @@ def test_the_shipped_config_is_what_the_docs_say() -> None:
     assert [shape.vocab_size for shape in config.shapes] == [4096, 32768]
     assert {shape.tokens for shape in config.shapes} == {4096}
     assert all(shape.tie_word_embeddings and shape.mask_token == shape.vocab_size - 1 for shape in config.shapes)
+    first, second = (shape.model_dump(exclude={"shape", "name", "vocab_size"}) for shape in config.shapes)
+    assert first == second
     assert config.bench.precisions == ("float32", "bfloat16")
+    assert config.bench.objectives == ("masked_diffusion", "block_diffusion", "next_token")
     assert config.bench.peers == ("transformers",)
     assert config.shapes[0].complete().mask_token_id == 4095
 
@@ -60,6 +76,10 @@ def test_the_shipped_config_is_what_the_docs_say() -> None:
         ("bench.precisions=[float16]", "float16"),
         ("bench.precisions=[float32,float32]", "bench.precisions: 'float32' is given twice"),
         ("shapes.1.name=vocabulary 4,096", "shapes.name: 'vocabulary 4,096' is given twice"),
+        ("bench.objectives=[next_token,next_token]", "bench.objectives: 'next_token' is given twice"),
+        ("bench.objectives=[diffusion]", "masked_diffusion"),
+        ("bench.block_length=257", "bench.block_length = 257 is longer than the rows of the shape 'vocabulary 4,096'"),
+        ("shapes.0.shape=qwen3-8b", "qwen3-8b"),
         ("shapes.0.num_key_value_heads=3", "num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"),
         ("shapes.0.qk_norm=false", "qk_norm = true"),
         ("bench.steps=3", "unknown key"),
@@ -97,85 +117,131 @@ def test_a_missing_device_is_an_error() -> None:
     assert check_machine(BenchSection(device="auto"))[0] == "cpu"
 
 
-@pytest.mark.parametrize("name", list(BUILDERS))
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_step_trains(name: str, precision: Precision) -> None:
-    if name != OURS:
-        pytest.importorskip(name)
-    contestant = BUILDERS[name](make_case(make_shape(), precision))
-    before = {key: parameter.detach().clone() for key, parameter in contestant.model.named_parameters()}
-    losses = [contestant.step().item() for _ in range(2)]
-    assert all(math.isfinite(loss) and loss > 0 for loss in losses)
-    for key, parameter in contestant.model.named_parameters():
-        assert parameter.dtype == torch.float32 and parameter.grad is None
-        assert not torch.equal(parameter, before[key]), key
+def test_presets_have_their_sizes(tmp_path: Path) -> None:
+    config = load_config(BenchTrainConfig, GPU_RESOURCE)
+    assert [(shape.name, shape.max_position_embeddings) for shape in config.shapes] == [
+        ("124m", 1_024),
+        ("qwen3-0.6b", 2_048),
+        ("qwen3-1.7b", 4_096),
+    ]
+    sizes = []
+    for shape in config.shapes:
+        with torch.device("meta"):
+            sizes.append(sum(parameter.numel() for parameter in Transformer(shape.complete()).parameters()))
+    # The last two are Qwen's own, as their checkpoints have them.
+    assert sizes == [123_588_864, 596_049_920, 1_720_574_976]
+    assert config.bench.device == "cuda" and config.bench.peers == ("transformers", "liger")
+    kept = tmp_path / "config.toml"
+    kept.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(BenchTrainConfig, kept) == config
 
 
-def test_the_loss_starts_at_that_of_a_uniform_guess() -> None:
-    torch.manual_seed(0)
-    contestant = BUILDERS[OURS](make_case(make_shape(batch_size=32)))
-    assert contestant.step().item() == pytest.approx(math.log(63), rel=0.02)
+def test_a_preset_may_be_changed() -> None:
+    shape = Shape(shape="124m", batch_size=2)
+    assert (shape.name, shape.batch_size, shape.hidden_size) == ("124m", 2, 768)
+    with pytest.raises(ValueError, match="shape = '7b' is none of the presets tiny, 124m"):
+        Shape(shape="7b")
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_contestants_have_the_same_parameters(tied: bool) -> None:
-    pytest.importorskip("transformers")
-    case = make_case(make_shape(tie_word_embeddings=tied, num_hidden_layers=2))
-    ours, theirs = (BUILDERS[name](case).model for name in (OURS, "transformers"))
-    assert count_parameters(ours) == count_parameters(theirs)
-    shapes = [{key: value.shape for key, value in model.named_parameters()} for model in (ours, theirs)]
-    assert shapes[0] == shapes[1]
+def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = BenchSection(peers=("transformers", "liger"))
+    monkeypatch.setattr(module, "is_installed", lambda package: True)
+    assert why_left_out(bench, "cuda") == {}
+    assert why_left_out(bench, "cpu") == {"liger": "left out: its kernels need CUDA"}
+    monkeypatch.setattr(module, "is_installed", lambda package: False)
+    assert why_left_out(bench, "cuda") == {"liger": "left out: liger-kernel is not installed"}
+    assert why_left_out(BenchSection(peers=("transformers",)), "cpu") == {}
 
 
-def test_all_contestants_get_the_same_tokens() -> None:
+def test_memory_by_part() -> None:
     case = make_case(make_shape())
-    assert torch.equal(case.tokens(), case.tokens())
-    assert case.tokens().shape == (4, 32) and int(case.tokens().max()) < case.shape.mask_token
+    memory = memory_here(case, OURS)
+    parameters = sum(parameter.numel() for parameter in Transformer(case.shape.complete()).parameters())
+    tensors = len(list(Transformer(case.shape.complete()).parameters()))
+    assert tuple(memory) == MEMORY_PARTS
+    assert memory["weights"] == memory["gradients"] == 4 * parameters
+    # Two moments, and a count of steps for each.
+    assert memory["optimizer"] == 8 * parameters + 4 * tensors
 
 
-def test_without_peers_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_memory_is_measured_in_a_process_of_its_own() -> None:
+    case = make_case(make_shape(vocab_size=4096, hidden_size=128))
+    memory = measure_memory(case, OURS)
+    assert memory["peak"] > memory["weights"] + memory["gradients"] + memory["optimizer"]
+    assert memory["activations"] > 0
+
+
+def fake_memory(case: Case, name: str) -> dict[str, int]:
+    return {part: (index + (10 if name == OURS else 20)) << 20 for index, part in enumerate(MEMORY_PARTS)}
+
+
+def test_without_peers_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "measure_memory", fake_memory)
     config = BenchTrainConfig(
-        shapes=(make_shape(vocab_size=4096, hidden_size=128),),
-        bench=BenchSection(precisions=("float32",), rounds=2, warmup=1, threads=1, device="cpu"),
+        shapes=(make_shape(),),
+        bench=BenchSection(
+            precisions=("float32",),
+            objectives=("masked_diffusion", "block_diffusion", "next_token"),
+            block_length=8,
+            rounds=2,
+            warmup=0,
+            threads=1,
+            device="cpu",
+        ),
         output=OutputSection(directory=tmp_path / "out"),
     )
     text = bench_train(config)
 
     assert (tmp_path / "out" / "training_speed.md").read_text() == text + "\n"
-    assert text.startswith("| shape | precision | diffusionlm tok/s | diffusionlm peak |\n| --- | ---: | ---: | ---: |")
+    assert text.startswith("| shape | objective | precision | diffusionlm tok/s |\n| --- | ---: | ---: | ---: |")
     assert "transformers" not in text
     assert "threads: 1 of torch" in text and f"torch {torch.__version__}" in text
+    for objective in ("masked diffusion", "block diffusion, 8", "next token"):
+        # In the tables of speed, of products and of memory.
+        assert text.count(f"| tiny | {objective} | float32 |") == 3
+    assert text.count("| no peak known |") == 3
     output = capsys.readouterr()
-    assert output.out == "" and "tiny, float32: round 2/2: diffusionlm" in output.err
-    [line] = (tmp_path / "out" / "training_speed.jsonl").read_text().splitlines()
-    raw = json.loads(line)
-    assert raw["contestant"] == OURS and len(raw["seconds"]) == 2 and min(raw["seconds"]) > 0
-    # Weights, gradients and both moments at least.
-    assert raw["peak_bytes"] > 4 * 4 * raw["parameters"]
+    assert output.out == "" and "tiny, next token, float32: round 2/2: diffusionlm" in output.err
+    lines = (tmp_path / "out" / "training_speed.jsonl").read_text().splitlines()
+    raw = [json.loads(line) for line in lines]
+    assert [each["contestant"] for each in raw] == [OURS, PRODUCTS] * 3
+    assert [each["objective"]["kind"] for each in raw[::2]] == list(config.bench.objectives)
+    assert all(len(each["seconds"]) == 2 and min(each["seconds"]) > 0 for each in raw)
+    for ours, products in zip(raw[::2], raw[1::2], strict=True):
+        assert ours["bytes"] == fake_memory(make_case(make_shape()), OURS)
+        # What runs is what shape and draw ask for, and in so short a row all that nobody sees.
+        assert ours["flops"] <= 1.01 * products["flops"] < 2 * ours["flops"]
 
 
 def test_with_transformers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    peaks = {OURS: 100 << 20, "transformers": 250 << 20}
-    monkeypatch.setattr(module, "measure_peak", lambda case, name: peaks[name])
+    monkeypatch.setattr(module, "measure_memory", fake_memory)
     config = BenchTrainConfig(
         shapes=(make_shape(),),
-        bench=BenchSection(peers=("transformers",), rounds=2, warmup=0, threads=1, device="cpu"),
+        bench=BenchSection(peers=("transformers", "liger"), rounds=2, warmup=0, threads=1, device="cpu"),
     )
-    lines = bench_train(config).splitlines()
-    header = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    text = bench_train(config)
+    speeds, _, shares, _, memory, _, rest = text.split("\n\n")
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in speeds.splitlines())
     assert header == [
         "shape",
+        "objective",
         "precision",
         "diffusionlm tok/s",
         "transformers tok/s",
         "speedup over transformers",
         "in a round [quartiles]",
-        "diffusionlm peak",
-        "transformers peak",
     ]
-    assert [line.split(" | ")[1] for line in lines[2:4]] == ["float32", "bfloat16"]
-    assert all(line.endswith("100 MiB | 250 MiB |") for line in lines[2:4])
+    assert [row[2] for row in rows] == ["float32", "bfloat16"]
+    assert "share in a round [quartiles]" in shares.splitlines()[0] and len(shares.splitlines()) == 4
+    parts = [line.split(" | ")[3:] for line in memory.splitlines()]
+    assert parts[0] == ["contestant", "weights", "gradients", "optimizer", "activations", "peak |"]
+    assert parts[2] == [OURS, "10 MiB", "11 MiB", "12 MiB", "13 MiB", "14 MiB |"]
+    assert parts[3] == ["transformers", "20 MiB", "21 MiB", "22 MiB", "23 MiB", "24 MiB |"]
+    assert "\n- liger: left out: " in rest
 
 
 class DeadPool(ProcessPoolExecutor):
@@ -188,4 +254,4 @@ class DeadPool(ProcessPoolExecutor):
 def test_a_killed_measurement_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ProcessPoolExecutor", DeadPool)
     with pytest.raises(ValueError, match=r"was killed .*lower shapes.batch_size"):
-        measure_peak(make_case(make_shape()), OURS)
+        measure_memory(make_case(make_shape()), OURS)

@@ -33,6 +33,7 @@ OTHERS: dict[str, type[Section]] = {
     "make_data.toml": MakeDataConfig,
     "bench_infer.toml": BenchInferConfig,
     "bench_train.toml": BenchTrainConfig,
+    "bench_train_gpu.toml": BenchTrainConfig,
     "bench_tokenizer.toml": BenchTokenizerConfig,
 }
 CLASSES: dict[str, type[Section]] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffusionlm.kernels import cross_entropy
+from diffusionlm.kernels import chunking, eager_cross_entropy
 from diffusionlm.kernels.cross_entropy import Score, linear_cross_entropy
 
 REGULAR = [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.3, 0.02)]
@@ -44,7 +44,7 @@ def expected_loss(hidden: torch.Tensor, head: torch.Tensor, score: Score, cap: f
 def test_loss_and_gradient_are_those_of_capped_logits(
     monkeypatch: pytest.MonkeyPatch, cap: float, smoothing: float, z_loss: float, excluded: int | None, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunking, "CPU_CHUNK_BYTES", chunk_bytes)
     hidden, head = doubles(80)
     score = scores(80, excluded, label_smoothing=smoothing, z_loss=z_loss)
     scored = linear_cross_entropy(hidden, head, score, cap)
@@ -92,8 +92,10 @@ def test_huge_logits_are_the_cap_and_have_no_slope() -> None:
 def test_without_gradients_no_slope_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, head = doubles(6)
     kept: list[torch.Tensor | None] = []
-    original = cross_entropy._cap
-    monkeypatch.setattr(cross_entropy, "_cap", lambda *arguments: (kept.append(original(*arguments)), kept[-1])[1])
+    original = eager_cross_entropy._cap
+    monkeypatch.setattr(
+        eager_cross_entropy, "_cap", lambda *arguments: (kept.append(original(*arguments)), kept[-1])[1]
+    )
     with torch.no_grad():
         linear_cross_entropy(hidden, head, scores(6), 2.0)
     assert kept == [None]

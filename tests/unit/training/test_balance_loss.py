@@ -12,6 +12,7 @@ from config.train import TrainConfig
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.training.loop import Run, build_run, step_metrics, train, train_step
+from diffusionlm.training.numbers import StepNumbers
 from diffusionlm.training.run_directory import open_run_directory
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
@@ -25,8 +26,8 @@ def sparse(config: TrainConfig, directory: Path, coefficient: float, micro: int 
     return TrainConfig.model_validate(values)
 
 
-def one_step(config: TrainConfig) -> tuple[float, dict[str, torch.Tensor], list[Draw], Run]:
-    """Loss, gradients, draws, and the run, its weights as they were."""
+def one_step(config: TrainConfig) -> tuple[StepNumbers, dict[str, torch.Tensor], list[Draw], Run]:
+    """Numbers, gradients, draws, and the run, its weights as they were."""
     with open_run_directory(config) as opened:
         run = build_run(config, opened)
         chance = torch.Generator().manual_seed(0)
@@ -46,9 +47,9 @@ def one_step(config: TrainConfig) -> tuple[float, dict[str, torch.Tensor], list[
         keep: Any = Keep()
         run.optimizers = keep
         draws = run.loader.next_step(0)
-        loss, _, is_finite = train_step(run, draws)
-        assert is_finite
-    return loss, gradients, draws, run
+        numbers = StepNumbers(1, *train_step(run, draws).tolist())
+        assert numbers.is_finite
+    return numbers, gradients, draws, run
 
 
 def balance_of(run: Run, draw: Draw) -> torch.Tensor:
@@ -60,14 +61,14 @@ def balance_of(run: Run, draw: Draw) -> torch.Tensor:
 
 @pytest.mark.parametrize(("micro", "shares"), [(4, [1.0]), (2, [0.5, 0.5]), (1, [0.25] * 4)])
 def test_a_step(config: TrainConfig, micro: int, shares: list[float], tmp_path: Path) -> None:
-    loss, with_it, draws, run = one_step(sparse(config, tmp_path / "with", 0.7, micro))
-    plain, without, _, other = one_step(sparse(config, tmp_path / "without", 0.0, micro))
-    assert loss == plain
-    assert other.balance_loss == 0.0
+    numbers, with_it, draws, run = one_step(sparse(config, tmp_path / "with", 0.7, micro))
+    plain, without, _, _ = one_step(sparse(config, tmp_path / "without", 0.0, micro))
+    assert numbers.loss == plain.loss
+    assert plain.balance_loss == 0.0
     assert len(draws) == len(shares)
     parts = [0.7 * share * balance_of(run, draw) for draw, share in zip(draws, shares, strict=True)]
     total = torch.stack(parts).sum()
-    assert run.balance_loss == pytest.approx(total.item(), rel=1e-5)
+    assert numbers.balance_loss == pytest.approx(total.item(), rel=1e-5)
     names, parameters = zip(*run.model.named_parameters(), strict=True)
     expected = torch.autograd.grad(total, parameters, allow_unused=True)
     moved = 0
@@ -81,11 +82,11 @@ def test_a_step(config: TrainConfig, micro: int, shares: list[float], tmp_path: 
 
 def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -> None:
     for coefficient in (0.0, 0.5):
-        _, _, _, run = one_step(sparse(config, tmp_path / str(coefficient), coefficient))
+        numbers, _, draws, run = one_step(sparse(config, tmp_path / str(coefficient), coefficient))
         run.progress.step, run.progress.seconds = 1, 1.0
         run.optimizers.learning_rates = lambda: {"all": 1.0}  # type: ignore[method-assign]
-        values = step_metrics(run, 1.0, 1.0, 0.0)
-        assert values.get("balance_loss", 0.0) == run.balance_loss
+        values = step_metrics(run, numbers, draws)
+        assert values.get("balance_loss", 0.0) == numbers.balance_loss
         assert ("balance_loss" in values) == (coefficient > 0)
 
 

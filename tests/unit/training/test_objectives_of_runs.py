@@ -104,7 +104,7 @@ def one_step(config: TrainConfig, micro: int, directory: Path) -> tuple[float, d
         keep: Any = Keep(run)
         run.optimizers = keep
         draws = run.loader.next_step(0)
-        loss, _, _ = train_step(run, draws)
+        loss = train_step(run, draws).tolist()[0]
         return loss, keep.gradients, draws
 
 
@@ -240,7 +240,7 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
         keep: Any = Keep(run)
         run.optimizers = keep
         rows = run.loader.rows.read(0, None, config.training.batch_size)[0]
-        loss, _, _ = train_step(run, run.loader.next_step(0))
+        loss = train_step(run, run.loader.next_step(0)).tolist()[0]
         stack = [np.stack([getattr(row, name) for row in rows]) for name in ("tokens_L", "is_target_L", "documents_L")]
         tokens, targets, documents = map(torch.from_numpy, stack)
         report = nelbo(run.model, tokens.long(), targets, 1, document_BL=documents)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from config.optimizer import AdamW, Muon
+from config.optimizer import AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.optim import Optimizers, build_optimizers
 
 MakeModel = Callable[..., Transformer]
-CONFIGS = [AdamW(weight_decay=0.3), Muon(weight_decay=0.2, rest=AdamW(weight_decay=0.1))]
+CONFIGS = [AdamW(weight_decay=0.3), Lion(weight_decay=0.3), Muon(weight_decay=0.2, rest=AdamW(weight_decay=0.1))]
+MIXTURE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 
 
 def train(model: Transformer, optimizers: Optimizers, steps: range) -> None:
@@ -26,33 +27,96 @@ def train(model: Transformer, optimizers: Optimizers, steps: range) -> None:
         optimizers.step(1.0 / (1 + step))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_is_in_one_group(config: AdamW | Muon, tied: bool, tiny_model: MakeModel) -> None:
-    model = tiny_model(tie_word_embeddings=tied, attention_bias=True)
-    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    optimizers = build_optimizers(config, model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, tuple[str, float]] = {}
+def settings_of(optimizers: Optimizers) -> dict[str, dict[str, Any]]:
+    """Torch's settings by name of parameter."""
+    found: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                assert names[id(parameter)] not in found
-                found[names[id(parameter)]] = (group["name"], group["weight_decay"])
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert found.keys() == trained and "model.layers.0.mlp.up_proj.weight" not in found
-    for name, (group_name, decay) in found.items():
-        if name.endswith(("norm.weight", ".bias")):
-            assert (group_name, decay) == ("scalar", 0.0), name
-        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
-            assert (group_name, decay) == ("embed", 0.1 if isinstance(config, Muon) else 0.0), name
-        else:
-            assert (group_name, decay) == ("hidden", 0.2 if isinstance(config, Muon) else 0.3), name
-    assert optimizers.learning_rates().keys() == {"hidden", "embed", "scalar"}
+                assert optimizers.names[parameter] not in found
+                found[optimizers.names[parameter]] = group
+    return found
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-def test_restored_optimizer_continues_bit_equal(config: AdamW | Muon, tiny_model: MakeModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_in_one_group(config: AdamW | Lion | Muon, tied: bool, tiny_model: MakeModel) -> None:
+    model = tiny_model(tie_word_embeddings=tied, attention_bias=True, **MIXTURE)
+    frozen = "model.layers.0.mlp.experts.1.up_proj.weight"
+    model.get_parameter(frozen).requires_grad_(False)
+    optimizers = build_optimizers(config, model)
+    found = settings_of(optimizers)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert found.keys() == trained and frozen not in found
+    is_muon = isinstance(config, Muon)
+    for name, settings in found.items():
+        if name.endswith(("norm.weight", ".bias")):
+            expected = ("scalar", 0.0)
+        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
+            expected = ("head" if "head" in name else "embed", 0.1 if is_muon else 0.0)
+        elif name.endswith("mlp.gate.weight"):
+            expected = ("router", 0.1 if is_muon else 0.3)
+        else:
+            expected = ("hidden", 0.2 if is_muon else 0.3)
+        assert (settings["name"], settings["weight_decay"]) == expected, name
+    assert optimizers.learning_rates().keys() == {"hidden", "embed", "router", "scalar"} | (set() if tied else {"head"})
+
+
+def test_groups_may_differ_from_the_rest(tiny_model: MakeModel) -> None:
+    config = Muon(
+        learning_rate=0.3,
+        momentum=0.5,
+        precision="float32",
+        hidden=MuonGroup(momentum=0.75, adjust_lr="original"),
+        rest=AdamW(learning_rate=0.01, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.25),
+        head=AdamWGroup(learning_rate=0.02),
+        router=AdamWGroup(weight_decay=0.0, betas=(0.25, 0.5)),
+        scalar=AdamWGroup(weight_decay=0.125, eps=1e-2),
+    )
+    optimizers = build_optimizers(config, tiny_model(tie_word_embeddings=False, **MIXTURE))
+    groups = {group["name"]: group for optimizer in optimizers.optimizers for group in optimizer.param_groups}
+    hidden = groups.pop("hidden")
+    keys = ("lr", "momentum", "weight_decay", "adjust_lr", "dtype")
+    assert tuple(hidden[key] for key in keys) == (0.3, 0.75, 0.1, "original", torch.float32)
+    found = {
+        name: tuple(group[key] for key in ("lr", "betas", "eps", "weight_decay")) for name, group in groups.items()
+    }
+    assert found == {
+        "head": (0.02, (0.5, 0.75), 1e-3, 0.25),
+        "embed": (0.01, (0.5, 0.75), 1e-3, 0.25),
+        "router": (0.01, (0.25, 0.5), 1e-3, 0.0),
+        "scalar": (0.01, (0.5, 0.75), 1e-2, 0.125),
+    }
+    optimizers.step(0.5)
+    assert optimizers.learning_rates() == {
+        "hidden": 0.15,
+        "head": 0.01,
+        "embed": 0.005,
+        "router": 0.005,
+        "scalar": 0.005,
+    }
+
+
+def test_groups_of_one_kind_may_differ(tiny_model: MakeModel) -> None:
+    config = Lion(learning_rate=0.5, embed=LionGroup(learning_rate=0.25, weight_decay=0.75, betas=(0.5, 0.5)))
+    [optimizer] = build_optimizers(config, tiny_model()).optimizers
+    found = {group["name"]: (group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups}
+    rest = (0.5, (0.9, 0.99))
+    assert found == {"hidden": (*rest, 1.0), "embed": (0.25, (0.5, 0.5), 0.75), "scalar": (*rest, 0.0)}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
+def test_what_is_frozen_needs_no_optimizer(config: AdamW | Lion | Muon, tiny_model: MakeModel) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "lm_head.weight")
+    assert build_optimizers(config, model).learning_rates().keys() == {"head"}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
+def test_restored_optimizer_continues_bit_equal(
+    config: AdamW | Lion | Muon, tiny_model: MakeModel, tmp_path: Path
+) -> None:
     model = tiny_model()
     optimizers = build_optimizers(config, model)
     train(model, optimizers, range(4))
@@ -73,7 +137,7 @@ def test_restored_optimizer_continues_bit_equal(config: AdamW | Muon, tiny_model
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-def test_state_is_a_copy(config: AdamW | Muon, tiny_model: MakeModel) -> None:
+def test_state_is_a_copy(config: AdamW | Lion | Muon, tiny_model: MakeModel) -> None:
     model = tiny_model()
     optimizers = build_optimizers(config, model)
     train(model, optimizers, range(2))
@@ -84,6 +148,40 @@ def test_state_is_a_copy(config: AdamW | Muon, tiny_model: MakeModel) -> None:
     optimizers.load_state_dict(state)
     train(model, optimizers, range(2, 4))
     assert all(torch.equal(state[name], kept[name]) for name in kept), "training on changed the loaded checkpoint"
+
+
+def test_state_of_torchs_muon_goes_on_in_ours(tiny_model: MakeModel) -> None:
+    """Checkpoints of runs that torch's made."""
+    ours, theirs = tiny_model(), tiny_model()
+    config = Muon(precision="bfloat16")
+    first, optimizers = build_optimizers(config, theirs), build_optimizers(config, ours)
+    [group] = first.optimizers[0].param_groups
+    muon = torch.optim.Muon(
+        [{"params": group["params"], "name": "hidden"}], lr=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    old = Optimizers([muon, *first.optimizers[1:]], first.names)
+    train(theirs, old, range(3))
+    with torch.no_grad():
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.copy_(other)
+    start = [each.detach().clone() for each in theirs.parameters()]
+    optimizers.load_state_dict(old.state_dict())
+    assert optimizers.state_dict().keys() == old.state_dict().keys()
+    train(ours, optimizers, range(3, 5))
+    train(theirs, old, range(3, 5))
+    for (name, one), other, begin in zip(ours.named_parameters(), theirs.parameters(), start, strict=True):
+        assert float((one - other).detach().norm()) <= 0.01 * float((other - begin).detach().norm()), name
+
+
+def test_state_of_another_kind_is_refused_in_few_words(tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    optimizers = build_optimizers(AdamW(), model)
+    train(model, optimizers, range(1))
+    with pytest.raises(ValueError, match="does not fit the model") as told:
+        build_optimizers(Muon(), tiny_model()).load_state_dict(optimizers.state_dict())
+    text = str(told.value)
+    assert "missing model.layers.0.mlp.down_proj.weight.momentum_buffer; " in text and "and 10 more; unexpected" in text
+    assert text.endswith("It is of another model or optimizer.kind") and len(text) < 700
 
 
 def changed(state: dict[str, torch.Tensor], change: str) -> dict[str, torch.Tensor]:
@@ -106,7 +204,7 @@ def test_state_that_does_not_fit_is_refused(change: str, tiny_model: MakeModel) 
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-def test_factor_scales_the_full_rate_each_time(config: AdamW | Muon, tiny_model: MakeModel) -> None:
+def test_factor_scales_the_full_rate_each_time(config: AdamW | Lion | Muon, tiny_model: MakeModel) -> None:
     optimizers = build_optimizers(config, tiny_model())
     full = optimizers.learning_rates()
     for factor in (0.5, 0.1, 1.0):

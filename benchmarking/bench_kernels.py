@@ -1,0 +1,256 @@
+"""The fused head and loss against other ways to the same sum and gradients: time, memory, error.
+
+    python -m benchmarking.bench_kernels
+
+Without a GPU: vocabulary 32,768 in both precisions. With one: the head of a model of 1.7 B parameters, half of whose
+positions are masked. There the others get all positions, with ``ignore_index`` at those that are not, as they are used;
+ours gets the masked ones, and picking them is part of its time.
+
+Shapes: P positions, R of them scored, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarking.harness import environment, is_installed, markdown_list, markdown_table, say, speedup, time_in_turns
+from diffusionlm.kernels.cross_entropy import Score, linear_cross_entropy
+from profiling.cores import usable_cores
+from profiling.memory import PeakGrowth
+
+OURS = "diffusionlm"
+IGNORED = -100
+"""Target of a position that is not scored."""
+ERROR_POSITIONS = 256
+"""Positions over which gradients are compared with those in float64."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A head and the rows that it gets."""
+
+    positions: int
+    scored: int
+    """The last so many of a random order."""
+    width: int
+    vocab: int
+    dtype: torch.dtype
+    """Of hidden states and head."""
+    device: str
+    threads: int
+
+    @property
+    def teraflops(self) -> float:
+        """Of three products over the scored rows."""
+        return 6e-12 * self.scored * self.width * self.vocab
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.scored:,} of {self.positions:,} x {self.width:,} x {self.vocab:,} {dtype}"
+
+
+@dataclass(frozen=True)
+class Data:
+    """The tensors of a case."""
+
+    hidden_PD: Tensor
+    head_VD: Tensor
+    targets_P: Tensor
+    """`IGNORED` where nothing is scored."""
+    rows_R: Tensor
+
+    @property
+    def targets_R(self) -> Tensor:
+        """Of the scored rows."""
+        return self.targets_P[self.rows_R]
+
+
+Loss = Callable[[Data], Tensor]
+"""Sum of the scored rows' losses, with gradient."""
+
+
+def make_data(case: Case) -> Data:
+    """Random tensors, the same for all contestants; logits have a standard deviation of one."""
+    chance = torch.Generator().manual_seed(0)
+    hidden = torch.randn(case.positions, case.width, generator=chance)
+    head = torch.randn(case.vocab, case.width, generator=chance) / case.width**0.5
+    targets = torch.randint(0, case.vocab, (case.positions,), generator=chance)
+    order = torch.randperm(case.positions, generator=chance)
+    targets[order[: case.positions - case.scored]] = IGNORED
+    rows = order[case.positions - case.scored :].sort().values
+    hidden, head = (each.to(case.device, case.dtype).requires_grad_() for each in (hidden, head))
+    return Data(hidden, head, targets.to(case.device), rows.to(case.device))
+
+
+def fused(**mode: Any) -> Loss:
+    """Ours, on the scored rows alone."""
+
+    def loss(data: Data) -> Tensor:
+        rows_RD = data.hidden_PD if len(data.rows_R) == len(data.hidden_PD) else data.hidden_PD[data.rows_R]
+        targets_R = data.targets_R
+        weights_R = torch.ones(targets_R.shape, device=targets_R.device)
+        return linear_cross_entropy(rows_RD, data.head_VD, Score(targets_R, weights_R), **mode).loss_sum
+
+    return loss
+
+
+def full_logits(data: Data) -> Tensor:
+    """All logits at once, then in fp32: what most training loops do."""
+    logits_PV = (data.hidden_PD @ data.head_VD.T).float()
+    return F.cross_entropy(logits_PV, data.targets_P, ignore_index=IGNORED, reduction="sum")
+
+
+def _torch_fused(data: Data) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(
+        data.hidden_PD, data.head_VD, data.targets_P, reduction="sum", ignore_index=IGNORED, options=options
+    )
+
+
+def _liger() -> Loss:
+    fused_loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
+        ignore_index=IGNORED, reduction="sum"
+    )
+    return lambda data: fused_loss(data.head_VD, data.hidden_PD, data.targets_P)
+
+
+def build_losses(device: str, *, compiles: bool) -> dict[str, Loss]:
+    """The contestants that can run here; ours first, and twice."""
+    losses: dict[str, Loss] = {
+        OURS: fused(),
+        f"{OURS}, gradients recomputed": fused(gradients="recompute"),
+        "full logits": full_logits,
+    }
+    if compiles:
+        losses["full logits, torch.compile"] = torch.compile(full_logits)
+    if hasattr(F, "linear_cross_entropy"):
+        losses["F.linear_cross_entropy"] = _torch_fused
+    if device == "cuda" and is_installed("liger_kernel"):
+        losses["Liger"] = _liger()
+    return losses
+
+
+def step(loss: Loss, data: Data) -> tuple[Tensor, Tensor]:
+    """Forward and backward; the gradients of hidden states and head, when they are there."""
+    grad_hidden, grad_head = torch.autograd.grad(loss(data), (data.hidden_PD, data.head_VD))
+    if grad_head.device.type == "cuda":
+        torch.cuda.synchronize()
+    return grad_hidden, grad_head
+
+
+def measure_error(case: Case, loss: Loss) -> float:
+    """Distance of the gradients from those in float64 over the length of these, the greater of the two, over the first
+    `ERROR_POSITIONS` positions."""
+    few = min(ERROR_POSITIONS, case.positions)
+    data = make_data(replace(case, positions=few, scored=min(few, case.scored)))
+    exact = replace(
+        data,
+        hidden_PD=data.hidden_PD.detach().double().requires_grad_(),
+        head_VD=data.head_VD.detach().double().requires_grad_(),
+    )
+    exact_loss = F.cross_entropy(
+        exact.hidden_PD @ exact.head_VD.T, exact.targets_P, ignore_index=IGNORED, reduction="sum"
+    )
+    theirs = torch.autograd.grad(exact_loss, (exact.hidden_PD, exact.head_VD))
+    pairs = zip(step(loss, data), theirs, strict=True)
+    return max(float((ours.double() - their).norm() / their.norm()) for ours, their in pairs)
+
+
+def measure_peak(case: Case, name: str, *, compiles: bool) -> int:
+    """Peak memory of a contestant in bytes over its inputs and the two gradients, in a process of its own."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_peak_here, case, name, compiles).result()
+
+
+def _peak_here(case: Case, name: str, compiles: bool) -> int:
+    torch.set_num_threads(case.threads)
+    loss = build_losses(case.device, compiles=compiles)[name]
+    # A first small step loads what libraries load at first use.
+    step(loss, make_data(replace(case, positions=8, scored=4, vocab=512)))
+    data = make_data(case)
+    gc.collect()
+    peak = PeakGrowth(case.device)
+    gradients = step(loss, data)
+    return peak.bytes() - sum(each.numel() * each.element_size() for each in gradients)
+
+
+def bench_case(case: Case, *, rounds: int, warmup: int, compiles: bool) -> list[list[str]]:
+    """Rows of the table: each contestant's time in turns, memory and error."""
+    losses = build_losses(case.device, compiles=compiles)
+    data = make_data(case)
+    say(f"{case}: time")
+    # On a CPU, the processor's time: of a machine that others use too, it tells more.
+    clock = time.process_time if case.device == "cpu" else time.perf_counter
+    contestants = {name: partial(step, loss, data) for name, loss in losses.items()}
+    seconds = time_in_turns(contestants, rounds=rounds, warmup=warmup, clock=clock)
+    del data, contestants
+    rows = []
+    for name, loss in losses.items():
+        say(f"{case}: memory and error of {name}")
+        median = statistics.median(seconds[name])
+        ratio = speedup(seconds[name], seconds["full logits"])
+        peak = measure_peak(case, name, compiles=compiles) / 2**20
+        rate = f"{case.teraflops / median:.3g}"
+        numbers = [f"{1e3 * median:,.1f}", rate, ratio.within_rounds(), f"{peak:,.0f}"]
+        rows.append([str(case), name, *numbers, f"{measure_error(case, loss):.1e}"])
+    return rows
+
+
+def bench_kernels(cases: Sequence[Case], *, rounds: int, warmup: int, compiles: bool) -> str:
+    """Markdown table of all cases; progress on stderr."""
+    header = ["scored of positions x hidden x vocabulary", "way", "ms", "useful TFLOP/s"]
+    header += ["speedup over full logits, in a round [quartiles]", "peak MiB", "error of gradients"]
+    measured = [bench_case(case, rounds=rounds, warmup=warmup, compiles=compiles) for case in cases]
+    return markdown_table(header, [row for rows in measured for row in rows])
+
+
+def default_cases(device: str, threads: int) -> list[Case]:
+    """What is measured on a device."""
+    if device == "cuda":
+        return [Case(16384, 8192, 2048, 151936, torch.bfloat16, device, threads)]
+    return [Case(4096, 4096, 256, 32768, dtype, device, threads) for dtype in (torch.float32, torch.bfloat16)]
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description="Compare ways through head and loss.", allow_abbrev=False)
+    parser.add_argument("--rounds", type=int, default=10, help="measured calls of each (default: 10, at least 2)")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: all usable cores)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile beside the others on a CPU too (minutes)")
+    arguments = parser.parse_args()
+    if arguments.rounds < 2 or arguments.threads < 1:
+        parser.error("--rounds must be at least 2 and --threads at least 1")
+    torch.set_num_threads(arguments.threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    packages = ["torch", *(package for package in ("triton", "liger_kernel") if is_installed(package))]
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    where = environment(threads=arguments.threads, packages=packages, accelerator=gpu)
+    where["each call"] = "forward and backward, sum over the scored rows; " + (
+        "milliseconds are the processor's, of all threads" if device == "cpu" else "milliseconds on the clock"
+    )
+    where["useful TFLOP/s"] = "three products over the scored rows, by the median time"
+    where["peak"] = "over inputs and both gradients, in a fresh process"
+    where["error"] = f"relative to gradients in float64, {ERROR_POSITIONS} positions"
+    where["rounds"] = f"{arguments.rounds} after 2 of warm-up"
+    cases = default_cases(device, arguments.threads)
+    compiles = device == "cuda" or arguments.compile
+    print(bench_kernels(cases, rounds=arguments.rounds, warmup=2, compiles=compiles))
+    print(f"\n{markdown_list(where)}")
+
+
+if __name__ == "__main__":
+    main()

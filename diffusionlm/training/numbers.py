@@ -1,0 +1,55 @@
+"""Loss and gradient norm of steps, read from the device when they are wanted and not before."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What a step came to."""
+
+    step: int
+    """From 1."""
+    loss: float
+    grad_norm: float
+    """Before it was cut."""
+    balance_loss: float
+    """Of the routers, with its weight, which is in the gradient and not in the loss."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Otherwise the step was skipped."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class NumbersInFlight:
+    """Numbers of steps that the device may still be computing, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
+
+    def put(self, step: int, numbers_3: Tensor) -> None:
+        """Loss, gradient norm and balance loss of a step; from a GPU they are copied without waiting for them."""
+        if numbers_3.device.type != "cuda":
+            self._waiting.append((step, numbers_3, None))
+            return
+        copied = torch.empty(3, dtype=numbers_3.dtype, pin_memory=True)
+        copied.copy_(numbers_3, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._waiting.append((step, copied, event))
+
+    def take(self) -> list[StepNumbers]:
+        """All of them; waits for the device."""
+        taken = []
+        for step, numbers_3, event in self._waiting:
+            if event is not None:
+                event.synchronize()
+            taken.append(StepNumbers(step, *numbers_3.tolist()))
+        self._waiting.clear()
+        return taken

@@ -1,0 +1,31 @@
+"""The benchmark of the fused loss compares ways to the same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarking import bench_kernels
+from benchmarking.bench_kernels import IGNORED, OURS, Case, bench_case, build_losses, make_data, measure_error, step
+
+CASE = Case(12, 5, 4, 31, torch.float32, "cpu", 1)
+
+
+def test_all_ways_lead_to_the_same_gradients() -> None:
+    data = make_data(CASE)
+    assert data.targets_P.eq(IGNORED).sum() == 7 and data.targets_R.ge(0).all()
+    losses = build_losses("cpu", compiles=False)
+    expected = step(losses["full logits"], data)
+    assert expected[0].ne(0.0).any(dim=1).sum() == 5
+    for loss in losses.values():
+        torch.testing.assert_close(step(loss, data), expected)
+        assert measure_error(CASE, loss) < 1e-6
+    assert measure_error(CASE, lambda data: losses[OURS](data) * 1.01) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_row_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_kernels, "measure_peak", lambda case, name, compiles: 3 << 20)
+    rows = bench_case(CASE, rounds=2, warmup=0, compiles=False)
+    assert [row[1] for row in rows] == list(build_losses("cpu", compiles=False))
+    assert {row[0] for row in rows} == {"5 of 12 x 4 x 31 float32"} and {row[5] for row in rows} == {"3"}
+    assert CASE.teraflops == pytest.approx(6 * 5 * 4 * 31 / 1e12)

@@ -1,0 +1,89 @@
+"""The matrix products of a step: what is seen of them, and what is replayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarking.matrix_products import Factor, Product, StepProducts
+from benchmarking.train_contestants import Case, build_ours
+from config.bench_train import Shape
+
+TINY = Shape(shape="tiny", num_hidden_layers=2, hidden_size=32, head_dim=16, vocab_size=64, max_position_embeddings=32)
+
+
+def test_a_linear_layer_has_three_products() -> None:
+    weight = torch.randn(5, 4, requires_grad=True)
+    x = torch.randn(7, 4, requires_grad=True)
+    products = StepProducts.of(lambda: F.linear(x, weight).square().sum().backward())
+    plain = torch.float32
+    assert dict(products.plain) == {
+        Product(Factor((7, 4), False, plain), Factor((4, 5), True, plain)): 1,
+        Product(Factor((5, 7), True, plain), Factor((7, 4), False, plain)): 1,
+        Product(Factor((7, 5), False, plain), Factor((5, 4), False, plain)): 1,
+    }
+    assert not products.attention
+    assert products.flops == 3 * 2 * 7 * 4 * 5
+
+
+def test_products_are_counted_by_kind() -> None:
+    a, b, total = torch.randn(3, 2, 4), torch.randn(3, 4, 5), torch.randn(3, 2, 5)
+    out = torch.empty(3, 2, 5)
+
+    def step() -> None:
+        torch.bmm(a, b)
+        torch.bmm(a, b, out=out)
+        torch.baddbmm(total, a, b)
+        torch.addmm(total[0], a[0], b[0], out=out[0])
+
+    products = StepProducts.of(step)
+    assert sorted((each.is_added, len(each.first.shape), times) for each, times in products.plain.items()) == [
+        (False, 3, 2),
+        (True, 2, 1),
+        (True, 3, 1),
+    ]
+    assert products.count == 4 and products.flops == 2 * 2 * 4 * 5 * (3 * 3 + 1)
+
+
+@pytest.mark.parametrize(("causal", "heads"), [(False, 6), (True, 3)])
+def test_fused_attention_is_its_batched_products(causal: bool, heads: int) -> None:
+    q, k, v = (torch.randn(2, 3, 8, 16, requires_grad=True) for _ in range(3))
+    products = StepProducts.of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward())
+    assert not products.plain and products.count == 6
+    assert products.flops == 6 * 2 * heads * 8 * 8 * 16
+    assert {each.first.shape[0] for each in products.attention} == {heads}
+
+
+def test_the_products_of_a_step_are_those_that_torch_counts() -> None:
+    step = build_ours(Case(TINY, "bfloat16", "cpu", threads=1, seed=0)).step
+    products = StepProducts.of(step)
+    with FlopCounterMode(display=False) as counter:
+        step()
+    assert products.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert {each.first.dtype for each in products.plain} == {torch.bfloat16} and not products.attention
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_what_is_replayed_has_shape_layout_and_dtype(batch: tuple[int, ...], is_added: bool) -> None:
+    first = Factor((*batch, 2, 4), True, torch.bfloat16)
+    made = first.make("cpu")
+    assert Factor.of(made) == first and made.abs().max() > 0
+    product = Product(first, Factor((*batch, 4, 5), False, torch.bfloat16), is_added)
+    call = product.prepare("cpu")
+    before = call().clone()
+    assert before.shape == (*batch, 2, 5) and before.dtype == torch.bfloat16
+    # What is added to grows, what is written stays.
+    assert torch.equal(call(), before) is not is_added
+    again = StepProducts.of(call)
+    assert dict(again.plain) == {product: 1}
+
+
+def test_a_replay_is_the_same_products_again() -> None:
+    step = build_ours(Case(TINY, "float32", "cpu", threads=1, seed=0)).step
+    products = StepProducts.of(step)
+    again = StepProducts.of(products.replay("cpu"))
+    assert products.attention and again.count == products.count and again.flops == products.flops
+    assert products.plain.items() <= again.plain.items()

@@ -1,0 +1,183 @@
+"""The contestants of the training benchmark: what they train, and that it is the same."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarking import train_contestants as module
+from benchmarking.train_contestants import BUILDERS, OURS, Case, Contestant, build_ours, build_transformers
+from config.bench_train import Precision, Shape
+from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
+from diffusionlm.diffusion.batch import Draw
+from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
+from diffusionlm.training.loop import Run
+
+OBJECTIVES: tuple[Objective, ...] = (MaskedDiffusion(), BlockDiffusion(block_length=8), NextToken())
+
+
+def make_shape(**changes: Any) -> Shape:
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "vocab_size": 64,
+        "batch_size": 4,
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "max_position_embeddings": 32,
+    }
+    return Shape(**(values | changes))
+
+
+def make_case(precision: Precision = "float32", objective: Objective | None = None, shape: Shape | None = None) -> Case:
+    return Case(shape or make_shape(), precision, "cpu", 1, 0, objective or MaskedDiffusion())
+
+
+def same_weights(case: Case) -> tuple[Contestant, Contestant]:
+    """Both models with our weights, moved away from where training starts."""
+    pytest.importorskip("transformers")
+    ours, theirs = build_ours(case), build_transformers(case)
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in ours.model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=chance))
+    theirs.model.load_state_dict(ours.model.state_dict())
+    return ours, theirs
+
+
+@pytest.mark.parametrize("name", [OURS, "transformers"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.kind)
+def test_a_step_trains(name: str, precision: Precision, objective: Objective) -> None:
+    if name != OURS:
+        pytest.importorskip(name)
+    contestant = BUILDERS[name](make_case(precision, objective))
+    before = {key: parameter.detach().clone() for key, parameter in contestant.model.named_parameters()}
+    losses = [contestant.step().item() for _ in range(2)]
+    assert all(math.isfinite(loss) and loss > 0 for loss in losses)
+    for key, parameter in contestant.model.named_parameters():
+        assert parameter.dtype == torch.float32 and parameter.grad is None
+        assert not torch.equal(parameter, before[key]), key
+
+
+def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    real = module.train_step
+
+    def watched(run: Run, draws: list[Draw]) -> torch.Tensor:
+        steps.append(run.progress.step)
+        [draw] = draws
+        assert draw.inputs_BS.shape == (4, 32) and run.optimizers.learning_rates()["hidden"] == 1e-4
+        return real(run, draws)
+
+    monkeypatch.setattr(module, "train_step", watched)
+    contestant = build_ours(make_case())
+    contestant.step()
+    contestant.step()
+    assert steps == [0, 1]
+
+
+def test_the_loss_starts_at_that_of_a_uniform_guess() -> None:
+    torch.manual_seed(0)
+    contestant = build_ours(make_case(shape=make_shape(batch_size=32)))
+    assert contestant.step().item() == pytest.approx(math.log(63), rel=0.02)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_contestants_have_the_same_parameters(tied: bool) -> None:
+    pytest.importorskip("transformers")
+    case = make_case(shape=make_shape(tie_word_embeddings=tied, num_hidden_layers=2))
+    ours, theirs = build_ours(case).model, build_transformers(case).model
+    shapes = [{key: value.shape for key, value in model.named_parameters()} for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+
+
+def test_all_contestants_get_the_same_tokens() -> None:
+    case = make_case()
+    assert torch.equal(case.tokens(), case.tokens())
+    assert case.tokens().shape == (4, 32) and int(case.tokens().max()) < case.shape.mask_token
+
+
+def test_next_token_is_the_same_loss() -> None:
+    """It has no chance in it."""
+    ours, theirs = same_weights(make_case(objective=NextToken()))
+    assert ours.step().item() == pytest.approx(theirs.step().item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES[:2], ids=lambda objective: objective.kind)
+def test_the_peer_sees_what_ours_sees(objective: Objective) -> None:
+    case = make_case(objective=objective)
+    ours, theirs = same_weights(case)
+    given, labels_BL, weights_BL, scored = module._peer_inputs(case, case.tokens())()
+    inputs, L = given["input_ids"], 32
+    masked_BL = inputs[:, :L] == case.shape.mask_token
+    assert torch.equal(masked_BL, labels_BL != module.IGNORED)
+    assert torch.equal(labels_BL[masked_BL], case.tokens()[masked_BL])
+    is_block = isinstance(objective, BlockDiffusion)
+    assert inputs.shape == (4, 2 * L if is_block else L) and scored == (L if is_block else None)
+    levels = {len(set(row.tolist())) for row in weights_BL}
+    assert levels == {4 if is_block else 1}, "a noise level for each block, or for the row"
+    pattern = BlockDiffusionPattern(8) if is_block else Bidirectional()
+    with torch.no_grad():
+        expected = ours.model(inputs, pattern=pattern)
+        found = theirs.model(**given, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class Liger(ModuleType):
+    """What the benchmark uses of liger_kernel.transformers, in plain torch."""
+
+    def __init__(self, modeling: Any) -> None:
+        super().__init__("liger_kernel.transformers")
+        self.modeling, self.rotated, self.labels = modeling, 0, torch.empty(0)
+
+    def apply_liger_kernel_to_qwen3(self, *, model: Any) -> None:
+        plain = self.modeling.apply_rotary_pos_emb
+
+        def rotary(*args: Any, **kwargs: Any) -> Any:
+            self.rotated += 1
+            return plain(*args, **kwargs)
+
+        self.modeling.apply_rotary_pos_emb = rotary
+
+    def LigerFusedLinearCrossEntropyLoss(self, *, ignore_index: int) -> Any:
+        def loss(weight: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.labels = labels
+            return F.cross_entropy(F.linear(hidden, weight).float(), labels, ignore_index=ignore_index)
+
+        return loss
+
+
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Liger]:
+    pytest.importorskip("transformers")
+    from transformers.models.qwen3 import modeling_qwen3
+
+    fake = Liger(modeling_qwen3)
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake)
+    before = modeling_qwen3.apply_rotary_pos_emb
+    yield fake
+    assert modeling_qwen3.apply_rotary_pos_emb is before
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.kind)
+def test_liger_is_for_its_own_model_alone(liger: Liger, objective: Objective) -> None:
+    case = make_case(objective=objective)
+    plain, patched = build_transformers(case), BUILDERS["liger"](case)
+    plain.step()
+    assert liger.rotated == 0
+    assert patched.step().item() == pytest.approx(math.log(64), rel=0.1)
+    assert liger.rotated == 1
+    assert liger.labels.shape == (4 * 32,)

@@ -1,0 +1,129 @@
+"""Optimizers' tables: those of older files, groups of their own, and what is answered to mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from config.dump import to_toml
+from config.load import load_config
+from config.optimizer import GROUPS, RENAMED, AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup, Schedule
+from config.train import TrainConfig
+
+HEAD = """
+[run]
+directory = "runs/x"
+[model]
+hidden_size = 16
+num_hidden_layers = 1
+num_attention_heads = 1
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 16
+max_position_embeddings = 16
+[data]
+source = "python-stdlib"
+[training]
+batch_size = 2
+max_steps = 100
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
+    path = tmp_path / "train.toml"
+    path.write_text(HEAD + text, encoding="utf-8")
+    config = load_config(TrainConfig, path, overrides, renamed=RENAMED)
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(TrainConfig, path) == config
+    return config
+
+
+def test_tables_of_older_runs_mean_the_same(tmp_path: Path) -> None:
+    """What a run directory had before groups had tables; a run only goes on if it is equal to the present config."""
+    text = """
+[optimizer]
+kind = "muon"
+learning_rate = 0.01
+momentum = 0.95
+weight_decay = 0.1
+[optimizer.rest]
+kind = "adamw"
+learning_rate = 0.006
+betas = [0.9, 0.98]
+eps = 1e-08
+weight_decay = 0.0
+[schedule]
+kind = "linear"
+warmup_fraction = 0.05
+final_factor = 0.0
+"""
+    config = load(tmp_path, text)
+    assert config.optimizer == Muon(rest=AdamW(learning_rate=6e-3, weight_decay=0.0)) and config.schedule == Schedule()
+    old = '[optimizer]\nkind = "adamw"\nlearning_rate = 1e-5\nbetas = [0.9, 0.98]\neps = 1e-8\nweight_decay = 0.1\n'
+    assert load(tmp_path, old).optimizer == AdamW(learning_rate=1e-5)
+
+
+def test_groups_have_tables_of_their_own(tmp_path: Path) -> None:
+    text = """
+[optimizer.hidden]
+momentum = 0.9
+precision = "float32"
+[optimizer.router]
+learning_rate = 1e-4
+betas = [0.8, 0.9]
+"""
+    found = load(tmp_path, text, "optimizer.head.eps=1e-6").optimizer
+    assert found == Muon(
+        hidden=MuonGroup(momentum=0.9, precision="float32"),
+        router=AdamWGroup(learning_rate=1e-4, betas=(0.8, 0.9)),
+        head=AdamWGroup(eps=1e-6),
+    )
+    found = load(tmp_path, '[optimizer]\nkind = "lion"\n[optimizer.embed]\nweight_decay = 2.0\n').optimizer
+    assert found == Lion(embed=LionGroup(weight_decay=2.0))
+    found = load(tmp_path, '[optimizer]\nkind = "adamw8bit"\nfallback = true\n').optimizer
+    assert found == AdamW(kind="adamw8bit", fallback=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optimizer.router]\nmomentum = 0.9", "optimizer.router.momentum = 0.9: unknown key"),
+        ('[optimizer]\nkind = "lion"\n[optimizer.head]\neps = 1e-8', "optimizer.head.eps = 1e-08: unknown key"),
+        ("[optimizer.scalar]\nbetas = [0.9, 1.0]", "must lie in [0, 1)"),
+        ('[optimizer]\nkind = "lion"\n[optimizer.embed]\nbetas = [1.5, 0.9]', "must lie in [0, 1)"),
+        ('[optimizer]\nkind = "lion"\nbetas = [1.5, 0.9]', "must lie in [0, 1)"),
+        ("[optimizer.hidden]\nmomentum = 1.0", "must be less than 1"),
+        ("[optimizer.rest.head]\neps = 1e-6", "[optimizer.rest.head] is called [optimizer.head] here"),
+        ('[optimizer]\nkind = "adamw"\nfallback = true', 'fallback is for kind = "adamw8bit"; leave it out'),
+        ('[optimizer]\nkind = "adam"', 'expected "adamw", "adamw8bit", "lion", "lion8bit" or "muon"'),
+        ("[schedule]\ndecay_steps = 5", 'decay_steps is for kind = "warmup_stable_decay"'),
+        (
+            '[schedule]\nkind = "warmup_stable_decay"\ndecay_steps = 5\ndecay_fraction = 0.1',
+            "give decay_steps or decay_fraction, not both",
+        ),
+        ('[schedule]\nkind = "warmup_stable_decay"\ndecay_fraction = 1.0', "must be less than 1"),
+    ],
+)
+def test_mistakes_are_answered(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="1 problem") as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", sorted(RENAMED))
+def test_keys_of_relatives_are_answered(key: str, tmp_path: Path) -> None:
+    section, _, name = key.rpartition(".")
+    with pytest.raises(ValueError, match="1 problem") as caught:
+        load(tmp_path, f"[{section}]\n{name} = 1\n")
+    assert RENAMED[key] in str(caught.value)
+
+
+def test_every_group_of_a_relative_is_answered_on_its_line(tmp_path: Path) -> None:
+    groups = [group for group in GROUPS if group != "router"]
+    text = "".join(f"[optimizer.muon.{group}]\nmax_learning_rate = 0.1\n" for group in groups)
+    with pytest.raises(ValueError, match="4 problems") as caught:
+        load(tmp_path, text)
+    for number, group in enumerate(groups):
+        line = HEAD.count("\n") + 1 + 2 * number
+        assert f"train.toml:{line}: [optimizer.muon.{group}]: is [optimizer.{group}] here" in str(caught.value)

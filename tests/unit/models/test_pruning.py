@@ -1,0 +1,44 @@
+"""The last block computes only what is scored: the same numbers, whoever sees whom and whatever computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from diffusionlm.models.patterns import AttentionPattern, BlockDiffusion, Causal, DenseBias, PromptAndOwnBlock
+from diffusionlm.models.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
+IS_PROMPT = torch.tensor([[True] * 4 + [False] * 6])
+BIAS = torch.randn(10, 10, generator=torch.Generator().manual_seed(1))
+ROWS = torch.tensor([0, 3, 4, 8, 11, 16])
+CASES: dict[str, tuple[AttentionPattern, dict[str, Any]]] = {
+    "two streams of documents": (BlockDiffusion(2, DOCUMENTS), {}),
+    "answer blocks": (PromptAndOwnBlock(3, IS_PROMPT), {}),
+    "a bias": (DenseBias(BIAS), {}),
+    "windows": (Causal(), {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 3}),
+    "soft caps": (BlockDiffusion(2), {"attn_logit_softcapping": 5.0, "sandwich_norms": True}),
+    "experts": (Causal(), {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "tiled"])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_rows_of_the_full_forward(tiny_model: MakeModel, case: str, backend: str) -> None:
+    pattern, overrides = CASES[case]
+    if (case == "a bias" and backend == "tiled") or (case == "soft caps" and backend in ("sdpa", "tiled")):
+        pytest.skip("refused, as other tests have it")
+    model = tiny_model(torch.float64, backend=backend, **overrides)
+    tokens = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3))
+    full = model(tokens, pattern=pattern).flatten(0, 1)[ROWS]
+    some = model(tokens, pattern=pattern, rows=ROWS)
+    torch.testing.assert_close(some, full, rtol=1e-12, atol=1e-12)
+    parameters, cotangent = list(model.parameters()), torch.randn(full.shape, dtype=torch.float64)
+    ours = torch.autograd.grad(some, parameters, cotangent)
+    for first, second in zip(ours, torch.autograd.grad(full, parameters, cotangent), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-10)

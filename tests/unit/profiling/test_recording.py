@@ -1,0 +1,103 @@
+"""NVTX ranges and memory: what they do with CUDA, by a stand-in, and that they do nothing without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from profiling import memory, nvtx
+
+
+class Calls(list[str]):
+    """In place of torch.cuda.nvtx."""
+
+    def range_push(self, name: str) -> None:
+        self.append(name)
+
+    def range_pop(self) -> None:
+        self.append("end")
+
+    def mark(self, name: str) -> None:
+        self.append(f"mark {name}")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    made = Calls()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "nvtx", made)
+    return made
+
+
+def record(model: nn.Module) -> None:
+    nvtx.watch_modules({"layer": model}, "fine")
+    with nvtx.range("step"):
+        model(torch.zeros(1))
+        nvtx.mark("here", "verbose")
+        with nvtx.range("deep", "verbose"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        (None, []),
+        ("coarse", ["step", "end"]),
+        ("fine", ["step", "layer", "end", "end"]),
+        ("verbose", ["step", "layer", "end", "mark here", "deep", "end", "end"]),
+    ],
+)
+def test_ranges_of_a_level(
+    level: str | None, expected: list[str], calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(nvtx.VARIABLE, raising=False)
+    if level is not None:
+        monkeypatch.setenv(nvtx.VARIABLE, level)
+    record(nn.Identity())
+    assert calls == expected
+
+
+def test_no_ranges_without_cuda(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(nvtx.VARIABLE, "verbose")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    record(nn.Identity())
+    assert calls == []
+
+
+def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(nvtx.VARIABLE, "loud")
+    with pytest.raises(ValueError, match="DIFFUSIONLM_NVTX = 'loud' is no level: set it to coarse, fine, verbose"):
+        nvtx.enabled()
+
+
+def test_memory_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert memory.peaks()["peak_resident"] > 1 << 20
+    memory.reset_peaks()
+    assert memory.peaks().keys() == {"peak_resident"}
+    assert memory.summary() == ""
+    assert not memory.start_history()
+    assert not memory.dump_snapshot(tmp_path / "snapshot")
+    assert not (tmp_path / "snapshot").exists()
+
+
+def test_memory_by_part() -> None:
+    weight = torch.zeros(100)
+    parts = memory.by_part([weight, weight[:5]], [torch.zeros(10, dtype=torch.bfloat16)], [], peak=1000)
+    assert parts == {"weights": 400, "gradients": 20, "optimizer": 0, "activations": 580}
+    assert memory.by_part([weight], [], [], peak=0)["activations"] == 0
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu(tmp_path: Path) -> None:
+    memory.reset_peaks("cuda")
+    before = memory.peaks("cuda")["peak_allocated"]
+    assert memory.start_history()
+    kept = torch.zeros(1 << 20, device="cuda")
+    assert memory.peaks("cuda")["peak_allocated"] - before >= kept.numel() * 4
+    assert memory.dump_snapshot(tmp_path / "snapshot")
+    assert (tmp_path / "snapshot").stat().st_size > 0
+    assert "CUDA" in memory.summary()

@@ -1,0 +1,131 @@
+"""What is computed again gives the same numbers and is kept no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from diffusionlm.kernels.cross_entropy import Score, Scored
+from diffusionlm.models.lowering import Lowering
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.activation_checkpointing import checkpoint_activations
+
+MakeModel = Callable[..., Transformer]
+Choice = Literal["selective", "full"]
+
+ROWS = torch.tensor([0, 3, 5, 12, 17])
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0, "sandwich_norms": True}
+CASES: dict[str, tuple[AttentionPattern, dict[str, Any]]] = {
+    "two streams, tiled": (BlockDiffusion(2), {"backend": "tiled"}),
+    "causal, sdpa": (Causal(), {"backend": "sdpa", "attention_bias": True}),
+    "experts": (Bidirectional(), EXPERTS),
+    "soft caps": (Causal(), CAPS),
+}
+
+
+def score_of(model: Transformer, pattern: AttentionPattern) -> Scored:
+    tokens = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3))
+    score = Score(torch.arange(5), torch.linspace(0.5, 1.0, 5), balance_weight=float(model.config.num_experts > 0))
+    return model(tokens, pattern=pattern, rows=ROWS, score=score)
+
+
+def loss_and_gradients(model: Transformer, pattern: AttentionPattern) -> list[torch.Tensor]:
+    """Loss, balance loss and gradients of scored rows."""
+    scored = score_of(model, pattern)
+    balance = torch.zeros(()) if scored.balance_sum is None else scored.balance_sum
+    made = [scored.loss_sum, balance, *torch.autograd.grad(scored.trained_sum, list(model.parameters()))]
+    return [each.detach() for each in made]
+
+
+def kept_bytes(model: Transformer, pattern: AttentionPattern) -> int:
+    """What autograd keeps for the backward."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        score_of(model, pattern)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("choice", ["selective", "full"])
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_the_same(tiny_model: MakeModel, case: str, choice: Choice) -> None:
+    pattern, overrides = CASES[case]
+    plain = loss_and_gradients(tiny_model(**overrides), pattern)
+    model = tiny_model(**overrides)
+    checkpoint_activations(model, choice)
+    ours = loss_and_gradients(model, pattern)
+    assert (float(plain[1]) > 0) == (case == "experts")
+    for first, second in zip(plain, ours, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_less_is_kept(tiny_model: MakeModel) -> None:
+    """What selective keeps is in torch's cache, where no hook sees it: the products of the next test tell."""
+    plain, model = tiny_model(num_hidden_layers=4), tiny_model(num_hidden_layers=4)
+    checkpoint_activations(model, "full")
+    assert kept_bytes(plain, Causal()) > 1.5 * kept_bytes(model, Causal())
+
+
+@pytest.mark.parametrize("choice", ["selective", "full"])
+def test_projections_are_computed_once_where_they_are_kept(tiny_model: MakeModel, choice: Choice) -> None:
+    """Else q, k, v, o, gate and up are once more; nobody needs again what comes out of down, the last one."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops(model: Transformer) -> int:
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, pattern=Causal(), rows=ROWS, score=score).loss_sum.backward()  # type: ignore[no-untyped-call]
+        counts = counter.get_flop_counts()["Global"]
+        return sum(value for operator, value in counts.items() if str(operator) in ("aten.mm", "aten.addmm"))
+
+    tokens = torch.zeros(2, 10, dtype=torch.int64)
+    score = Score(torch.arange(5), torch.ones(5))
+    plain = flops(tiny_model(backend="sdpa"))
+    model = tiny_model(backend="sdpa")
+    checkpoint_activations(model, choice)
+    width, inner = 24, 40
+    # Of 20 positions in the first block; of the last one keys and values of all, the rest of 5 rows.
+    first = 20 * 2 * (width * 24 + 2 * width * 12 + 24 * width + 2 * width * inner)
+    last = 20 * 2 * 2 * width * 12 + 5 * 2 * (2 * width * 24 + 2 * width * inner)
+    assert flops(model) - plain == (first + last if choice == "full" else 0)
+
+
+def test_nothing_is_kept_or_done_twice_without_gradients(tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with torch.no_grad():
+        expected = model(tokens, pattern=Causal())
+        checkpoint_activations(model, "full")
+        assert torch.equal(model(tokens, pattern=Causal()), expected)
+
+
+def test_flex_attention_is_out_of_the_policys_sight(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no backward on a CPU: another stands for it here, and is seen by no dispatch mode, forward or again."""
+    from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+    seen: list[int] = []
+    original = Lowering.__call__
+
+    def spy(self: Lowering, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append(_len_torch_dispatch_stack())
+        monkeypatch.setattr(Lowering, "choose", lambda self, q: "sdpa")
+        out = original(self, q, k, v)
+        monkeypatch.setattr(Lowering, "choose", lambda self, q: "flex")
+        return out
+
+    plain = loss_and_gradients(tiny_model(backend="sdpa"), Causal())
+    model = tiny_model(backend="sdpa")
+    checkpoint_activations(model, "selective")
+    monkeypatch.setattr(Lowering, "__call__", spy)
+    monkeypatch.setattr(Lowering, "choose", lambda self, q: "flex")
+    ours = loss_and_gradients(model, Causal())
+    assert seen == [0, 0, 0, 0]
+    assert all(torch.equal(first, second) for first, second in zip(plain, ours, strict=True))

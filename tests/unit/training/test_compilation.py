@@ -1,0 +1,80 @@
+"""Compiled blocks, with backends that need no C++ compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.activation_checkpointing import checkpoint_activations
+from diffusionlm.training.compilation import compile_blocks
+
+MakeModel = Callable[..., Transformer]
+
+pytestmark = pytest.mark.slow
+"""The compiler is loaded, which takes seconds."""
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+CASES: dict[str, tuple[AttentionPattern, dict[str, Any]]] = {
+    "two streams": (BlockDiffusion(2), {"backend": "tiled"}),
+    "experts": (Bidirectional(), EXPERTS),
+    "soft caps": (Causal(), {"attn_logit_softcapping": 5.0, "sandwich_norms": True}),
+}
+
+
+def gradients(model: Transformer, pattern: AttentionPattern, rows: torch.Tensor) -> list[torch.Tensor]:
+    tokens = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3))
+    count = len(rows)
+    score = Score(torch.arange(count), torch.ones(count), balance_weight=float(model.config.num_experts > 0))
+    scored = model(tokens, pattern=pattern, rows=rows, score=score)
+    return [scored.loss_sum.detach(), *torch.autograd.grad(scored.trained_sum, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_the_same(tiny_model: MakeModel, case: str, checkpointing: Any) -> None:
+    torch._dynamo.reset()
+    pattern, overrides = CASES[case]
+    plain, model = (tiny_model(torch.float64, **overrides) for _ in range(2))
+    compile_blocks(model, "aot_eager")
+    checkpoint_activations(model, checkpointing)
+    for rows in (torch.tensor([0, 3, 5, 17]), torch.tensor([1, 12]), torch.tensor([0, 4, 5, 8, 9, 19])):
+        ours, expected = gradients(model, pattern, rows), gradients(plain, pattern, rows)
+        for first, second in zip(ours, expected, strict=True):
+            torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-10)
+
+
+def test_names_are_those_of_the_model(tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    names = list(model.state_dict())
+    compile_blocks(model, "eager")
+    assert list(model.state_dict()) == names
+
+
+def test_what_is_compiled_does_not_grow_with_depth_or_documents(tiny_model: MakeModel) -> None:
+    """Other numbers of rows are compiled once more, as of any number; other patterns and documents are not."""
+    counts = {}
+    for depth in (2, 5):
+        torch._dynamo.reset()
+        compiled: list[Any] = []
+
+        def backend(graph: Any, inputs: Any, compiled: list[Any] = compiled) -> Any:
+            compiled.append(graph)
+            return graph.forward
+
+        model = tiny_model(num_hidden_layers=depth, backend="tiled")
+        compile_blocks(model, backend)
+        gradients(model, Causal(), torch.tensor([0, 3, 5]))
+        gradients(model, Causal(), torch.tensor([2, 3, 7, 8]))
+        counts[depth] = len(compiled)
+        documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2], [0] * 10])
+        for end in (3, 5, 6):
+            gradients(model, BlockDiffusion(end), torch.arange(end))
+            gradients(model, Causal(documents.roll(end, 1).sort().values), torch.arange(end))
+        assert len(compiled) == counts[depth]
+    assert counts[5] == counts[2]

@@ -1,0 +1,146 @@
+"""Muon against its definition by singular values, and against torch's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffusionlm.training import muon
+from diffusionlm.training.muon import COEFFICIENTS, AdjustLr, Muon, orthogonalise, product_dtype, rate_factor, stacks
+
+SHAPES = [(6, 6), (12, 5), (5, 12), (1, 7), (7, 1)]
+
+
+def by_singular_values(matrix: Tensor) -> Tensor:
+    """The quintic applied five times to each singular value of the matrix, whose Frobenius norm is made one."""
+    a, b, c = COEFFICIENTS
+    left, values, right = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    return left @ values.diag() @ right
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_singular_values_are_moved_by_the_polynomial(shape: tuple[int, int]) -> None:
+    stack = torch.randn(3, *shape, dtype=torch.float64)
+    expected = torch.stack([by_singular_values(each) for each in stack])
+    torch.testing.assert_close(orthogonalise(stack, torch.float64), expected, rtol=0, atol=1e-10)
+    assert orthogonalise(stack).dtype == torch.bfloat16
+    assert float((orthogonalise(stack) - expected).norm()) < 0.05 * float(expected.norm())
+    torch.testing.assert_close(orthogonalise(stack * 1e-4, torch.float64), expected, rtol=0, atol=1e-9)
+
+
+def test_coefficients_are_the_published_ones() -> None:
+    assert COEFFICIENTS == (3.4445, -4.7750, 2.0315)
+
+
+def test_orthogonalise_is_pure_and_works_matrix_by_matrix() -> None:
+    stack = torch.randn(5, 8, 16)
+    before = stack.clone()
+    whole = orthogonalise(stack)
+    assert torch.equal(stack, before)
+    for size in (1, 2):
+        parts = torch.cat([orthogonalise(part) for part in stack.split(size)])
+        torch.testing.assert_close(parts, whole, rtol=0, atol=0.02)
+    assert torch.equal(orthogonalise(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4, dtype=torch.bfloat16))
+
+
+def made(shapes: list[tuple[int, int]]) -> list[nn.Parameter]:
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def give_gradients(parameters: list[nn.Parameter], step: int) -> None:
+    torch.manual_seed(100 + step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape)
+
+
+@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_updates_are_those_of_torch(adjust_lr: AdjustLr, decay: float) -> None:
+    """To a hundredth of their length: a processor may round products of stacks otherwise than those of matrices."""
+    shapes = [(24, 24), (40, 24), (24, 40), (24, 24), (40, 24), (3, 50)]
+    ours, theirs, start = made(shapes), made(shapes), made(shapes)
+    settings: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": decay}
+    one, other = (
+        Muon(ours, **settings, adjust_lr=adjust_lr),
+        torch.optim.Muon(theirs, **settings, adjust_lr_fn=adjust_lr),
+    )
+    for step in range(4):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        one.param_groups[0]["lr"] = other.param_groups[0]["lr"] = 0.05 / (1 + step)
+        one.step()
+        other.step()
+        for our, their, begin in zip(ours, theirs, start, strict=True):
+            assert float((our - their).detach().norm()) <= 0.01 * float((their - begin).detach().norm())
+            torch.testing.assert_close(one.state[our]["momentum_buffer"], other.state[their]["momentum_buffer"])
+
+
+def test_float32_products_give_the_exact_update() -> None:
+    [parameter] = made([(6, 4)])
+    begin = parameter.detach().clone()
+    give_gradients([parameter], 0)
+    assert parameter.grad is not None
+    gradient = parameter.grad.clone()
+    Muon([parameter], lr=0.1, momentum=0.8, weight_decay=0.5, dtype=torch.float32).step()
+    # The momentum starts from zero: 0.2 g, and Nesterov looks ahead to 0.2 g + 0.8 * 0.2 g, along g.
+    expected = begin * (1 - 0.1 * 0.5) - 0.1 * 0.2 * math.sqrt(6) * by_singular_values(gradient)
+    torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-5)
+
+
+def test_rate_factors() -> None:
+    assert rate_factor("match_rms_adamw", 100, 25) == rate_factor("match_rms_adamw", 25, 100) == pytest.approx(2.0)
+    assert rate_factor("original", 100, 25) == pytest.approx(2.0)
+    assert rate_factor("original", 25, 100) == 1.0
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    parameters = made([(4, 4)] * 3)
+    before = [each.detach().clone() for each in parameters]
+    give_gradients(parameters, 0)
+    parameters[1].grad = None
+    optimizer = Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+    optimizer.step()
+    changed = [not torch.equal(each, old) for each, old in zip(parameters, before, strict=True)]
+    assert changed == [True, False, True] and set(optimizer.state) == {parameters[0], parameters[2]}
+
+
+def test_equal_matrices_are_made_orthogonal_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts of a mixture in one go, up to the size of a stack."""
+    shapes: list[torch.Size] = []
+
+    def spy(stack: Tensor, dtype: torch.dtype) -> Tensor:
+        shapes.append(stack.shape)
+        return orthogonalise(stack, dtype)
+
+    monkeypatch.setattr(muon, "orthogonalise", spy)
+    parameters = made([(8, 4), (4, 8), (8, 4), (8, 4), (8, 4), (8, 4)])
+    give_gradients(parameters, 0)
+    Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.1).step()
+    assert shapes == [(5, 8, 4), (1, 4, 8)]
+    monkeypatch.setitem(muon.MOST_ELEMENTS, "cpu", 70)
+    assert [len(each) for each in stacks(list(parameters))] == [2, 2, 1, 1]
+    monkeypatch.setitem(muon.MOST_ELEMENTS, "cpu", 1)
+    assert [len(each) for each in stacks(list(parameters))] == [1] * 6
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3, 4)])
+def test_only_matrices(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="matrices"):
+        Muon([nn.Parameter(torch.zeros(shape))], lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def test_products_are_bfloat16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.zeros(1)
+    assert product_dtype("float32", parameter) == torch.float32
+    assert product_dtype("bfloat16", parameter) == torch.bfloat16
+    for avx, amx in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=avx: has)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=amx: has)
+        assert product_dtype("auto", parameter) == (torch.bfloat16 if avx or amx else torch.float32)

@@ -1,0 +1,244 @@
+"""What a step does around its numbers: skipping on the device, prefetching, the garbage collector, the switches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.optimizer import AdamW, Muon
+from config.runtime import RuntimeConfig
+from config.train import TrainConfig
+from diffusionlm.diffusion.batch import Draw
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.compilation import chooses_blocks
+from diffusionlm.training.garbage import GarbageCollection
+from diffusionlm.training.loop import Run, build_run, train, train_steps
+from diffusionlm.training.numbers import NumbersInFlight, StepNumbers
+from diffusionlm.training.optim import build_optimizers
+from diffusionlm.training.prefetch import Prefetcher
+from diffusionlm.training.run_directory import open_run_directory
+from diffusionlm.training.runtime import memory_by_part, skips_on_device
+from diffusionlm.training.signals import StopRequest
+from logger import LoggerGroup
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def give_gradients(model: Transformer, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def test_a_step_that_the_device_skips_changes_nothing(tiny_model: Any) -> None:
+    """The one after it is what it would have been without."""
+    models = [tiny_model(), tiny_model()]
+    states = []
+    for model, has_bad_step in zip(models, (True, False), strict=True):
+        optimizers = build_optimizers(AdamW(), model)
+        skipping = skips_on_device(optimizers)
+        assert skipping is not None
+        for value in (1.0, float("nan"), 0.5) if has_bad_step else (1.0, 0.5):
+            give_gradients(model, value)
+            with skipping(torch.tensor(value != value)):
+                optimizers.step(1.0)
+        states.append(optimizers.state_dict())
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+
+
+def test_optimizers_that_cannot_skip_are_known(tiny_model: Any) -> None:
+    assert skips_on_device(build_optimizers(Muon(), tiny_model())) is None
+
+
+def test_numbers_are_read_in_order() -> None:
+    numbers = NumbersInFlight()
+    numbers.put(1, torch.tensor([1.5, 0.25, 0.0]))
+    numbers.put(2, torch.tensor([float("nan"), 0.25, 0.0]))
+    first, second = numbers.take()
+    assert first == StepNumbers(1, 1.5, 0.25, 0.0)
+    assert first.is_finite
+    assert (second.step, second.is_finite) == (2, False)
+    assert numbers.take() == []
+
+
+def built(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> Run:
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    values["run"] |= {"directory": directory}
+    for name, changes in sections.items():
+        values[name] = values.get(name, {}) | changes
+    made = TrainConfig.model_validate(values)
+    with open_run_directory(made) as opened:
+        return build_run(made, opened)
+
+
+class Events(LoggerGroup):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, str]] = []
+        self.losses: dict[int, float] = {}
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        self.told.append((step, kind))
+
+    def metrics(self, step: int, values: Any) -> None:
+        self.losses[step] = values["loss"]
+
+    def progress(self, step: int, values: Any) -> None:
+        pass
+
+
+def late(run: Run, monkeypatch: pytest.MonkeyPatch) -> Events:
+    """Make the steps as on a GPU, on this device: numbers are read when they are wanted."""
+    monkeypatch.setattr(Run, "waits_each_step", False)
+    logger = Events()
+    with StopRequest() as stop:
+        train_steps(run, logger, stop, lambda step: None)
+    return logger
+
+
+def test_numbers_that_are_read_late_are_the_same(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = {"checkpoint": {"every_steps": 100}}
+    plain = built(config, tmp_path / "plain", **often)
+    expected = Events()
+    with StopRequest() as stop:
+        train_steps(plain, expected, stop, lambda step: None)
+    run = built(config, tmp_path / "late", logging={"every_steps": 3}, **often)
+    logger = late(run, monkeypatch)
+    assert list(logger.losses) == [3, 6, 8]
+    assert logger.losses == {step: expected.losses[step] for step in (3, 6, 8)}
+    assert run.progress.loss_average == plain.progress.loss_average
+
+
+def test_skipped_steps_are_said_with_their_numbers_also_late(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = built(config, tmp_path / "late", logging={"every_steps": 4}, checkpoint={"every_steps": 100})
+    original, steps = type(run.objective).score, []
+
+    def score(self: Any, draw: Draw, denominator: float) -> Any:
+        steps.append(1)
+        made = original(self, draw, denominator)
+        bad = len(steps) in (2, 3)
+        return type(made)(made.targets_R, made.weights_R * (float("inf") if bad else 1.0))
+
+    monkeypatch.setattr(type(run.objective), "score", score)
+    logger = late(run, monkeypatch)
+    assert [each for each in logger.told if each[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
+    assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)
+    assert run.progress.step == 8
+
+
+def test_a_prefetcher_says_where_the_taken_step_ends(config: TrainConfig, tmp_path: Path) -> None:
+    plain = built(config, tmp_path / "plain").loader
+    ahead = Prefetcher(built(config, tmp_path / "ahead").loader, CPU)
+    for step in range(3):
+        expected, draws = plain.next_step(step), ahead.next_step(step)
+        state = copy.deepcopy(ahead.state_dict())
+        ahead.look_ahead(step + 1)
+        ahead.look_ahead(step + 1)
+        assert torch.equal(expected[0].inputs_BS, draws[0].inputs_BS)
+        assert ahead.state_dict() == state == plain.state_dict()
+        assert ahead.metrics().epoch == plain.metrics().epoch
+    again = Prefetcher(built(config, tmp_path / "again").loader, CPU)
+    again.load_state_dict(ahead.state_dict())
+    assert torch.equal(again.next_step(3)[0].inputs_BS, plain.next_step(3)[0].inputs_BS)
+
+
+def test_the_collector_runs_when_the_loop_says() -> None:
+    assert gc.isenabled()
+    with GarbageCollection(3) as garbage:
+        assert not gc.isenabled()
+        ring: list[Any] = []
+        ring.append(ring)
+        del ring
+        garbage.after_step(2)
+        before = gc.get_stats()[2]["collections"]
+        garbage.after_step(3)
+        assert gc.get_stats()[2]["collections"] == before + 1
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    with GarbageCollection(0):
+        assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("compile", "checkpointing", "device", "chosen"),
+    [
+        ("auto", "none", CPU, False),
+        ("auto", "none", CUDA, True),
+        ("auto", "full", CUDA, True),
+        ("auto", "selective", CUDA, False),
+        ("blocks", "none", CPU, True),
+        ("none", "none", CUDA, False),
+    ],
+)
+def test_when_blocks_are_compiled(compile: Any, checkpointing: Any, device: torch.device, chosen: bool) -> None:
+    config = RuntimeConfig(compile=compile, activation_checkpointing=checkpointing)
+    assert chooses_blocks(config, device) == chosen
+
+
+def test_two_ways_to_choose_what_is_kept_are_refused() -> None:
+    with pytest.raises(ValueError, match='set compile = "none" or "auto"'):
+        RuntimeConfig(compile="blocks", activation_checkpointing="selective")
+
+
+def test_a_run_with_its_switches_and_a_profile(config: TrainConfig, tmp_path: Path) -> None:
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    train(config)
+    values["runtime"] = {"prefetch": False, "garbage_collection": 2}
+    values["profiler"] = {"wait": 1, "warmup": 1, "active": 2}
+    values["run"] |= {"directory": tmp_path / "other"}
+    other = TrainConfig.model_validate(values)
+    train(other)
+    assert losses(other) == losses(config)
+    made = {path.name for path in (tmp_path / "other" / "profile").iterdir()}
+    assert made == {"trace-4.json", "table-4.txt"}
+    table = (tmp_path / "other" / "profile" / "table-4.txt").read_text(encoding="utf-8")
+    rows = {line.split()[0] for line in table.splitlines() if line.strip()}
+    assert {"aten::mm", "forward", "backward", "optimizer", "data"} <= rows
+
+
+def test_memory_is_told_by_part(config: TrainConfig, tmp_path: Path) -> None:
+    run = built(config, tmp_path / "run", optimizer={"kind": "adamw"})
+    give_gradients(run.model, 0.5)
+    run.optimizers.step(1.0)
+    size = sum(each.numel() for each in run.model.parameters())
+    steps = len(list(run.model.parameters()))  # each has a count of its own
+    assert size * 4 < 1 << 20
+    text = memory_by_part(run.model, run.optimizers, 3 << 20, 1 << 20)
+    activations = (3 << 20) - (4 * size * 4 + steps * 4)
+    expected = [4 * size, 4 * size, 8 * size + 4 * steps, activations]
+    shown = [f"{each / 2**20:,.1f} MiB" for each in expected]
+    assert text == (
+        f"memory: weights {shown[0]}, gradients {shown[1]}, optimizer {shown[2]}, activations {shown[3]} "
+        "(1.0 MiB by the plan); 3.0 MiB at most"
+    )
+
+
+def losses(config: TrainConfig) -> list[float]:
+    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["metrics"]["loss"] for line in lines if "metrics" in line]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", ["none", "blocks"])
+def test_a_run_on_a_gpu_learns_as_on_a_cpu(config: TrainConfig, tmp_path: Path, compile: str) -> None:
+    """With batches sent ahead, numbers read late and steps that the device would skip."""
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    values["optimizer"] = {"kind": "adamw", "eps": 1e-4}
+    runs = []
+    for device in ("cpu", "cuda"):
+        values["run"] |= {"device": device, "directory": tmp_path / device}
+        values["runtime"] = {"compile": compile if device == "cuda" else "none"}
+        runs.append(TrainConfig.model_validate(values))
+        train(runs[-1])
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
