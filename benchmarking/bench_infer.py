@@ -8,13 +8,9 @@ Shapes: P tokens of a prompt, N new positions of a request.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import json
 import multiprocessing
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -41,7 +37,7 @@ from diffusionlm.models.init import OUTPUT_PROJECTIONS, init_weights
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.likelihood import evaluate_likelihood
 from profiling.cores import usable_cores
-from profiling.memory import PeakGrowth
+from profiling.memory import PeakGrowth, release_freed_memory
 
 MEBIBYTE = 1 << 20
 WARM_UP_TOKENS = 4
@@ -250,18 +246,10 @@ def _peak_here(config: BenchInferConfig, cell: Cell) -> int:
     model = build_model(config.model)
     prompts = build_prompts(config, model.config, cell.batch_size)
     generate(model, prompts[:1], cell.generation.model_copy(update={"max_new_tokens": WARM_UP_TOKENS}))
-    _release_freed_memory()
+    release_freed_memory()
     peak = PeakGrowth(model.lm_head.weight.device.type)
     generate(model, prompts, cell.generation, _seeds(config.bench, cell.batch_size))
     return peak.bytes()
-
-
-def _release_freed_memory() -> None:
-    """What the allocator kept of loading would hold what decoding needs, and hide it. Only glibc can be told."""
-    gc.collect()
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def measure_bounds(config: BenchModel, validation: ValidationSection, cells: Sequence[Cell]) -> list[float]:

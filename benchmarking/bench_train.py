@@ -7,13 +7,10 @@ had.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import json
 import multiprocessing
 import statistics
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -47,7 +44,7 @@ from config.bench_train import BenchSection, BenchTrainConfig, Shape
 from config.runtime import RuntimeConfig
 from profiling.cores import usable_cores
 from profiling.flops import peak_flops
-from profiling.memory import PeakGrowth, bytes_of
+from profiling.memory import PeakGrowth, bytes_of, release_freed_memory
 
 PRODUCTS = "matrix products"
 """What takes its turn with the contestants: the matrix products of our step, and nothing else."""
@@ -173,7 +170,7 @@ def memory_here(case: Case, name: str) -> dict[str, int]:
     torch.set_num_threads(case.threads)
     # A first step of a tiny model loads what libraries load at first use.
     BUILDERS[name](replace(case, shape=_tiny(case.shape))).step()
-    _release_freed_memory()
+    release_freed_memory()
     whole = PeakGrowth(case.device)
     contestant = BUILDERS[name](case)
     for _ in range(MEMORY_STEPS):
@@ -183,7 +180,7 @@ def memory_here(case: Case, name: str) -> dict[str, int]:
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     gradients = bytes_of(weight.grad for weight in weights)
-    _release_freed_memory()
+    release_freed_memory()
     rise = PeakGrowth(case.device)
     contestant.step()
     kept = (value for each in contestant.optimizers for state in each.state.values() for value in state.values())
@@ -194,14 +191,6 @@ def memory_here(case: Case, name: str) -> dict[str, int]:
         "activations": rise.bytes(),
         "peak": peak,
     }
-
-
-def _release_freed_memory() -> None:
-    """What the allocator kept would hold what comes next, and hide it. Of C libraries only glibc can be told."""
-    gc.collect()
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _tiny(shape: Shape) -> Shape:
