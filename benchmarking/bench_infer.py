@@ -9,11 +9,8 @@ Shapes: P tokens of a prompt, N new positions of a request.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +18,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns
+from benchmarking.harness import (
+    environment,
+    in_fresh_process,
+    markdown_list,
+    markdown_table,
+    say,
+    speedup,
+    time_in_turns,
+)
 from config.bench_infer import BenchInferConfig, BenchModel, BenchSection, Cell, ValidationSection
 from config.eval import EvalConfig, EvalDataConfig, NelboConfig
 from config.generation import GenerationConfig
@@ -232,14 +237,7 @@ def measure_peak(config: BenchInferConfig, cell: Cell) -> int:
     Raises:
         ValueError: the process was killed.
     """
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(_peak_here, config, cell).result()
-        except BrokenProcessPool:
-            raise ValueError(
-                f'"{cell.label}" was killed while its memory was measured; if the machine ran out of memory, lower '
-                "grid.batch_sizes"
-            ) from None
+    return in_fresh_process(_peak_here, config, cell, what=f'"{cell.label}"', key="grid.batch_sizes")
 
 
 def _peak_here(config: BenchInferConfig, cell: Cell) -> int:

@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarking.harness import environment, is_installed, markdown_list, markdown_table, say, speedup, time_in_turns
+from benchmarking.harness import (
+    environment,
+    in_fresh_process,
+    is_installed,
+    markdown_list,
+    markdown_table,
+    say,
+    speedup,
+    time_in_turns,
+)
 from diffusionlm.kernels.cross_entropy import Score, linear_cross_entropy
 from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth
@@ -171,9 +178,12 @@ def measure_error(case: Case, loss: Loss) -> float:
 
 
 def measure_peak(case: Case, name: str, *, compiles: bool) -> int:
-    """Peak memory of a contestant in bytes over its inputs and the two gradients, in a process of its own."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_peak_here, case, name, compiles).result()
+    """Peak memory of a contestant in bytes over its inputs and the two gradients, in a process of its own.
+
+    Raises:
+        ValueError: the process was killed.
+    """
+    return in_fresh_process(_peak_here, case, name, compiles, what=name, key="the case's positions")
 
 
 def _peak_here(case: Case, name: str, compiles: bool) -> int:

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import statistics
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ import torch
 from benchmarking.harness import (
     Seconds,
     environment,
+    in_fresh_process,
     is_installed,
     markdown_list,
     markdown_table,
@@ -155,14 +153,7 @@ def measure_memory(case: Case, name: str) -> dict[str, int]:
     Raises:
         ValueError: the process was killed.
     """
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(memory_here, case, name).result()
-        except BrokenProcessPool:
-            raise ValueError(
-                f"{name} was killed while its memory was measured ({case.label}); "
-                "if the machine ran out of memory, lower shapes.batch_size"
-            ) from None
+    return in_fresh_process(memory_here, case, name, what=f"{name} ({case.label})", key="shapes.batch_size")
 
 
 def memory_here(case: Case, name: str) -> dict[str, int]:

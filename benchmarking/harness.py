@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import os
 import platform
 import shlex
@@ -12,10 +13,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from profiling.cores import usable_cores
+
+_Measured = TypeVar("_Measured")
 
 Seconds = dict[str, list[float]]
 """Measured times of each contestant, round by round."""
@@ -45,6 +51,26 @@ def time_in_turns(
         if index >= warmup and after_round is not None:
             after_round(index - warmup + 1, {name: times[-1] for name, times in seconds.items()})
     return seconds
+
+
+def in_fresh_process(measure: Callable[..., _Measured], *arguments: object, what: str, key: str) -> _Measured:
+    """``measure(*arguments)`` in a process of its own, whose memory nothing else has used.
+
+    Args:
+        measure: a function of a module, with arguments that can be pickled.
+        what: is measured, for the error.
+        key: of the config or command line, to be lowered where memory runs out.
+
+    Raises:
+        ValueError: the process was killed.
+    """
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(measure, *arguments).result()
+        except BrokenProcessPool:
+            raise ValueError(
+                f"{what} was killed while its memory was measured; if the machine ran out of memory, lower {key}"
+            ) from None
 
 
 @dataclass(frozen=True)

@@ -252,6 +252,6 @@ class DeadPool(ProcessPoolExecutor):
 
 
 def test_a_killed_measurement_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ProcessPoolExecutor", DeadPool)
+    monkeypatch.setattr("benchmarking.harness.ProcessPoolExecutor", DeadPool)
     with pytest.raises(ValueError, match=r"was killed .*lower shapes.batch_size"):
         measure_memory(make_case(make_shape()), OURS)
