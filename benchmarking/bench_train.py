@@ -42,7 +42,7 @@ from config.bench_train import BenchSection, BenchTrainConfig, Shape
 from config.runtime import RuntimeConfig
 from profiling.cores import usable_cores
 from profiling.flops import peak_flops
-from profiling.memory import PeakGrowth, bytes_of, release_freed_memory
+from profiling.memory import PeakGrowth, bytes_of, keep_freed_memory, release_freed_memory
 
 PRODUCTS = "matrix products"
 """What takes its turn with the contestants: the matrix products of our step, and nothing else."""
@@ -210,6 +210,8 @@ def bench_train(config: BenchTrainConfig) -> str:
     names = [OURS, *(peer for peer in bench.peers if peer not in left_out)]
     folder = config.output.directory
     torch.set_num_threads(threads)
+    if device == "cpu" and bench.keep_freed_memory:
+        keep_freed_memory()
     accelerator = torch.cuda.get_device_name() if device == "cuda" else None
     packages = ["torch", *_packages(names)]
     where = environment(threads=threads, packages=packages, accelerator=accelerator)

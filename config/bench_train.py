@@ -126,6 +126,9 @@ class BenchSection(Section):
     peers: TupleOf[Peer] = ()
     """Others that train the same shapes, step by step in turn with ours. transformers is in the group `bench`. liger:
     that with the kernels of liger-kernel; where they are not installed or there is no CUDA, the report says so."""
+    keep_freed_memory: bool = False
+    """On a CPU, as `runtime.keep_freed_memory`, for all contestants alike: they share a process and its allocator.
+    false: glibc's defaults, as of a script that trains with transformers."""
     rounds: Annotated[int, Field(ge=2)] = 12
     """Measured steps of each contestant in each case."""
     warmup: NonNegativeInt = 2

@@ -24,6 +24,9 @@ class RuntimeConfig(Section):
     biases stay float32."""
     prefetch: bool = True
     """On CUDA, the next step's batch is copied from pinned memory while the present step is computed."""
+    keep_freed_memory: bool = True
+    """On a CPU with glibc, memory that a step frees stays with the process for the next one: else the system clears the
+    same pages again in each step."""
     garbage_collection: NonNegativeInt = 50
     """Steps between runs of Python's garbage collector, which would else stop the loop at any time; 0: as Python does
     it."""

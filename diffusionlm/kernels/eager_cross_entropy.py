@@ -11,6 +11,8 @@ from torch import Tensor
 from diffusionlm.kernels.score import LossRule, RowScores
 
 MINUS_INFINITY = float("-inf")
+CPU_ROWS = 256
+"""Rows that a CPU scores at once: their fp32 logits stay near the processor, and their memory is used again."""
 
 
 def score_logits(
@@ -20,6 +22,15 @@ def score_logits(
 
     Without ``wants_grad`` the logits are only used up.
     """
+    step = CPU_ROWS if logits_CV.device.type == "cpu" else max(1, len(logits_CV))
+    for start in range(0, len(logits_CV), step):
+        some = slice(start, start + step)
+        _score(logits_CV[some], targets_C[some], weights_C[some], rule, into.part(some), wants_grad)
+
+
+def _score(
+    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, rule: LossRule, into: RowScores, wants_grad: bool
+) -> None:
     z_CV = logits_CV.to(into.nll_R.dtype)
     targets_C1, weights_C1 = targets_C[:, None], weights_C[:, None]
     slope_CV = None if rule.softcap is None else _cap(z_CV, rule.softcap, wants_grad)

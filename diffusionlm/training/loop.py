@@ -151,7 +151,7 @@ def train(config: TrainConfig) -> TrainResult:
 
 def build_run(config: TrainConfig, directory: RunDirectory) -> Run:
     """Devices, tokenizer, model, objective, optimizer, loader: in this order."""
-    device = set_up_device(config.run)
+    device = set_up_device(config.run, config.runtime.keep_freed_memory)
     precision = choose_precision(config.training, device)
     parts = open_parts(config.data, "train")
     tokenizer = prepare_tokenizer(config.tokenizer, config.model.init_from, parts, directory.tokenizer, _say)

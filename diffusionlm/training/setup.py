@@ -27,14 +27,15 @@ from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.data.sources import Tokens
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
+from profiling import memory
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 Say = Callable[[str], None]
 
 
-def set_up_device(config: RunConfig) -> torch.device:
-    """The device of the run, with the number of threads set.
+def set_up_device(config: RunConfig, keep_freed_memory: bool) -> torch.device:
+    """The device of the run, with the number of threads and the way of the allocator set.
 
     Raises:
         ValueError: CUDA is asked for and not there.
@@ -43,6 +44,8 @@ def set_up_device(config: RunConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError('run.device = "cuda", but torch sees no CUDA device; set run.device to "cpu" or "auto"')
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu" and keep_freed_memory:
+        memory.keep_freed_memory()
     return torch.device(name)
 
 
