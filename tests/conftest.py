@@ -43,6 +43,12 @@ def _torch_state() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _default_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training in this process leaves its allocator as it was: that cannot be undone, and others measure memory."""
+    monkeypatch.setattr("profiling.memory.keep_freed_memory", lambda: None)
+
+
+@pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets connect within this machine's file system only."""
 
