@@ -33,6 +33,14 @@ test-all *args:
 bench *args:
     uv run --group bench diffusionlm-bench-train --config config/resources/bench_train.toml {{args}}
 
+# Two ranks beside torch's DistributedDataParallel and FSDP2: speed, bytes on the wire, the stall of a checkpoint.
+bench-ddp *args:
+    uv run python -m benchmarking.bench_ddp {{args}}
+
+# Memory and time of a step on many GPUs, on paper.
+scaling *args:
+    uv run python -m profiling.scaling {{args}}
+
 # The mixture of experts beside transformers'.
 bench-moe *args:
     uv run --group bench python -m benchmarking.bench_moe {{args}}
@@ -87,3 +95,7 @@ check:
 quickstart:
     uv run diffusionlm-train --config config/resources/train.toml
     uv run diffusionlm-infer --model runs/quickstart --infill 'def area(r):\n    return [MASK:6]\n'
+
+# The quickstart on two ranks.
+quickstart-ddp *args:
+    uv run diffusionlm-train-ddp --config config/resources/train_ddp.toml {{args}}

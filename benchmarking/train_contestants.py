@@ -25,6 +25,7 @@ from config.optimizer import AdamW, Schedule
 from config.runtime import RuntimeConfig
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
+from ddp.parallelism import Alone
 from diffusionlm.data.loader import Loader, StepLoader
 from diffusionlm.data.packing import Row
 from diffusionlm.data.sources import Position
@@ -33,9 +34,11 @@ from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.accounting import FlopAccount, draw_flops
-from diffusionlm.training.loop import Run, train_step
+from diffusionlm.training.guard import SpikeGuard
+from diffusionlm.training.loop import denominator_of, train_step
 from diffusionlm.training.optim import build_optimizers
 from diffusionlm.training.prefetch import Prefetcher
+from diffusionlm.training.run import Run
 from diffusionlm.training.runtime import prepare_model
 
 OURS = "diffusionlm"
@@ -156,6 +159,7 @@ def build_run(case: Case, runtime: RuntimeConfig) -> Run:
     loader: StepLoader = Loader(SameRows(case.tokens()), objective, size, size, case.seed)
     if device.type == "cuda" and config.runtime.prefetch:
         loader = Prefetcher(loader, device)
+    parallel = Alone(model)
     unused: Any = None
     return Run(
         config=config,
@@ -164,16 +168,20 @@ def build_run(case: Case, runtime: RuntimeConfig) -> Run:
         precision=precision,
         tokenizer=unused,
         model=model,
+        parallel=parallel,
         objective=objective,
-        optimizers=build_optimizers(config.optimizer, model),
+        optimizers=build_optimizers(config.optimizer, parallel.trained()),
         average=None,
         loader=loader,
         validator=unused,
         samples=unused,
+        saves=unused,
         max_steps=MANY_STEPS,
         parts=[],
         master=master,
         flops=FlopAccount(model.config, device),
+        guard=SpikeGuard(None, config.training.spike_window, device),
+        batches=unused,
     )
 
 
@@ -184,7 +192,8 @@ def build_ours(case: Case, objective: Objective | None = None, runtime: RuntimeC
     run = build_run(case, runtime or RuntimeConfig())
 
     def step() -> Tensor:
-        numbers = train_step(run, run.loader.next_step(run.progress.step))
+        draws = run.loader.next_step(run.progress.step)
+        numbers = train_step(run, draws, denominator_of(draws))
         run.progress.step += 1
         return _finished(numbers[0])
 

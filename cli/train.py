@@ -2,41 +2,78 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 
 from config.command import friendly_errors, parse_command
 from config.train import RENAMED, TrainConfig
 
 NAME = "diffusionlm-train"
 
+SECONDS_OF_THE_FIRST = 2.0
+"""How long other ranks leave it to the first one to say what is wrong."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, load the config, train. Returns the exit code: 128 + signal where one ended the run."""
-    config, arguments = parse_command(
-        TrainConfig,
-        name=NAME,
-        description="Train a masked diffusion language model.",
-        example=f"{NAME} --config config/resources/train.toml --set training.max_steps=200",
-        renamed=RENAMED,
-        extra=_add_arguments,
-        argv=argv,
-    )
+    """Parse, load the config, train. Returns the exit code: 128 + signal where one ended the run.
+
+    Under torchrun this is one rank of several: rank 0 says what is wrong with the command line, and a run that a signal
+    ended after it saved is no failure, since torchrun would start it anew.
+    """
+    with redirect_stderr(sys.stderr if is_first_rank() else StringIO()):
+        config, arguments = parse_command(
+            TrainConfig,
+            name=NAME,
+            description="Train a masked diffusion language model.",
+            example=f"{NAME} --config config/resources/train.toml --set training.max_steps=200",
+            renamed=RENAMED,
+            extra=add_arguments,
+            argv=argv,
+        )
     if arguments.dry_run:
         from profiling.plan import render_plan
 
-        print(render_plan(config))
+        if is_first_rank():
+            print(render_plan(config))
         return 0
-    with friendly_errors(NAME):
-        from diffusionlm.training.loop import train
-
-        result = train(config)
-        return 0 if result.stopped_by is None else 128 + result.stopped_by
+    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}"), _said_once():
+        code = train_as_rank(config)
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
     return 1
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
+def train_as_rank(config: TrainConfig) -> int:
+    """Train, and return the exit code. What `diffusionlm-train-ddp` starts in each process."""
+    # Only now, so that --help and config errors do not wait for torch.
+    from diffusionlm.training.loop import train
+
+    result = train(config)
+    return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """Wait with an error of another rank than the first. If that one has it, too, torchrun ends this one now."""
+    try:
+        yield
+    except (ValueError, OSError):
+        if not is_first_rank():
+            time.sleep(SECONDS_OF_THE_FIRST)
+        raise
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the run: there is no other, or torchrun made it the first."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Those of both training commands."""
     parser.add_argument("--dry-run", action="store_true", help="show parameters, tokens, memory and FLOPs, and exit")
 
 

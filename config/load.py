@@ -400,9 +400,6 @@ class _Report:
         return self.source.problem(key, label, f"missing (add {where}: {describe(kinds)})")
 
     def _unknown(self, key: Key, value: Any, owner: Sequence[Any]) -> list[_Problem]:
-        advice = self._advice(key)
-        if advice is not None:
-            return [self.source.problem(key, _label(key, value), advice)]
         # The keys of an unknown section are not validated, but there may be advice on them.
         inside = {name: self._advice((*key, name)) for name in value} if isinstance(value, dict) else {}
         problems = [
@@ -412,7 +409,7 @@ class _Report:
         ]
         if not problems or None in inside.values():
             what = "unknown section" if isinstance(value, dict) else "unknown key"
-            hint = f"{what} ({self._hint(str(key[-1]), key, owner)})"
+            hint = self._advice(key) or f"{what} ({self._hint(str(key[-1]), key, owner)})"
             problems.append(self.source.problem(key, _label(key, value), hint))
         return problems
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from config.base import Section
 from config.data import DataConfig, TokenizerConfig
@@ -12,6 +12,7 @@ from config.model_section import ModelSection
 from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
 from config.optimizer import RENAMED as RENAMED_OF_OPTIMIZERS
 from config.optimizer import Muon, Optimizer, Schedule
+from config.parallel import DDP, FSDP, ManyRanks, Parallel, Single
 from config.runtime import ProfilerConfig, RuntimeConfig
 from config.training import (
     CheckpointConfig,
@@ -39,12 +40,28 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    parallel: Parallel = Single()
     profiler: ProfilerConfig = ProfilerConfig()
 
     @property
     def row_length(self) -> int:
         """Tokens of a row."""
         return self.data.row_length or self.model.max_position_embeddings
+
+    def rows_per_rank(self, ranks: int) -> int:
+        """Rows of a step that each of so many ranks computes.
+
+        Raises:
+            ValueError: they cannot be shared out evenly.
+        """
+        batch_size, micro = self.training.batch_size, self.training.micro_batch_size
+        if batch_size % (ranks * (micro or 1)):
+            shared = "" if micro is None else f" in parts of training.micro_batch_size = {micro}"
+            raise ValueError(
+                f"training.batch_size = {batch_size} rows cannot be shared by {ranks} ranks{shared}: choose a "
+                f"multiple of {ranks * (micro or 1)}"
+            )
+        return batch_size // ranks
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -90,6 +107,50 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _parallel_fits(self) -> Self:
+        parallel = self.parallel
+        if not isinstance(parallel, ManyRanks):
+            return self
+        if parallel.backend == "nccl" and self.run.device == "cpu":
+            raise ValueError(
+                'parallel.backend = "nccl" joins GPUs, and run.device = "cpu": set parallel.backend = "auto" or "gloo"'
+            )
+        if self.runtime.weights != "float32":
+            raise ValueError(
+                f'runtime.weights = "{self.runtime.weights}" is for one rank, and parallel.strategy = '
+                f'"{parallel.strategy}": set runtime.weights = "float32"; with parallel.strategy = "fsdp" blocks are '
+                "gathered in the precision of their products"
+            )
+        if isinstance(parallel, FSDP) and self.optimizer.kind in ("adamw8bit", "lion8bit"):
+            raise ValueError(
+                f'optimizer.kind = "{self.optimizer.kind}" has one scale for a block of elements, which '
+                'parallel.strategy = "fsdp" may cut: choose optimizer.kind = "adamw", "lion" or "muon", or '
+                'parallel.strategy = "ddp", which keeps matrices whole'
+            )
+        return self
+
+
+class DistributedTrainConfig(TrainConfig):
+    """What `diffusionlm-train-ddp` takes: a training run of several ranks, ``ddp`` where nothing is said of it."""
+
+    parallel: Annotated[DDP | FSDP, Field(discriminator="strategy")] = DDP()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _many_ranks(cls, values: Any) -> Any:
+        parallel = values.get("parallel") if isinstance(values, dict) else None
+        if isinstance(parallel, dict) and parallel.get("strategy") == "single":
+            raise ValueError(
+                'parallel.strategy = "single" is one process: start it with diffusionlm-train, or set '
+                'parallel.strategy = "ddp" or "fsdp"'
+            )
+        return values
+
+    def plain(self) -> TrainConfig:
+        """The same as the loop takes it, and as a run directory keeps it."""
+        return TrainConfig(**dict(self))
+
 
 RENAMED = {
     "training.max_train_iteration": "is called training.max_steps here (optimizer steps, not micro-steps)",
@@ -124,7 +185,20 @@ RENAMED = {
     "data.shuffle_buffer_size": "is called data.document_shuffle_window here",
     "compile": "is runtime.compile here: auto, none or blocks",
     "checkpointing": "is the section [checkpoint] here",
-    "ddp": "is not needed to train on one device",
+    "ddp.backend": "is called parallel.backend here: auto, gloo or nccl",
+    "ddp.bucket_size_mb": "is called parallel.bucket_mib here (of memory, not a count of tensors)",
+    "ddp.num_gpus_per_node": "is called parallel.local_ranks here",
+    "ddp.num_nodes": "is the argument --nodes of diffusionlm-train-ddp, or torchrun's --nnodes",
+    "ddp.node_rank": "is found out at the rendezvous: diffusionlm-train-ddp --nodes N --rendezvous HOST:PORT",
+    "ddp.master_addr": "is the argument --rendezvous HOST:PORT of diffusionlm-train-ddp, or torchrun's --rdzv-endpoint",
+    "ddp.master_port": "is the argument --rendezvous HOST:PORT of diffusionlm-train-ddp, or torchrun's --rdzv-endpoint",
+    "ddp.world_size": "is nodes times parallel.local_ranks here",
+    "ddp.shard_optimizer": "is called parallel.shard_optimizer here",
+    "ddp.zero_stage": 'is parallel.shard_optimizer here (stage 1), or parallel.strategy = "fsdp" (stage 3)',
+    "ddp": 'is the section [parallel] here: strategy = "ddp" or "fsdp"',
+    "fsdp": 'is the section [parallel] here, with strategy = "fsdp"',
+    "deepspeed": 'is not used here: [parallel] with strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3) has its place',
+    "accelerate": "is not used here: the section [parallel], started by diffusionlm-train-ddp or torchrun",
     "wandb": "is not supported yet; metrics are in metrics.jsonl of the run directory",
 }
 """Keys of related projects, and where the same thing is said here."""

@@ -48,7 +48,12 @@ class TrainingConfig(Section):
     ema_decay: HalfOpenFraction = 0.0
     """Per step, of the averaged weights that validation, samples and model.safetensors then use; 0: none."""
     max_nonfinite_steps: PositiveInt = 5
-    """A step with a non-finite loss or gradient is skipped; this many in a row end the run."""
+    """A step with a non-finite loss or gradient, or a spike, is skipped; this many in a row end the run."""
+    max_spike_deviations: PositiveFloat | None = None
+    """A step whose loss or gradient norm is more than so many standard deviations above the mean of the last steps is
+    a spike, and is skipped; 6 is usual. None: no step is a spike."""
+    spike_window: Annotated[int, Field(ge=2)] = 128
+    """Steps of that mean and deviation, skipped ones left out; none is a spike before half of them are there."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -91,8 +96,15 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt = 500
     """Steps between checkpoints; the last step is always saved."""
+    background: bool = True
+    """Go on with training while a checkpoint is written, from a copy in memory of weights and optimizer."""
     keep_last: Annotated[int, Field(ge=1)] = 2
-    """Older ones are removed once a newer one is complete."""
+    """Older ones are removed once a newer one is complete, unless something else keeps them. With 1 there is none to
+    fall back to where the newest is found damaged."""
+    keep_best: bool = True
+    """Keep the one whose validation at the same step gave the lowest bound; the link `best` points to it."""
+    keep_every_steps: NonNegativeInt = 0
+    """Keep those at multiples of this for ever; 0: none."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest checkpoint of the run directory that verifies. never: the directory must be new."""
     config_change: Literal["refuse", "accept"] = "refuse"

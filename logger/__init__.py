@@ -1,5 +1,5 @@
 """Logging of runs. No torch."""
 
-from logger.run_logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, RunLogger, console_style, duration
+from logger.run_logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, NoLogger, RunLogger, console_style, duration
 
-__all__ = ["ConsoleLogger", "JsonLinesLogger", "LoggerGroup", "RunLogger", "console_style", "duration"]
+__all__ = ["ConsoleLogger", "JsonLinesLogger", "LoggerGroup", "NoLogger", "RunLogger", "console_style", "duration"]

@@ -130,6 +130,22 @@ class LoggerGroup:
             logger.close()
 
 
+class NoLogger:
+    """Says nothing: for all ranks but the first."""
+
+    def metrics(self, step: int, values: Metrics) -> None:
+        """Nothing."""
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        """Nothing."""
+
+    def progress(self, step: int, values: Metrics) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def console_style(choice: Literal["auto", "bar", "lines", "none"], stream: TextIO) -> Literal["bar", "lines", "none"]:
     """What ``auto`` means: a bar where someone watches."""
     if choice != "auto":

@@ -2,35 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from config.objective import BlockDiffusion, NextToken
+from config.parallel import DDP, FSDP
 from config.train import TrainConfig
 from profiling.flops import Pattern, Plan, plan_run
+from profiling.scaling import Job, Strategy, memory_of
 
 MOMENTS = {"adamw": 2.0, "adamw8bit": 0.5, "muon": 1.0, "lion": 1.0, "lion8bit": 0.25}
 """Numbers of fp32 that an optimizer keeps for each parameter, by kind; those of 8 bits are a quarter."""
 
 
-def planned_run(config: TrainConfig) -> Plan:
-    """What a run will need, on paper."""
+def planned_run(config: TrainConfig, ranks: int = 1) -> Plan:
+    """What a run will need, on paper; its memory is that of one of the ranks.
+
+    Raises:
+        ValueError: the rows of a step cannot be shared out evenly.
+    """
     training, row_length = config.training, config.row_length
-    return plan_run(
+    micro_batch_size = training.micro_batch_size or config.rows_per_rank(ranks)
+    plan = plan_run(
         config.model,
         config.tokenizer.vocab_size,
         row_length=row_length,
-        micro_batch_size=training.micro_batch_size or training.batch_size,
+        micro_batch_size=micro_batch_size,
         tokens=None if training.max_steps is None else training.max_steps * training.batch_size * row_length,
-        # The average is one more copy.
-        moments=MOMENTS[config.optimizer.kind] + (1.0 if training.ema_decay else 0.0),
+        moments=_moments(config),
         blocks=_blocks_of(config),
         kept=config.runtime.activation_checkpointing,
     )
+    if ranks == 1:
+        return plan
+    parallel, strategy = config.parallel, _strategy(config)
+    job = Job(
+        config.model,
+        config.tokenizer.vocab_size,
+        ranks,
+        strategy,
+        batch_size=training.batch_size,
+        micro_batch_size=micro_batch_size,
+        moments=_moments(config),
+        reshards=not isinstance(parallel, FSDP) or parallel.reshard_after_forward,
+    )
+    need = memory_of(job)
+    return replace(
+        plan,
+        bytes_weights=round(need.weights + need.gathered),
+        bytes_gradients=round(need.gradients),
+        bytes_optimizer=round(need.optimizer),
+    )
 
 
-def render_plan(config: TrainConfig) -> str:
-    """Parameters, tokens, FLOPs and memory."""
+def _moments(config: TrainConfig) -> float:
+    # The average is one more copy.
+    return MOMENTS[config.optimizer.kind] + (1.0 if config.training.ema_decay else 0.0)
+
+
+def _strategy(config: TrainConfig) -> Strategy:
+    if isinstance(config.parallel, FSDP):
+        return "fsdp"
+    return "ddp, sharded" if isinstance(config.parallel, DDP) and config.parallel.shard_optimizer else "ddp"
+
+
+def render_plan(config: TrainConfig, ranks: int = 1) -> str:
+    """Parameters, tokens, FLOPs and memory.
+
+    Raises:
+        ValueError: the rows of a step cannot be shared out evenly.
+    """
     training, row_length, vocab_size = config.training, config.row_length, config.tokenizer.vocab_size
     per_step = training.batch_size * row_length
-    plan = planned_run(config)
+    plan = planned_run(config, ranks)
     tokens = plan.tokens
     known = config.tokenizer.path is None and config.model.init_from is None
     lines = [
@@ -43,6 +86,8 @@ def render_plan(config: TrainConfig) -> str:
     ]
     if tokens is not None:
         lines.append(("FLOPs", f"{tokens * plan.flops_per_token / 1e12:,.1f} T"))
+    if ranks > 1:
+        lines.append(("ranks", f"{ranks}, {_strategy(config)}; memory is that of each"))
     for name, size in (
         ("memory, weights", plan.bytes_weights),
         ("memory, gradients", plan.bytes_gradients),

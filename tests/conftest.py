@@ -15,6 +15,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
+# Triton decides while it is imported, as by torch's compiler: so before any test. What torch compiles for a CPU does
+# not mind.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from config.model import ModelConfig
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer

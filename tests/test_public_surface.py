@@ -64,6 +64,7 @@ def test_commands() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {
         "diffusionlm-train": "cli.train:main",
+        "diffusionlm-train-ddp": "cli.train_ddp:main",
         "diffusionlm-infer": "cli.infer:main",
         "diffusionlm-eval": "cli.eval:main",
         "diffusionlm-train-tokenizer": "cli.train_tokenizer:main",
@@ -91,6 +92,7 @@ def test_sections_of_a_training_config() -> None:
         "checkpoint",
         "logging",
         "runtime",
+        "parallel",
         "profiler",
     }
 

@@ -135,10 +135,10 @@ def _cut(ids: Tokens, lengths: NDArray[np.int64]) -> list[Tokens]:
 
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Processes that start now never see Ctrl-C and SIGTERM, which reach the whole group of processes: whoever started
-    them decides when they end. This process sees them behind the block."""
+    """Processes that start now never see Ctrl-C, SIGTERM and SIGUSR1, which reach the whole group of processes: whoever
+    started them decides when they end. This process sees them behind the block."""
     resource_tracker.ensure_running()  # else the first process to start brings it along, and that lets signals through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM})
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from config.model import ModelConfig
 from diffusionlm.diffusion.batch import Batch
 from diffusionlm.diffusion.chance import Stream, generator
 from diffusionlm.diffusion.corruption import choose_counts, counts_at, unit_numbers
@@ -89,27 +90,112 @@ def nelbo(
         ValueError: no target token at all, ``num_draws`` or ``block_length`` below 1, or a model without a mask token
             where one is needed.
     """
-    for name, value in (("num_draws", num_draws), ("block_length", block_length), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} = {value} must be at least 1")
-    tokens_BL = tokens_BL.cpu()
-    targets_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if is_target_BL is None else is_target_BL.bool().cpu()
-    batch = Batch(tokens_BL, targets_BL, None if document_BL is None else document_BL.cpu())
-    layout = Layout.of(model.config, block_length)
-    eligible_BL = layout.eligible(batch)
-    if not eligible_BL.any():
-        raise ValueError("no target token: is_target_BL is false wherever a token could be predicted")
-    units_BL = unit_numbers(batch, eligible_BL, "row" if block_length is None else "block", block_length)
-    draws = 1 if block_length == 1 else num_draws  # blocks of one token leave nothing to chance
-    sums_BK, bins = np.zeros((len(tokens_BL), draws)), _FractionBins()
-    for draw in range(draws):
-        masked_BL, weights_BL, fractions_BL = _grid(units_BL, seed, draw, draws)
-        for first in range(0, len(tokens_BL), batch_size):
-            some = slice(first, first + batch_size)
-            nll_BL = masked_nll(model, layout, batch.rows(some), masked_BL[some])
-            sums_BK[some, draw] = np.nansum(nll_BL * weights_BL[some], axis=1)
-            bins.add(nll_BL, fractions_BL[some])
-    return _report(sums_BK, eligible_BL.sum(axis=1), bins.means())
+    forwards = NelboForwards.of(
+        model.config,
+        tokens_BL,
+        is_target_BL,
+        block_length,
+        num_draws,
+        seed,
+        document_BL=document_BL,
+        batch_size=batch_size,
+    )
+    return forwards.report([forwards.run(model, index) for index in range(forwards.count)])
+
+
+@dataclass(frozen=True)
+class NelboPart:
+    """What one forward adds to a bound; small."""
+
+    sums_B: NDArray[np.float64]
+    """Weighted cross-entropies of its rows, in nats."""
+    bin_sums: NDArray[np.float64]
+    bin_counts: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class NelboForwards:
+    """The forwards that `nelbo` is made of, one by one: they may run anywhere and in any order."""
+
+    layout: Layout
+    batch: Batch
+    eligible_BL: NDArray[np.bool_]
+    units_BL: NDArray[np.int64]
+    num_draws: int
+    seed: int
+    batch_size: int
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        tokens_BL: Tensor,
+        is_target_BL: Tensor | None,
+        block_length: int | None,
+        num_draws: int,
+        seed: int,
+        *,
+        document_BL: Tensor | None,
+        batch_size: int,
+    ) -> NelboForwards:
+        """Arguments and errors are those of `nelbo`; ``config`` is the model's."""
+        for name, value in (("num_draws", num_draws), ("block_length", block_length), ("batch_size", batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value} must be at least 1")
+        tokens_BL = tokens_BL.cpu()
+        targets_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if is_target_BL is None else is_target_BL.bool().cpu()
+        batch = Batch(tokens_BL, targets_BL, None if document_BL is None else document_BL.cpu())
+        layout = Layout.of(config, block_length)
+        eligible_BL = layout.eligible(batch)
+        if not eligible_BL.any():
+            raise ValueError("no target token: is_target_BL is false wherever a token could be predicted")
+        units_BL = unit_numbers(batch, eligible_BL, "row" if block_length is None else "block", block_length)
+        draws = 1 if block_length == 1 else num_draws  # blocks of one token leave nothing to chance
+        return cls(layout, batch, eligible_BL, units_BL, draws, seed, batch_size)
+
+    @property
+    def count(self) -> int:
+        """All batches of rows, for each draw."""
+        return self.num_draws * self._batches
+
+    @torch.no_grad()
+    def run(self, model: Transformer, index: int) -> NelboPart:
+        """One of them, from 0.
+
+        Raises:
+            ValueError: the model's own numbers are not.
+        """
+        some, draw = self._place(index)
+        masked_BL, weights_BL, fractions_BL = _grid(self.units_BL, self.seed, draw, self.num_draws, some)
+        nll_BL = masked_nll(model, self.layout, self.batch.rows(some), masked_BL)
+        return NelboPart(np.nansum(nll_BL * weights_BL, axis=1), *_by_fraction(nll_BL, fractions_BL))
+
+    def report(self, parts: Sequence[NelboPart]) -> NelboReport:
+        """The bound, of the parts in order."""
+        sums_BK = np.zeros((len(self.units_BL), self.num_draws))
+        bin_sums, bin_counts = np.zeros(NUM_FRACTION_BINS), np.zeros(NUM_FRACTION_BINS)
+        for index, part in enumerate(parts):
+            sums_BK[self._place(index)] = part.sums_B
+            bin_sums += part.bin_sums
+            bin_counts += part.bin_counts
+        sizes_B, nats_B = self.eligible_BL.sum(axis=1), sums_BK.mean(axis=1)
+        mean, error = ratio_and_error(nats_B, sizes_B)
+        curve = tuple(
+            (index / NUM_FRACTION_BINS, (index + 1) / NUM_FRACTION_BINS, float(bin_sums[index] / bin_counts[index]))
+            for index in range(NUM_FRACTION_BINS)
+            if bin_counts[index]
+        )
+        return NelboReport(mean, error, int(sizes_B.sum()), float(nats_B.sum()), curve, tuple(nats_B.tolist()))
+
+    @property
+    def _batches(self) -> int:
+        return -(-len(self.units_BL) // self.batch_size)
+
+    def _place(self, index: int) -> tuple[slice, int]:
+        """Rows and draw of a forward."""
+        draw, batch = divmod(index, self._batches)
+        first = batch * self.batch_size
+        return slice(first, first + self.batch_size), draw
 
 
 def conditional_likelihood(
@@ -194,15 +280,16 @@ def choose_masked(
 
 
 def _grid(
-    units_BL: NDArray[np.int64], seed: int, draw: int, draws: int
+    units_BL: NDArray[np.int64], seed: int, draw: int, draws: int, some: slice
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
-    """Masked positions, weights n / k, and masked shares k / n of the units, of one draw of the grid; each [B, L]."""
+    """Masked positions, weights n / k, and masked shares k / n of the units, of some rows of one draw of the grid; each
+    [B, L] of those rows."""
     rows = len(units_BL)
     chance = generator(seed, Stream.LIKELIHOOD_STRATA)
     offsets_B = (chance.permutation(rows) + chance.random(rows)) / rows
-    masked_BL = np.zeros(units_BL.shape, dtype=np.bool_)
-    weights_BL, fractions_BL = np.zeros(units_BL.shape), np.zeros(units_BL.shape)
-    for row in range(rows):
+    shape = units_BL[some].shape
+    masked_BL, weights_BL, fractions_BL = np.zeros(shape, dtype=np.bool_), np.zeros(shape), np.zeros(shape)
+    for own, row in enumerate(range(rows)[some]):
         places = np.flatnonzero(units_BL[row] >= 0)
         if len(places) == 0:
             continue
@@ -211,40 +298,23 @@ def _grid(
         order_U = generator(seed, Stream.LIKELIHOOD_STRATA, row).permutation(len(sizes_U))
         levels_U = ((order_U + offsets_B[row]) / len(sizes_U) + draw / draws) % 1.0
         counts_U = counts_at(levels_U, sizes_U)
-        masked_BL[row, places] = choose_counts(units, counts_U, generator(seed, Stream.LIKELIHOOD_ROW, draw, row))
-        weights_BL[row, places] = (sizes_U / counts_U)[units]
-        fractions_BL[row, places] = (counts_U / sizes_U)[units]
+        masked_BL[own, places] = choose_counts(units, counts_U, generator(seed, Stream.LIKELIHOOD_ROW, draw, row))
+        weights_BL[own, places] = (sizes_U / counts_U)[units]
+        fractions_BL[own, places] = (counts_U / sizes_U)[units]
     return masked_BL, weights_BL, fractions_BL
 
 
-class _FractionBins:
-    """Mean cross-entropy of masked tokens by the share of their unit that is masked."""
-
-    def __init__(self) -> None:
-        self.sums = np.zeros(NUM_FRACTION_BINS)
-        self.counts = np.zeros(NUM_FRACTION_BINS)
-
-    def add(self, nll_BL: NDArray[np.float64], fractions_BL: NDArray[np.float64]) -> None:
-        scored = ~np.isnan(nll_BL)
-        index = np.ceil(fractions_BL[scored] * NUM_FRACTION_BINS - 1e-9).astype(int) - 1
-        index = np.clip(index, 0, NUM_FRACTION_BINS - 1)
-        np.add.at(self.sums, index, nll_BL[scored])
-        np.add.at(self.counts, index, 1)
-
-    def means(self) -> tuple[tuple[float, float, float], ...]:
-        return tuple(
-            (index / NUM_FRACTION_BINS, (index + 1) / NUM_FRACTION_BINS, float(self.sums[index] / self.counts[index]))
-            for index in range(NUM_FRACTION_BINS)
-            if self.counts[index]
-        )
-
-
-def _report(
-    sums_BK: NDArray[np.float64], sizes_B: NDArray[np.int64], curve: tuple[tuple[float, float, float], ...]
-) -> NelboReport:
-    nats_B = sums_BK.mean(axis=1)
-    mean, error = ratio_and_error(nats_B, sizes_B)
-    return NelboReport(mean, error, int(sizes_B.sum()), float(nats_B.sum()), curve, tuple(nats_B.tolist()))
+def _by_fraction(
+    nll_BL: NDArray[np.float64], fractions_BL: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Sums of cross-entropies of masked tokens, and their counts, by the share of their unit that is masked."""
+    scored = ~np.isnan(nll_BL)
+    index = np.ceil(fractions_BL[scored] * NUM_FRACTION_BINS - 1e-9).astype(int) - 1
+    index = np.clip(index, 0, NUM_FRACTION_BINS - 1)
+    sums, counts = np.zeros(NUM_FRACTION_BINS), np.zeros(NUM_FRACTION_BINS)
+    np.add.at(sums, index, nll_BL[scored])
+    np.add.at(counts, index, 1)
+    return sums, counts
 
 
 def ratio_and_error(sums_B: NDArray[np.float64], sizes_B: NDArray[np.int64]) -> tuple[float, float]:

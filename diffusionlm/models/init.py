@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor
 
+from config.model import ModelConfig
 from diffusionlm.models.transformer import Transformer
 
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
@@ -35,18 +36,20 @@ def init_weights(model: Transformer, seed: int) -> None:
     Each parameter draws from its own generator, keyed by (seed, name), on the CPU: adding a layer or changing device
     leaves the others as they were.
     """
-    has_sandwich_norms = model.config.sandwich_norms
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            gain = 0.0 if has_sandwich_norms and name.endswith(OUTPUT_NORMS) else 1.0
-            nn.init.constant_(parameter, gain - model.config.norm_offset)
-        elif name.endswith(".bias") or (name.endswith(OUTPUT_PROJECTIONS) and not has_sandwich_norms):
-            nn.init.zeros_(parameter)
-        else:
-            table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-            std = model.config.initializer_range if table else parameter.shape[1] ** -0.5
-            generator = torch.Generator().manual_seed(_key(seed, name))
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        parameter.copy_(initial_value(name, parameter.shape, model.config, seed))
+
+
+def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
+    """What `init_weights` fills the parameter of this name with, on the CPU."""
+    if name.endswith("norm.weight"):
+        gain = 0.0 if config.sandwich_norms and name.endswith(OUTPUT_NORMS) else 1.0
+        return torch.full(shape, gain - config.norm_offset)
+    if name.endswith(".bias") or (name.endswith(OUTPUT_PROJECTIONS) and not config.sandwich_norms):
+        return torch.zeros(shape)
+    table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    std = config.initializer_range if table else shape[1] ** -0.5
+    return torch.randn(shape, generator=torch.Generator().manual_seed(_key(seed, name))) * std
 
 
 def _key(seed: int, name: str) -> int:

@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Averaged copies of a model's parameters, in fp32.
+    """Averaged copies of a model's parameters, in fp32; of those that are cut over ranks, of what this rank has.
 
     The decay warms up as (1 + n) / (10 + n), so that the start of the run is forgotten.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.updates = 0
         self.live = dict(model.named_parameters())
-        self.average = {name: parameter.detach().float().clone() for name, parameter in self.live.items()}
+        device = next(iter(self.live.values())).device
+        self._updates = torch.zeros((), dtype=torch.int64, device=device)
+        self.average = {name: _own(parameter).float().clone() for name, parameter in self.live.items()}
+
+    @property
+    def updates(self) -> int:
+        """How many were made; waits for the device."""
+        return int(self._updates)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move the averages towards the weights, once a step."""
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        live = [parameter.detach().float() for parameter in self.live.values()]
-        torch._foreach_lerp_(list(self.average.values()), live, 1.0 - decay)
+    def update(self, skip: Tensor | None = None) -> None:
+        """Move the averages towards the weights, once a step; nothing waits for the device.
 
-    def restore(self, average: dict[str, Tensor], updates: int) -> None:
+        Args:
+            skip: where this is true, 0-d on the device, nothing changes; the weights must be finite all the same.
+        """
+        self._updates += 1 if skip is None else ~skip
+        count = self._updates.double()
+        weight = 1.0 - torch.clamp((1.0 + count) / (10.0 + count), max=self.decay)
+        if skip is not None:
+            weight.masked_fill_(skip, 0.0)
+        for average, parameter in zip(self.average.values(), self.live.values(), strict=True):
+            average.lerp_(_own(parameter).float(), weight.float())
+
+    def restore(self, average: Mapping[str, Tensor], updates: int) -> None:
         """What a checkpoint kept."""
         for name, value in self.average.items():
             value.copy_(average[name])
-        self.updates = updates
+        self._updates.fill_(updates)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the averaged weights meanwhile."""
-        kept = {name: parameter.detach().clone() for name, parameter in self.live.items()}
+        """The model has the averaged weights meanwhile. Where parameters are cut over ranks, these must be cut here."""
+        kept = {name: _own(parameter).clone() for name, parameter in self.live.items()}
         self._write(self.average)
         try:
             yield
@@ -48,4 +62,11 @@ class WeightAverage:
     @torch.no_grad()
     def _write(self, values: dict[str, Tensor]) -> None:
         for name, parameter in self.live.items():
-            parameter.copy_(values[name])
+            _own(parameter).copy_(values[name])
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """What this rank has of a parameter, in the memory of that: its rows, where it is a DTensor."""
+    values: Any = parameter.detach()
+    own: Tensor = values.to_local() if hasattr(values, "to_local") else values
+    return own

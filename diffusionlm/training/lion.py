@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusionlm.training.device_skip import settle_gradients, shrink, silence
+
 
 class Lion(torch.optim.Optimizer):
     """Lion with decoupled weight decay; keeps one moment of each parameter, ``exp_avg``.
 
     Parameters without a gradient are left as they are, and nothing waits for the device.
+
+    Where ``found_inf`` is set, as torch's gradient scaler does, a step in which it is not zero changes nothing; the
+    device decides that, and gradients are overwritten.
     """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -42,9 +50,11 @@ class Lion(torch.optim.Optimizer):
         rate, (first, second) = group["lr"], group["betas"]
         gradients = [each.grad for each in parameters if each.grad is not None]
         moments = [self._moment(each) for each in parameters]
+        settle_gradients(self.found_inf, gradients, moments)
         updates = torch._foreach_lerp(moments, gradients, 1 - first)
         torch._foreach_sign_(updates)
-        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        silence(self.found_inf, list(updates))
+        shrink(self.found_inf, parameters, 1 - rate * group["weight_decay"])
         torch._foreach_add_(parameters, updates, alpha=-rate)
         torch._foreach_lerp_(moments, gradients, 1 - second)
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from diffusionlm.training.device_skip import settle_gradients, shrink, silence
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of ``a x + b x^3 + c x^5``: steep at zero; five rounds bring singular values near one, not to it."""
@@ -67,12 +69,33 @@ def product_dtype(precision: Literal["auto", "bfloat16", "float32"], parameter: 
     return torch.bfloat16 if native else torch.float32
 
 
+class Exchange(Protocol):
+    """Matrices that are cut into rows, one part on each rank; all ranks call it for the same matrices, in order."""
+
+    def whole_shape(self, part: Tensor) -> torch.Size:
+        """Of the matrix that a parameter has rows of."""
+
+    def __call__(
+        self, parts: list[Tensor], rows: list[Tensor], act: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        """Put the rows of all ranks together, act on whole matrices, each on one rank, and give rows of the results.
+
+        ``parts`` are the parameters to which ``rows`` belong. ``act`` keeps shapes and dtype.
+        """
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for matrices, with Nesterov momentum and decoupled weight decay; keeps one ``momentum_buffer`` of each.
 
     Matrices of equal shape are orthogonalised together, and nothing waits for the device. Parameters without a gradient
     are left as they are. The update is that of `torch.optim.Muon`, and so is the state.
+
+    Where ``found_inf`` is set, as torch's gradient scaler does, a step in which it is not zero changes nothing; the
+    device decides that, and gradients are overwritten.
     """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -83,14 +106,16 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
         adjust_lr: AdjustLr = "match_rms_adamw",
         dtype: torch.dtype = torch.bfloat16,
+        exchange: Exchange | None = None,
     ) -> None:
-        """``dtype`` is that of the orthogonalisation's products.
+        """``dtype`` is that of the orthogonalisation's products. With an ``exchange`` parameters are rows of matrices.
 
         Raises:
             ValueError: a parameter that is no matrix.
         """
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adjust_lr": adjust_lr}
         super().__init__(params, {**defaults, "dtype": dtype})
+        self.exchange = exchange
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if parameter.dim() != 2:
                 raise ValueError(f"Muon updates matrices, and a parameter has the shape {list(parameter.shape)}")
@@ -100,21 +125,47 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters that have a gradient."""
         assert closure is None, "gradients are there before the step"
         for group in self.param_groups:
-            for parameters in stacks([each for each in group["params"] if each.grad is not None]):
-                self._update(parameters, group)
+            ready = [each for each in group["params"] if each.grad is not None]
+            if self.exchange is not None:
+                self._update_rows(self.exchange, ready, group)
+                continue
+            for parameters in stacks(ready):
+                updates = orthogonalise(_stacked(self._ahead(parameters, group)), group["dtype"])
+                self._apply(parameters, list(updates.unbind()), group, parameters[0].shape)
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Matrices of one shape, device and dtype."""
-        rate, momentum = group["lr"], group["momentum"]
+    def _update_rows(self, exchange: Exchange, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """All matrices in one exchange, in the dtype of the products, to which they would be rounded next."""
+        ahead = [each.to(group["dtype"]) for each in self._ahead(parameters, group)]
+
+        def act(matrices: list[Tensor]) -> list[Tensor]:
+            done: dict[int, Tensor] = {}
+            for alike in stacks(matrices):
+                done.update(zip(map(id, alike), orthogonalise(_stacked(alike), group["dtype"]).unbind(), strict=True))
+            return [done[id(each)] for each in matrices]
+
+        updates = dict(zip(parameters, exchange(parameters, ahead, act), strict=True))
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for each in parameters:
+            by_shape.setdefault(exchange.whole_shape(each), []).append(each)
+        for shape, same in by_shape.items():
+            self._apply(same, [updates[each] for each in same], group, shape)
+
+    def _ahead(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Move the momenta, and look one step ahead of them."""
+        if not parameters:
+            return []
         gradients = [each.grad for each in parameters if each.grad is not None]
         buffers = [self._buffer(each) for each in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        ahead = torch._foreach_lerp(gradients, buffers, momentum)
-        stack_NRC = torch.stack(ahead) if len(ahead) > 1 else ahead[0][None]
-        updates_NRC = orthogonalise(stack_NRC, group["dtype"])
-        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-        factor = rate_factor(group["adjust_lr"], *parameters[0].shape)
-        torch._foreach_add_(parameters, updates_NRC.unbind(), alpha=-rate * factor)
+        settle_gradients(self.found_inf, gradients, buffers)
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        return list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+
+    def _apply(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any], shape: torch.Size) -> None:
+        """Decay parameters, and add their updates, which are those of matrices of this shape."""
+        rate = group["lr"]
+        silence(self.found_inf, updates)
+        shrink(self.found_inf, parameters, 1 - rate * group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-rate * rate_factor(group["adjust_lr"], *shape))
 
     def _buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -122,6 +173,10 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer: Tensor = state["momentum_buffer"]
         return buffer
+
+
+def _stacked(matrices: list[Tensor]) -> Tensor:
+    return torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]
 
 
 def stacks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -20,10 +20,12 @@ class StepNumbers:
     """Before it was cut."""
     balance_loss: float
     """Of the routers, with its weight, which is in the gradient and not in the loss."""
+    is_good: bool
+    """Otherwise the step was skipped."""
 
     @property
     def is_finite(self) -> bool:
-        """Otherwise the step was skipped."""
+        """Loss and norm: a step that is not is never good."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -33,13 +35,14 @@ class NumbersInFlight:
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
 
-    def put(self, step: int, numbers_3: Tensor) -> None:
-        """Loss, gradient norm and balance loss of a step; from a GPU they are copied without waiting for them."""
-        if numbers_3.device.type != "cuda":
-            self._waiting.append((step, numbers_3, None))
+    def put(self, step: int, numbers_4: Tensor) -> None:
+        """Loss, gradient norm, balance loss and whether the step was good; from a GPU they are copied without waiting
+        for them."""
+        if numbers_4.device.type != "cuda":
+            self._waiting.append((step, numbers_4, None))
             return
-        copied = torch.empty(3, dtype=numbers_3.dtype, pin_memory=True)
-        copied.copy_(numbers_3, non_blocking=True)
+        copied = torch.empty(4, dtype=numbers_4.dtype, pin_memory=True)
+        copied.copy_(numbers_4, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._waiting.append((step, copied, event))
@@ -47,9 +50,10 @@ class NumbersInFlight:
     def take(self) -> list[StepNumbers]:
         """All of them; waits for the device."""
         taken = []
-        for step, numbers_3, event in self._waiting:
+        for step, numbers_4, event in self._waiting:
             if event is not None:
                 event.synchronize()
-            taken.append(StepNumbers(step, *numbers_3.tolist()))
+            loss, grad_norm, balance_loss, is_good = numbers_4.tolist()
+            taken.append(StepNumbers(step, loss, grad_norm, balance_loss, bool(is_good)))
         self._waiting.clear()
         return taken

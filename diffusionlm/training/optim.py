@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, assert_never
 
 import torch
 from torch import nn
 
 from config.optimizer import GROUPS, AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup
-from diffusionlm.models.transformer import Transformer
 from diffusionlm.training import eight_bit, lion, muon
 
 State = dict[str, torch.Tensor]
@@ -24,6 +23,9 @@ STATE_KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     muon.Muon: ("momentum_buffer",),
 }
 """What each optimizer keeps of a parameter; all others are those of 8 bits."""
+WIDE_GROUPS = ("embed", "scalar")
+"""Without moments of 8 bits, as their authors advise: the gradients of an embedding are too uneven for blocks with one
+scale."""
 
 
 class Optimizers:
@@ -52,13 +54,13 @@ class Optimizers:
         return {group["name"]: float(group["lr"]) for opt in self.optimizers for group in opt.param_groups}
 
     def state_dict(self) -> State:
-        """``parameter.state`` -> tensor, for safetensors."""
+        """``parameter.state`` -> tensor; the tensors themselves, which the next step changes, not copies."""
         state: State = {}
         for optimizer in self.optimizers:
             for parameter, values in optimizer.state.items():
                 name = self.names[parameter]
                 for key, value in values.items():
-                    state[f"{name}.{key}"] = torch.as_tensor(value).detach().clone()
+                    state[f"{name}.{key}"] = torch.as_tensor(value).detach()
         return state
 
     def load_state_dict(self, state: State) -> None:
@@ -101,8 +103,13 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def build_optimizers(config: AdamW | Lion | Muon, model: Transformer, say: Say = _tell) -> Optimizers:
-    """Optimizers over all parameters that require gradients. ``say`` is told where another one than asked for is taken.
+def build_optimizers(
+    config: AdamW | Lion | Muon,
+    named: Mapping[str, nn.Parameter],
+    say: Say = _tell,
+    exchange: muon.Exchange | None = None,
+) -> Optimizers:
+    """Optimizers over those of the parameters that require gradients.
 
     | group  | parameters                           | optimizer                 | decays by default |
     |--------|--------------------------------------|---------------------------|-------------------|
@@ -112,10 +119,16 @@ def build_optimizers(config: AdamW | Lion | Muon, model: Transformer, say: Say =
     | router | routers of a mixture of experts      | that of the kind or rest  | yes               |
     | scalar | norms and biases                     | that of the kind or rest  | no                |
 
+    Args:
+        config: the kind, and what its groups have of their own.
+        named: parameters of a model, or this rank's part of them, by the model's names.
+        say: told where another optimizer than asked for is taken.
+        exchange: where matrices are cut by rows, what brings them together.
+
     Raises:
         ValueError: one of 8 bits that cannot be had, without `fallback`.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in trained.items()}
     groups: Groups = {name: [] for name in GROUPS}
     for name, parameter in trained.items():
@@ -123,18 +136,28 @@ def build_optimizers(config: AdamW | Lion | Muon, model: Transformer, say: Say =
     assert sum(map(len, groups.values())) == len(names)
     groups = {name: group for name, group in groups.items() if group}
     own = {name: getattr(config, name) for name in groups}
+    is_cut = exchange is not None
     match config:
         case AdamW() | Lion():
-            return Optimizers(_of_kind(config, groups, own, {"hidden", "router"}, say), names)
+            return Optimizers(_of_kind(config, groups, own, {"hidden", "router"}, say, is_cut), names)
         case Muon():
             hidden = {name: groups.pop(name) for name in ("hidden",) if name in groups}
-            rest = _of_kind(config.rest, groups, own, {"head", "embed", "router"}, say)
-            return Optimizers([*_muon(config, hidden), *rest], names)
+            rest = _of_kind(config.rest, groups, own, {"head", "embed", "router"}, say, is_cut)
+            return Optimizers([*_muon(config, hidden, exchange), *rest], names)
         case _:
             assert_never(config)
 
 
-def _group_of(name: str, parameter: nn.Parameter) -> str:
+def must_be_whole(config: AdamW | Lion | Muon, name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is updated as a whole: Muon's matrices, and those whose moments share scales of 8 bits. AdamW
+    and Lion update number by number, so that any part of a parameter will do."""
+    group = _group_of(name, parameter)
+    if isinstance(config, Muon):
+        return group == "hidden" or (config.rest.kind.endswith("8bit") and group not in WIDE_GROUPS)
+    return config.kind.endswith("8bit") and group not in WIDE_GROUPS
+
+
+def _group_of(name: str, parameter: torch.Tensor) -> str:
     if parameter.dim() < 2:
         return "scalar"
     if ".layers." not in name:
@@ -154,7 +177,7 @@ def _with_own(settings: Settings, own: Own) -> Settings:
 
 
 def _of_kind(
-    config: AdamW | Lion, groups: Groups, own: dict[str, Own], decaying: Iterable[str], say: Say
+    config: AdamW | Lion, groups: Groups, own: dict[str, Own], decaying: Iterable[str], say: Say, is_cut: bool
 ) -> list[torch.optim.Optimizer]:
     """AdamW or Lion over the groups, in one optimizer or, where some moments have 8 bits, in two."""
     common: Settings = {"lr": config.learning_rate, "betas": config.betas}
@@ -165,19 +188,22 @@ def _of_kind(
         decay = config.weight_decay if name in decaying else 0.0
         settings = _with_own({**common, "weight_decay": decay}, own[name])
         params.append({**settings, "betas": tuple(settings["betas"]), "params": parameters, "name": name})
-    # As its authors advise: the gradients of an embedding are too uneven for blocks with one scale.
-    few_bits = [each for each in params if each["name"] not in ("embed", "scalar")]
+    few_bits = [each for each in params if each["name"] not in WIDE_GROUPS]
     if not config.kind.endswith("8bit") or not few_bits:
         return _plain(config, params)
-    reason = eight_bit.why_not(config.kind, few_bits[0]["params"][0].device)
+    reason, remedy = (
+        eight_bit.why_not(config.kind, few_bits[0]["params"][0].device),
+        "install bitsandbytes for this device",
+    )
+    if is_cut:
+        reason = f'optimizer.kind = "{config.kind}" updates whole parameters, and parallel.strategy = "fsdp" cuts them'
+        remedy = 'set parallel.strategy = "ddp"'
     if reason is None:
-        others = [each for each in params if each["name"] in ("embed", "scalar")]
+        others = [each for each in params if each["name"] in WIDE_GROUPS]
         return [eight_bit.build(config.kind, few_bits), *_plain(config, others)]
     plain = config.kind.removesuffix("8bit")
     if not config.fallback:
-        raise ValueError(
-            f'{reason}: install bitsandbytes for this device, choose kind = "{plain}", or set fallback = true'
-        )
+        raise ValueError(f'{reason}: {remedy}, choose kind = "{plain}", or set fallback = true')
     say(f'{reason}; going on with kind = "{plain}", since fallback = true')
     return _plain(config, params)
 
@@ -192,7 +218,7 @@ def _plain(config: AdamW | Lion, params: list[Settings]) -> list[torch.optim.Opt
     return [torch.optim.AdamW(params, lr=config.learning_rate, fused=True)]
 
 
-def _muon(config: Muon, groups: Groups) -> list[torch.optim.Optimizer]:
+def _muon(config: Muon, groups: Groups, exchange: muon.Exchange | None) -> list[torch.optim.Optimizer]:
     common: Settings = {
         "lr": config.learning_rate,
         "momentum": config.momentum,
@@ -204,7 +230,10 @@ def _muon(config: Muon, groups: Groups) -> list[torch.optim.Optimizer]:
     precision = settings.pop("precision")
     return [
         muon.Muon(
-            [{"params": parameters, "name": name}], dtype=muon.product_dtype(precision, parameters[0]), **settings
+            [{"params": parameters, "name": name}],
+            dtype=muon.product_dtype(precision, parameters[0]),
+            exchange=exchange,
+            **settings,
         )
         for name, parameters in groups.items()
     ]

@@ -12,11 +12,12 @@ from pathlib import Path
 from config.dump import differences, to_toml
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
+from ddp.process_group import SINGLE, Ranks
 from diffusionlm.checkpoints.manifest import replace_text
 from diffusionlm.training.checkpoint import CheckpointStore
 
-FREE_SECTIONS = ("logging", "samples", "checkpoint", "profiler")
-"""Sections that may change between the parts of a run: they do not touch its numbers."""
+FREE_SECTIONS = ("logging", "samples", "checkpoint", "profiler", "parallel")
+"""Sections that may change between the parts of a run: they do not touch its numbers, or only their rounding."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,24 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def open_run_directory(config: TrainConfig) -> Iterator[RunDirectory]:
-    """Claim the directory for this config and this process.
+def open_run_directory(config: TrainConfig, ranks: Ranks = SINGLE) -> Iterator[RunDirectory]:
+    """Claim the directory for this config and these ranks, whose first one holds it.
 
     Raises:
-        ValueError: it holds another run (the differences are listed), something else, or a process that runs now.
+        ValueError: it holds another run (the differences are listed), something else, or a process that runs now; or it
+            cannot be written.
     """
-    path = config.run.directory
-    run = RunDirectory(path, CheckpointStore(path / "checkpoints", config.checkpoint.keep_last))
+    path, kept = config.run.directory, config.checkpoint
+    store = CheckpointStore(path / "checkpoints", kept.keep_last, kept.keep_best, kept.keep_every_steps)
+    run = RunDirectory(path, store)
+    with contextlib.ExitStack() as stack:
+        ranks.from_first(lambda: stack.enter_context(_claimed(config, run)))
+        yield run
+
+
+@contextlib.contextmanager
+def _claimed(config: TrainConfig, run: RunDirectory) -> Iterator[None]:
+    path = run.path
     if path.exists() and not path.is_dir():
         raise ValueError(f"run.directory = {path} is a file; name another directory")
     path.mkdir(parents=True, exist_ok=True)
@@ -61,7 +72,7 @@ def open_run_directory(config: TrainConfig) -> Iterator[RunDirectory]:
             raise ValueError(f"run.directory = {path} is in use by another process; wait for it or stop it") from error
         _check_owner(config, run)
         replace_text(path / "config.toml", to_toml(config))
-        yield run
+        yield
 
 
 def _check_owner(config: TrainConfig, run: RunDirectory) -> None:
@@ -85,6 +96,7 @@ def _check_owner(config: TrainConfig, run: RunDirectory) -> None:
         return
     if not has_checkpoints:  # nothing was trained yet, so there is nothing to lose
         shutil.rmtree(run.tokenizer, ignore_errors=True)
+        shutil.rmtree(run.path / "skipped", ignore_errors=True)
         run.metrics.unlink(missing_ok=True)
     elif config.checkpoint.config_change == "refuse":
         listed = "\n  ".join(changes)

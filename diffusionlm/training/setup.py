@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from config.data import TokenizerConfig
 from config.model import ModelConfig
@@ -15,6 +18,7 @@ from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
 from diffusionlm.checkpoints.huggingface import (
     config_json,
+    load_as,
     load_tokenizer,
     load_weights,
     read_config,
@@ -25,7 +29,7 @@ from diffusionlm.data.corpus import first_documents
 from diffusionlm.data.parts import Part, check_tokenizer, documents_of
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.data.sources import Tokens
-from diffusionlm.models.init import init_weights
+from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from profiling import memory
 from profiling.cores import usable_cores
@@ -40,7 +44,8 @@ def set_up_device(config: RunConfig, keep_freed_memory: bool) -> torch.device:
     Raises:
         ValueError: CUDA is asked for and not there.
     """
-    torch.set_num_threads(config.threads or usable_cores())
+    shared_by = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine, as their launcher says
+    torch.set_num_threads(config.threads or max(1, usable_cores() // shared_by))
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError('run.device = "cuda", but torch sees no CUDA device; set run.device to "cpu" or "auto"')
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -118,11 +123,52 @@ def training_tokens(parts: list[Part], tokenizer: Tokenizer, limit: int, end_wit
     return np.concatenate(documents)
 
 
-def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device) -> Transformer:
+@dataclass(frozen=True)
+class Blueprint:
+    """A model that is still to be built, and where its first weights come from."""
+
+    config: ModelConfig
+    directory: Path | None
+    """A verified model directory. None: weights are drawn."""
+    seed: int
+
+    def build(self, device: torch.device) -> Transformer:
+        """The whole model, filled.
+
+        Raises:
+            ValueError: the weights do not fit.
+        """
+        model = Transformer(self.config)
+        if self.directory is None:
+            init_weights(model, self.seed)
+        else:
+            load_weights(model, self.directory)
+        return model.to(device)
+
+    def build_empty(self) -> Transformer:
+        """The model without memory, on ``meta``."""
+        with torch.device("meta"):
+            return Transformer(self.config)
+
+    def values(self) -> Callable[[str], Tensor]:
+        """What gives the first value of a parameter by its name, whole, on the CPU: for ranks that keep parts of it.
+        Those of a directory are mapped from its files, so that ranks of one machine share them.
+
+        Raises:
+            ValueError: the weights do not fit.
+        """
+        if self.directory is not None:
+            given = dict(load_as(self.config, self.directory, dtype="keep").named_parameters())
+            return lambda name: given[name].detach()
+        shapes = {name: parameter.shape for name, parameter in self.build_empty().named_parameters()}
+        return lambda name: initial_value(name, shapes[name], self.config, self.seed)
+
+
+def plan_model(config: TrainConfig, tokenizer: Tokenizer) -> Blueprint:
     """The model for the tokenizer's vocabulary and the objective's blocks, initialised or loaded from ``init_from``.
 
     Raises:
-        ValueError: there is no mask token, no checkpoint format holds such a model, or the weights do not fit.
+        ValueError: there is no mask token, no checkpoint format holds such a model, or ``init_from`` is damaged.
     """
     if tokenizer.mask_token_id is None and not isinstance(config.objective, NextToken):
         raise ValueError(
@@ -144,13 +190,9 @@ def build_model(config: TrainConfig, tokenizer: Tokenizer, device: torch.device)
         begin_with_eos=config.data.begin_with_eos,
     )
     config_json(full, torch.float32)  # what cannot be saved is refused now, not at the first checkpoint
-    model = Transformer(full)
-    if directory is None:
-        init_weights(model, config.run.seed)
-    else:
+    if directory is not None:
         verify(directory)
-        load_weights(model, directory)
-    return model.to(device)
+    return Blueprint(full, directory, config.run.seed)
 
 
 def _rows_of(found: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -> int:

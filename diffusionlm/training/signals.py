@@ -1,20 +1,40 @@
-"""SIGINT and SIGTERM ask a run to finish its step and save; a second one ends it at once."""
+"""SIGINT, SIGTERM and SIGUSR1 ask a run to finish its step and save; a second one ends it at once.
+
+SIGUSR1 is what Slurm sends before a job's time is over (``sbatch --signal=USR1@120``).
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-HANDLED = (signal.SIGINT, signal.SIGTERM)
+HANDLED = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+"""In ascending order of their numbers."""
+
+ECHO_SECONDS = 1.0
+"""A batch system tells all processes of a job, and torchrun, which it tells as well, passes it on to its ranks: what
+reaches one of several ranks so soon after the first signal is the same request."""
 
 
 class StopRequest:
-    """A context in which signals are remembered."""
+    """A context in which signals are remembered.
 
-    def __init__(self) -> None:
+    With several ranks a signal may reach one of them alone, or each in another step. So they agree: each gives its
+    `flags`, and takes `agree` of their sums over all ranks.
+    """
+
+    def __init__(self, is_shared: bool = False) -> None:
+        """``is_shared``: several ranks stop together, so that what this one received has to be agreed upon first."""
         self.signal: int | None = None
+        """What the run stops for."""
+        self.received: int | None = None
+        """What this process received."""
+        self._is_shared = is_shared
+        self._received_at = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -26,7 +46,26 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def flags(self) -> list[float]:
+        """Whether each of `HANDLED` was received here, 0 or 1."""
+        return [float(self.received == number) for number in HANDLED]
+
+    def agree(self, counts: Sequence[float]) -> None:
+        """Stop for the largest signal that any rank received, if one did.
+
+        Args:
+            counts: the flags, summed over ranks.
+        """
+        for number, count in zip(HANDLED, counts, strict=True):
+            if count:
+                self.signal = int(number)
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        now = time.monotonic()
+        if self.received is not None:
+            if self._is_shared and now < self._received_at + ECHO_SECONDS:
+                return
             raise KeyboardInterrupt
-        self.signal = number
+        self.received, self._received_at = number, now
+        if not self._is_shared:
+            self.signal = number

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from config.generation import GenerationConfig
+from config.parallel import FSDP
 from config.train import TrainConfig
+from ddp.process_group import SINGLE, Ranks
 from diffusionlm.data.packing import Row
 from diffusionlm.data.parts import Part, open_parts, rows_of
 from diffusionlm.data.sources import KnownEntropy
@@ -18,7 +20,7 @@ from diffusionlm.inference.generate import check_infill, infill
 from diffusionlm.inference.text import parse_infill
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.ema import WeightAverage
-from diffusionlm.training.evaluate import Evaluation, evaluate
+from diffusionlm.training.evaluate import GRID_SEED, Evaluation, OverRanks, evaluate, here
 from diffusionlm.training.ngram import NgramModel, max_order
 from diffusionlm.training.setup import training_tokens
 from logger import RunLogger
@@ -27,21 +29,22 @@ from tokenizer import Tokenizer
 NGRAM_TOKENS = 10_000_000
 """n-gram models count at most so many training tokens."""
 
-GRID_SEED = 0
-"""The rows and draws of a validation are the same whatever the run's seed, so that runs compare."""
-
 
 @dataclass(frozen=True)
 class Validator:
-    """The validation rows of a run, and how they are evaluated."""
+    """The validation rows of a run, and how they are evaluated; every rank has them all, and makes its share of the
+    forwards."""
 
     config: TrainConfig
     tokenizer: Tokenizer
     training_parts: list[Part]
     rows: list[Row]
+    ranks: Ranks = SINGLE
 
     @classmethod
-    def open(cls, config: TrainConfig, tokenizer: Tokenizer, training_parts: list[Part]) -> Validator:
+    def open(
+        cls, config: TrainConfig, tokenizer: Tokenizer, training_parts: list[Part], ranks: Ranks = SINGLE
+    ) -> Validator:
         """Read the rows once: a shuffled choice of the validation documents.
 
         Raises:
@@ -53,7 +56,7 @@ class Validator:
         chosen, _ = rows.read(0, None, most)
         if not chosen:
             raise ValueError("data.source has no validation documents; give some, or a larger validation_fraction")
-        return cls(config, tokenizer, training_parts, chosen)
+        return cls(config, tokenizer, training_parts, chosen, ranks)
 
     @property
     def block_lengths(self) -> list[int | None]:
@@ -87,13 +90,16 @@ class Validator:
 
     def final(self, model: Transformer, average: WeightAverage | None) -> tuple[list[Evaluation], dict[str, float]]:
         """The evaluation at the end for each block length, and the n-gram models' cross-entropy of the same rows."""
+        rows = self.rows[: self.config.validation.final_rows]
+        commonest, ngrams = self.ranks.from_first(lambda: self._of_training_tokens(rows))
+        with inference_weights(model, average):
+            return [self._evaluate(model, rows, length, commonest) for length in self.block_lengths], ngrams
+
+    def _of_training_tokens(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
+        """The commonest one, and the n-gram models' cross-entropy of the rows in nats per token."""
         read = training_tokens(self.training_parts, self.tokenizer, NGRAM_TOKENS, self.config.data.end_with_eos)
         tokens = read.astype(np.int64)
-        rows = self.rows[: self.config.validation.final_rows]
         vocab_size = self.tokenizer.vocab_size
-        with inference_weights(model, average):
-            commonest = int(np.bincount(tokens).argmax())
-            results = [self._evaluate(model, rows, length, commonest) for length in self.block_lengths]
         ngrams: dict[str, float] = {}
         if self.config.validation.ngrams:
             for order in sorted({2, max_order(vocab_size)}):
@@ -101,12 +107,13 @@ class Validator:
                 # A row starts without context, for the n-gram as for the model.
                 logs = [np.log(counts.probabilities(row.tokens_L[row.is_target_L].astype(np.int64))) for row in rows]
                 ngrams[f"{order}-gram, left to right"] = float(-np.concatenate(logs).mean())
-        return results, ngrams
+        return int(np.bincount(tokens).argmax()), ngrams
 
     def _evaluate(
         self, model: Transformer, rows: list[Row], block_length: int | None, commonest: int | None
     ) -> Evaluation:
         settings = self.config.validation
+        is_collective = isinstance(self.config.parallel, FSDP)
         return evaluate(
             model,
             self.tokenizer,
@@ -115,6 +122,7 @@ class Validator:
             batch_size=settings.batch_size,
             block_length=block_length,
             commonest=commonest,
+            spread=here if self.ranks.is_alone else OverRanks(self.ranks, is_collective),
         )
 
 
@@ -136,8 +144,11 @@ class Samples:
     canvases: list[list[int]]
 
     @classmethod
-    def open(cls, texts: Sequence[str], tokenizer: Tokenizer, model: Transformer) -> Samples:
+    def open(cls, texts: Sequence[str], tokenizer: Tokenizer, model: Transformer, takes_part: bool = True) -> Samples:
         """Encode the texts, and see that the model can fill them.
+
+        Args:
+            takes_part: whether this rank fills them: the first one does, and all do where a forward takes all (FSDP).
 
         Raises:
             ValueError: it cannot; names the key.
@@ -149,7 +160,7 @@ class Samples:
                 check_infill(model, canvases, GenerationConfig())
         except ValueError as error:
             raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
-        return cls(tokenizer, texts, beginning, canvases)
+        return cls(tokenizer, texts, beginning, canvases if takes_part else [])
 
     def show(self, model: Transformer, step: int, logger: RunLogger) -> None:
         """Fill the holes greedily, one token a step, and log what comes out."""

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from config.train import TrainConfig
-from diffusionlm.training.loop import build_run, train_step
+from diffusionlm.training.loop import denominator_of, train_step
+from diffusionlm.training.run import build_run
 from diffusionlm.training.run_directory import open_run_directory
 
 TRACES = Path(__file__).with_name("loss_traces.json")
@@ -70,7 +71,8 @@ def trace(objective: dict[str, Any], directory: Path) -> list[float]:
         run = build_run(config, opened)
         losses = []
         for step in range(STEPS):
-            losses.append(float(train_step(run, run.loader.next_step(step))[0]))
+            draws = run.loader.next_step(step)
+            losses.append(float(train_step(run, draws, denominator_of(draws))[0]))
             run.progress.step += 1
         return losses
 

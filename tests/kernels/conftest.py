@@ -5,11 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
-
-# Triton decides while it is imported, so before any test runs. What torch compiles for a CPU does not mind.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objecti
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
-from diffusionlm.training.loop import Run
+from diffusionlm.training.run import Run
 
 OBJECTIVES: tuple[Objective, ...] = (MaskedDiffusion(), BlockDiffusion(block_length=8), NextToken())
 
@@ -75,11 +75,11 @@ def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     real = module.train_step
 
-    def watched(run: Run, draws: list[Draw]) -> torch.Tensor:
+    def watched(run: Run, draws: list[Draw], denominator: float) -> torch.Tensor:
         steps.append(run.progress.step)
         [draw] = draws
         assert draw.inputs_BS.shape == (4, 32) and run.optimizers.learning_rates()["hidden"] == 1e-4
-        return real(run, draws)
+        return real(run, draws, denominator)
 
     monkeypatch.setattr(module, "train_step", watched)
     contestant = build_ours(make_case())

@@ -11,8 +11,10 @@ import torch
 from config.train import TrainConfig
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.kernels.cross_entropy import Score
-from diffusionlm.training.loop import Run, build_run, step_metrics, train, train_step
+from diffusionlm.training.loop import denominator_of, train, train_step
 from diffusionlm.training.numbers import StepNumbers
+from diffusionlm.training.reporting import step_metrics
+from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.run_directory import open_run_directory
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
@@ -47,7 +49,7 @@ def one_step(config: TrainConfig) -> tuple[StepNumbers, dict[str, torch.Tensor],
         keep: Any = Keep()
         run.optimizers = keep
         draws = run.loader.next_step(0)
-        numbers = StepNumbers(1, *train_step(run, draws).tolist())
+        numbers = StepNumbers(1, *train_step(run, draws, denominator_of(draws)).tolist())
         assert numbers.is_finite
     return numbers, gradients, draws, run
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,32 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ddp.parallelism import Alone
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.manifest import MANIFEST, replace_text, verify, write_directory
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.checkpoint import CheckpointStore, Saved, restore_weights
+from diffusionlm.training.checkpoint import CheckpointStore, Saved
+from diffusionlm.training.snapshot import Snapshot, take_snapshot
+from diffusionlm.training.training_state import TrainingState
 
 MakeModel = Callable[..., Transformer]
-FILES = ["model.safetensors", "state.json", "optimizer.safetensors", "live_weights.safetensors"]
+WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
+DATA = "training_state/__0_0.distcp"
+FILES = ["model.safetensors", "state.json", DATA, "training_state/.metadata"]
 
 
-def write_model(folder: Path) -> None:
-    save_file({"w": torch.arange(100.0)}, folder / "model.safetensors")
+def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, folder / "model.safetensors")
 
 
-def save(store: CheckpointStore, step: int, write: Callable[[Path], None] = write_model) -> Path:
+def snapshot(step: int, write: WriteModel = write_model, bound: float | None = None) -> Snapshot:
     optimizer = {"w.step": torch.tensor(float(step)), "w.exp_avg": torch.full((50,), float(step))}
-    return store.save(step, write, {"step": step}, optimizer, {"w": torch.full((9,), float(step))})
+    live = {"w": torch.full((9,), float(step))}
+    return take_snapshot(step, write, {"step": step}, {"w": torch.arange(100.0) + step}, optimizer, live, bound)
+
+
+def save(store: CheckpointStore, step: int, write: WriteModel = write_model) -> Path:
+    return store.save(step, snapshot(step, write))
 
 
 @pytest.fixture
@@ -44,8 +53,11 @@ def load(store: CheckpointStore) -> tuple[Saved | None, list[str]]:
 def assert_is(saved: Saved | None, step: int) -> None:
     assert saved is not None and saved.state == {"step": step}
     assert saved.path.name == f"step-{step:08d}"
-    assert torch.equal(saved.optimizer["w.exp_avg"], torch.full((50,), float(step)))
-    assert saved.live_weights is not None and torch.equal(saved.live_weights["w"], torch.full((9,), float(step)))
+    optimizer = saved.optimizer()
+    assert optimizer.keys() == {"w.step", "w.exp_avg"} and optimizer["w.step"] == step
+    assert torch.equal(optimizer["w.exp_avg"], torch.full((50,), float(step)))
+    assert saved.has_live_weights and torch.equal(saved.live_weights()["w"], torch.full((9,), float(step)))
+    assert torch.equal(saved.weights()["w"], torch.arange(100.0) + step)
 
 
 def leftovers(store: CheckpointStore) -> list[str]:
@@ -71,17 +83,18 @@ def test_latest_is_relative_so_that_a_run_may_move(store: CheckpointStore, tmp_p
     assert (tmp_path / "moved" / "checkpoints" / "latest" / "state.json").is_file()
 
 
-def test_without_average_there_are_no_live_weights(store: CheckpointStore) -> None:
-    store.save(1, write_model, {"step": 1}, {}, None)
+def test_without_average_the_live_weights_are_the_models(store: CheckpointStore) -> None:
+    store.save(1, take_snapshot(1, write_model, {"step": 1}, {"w": torch.arange(3.0)}, {}))
     saved, _ = load(store)
-    assert saved is not None and saved.live_weights is None and saved.optimizer == {}
+    assert saved is not None and not saved.has_live_weights and saved.optimizer() == {}
+    assert torch.equal(saved.live_weights()["w"], torch.arange(3.0))
 
 
 def test_exception_while_writing_leaves_the_old_one(store: CheckpointStore) -> None:
     save(store, 1)
 
-    def interrupted(folder: Path) -> None:
-        write_model(folder)
+    def interrupted(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        write_model(folder, weights)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -90,39 +103,99 @@ def test_exception_while_writing_leaves_the_old_one(store: CheckpointStore) -> N
     assert_is(load(store)[0], 1)
 
 
-@pytest.mark.parametrize("moment", ["write", "before rename", "after rename", "in latest"])
-def test_kill_at_any_moment_leaves_a_whole_one(store: CheckpointStore, moment: str) -> None:
-    save(store, 1)
-    child = os.fork()
-    if child == 0:  # the child ends without any cleaning up
-        try:
-            if moment == "write":
-                save(store, 2, lambda folder: (write_model(folder), os._exit(9))[0])
-            original_rename, original_replace = os.rename, os.replace
-
-            def rename(source: Any, target: Any) -> None:
-                if moment == "before rename":
-                    os._exit(9)
-                original_rename(source, target)
-                if moment == "after rename":
-                    os._exit(9)
-
-            def replace(source: Any, target: Any) -> None:
-                if moment == "in latest":
-                    os._exit(9)
-                original_replace(source, target)
-
-            os.rename, os.replace = rename, replace  # type: ignore[assignment]
-            save(store, 2)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert (store.folder / "latest" / "state.json").is_file()
+def test_a_snapshot_is_of_its_moment(store: CheckpointStore) -> None:
+    """Also where the tensors are views, and where one is used twice."""
+    state, weights = {"step": 1}, torch.arange(12.0).view(3, 4)
+    taken = take_snapshot(1, write_model, state, {"w": weights.T}, {"w.a": weights}, {"w": weights[1]})
+    weights.zero_()
+    state["step"] = 9
+    store.save(1, taken)
     saved, _ = load(store)
-    assert_is(saved, 2 if moment in ("after rename", "in latest") else 1)
+    assert saved is not None and saved.state == {"step": 1}
+    expected = torch.arange(12.0).view(3, 4)
+    assert torch.equal(saved.weights()["w"], expected.T)
+    assert torch.equal(saved.optimizer()["w.a"], expected)
+    assert torch.equal(saved.live_weights()["w"], expected[1])
+
+
+def test_the_format_is_torchs(store: CheckpointStore, tmp_path: Path) -> None:
+    """Its own functions read what is written here, and what they write is read here."""
+    from torch.distributed.checkpoint import load as torch_load
+    from torch.distributed.checkpoint import save as torch_save
+
+    tensors = {"optimizer.w.a": torch.randn(5, 3), "optimizer.w.step": torch.tensor(3.0)}
+    tensors["weights.w"] = torch.randn(7).bfloat16()
+    optimizer = {name.removeprefix("optimizer."): tensors[name] for name in ("optimizer.w.a", "optimizer.w.step")}
+    taken = take_snapshot(1, write_model, {}, {"w": torch.zeros(1)}, optimizer, {"w": tensors["weights.w"]})
+    path = store.save(1, taken)
+    read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        torch_load(read, checkpoint_id=path / "training_state")
+    with pytest.warns(UserWarning, match="single process"):
+        torch_save(tensors, checkpoint_id=tmp_path / "theirs")
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    theirs = tmp_path / "theirs" / ".metadata"
+    with pytest.raises(ValueError, match=r"pathlib\S*\.PosixPath"):
+        TrainingState.open(theirs.parent)  # it has the path that it was written to
+    taken_metadata = pickle.loads(theirs.read_bytes())
+    taken_metadata.storage_meta = None
+    theirs.write_bytes(pickle.dumps(taken_metadata))
+    opened = TrainingState.open(theirs.parent)
+    assert opened.shapes == {name: tensor.shape for name, tensor in tensors.items()}
+    assert all(torch.equal(value, tensors[name]) for name, value in opened.read_whole("").items())
+
+
+def test_tensors_are_read_in_place_and_must_fit(store: CheckpointStore) -> None:
     save(store, 3)
-    assert_is(load(store)[0], 3)
-    assert not leftovers(store), "what the killed process left aside is removed by the next save"
+    saved, _ = load(store)
+    assert saved is not None
+
+    def targets() -> dict[str, torch.Tensor]:
+        return {"optimizer.w.step": torch.tensor(0.0), "optimizer.w.exp_avg": torch.zeros(50)}
+
+    fits = targets()
+    saved.read_into(fits, "optimizer.")
+    assert fits["optimizer.w.step"] == 3 and torch.equal(fits["optimizer.w.exp_avg"], torch.full((50,), 3.0))
+    cases = {
+        "unexpected weights.w": (targets(), ""),
+        "unexpected optimizer.w.step": ({"optimizer.w.exp_avg": torch.zeros(50)}, "optimizer."),
+        "missing optimizer.v.step": (targets() | {"optimizer.v.step": torch.tensor(0.0)}, "optimizer."),
+        r"optimizer.w.step has shape \[\], here it is \[2\]": ({"optimizer.w.step": torch.zeros(2)}, "optimizer."),
+        "weights.w has dtype torch.float32, here it is torch.float64": (
+            {"weights.w": torch.zeros(9, dtype=torch.float64)},
+            "weights.",
+        ),
+    }
+    for text, (wrong, prefix) in cases.items():
+        with pytest.raises(ValueError, match=f"step-00000003/training_state does not fit.*{text}"):
+            saved.read_into(wrong, prefix)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_the_best_and_every_third_are_kept(tmp_path: Path, keep_last: int) -> None:
+    store = CheckpointStore(tmp_path, keep_last, keep_every_steps=30)
+    bounds = {10: 3.0, 20: 2.5, 30: None, 40: 2.5, 50: float("nan"), 60: 2.7, 70: 2.6}
+    for step, bound in bounds.items():
+        store.save(step, snapshot(step, bound=bound))
+    last = [70] if keep_last == 1 else [60, 70]
+    assert store.steps() == sorted({30, 40, 60, *last})
+    assert os.readlink(tmp_path / "best") == "step-00000040"
+    assert os.readlink(tmp_path / "latest") == "step-00000070"
+    store.save(80, snapshot(80, bound=1.0))
+    assert store.steps() == sorted({30, 60, *([70] if keep_last == 2 else []), 80})
+    assert os.readlink(tmp_path / "best") == "step-00000080"
+    damage(store.path(80) / "state.json", "flipped")
+    assert load(store)[0] is not None
+    assert os.readlink(tmp_path / "best") == ("step-00000070" if keep_last == 2 else "step-00000060")
+
+
+def test_what_a_link_points_to_is_not_removed(store: CheckpointStore) -> None:
+    """A run that went back to an older state: ``latest`` is not the newest of them."""
+    for step in (5, 6):
+        save(store, step)
+    save(store, 1)
+    assert os.readlink(store.folder / "latest") == "step-00000001"
+    assert store.steps() == [1, 5, 6]
 
 
 def damage(path: Path, how: str) -> None:
@@ -154,8 +227,9 @@ def test_damaged_one_is_set_aside_with_a_message(store: CheckpointStore, name: s
     assert_is(load(store)[0], 2)
 
 
-def test_any_flipped_byte_of_the_manifest_is_noticed(store: CheckpointStore) -> None:
-    path = save(store, 1) / MANIFEST
+def test_any_flipped_byte_of_the_manifest_is_noticed(tmp_path: Path) -> None:
+    write_directory(tmp_path / "made", lambda folder: (folder / "a").write_text("1") and None)
+    path = tmp_path / "made" / MANIFEST
     content = path.read_bytes()
     for index in range(len(content)):
         path.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
@@ -170,76 +244,30 @@ def test_any_flipped_byte_of_the_manifest_is_noticed(store: CheckpointStore) -> 
 
 def test_all_damaged_is_an_error(store: CheckpointStore) -> None:
     for step in (1, 2):
-        damage(save(store, step) / "optimizer.safetensors", "flipped")
+        damage(save(store, step) / DATA, "flipped")
     with pytest.raises(ValueError, match=str(store.folder)):
         load(store)
     assert store.steps() == [1, 2], "nothing is thrown away"
 
 
-def test_full_disk_while_writing_the_model(store: CheckpointStore) -> None:
+def test_an_older_version_is_said(store: CheckpointStore) -> None:
     save(store, 1)
 
-    def full(folder: Path) -> None:
-        write_model(folder)
-        raise OSError(28, "No space left on device")
+    def older(folder: Path) -> None:
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            save_file({"w": torch.zeros(1)}, folder / name)
+        (folder / "state.json").write_text("{}")
 
-    with pytest.raises(ValueError, match=r"step-00000002 was not written: .*No space left.*MiB"):
-        save(store, 2, full)
-    assert not leftovers(store) and store.steps() == [1]
-    assert_is(load(store)[0], 1)
-
-
-def test_full_disk_while_pointing_latest(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(store, 1)
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ValueError, match=r"latest|step-00000002"):
-        save(store, 2)
-    monkeypatch.undo()
-    assert not leftovers(store)
-
-
-LIMITED = """
-import resource, signal, sys
-from pathlib import Path
-import torch
-from safetensors.torch import save_file
-from diffusionlm.training.checkpoint import CheckpointStore
-
-store = CheckpointStore(Path(sys.argv[1]), keep_last=2)
-write = lambda folder: save_file({"w": torch.zeros(int(sys.argv[2]))}, folder / "model.safetensors")
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    store.save(2, write, {"step": 2}, {"w.exp_avg": torch.zeros(int(sys.argv[3]))}, None)
-except ValueError as error:
-    print("REFUSED", error)
-"""
-
-
-@pytest.mark.parametrize(("model", "optimizer"), [(1_000_000, 1), (1, 1_000_000)])
-def test_file_size_limit_of_the_system(store: CheckpointStore, model: int, optimizer: int) -> None:
-    """The writes of safetensors themselves fail, as on a full disk."""
-    save(store, 1)
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(store.folder), str(model), str(optimizer)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("REFUSED") and "step-00000002" in done.stdout
-    assert not leftovers(store)
-    assert_is(load(store)[0], 1)
+    write_directory(store.path(2), older)
+    with pytest.raises(ValueError, match=r"step-00000002 was made by an older version.*model\.init_from"):
+        load(store)
+    assert store.steps() == [1, 2], "it is not damaged"
 
 
 def test_a_programming_error_is_not_called_a_full_disk(store: CheckpointStore) -> None:
     """A TypeError in a writer is a bug; users must not be sent to look at their disk."""
 
-    def wrong(folder: Path) -> None:
+    def wrong(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         raise TypeError("a bug")
 
     with pytest.raises(TypeError, match="a bug"):
@@ -275,11 +303,11 @@ def test_replace_text_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_weights_are_restored_by_name(tiny_model: MakeModel) -> None:
     source, target = tiny_model(seed=1), tiny_model(seed=2)
     weights = {name: parameter.detach().clone() for name, parameter in source.named_parameters()}
-    restore_weights(dict(target.named_parameters()), weights)
+    Alone(target).set_weights(weights)
     assert all(torch.equal(parameter, weights[name]) for name, parameter in target.named_parameters())
     weights.pop("model.norm.weight")
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        restore_weights(dict(target.named_parameters()), weights)
+        Alone(target).set_weights(weights)
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "misshapen", "damaged", "absent"])
@@ -308,7 +336,8 @@ def test_model_directory_that_does_not_fit(change: str, tiny_model: MakeModel, t
 def test_run_directory_is_a_model_directory(tiny_model: MakeModel, tmp_path: Path) -> None:
     model = tiny_model()
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
-    store.save(4, lambda folder: save_model(model, folder), {}, {}, None)
+    weights = dict(model.named_parameters())
+    store.save(4, take_snapshot(4, lambda folder, copies: save_model(model, folder, copies), {}, weights, {}))
     for path in (tmp_path, store.folder / "latest", store.path(4)):
         assert torch.equal(load_model(path).model.norm.weight, model.model.norm.weight)
     with pytest.raises(ValueError, match="no model at"):

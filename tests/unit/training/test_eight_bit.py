@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from config.optimizer import AdamW, Lion, Muon
 from diffusionlm.models.transformer import Transformer
@@ -66,6 +66,10 @@ def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module  # type: ignore[no-any-return]
 
 
+def named(model: Transformer) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
 def train(model: Transformer, optimizers: Optimizers, steps: int) -> None:
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -76,12 +80,12 @@ def train(model: Transformer, optimizers: Optimizers, steps: int) -> None:
 
 def goes_on_after_a_checkpoint(config: AdamW | Lion | Muon, tiny_model: MakeModel, path: Path) -> Optimizers:
     model = tiny_model(tie_word_embeddings=False, **WIDE)
-    optimizers = build_optimizers(config, model)
+    optimizers = build_optimizers(config, named(model))
     train(model, optimizers, 2)
     save_file(optimizers.state_dict(), path)
     again = tiny_model(tie_word_embeddings=False, **WIDE)
     again.load_state_dict(model.state_dict())
-    restored = build_optimizers(config, again)
+    restored = build_optimizers(config, named(again))
     restored.load_state_dict(load_file(path))
     train(model, optimizers, 2)
     train(again, restored, 2)
@@ -107,7 +111,7 @@ def test_restored_state_goes_on(config: AdamW | Lion | Muon, tiny_model: MakeMod
         keys = {key.rpartition(".")[2] for key in state if "layers.0.mlp.up_proj" in key}
         assert keys == {"step"} | {f"{name}{number}" for name in ("state", "qmap", "absmax") for number in moments}
     with pytest.raises(ValueError, match="unexpected"):
-        build_optimizers(AdamW(), tiny_model(tie_word_embeddings=False, **WIDE)).load_state_dict(state)
+        build_optimizers(AdamW(), named(tiny_model(tie_word_embeddings=False, **WIDE))).load_state_dict(state)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -125,12 +129,12 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     plain = config.kind.removesuffix("8bit")
     with pytest.raises(ValueError, match=rf'needs the package bitsandbytes.*choose kind = "{plain}", or set fallback'):
-        build_optimizers(config, tiny_model())
+        build_optimizers(config, named(tiny_model()))
     told: list[str] = []
-    optimizers = build_optimizers(config.model_copy(update={"fallback": True}), tiny_model(), told.append)
+    optimizers = build_optimizers(config.model_copy(update={"fallback": True}), named(tiny_model()), told.append)
     [text] = told
     assert f'going on with kind = "{plain}"' in text
-    expected = build_optimizers(type(config)(), tiny_model())
+    expected = build_optimizers(type(config)(), named(tiny_model()))
     assert [type(each) for each in optimizers.optimizers] == [type(each) for each in expected.optimizers]
     assert optimizers.learning_rates() == expected.learning_rates()
 
@@ -143,4 +147,16 @@ def test_a_package_that_cannot_update_here_is_named(
 
     monkeypatch.setattr(AdamW8bit, "step", fails)
     with pytest.raises(ValueError, match=r"does not work on cpu here .*no library for CUDA 9\.9"):
-        build_optimizers(KINDS[0], tiny_model())
+        build_optimizers(KINDS[0], named(tiny_model()))
+
+
+@pytest.mark.usefixtures("package")
+def test_cut_parameters_are_refused(tiny_model: MakeModel) -> None:
+    """A block of numbers that share a scale may lie in two rows."""
+    exchange: Any = object()
+    with pytest.raises(ValueError, match=r'"fsdp" cuts them: set parallel.strategy = "ddp", choose kind = "adamw"'):
+        build_optimizers(KINDS[0], named(tiny_model()), exchange=exchange)
+    told: list[str] = []
+    config = AdamW(kind="adamw8bit", fallback=True)
+    build_optimizers(config, named(tiny_model()), told.append, exchange)
+    assert "going on with" in told[0]

@@ -65,3 +65,36 @@ def test_average_is_a_copy(tiny_model: MakeModel) -> None:
     assert torch.equal(average.average[name], first)
     average.update()
     assert not average.average[name].any(), "a decay of zero follows the weights at once"
+
+
+def test_a_skipped_update_changes_and_counts_nothing(tiny_model: MakeModel) -> None:
+    models = [tiny_model(), tiny_model()]
+    averages = [WeightAverage(model, decay=0.9) for model in models]
+    for step, is_skipped in enumerate((True, False, True, False)):
+        for model, average in zip(models, averages, strict=True):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.1 * (not is_skipped) * (step + 1))
+            if average is averages[0]:
+                average.update(torch.tensor(is_skipped))
+            elif not is_skipped:
+                average.update()
+    assert averages[0].updates == averages[1].updates == 2
+    for name, value in averages[1].average.items():
+        assert torch.equal(averages[0].average[name], value), name
+
+
+def test_a_restored_average_goes_on_with_its_count(tiny_model: MakeModel) -> None:
+    models = [tiny_model(), tiny_model()]
+    averages = [WeightAverage(model, decay=0.9) for model in models]
+    for average in averages:
+        average.update()
+    restored = WeightAverage(models[1], decay=0.9)
+    restored.restore(averages[0].average, averages[0].updates)
+    for model in models:
+        torch.nn.init.ones_(model.lm_head.weight)
+    averages[0].update()
+    restored.update()
+    assert restored.updates == 2
+    for name, value in averages[0].average.items():
+        assert torch.equal(restored.average[name], value), name

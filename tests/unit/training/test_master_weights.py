@@ -11,9 +11,11 @@ import torch
 
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
-from diffusionlm.training.loop import Run, build_run, save, train, train_step
+from diffusionlm.training.loop import denominator_of, train, train_step
 from diffusionlm.training.master_weights import join, split
+from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.run_directory import open_run_directory
+from diffusionlm.training.saving import save
 from logger import LoggerGroup
 
 
@@ -87,7 +89,8 @@ def test_runs_resume_bit_for_bit_and_keep_float32(config: TrainConfig, tmp_path:
     with open_run_directory(part) as directory:
         run = build_run(part, directory)
         for step in range(4):
-            train_step(run, run.loader.next_step(step))
+            draws = run.loader.next_step(step)
+            train_step(run, draws, denominator_of(draws))
             run.progress.step += 1
         save(run, LoggerGroup(), must_succeed=True)
     train(part)

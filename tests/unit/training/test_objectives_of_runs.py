@@ -20,7 +20,8 @@ from diffusionlm.data.parts import open_parts
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.diffusion.likelihood import nelbo
 from diffusionlm.inference.generate import generate
-from diffusionlm.training.loop import Run, build_run, train, train_step
+from diffusionlm.training.loop import denominator_of, train, train_step
+from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.run_directory import open_run_directory
 from diffusionlm.training.summary import Summary, render_summary
 from diffusionlm.training.validation import Validator
@@ -104,7 +105,7 @@ def one_step(config: TrainConfig, micro: int, directory: Path) -> tuple[float, d
         keep: Any = Keep(run)
         run.optimizers = keep
         draws = run.loader.next_step(0)
-        loss = train_step(run, draws).tolist()[0]
+        loss = train_step(run, draws, denominator_of(draws)).tolist()[0]
         return loss, keep.gradients, draws
 
 
@@ -163,7 +164,7 @@ def test_a_run_resumes_bit_for_bit(
             train(broken)
     result = train(broken)
     assert records(broken) == records(whole) and len(records(whole)) == 8
-    for file in ("model.safetensors", "optimizer.safetensors", "live_weights.safetensors"):
+    for file in ("model.safetensors", "training_state/.metadata", "training_state/__0_0.distcp"):
         one, other = (each.run.directory / "checkpoints/latest" / file for each in (whole, broken))
         assert one.read_bytes() == other.read_bytes(), file
     assert result.summary is not None and expected.summary is not None
@@ -240,7 +241,8 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
         keep: Any = Keep(run)
         run.optimizers = keep
         rows = run.loader.rows.read(0, None, config.training.batch_size)[0]
-        loss = train_step(run, run.loader.next_step(0)).tolist()[0]
+        draws = run.loader.next_step(0)
+        loss = train_step(run, draws, denominator_of(draws)).tolist()[0]
         stack = [np.stack([getattr(row, name) for row in rows]) for name in ("tokens_L", "is_target_L", "documents_L")]
         tokens, targets, documents = map(torch.from_numpy, stack)
         report = nelbo(run.model, tokens.long(), targets, 1, document_BL=documents)

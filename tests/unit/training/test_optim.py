@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from config.optimizer import AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.optim import Optimizers, build_optimizers
+from diffusionlm.training.optim import Optimizers, build_optimizers, must_be_whole
 
 MakeModel = Callable[..., Transformer]
 CONFIGS = [AdamW(weight_decay=0.3), Lion(weight_decay=0.3), Muon(weight_decay=0.2, rest=AdamW(weight_decay=0.1))]
 MIXTURE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+
+
+def named(model: Transformer) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
 
 
 def train(model: Transformer, optimizers: Optimizers, steps: range) -> None:
@@ -44,7 +49,7 @@ def test_every_parameter_is_in_one_group(config: AdamW | Lion | Muon, tied: bool
     model = tiny_model(tie_word_embeddings=tied, attention_bias=True, **MIXTURE)
     frozen = "model.layers.0.mlp.experts.1.up_proj.weight"
     model.get_parameter(frozen).requires_grad_(False)
-    optimizers = build_optimizers(config, model)
+    optimizers = build_optimizers(config, named(model))
     found = settings_of(optimizers)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert found.keys() == trained and frozen not in found
@@ -73,7 +78,7 @@ def test_groups_may_differ_from_the_rest(tiny_model: MakeModel) -> None:
         router=AdamWGroup(weight_decay=0.0, betas=(0.25, 0.5)),
         scalar=AdamWGroup(weight_decay=0.125, eps=1e-2),
     )
-    optimizers = build_optimizers(config, tiny_model(tie_word_embeddings=False, **MIXTURE))
+    optimizers = build_optimizers(config, named(tiny_model(tie_word_embeddings=False, **MIXTURE)))
     groups = {group["name"]: group for optimizer in optimizers.optimizers for group in optimizer.param_groups}
     hidden = groups.pop("hidden")
     keys = ("lr", "momentum", "weight_decay", "adjust_lr", "dtype")
@@ -99,7 +104,7 @@ def test_groups_may_differ_from_the_rest(tiny_model: MakeModel) -> None:
 
 def test_groups_of_one_kind_may_differ(tiny_model: MakeModel) -> None:
     config = Lion(learning_rate=0.5, embed=LionGroup(learning_rate=0.25, weight_decay=0.75, betas=(0.5, 0.5)))
-    [optimizer] = build_optimizers(config, tiny_model()).optimizers
+    [optimizer] = build_optimizers(config, named(tiny_model())).optimizers
     found = {group["name"]: (group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups}
     rest = (0.5, (0.9, 0.99))
     assert found == {"hidden": (*rest, 1.0), "embed": (0.25, (0.5, 0.5), 0.75), "scalar": (*rest, 0.0)}
@@ -110,7 +115,7 @@ def test_what_is_frozen_needs_no_optimizer(config: AdamW | Lion | Muon, tiny_mod
     model = tiny_model(tie_word_embeddings=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == "lm_head.weight")
-    assert build_optimizers(config, model).learning_rates().keys() == {"head"}
+    assert build_optimizers(config, named(model)).learning_rates().keys() == {"head"}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
@@ -118,7 +123,7 @@ def test_restored_optimizer_continues_bit_equal(
     config: AdamW | Lion | Muon, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     model = tiny_model()
-    optimizers = build_optimizers(config, model)
+    optimizers = build_optimizers(config, named(model))
     train(model, optimizers, range(4))
     save_file(optimizers.state_dict(), tmp_path / "o.safetensors")
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -128,7 +133,7 @@ def test_restored_optimizer_continues_bit_equal(
     with torch.no_grad():
         for name, parameter in again.named_parameters():
             parameter.copy_(weights[name])
-    restored = build_optimizers(config, again)
+    restored = build_optimizers(config, named(again))
     restored.load_state_dict(load_file(tmp_path / "o.safetensors"))
     train(again, restored, range(4, 8))
     for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
@@ -137,24 +142,23 @@ def test_restored_optimizer_continues_bit_equal(
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-def test_state_is_a_copy(config: AdamW | Lion | Muon, tiny_model: MakeModel) -> None:
+def test_going_on_leaves_alone_what_was_loaded(config: AdamW | Lion | Muon, tiny_model: MakeModel) -> None:
     model = tiny_model()
-    optimizers = build_optimizers(config, model)
+    optimizers = build_optimizers(config, named(model))
     train(model, optimizers, range(2))
-    state = optimizers.state_dict()
+    state = {name: value.clone() for name, value in optimizers.state_dict().items()}
     kept = {name: value.clone() for name, value in state.items()}
-    train(model, optimizers, range(2, 4))
-    assert all(torch.equal(state[name], kept[name]) for name in kept)
     optimizers.load_state_dict(state)
     train(model, optimizers, range(2, 4))
-    assert all(torch.equal(state[name], kept[name]) for name in kept), "training on changed the loaded checkpoint"
+    assert all(torch.equal(state[name], kept[name]) for name in kept)
+    assert any(not torch.equal(value, kept[name]) for name, value in optimizers.state_dict().items())
 
 
 def test_state_of_torchs_muon_goes_on_in_ours(tiny_model: MakeModel) -> None:
     """Checkpoints of runs that torch's made."""
     ours, theirs = tiny_model(), tiny_model()
     config = Muon(precision="bfloat16")
-    first, optimizers = build_optimizers(config, theirs), build_optimizers(config, ours)
+    first, optimizers = build_optimizers(config, named(theirs)), build_optimizers(config, named(ours))
     [group] = first.optimizers[0].param_groups
     muon = torch.optim.Muon(
         [{"params": group["params"], "name": "hidden"}], lr=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"
@@ -175,10 +179,10 @@ def test_state_of_torchs_muon_goes_on_in_ours(tiny_model: MakeModel) -> None:
 
 def test_state_of_another_kind_is_refused_in_few_words(tiny_model: MakeModel) -> None:
     model = tiny_model()
-    optimizers = build_optimizers(AdamW(), model)
+    optimizers = build_optimizers(AdamW(), named(model))
     train(model, optimizers, range(1))
     with pytest.raises(ValueError, match="does not fit the model") as told:
-        build_optimizers(Muon(), tiny_model()).load_state_dict(optimizers.state_dict())
+        build_optimizers(Muon(), named(tiny_model())).load_state_dict(optimizers.state_dict())
     text = str(told.value)
     assert "missing model.layers.0.mlp.down_proj.weight.momentum_buffer; " in text and "and 10 more; unexpected" in text
     assert text.endswith("It is of another model or optimizer.kind") and len(text) < 700
@@ -197,15 +201,15 @@ def changed(state: dict[str, torch.Tensor], change: str) -> dict[str, torch.Tens
 def test_state_that_does_not_fit_is_refused(change: str, tiny_model: MakeModel) -> None:
     """A parameter whose moments are lost starts anew without a word; one of another shape fails much later."""
     model = tiny_model()
-    optimizers = build_optimizers(CONFIGS[0], model)
+    optimizers = build_optimizers(CONFIGS[0], named(model))
     train(model, optimizers, range(1))
     with pytest.raises(ValueError, match="exp_avg"):
-        build_optimizers(CONFIGS[0], tiny_model()).load_state_dict(changed(optimizers.state_dict(), change))
+        build_optimizers(CONFIGS[0], named(tiny_model())).load_state_dict(changed(optimizers.state_dict(), change))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
 def test_factor_scales_the_full_rate_each_time(config: AdamW | Lion | Muon, tiny_model: MakeModel) -> None:
-    optimizers = build_optimizers(config, tiny_model())
+    optimizers = build_optimizers(config, named(tiny_model()))
     full = optimizers.learning_rates()
     for factor in (0.5, 0.1, 1.0):
         optimizers.step(factor)
@@ -214,7 +218,7 @@ def test_factor_scales_the_full_rate_each_time(config: AdamW | Lion | Muon, tiny
 
 def test_step_drops_the_gradients(tiny_model: MakeModel) -> None:
     model: Any = tiny_model()
-    optimizers = build_optimizers(Muon(), model)
+    optimizers = build_optimizers(Muon(), named(model))
     train(model, optimizers, range(1))
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -222,7 +226,7 @@ def test_step_drops_the_gradients(tiny_model: MakeModel) -> None:
 def test_decay_without_gradient_signal(tiny_model: MakeModel) -> None:
     """AdamW's decay is decoupled: with zero gradients matrices shrink by lr * decay, the rest stays."""
     model = tiny_model()
-    optimizers = build_optimizers(AdamW(learning_rate=0.1, weight_decay=0.5), model)
+    optimizers = build_optimizers(AdamW(learning_rate=0.1, weight_decay=0.5), named(model))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -230,3 +234,45 @@ def test_decay_without_gradient_signal(tiny_model: MakeModel) -> None:
     for name, parameter in model.named_parameters():
         factor = 1 - 0.05 * 0.5 if ".layers." in name and parameter.dim() == 2 else 1.0
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda c: c.kind)
+def test_rows_are_updated_as_in_the_whole(config: AdamW | Lion, tiny_model: MakeModel) -> None:
+    """Number by number: optimizers over two parts of every parameter do, and restore, what one over the whole does."""
+    models = tiny_model(), tiny_model()
+    whole = build_optimizers(config, named(models[0]))
+    halves = [
+        {name: nn.Parameter(each.detach()[rows]) for name, each in models[1].named_parameters()}
+        for rows in (slice(5), slice(5, None))
+    ]
+    assert all(not must_be_whole(config, *each) for each in named(models[0]).items())
+    optimizers = [build_optimizers(config, half) for half in halves]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for name, each in models[0].named_parameters():
+            each.grad = torch.randn(each.shape, generator=generator)
+            halves[0][name].grad, halves[1][name].grad = each.grad[:5].clone(), each.grad[5:].clone()
+        for every in (whole, *optimizers):
+            every.step(1.0)
+        if step == 1:
+            states = [each.state_dict() for each in optimizers]
+            optimizers = [build_optimizers(config, half) for half in halves]
+            for restored, state in zip(optimizers, states, strict=True):
+                restored.load_state_dict(state)
+    for name, each in models[0].named_parameters():
+        assert torch.equal(torch.cat([half[name].detach() for half in halves]), each), name
+    with pytest.raises(ValueError, match=r"exp_avg has shape \[5, 24\], the parameter \[14, 24\]"):
+        optimizers[1].load_state_dict(states[0])
+
+
+def test_what_must_be_whole(tiny_model: MakeModel) -> None:
+    parameters = named(tiny_model(tie_word_embeddings=False, **MIXTURE))
+
+    def whole(config: AdamW | Lion | Muon) -> set[str]:
+        return {name for name, each in parameters.items() if must_be_whole(config, name, each)}
+
+    wide = {name for name in parameters if "norm" in name} | {"model.embed_tokens.weight"}
+    apart = {name for name in parameters if name.endswith("mlp.gate.weight")} | {"lm_head.weight"}
+    assert whole(Muon()) == parameters.keys() - wide - apart
+    assert whole(AdamW(kind="adamw8bit")) == whole(Lion(kind="lion8bit")) == parameters.keys() - wide
+    assert whole(Muon(rest=AdamW(kind="adamw8bit"))) == parameters.keys() - wide

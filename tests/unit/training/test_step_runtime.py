@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -10,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from config.optimizer import AdamW, Muon
+from config.optimizer import AdamW, Lion, Muon
 from config.runtime import RuntimeConfig
 from config.train import TrainConfig
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.compilation import chooses_blocks
 from diffusionlm.training.garbage import GarbageCollection
-from diffusionlm.training.loop import Run, build_run, train, train_steps
+from diffusionlm.training.loop import train, train_steps
 from diffusionlm.training.numbers import NumbersInFlight, StepNumbers
-from diffusionlm.training.optim import build_optimizers
+from diffusionlm.training.optim import Optimizers, build_optimizers
 from diffusionlm.training.prefetch import Prefetcher
+from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.run_directory import open_run_directory
 from diffusionlm.training.runtime import memory_by_part, skips_on_device
 from diffusionlm.training.signals import StopRequest
@@ -35,33 +38,42 @@ def give_gradients(model: Transformer, value: float) -> None:
         parameter.grad = torch.full_like(parameter, value)
 
 
-def test_a_step_that_the_device_skips_changes_nothing(tiny_model: Any) -> None:
-    """The one after it is what it would have been without."""
-    models = [tiny_model(), tiny_model()]
-    states = []
-    for model, has_bad_step in zip(models, (True, False), strict=True):
-        optimizers = build_optimizers(AdamW(), model)
+def named(model: Transformer) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("config", [AdamW(), Lion(weight_decay=0.3), Muon()], ids=lambda config: config.kind)
+def test_a_step_that_the_device_skips_changes_nothing(config: AdamW | Lion | Muon, tiny_model: Any) -> None:
+    """The ones after it are what they would have been without, and those that it does not skip as if it could not."""
+    nan, inf = float("nan"), float("inf")
+    kept = []
+    for values in ((nan, 1.0, inf, 0.5), (1.0, 0.5), None):
+        model = tiny_model()
+        optimizers = build_optimizers(config, named(model))
         skipping = skips_on_device(optimizers)
         assert skipping is not None
-        for value in (1.0, float("nan"), 0.5) if has_bad_step else (1.0, 0.5):
+        for value in values or (1.0, 0.5):
             give_gradients(model, value)
-            with skipping(torch.tensor(value != value)):
+            with skipping(torch.tensor(value in (nan, inf))) if values else contextlib.nullcontext():
                 optimizers.step(1.0)
-        states.append(optimizers.state_dict())
-    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+        kept.append(optimizers.state_dict() | named(model))
+    for name, expected in kept[2].items():
+        assert torch.equal(kept[0][name], expected), name
+        assert torch.equal(kept[1][name], expected), name
 
 
-def test_optimizers_that_cannot_skip_are_known(tiny_model: Any) -> None:
-    assert skips_on_device(build_optimizers(Muon(), tiny_model())) is None
+def test_optimizers_that_cannot_skip_are_known() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    optimizers = Optimizers([torch.optim.AdamW([parameter], fused=False)], {parameter: "x"})
+    assert skips_on_device(optimizers) is None
 
 
 def test_numbers_are_read_in_order() -> None:
     numbers = NumbersInFlight()
-    numbers.put(1, torch.tensor([1.5, 0.25, 0.0]))
-    numbers.put(2, torch.tensor([float("nan"), 0.25, 0.0]))
+    numbers.put(1, torch.tensor([1.5, 0.25, 0.0, 1.0]))
+    numbers.put(2, torch.tensor([float("nan"), 0.25, 0.0, 0.0]))
     first, second = numbers.take()
-    assert first == StepNumbers(1, 1.5, 0.25, 0.0)
+    assert first == StepNumbers(1, 1.5, 0.25, 0.0, True)
     assert first.is_finite
     assert (second.step, second.is_finite) == (2, False)
     assert numbers.take() == []

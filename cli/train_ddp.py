@@ -1,0 +1,77 @@
+"""``diffusionlm-train-ddp``: train a model on several ranks of this machine, or of several machines."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from functools import partial
+
+from cli.train import add_arguments, train_as_rank
+from config.command import friendly_errors, parse_command
+from config.train import RENAMED, DistributedTrainConfig
+
+NAME = "diffusionlm-train-ddp"
+
+EXAMPLE = f"""  {NAME} --config config/resources/train_ddp.toml
+  {NAME} --config config/resources/train_ddp.toml --set parallel.strategy=fsdp --set parallel.local_ranks=8
+  {NAME} --config train.toml --nodes 4 --rendezvous node1:29400      # on each of four machines"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, load the config, start the ranks. Returns the exit code: 128 + signal where one ended the run."""
+    config, arguments = parse_command(
+        DistributedTrainConfig,
+        name=NAME,
+        description="Train a masked diffusion language model on several ranks: one for each GPU, or two on a CPU.",
+        example=EXAMPLE,
+        renamed=RENAMED,
+        extra=_add_arguments,
+        argv=argv,
+    )
+    with friendly_errors(NAME):
+        check_nodes(arguments)
+        if arguments.dry_run:
+            from profiling.plan import render_plan
+
+            # Two, where only torch knows how many GPUs there are.
+            local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
+            print(render_plan(config.plain(), local_ranks * arguments.nodes))
+            return 0
+        # Only now, so that --help and config errors do not wait for torch.
+        from ddp.launch import Nodes, count_local_ranks, launch
+
+        nodes = Nodes(arguments.nodes, arguments.rendezvous or "localhost:0", str(config.run.directory))
+        local_ranks = count_local_ranks(config.parallel, config.run.device)
+        config.rows_per_rank(local_ranks * nodes.count)
+        restarts = config.parallel.max_restarts
+        act = partial(train_as_rank, config.plain())
+        return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)
+    return 1
+
+
+def check_nodes(arguments: Namespace) -> None:
+    """Whether the machines have a place to meet.
+
+    Raises:
+        ValueError: they have none, or there is one machine.
+    """
+    if arguments.nodes < 1:
+        raise ValueError(f"--nodes {arguments.nodes} must be at least 1")
+    if arguments.nodes > 1 and ":" not in (arguments.rendezvous or ""):
+        raise ValueError(
+            f"--nodes {arguments.nodes} needs a place where the machines meet: add --rendezvous HOST:PORT, HOST being "
+            "one of them, the same on all"
+        )
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    add_arguments(parser)
+    parser.add_argument("--nodes", type=int, default=1, help="machines that run this command (default: 1)")
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="where several machines meet: one of them, a free port"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

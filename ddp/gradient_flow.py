@@ -1,0 +1,104 @@
+"""When gradients travel: while the backward of the step's last micro-batch still runs, bucket after bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.buckets import Bucket
+
+
+class GradientFlow:
+    """Collects gradients in buckets as autograd makes them, and launches each bucket that is complete.
+
+    Buckets are launched strictly in their order, so that all ranks make the same calls, whichever gradients a rank has.
+    A gradient that is in its bucket is dropped from its parameter: there is no second copy. Gradients of a parameter
+    that is used twice come as one, and frozen parameters are in no bucket.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        launch: Callable[[Bucket], None],
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``launch`` starts the collective of a bucket; ``begin`` is called before a step's first gradient is kept."""
+        self.buckets = buckets
+        self._launch = launch
+        self._begin = begin
+        self._has_begun = False
+        self._place = {
+            parameter: (index, name)
+            for index, bucket in enumerate(buckets)
+            for name, parameter in bucket.parameters.items()
+        }
+        self._names = [name for bucket in buckets for name in bucket.parameters]
+        self._is_last = False
+        self._missing = [0] * len(buckets)
+        self._next = 0
+        self._used = torch.zeros(len(self._names), dtype=torch.int32)
+        self._used_work: dist.Work | None = None
+        for parameter in self._place:
+            parameter.register_post_accumulate_grad_hook(self.mark_ready)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def backward(self, is_last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch. After the last one every bucket is on its way."""
+        self._is_last, self._next = is_last, 0
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        yield
+        if is_last:
+            self._flush()
+
+    def mark_ready(self, parameter: nn.Parameter) -> None:
+        """The micro-batch's gradient of a parameter is in its ``grad``. Autograd's are marked by a hook; those that
+        are made otherwise, once, by who makes them."""
+        index, name = self._place[parameter]
+        assert index >= self._next, f"a second gradient of {name}, whose bucket has gone in this backward"
+        assert parameter.grad is not None
+        self._begin_once()
+        self.buckets[index].add(name, parameter.grad)
+        parameter.grad = None
+        if self._is_last:
+            self._missing[index] -= 1
+            while self._next < len(self.buckets) and self._missing[self._next] <= 0:
+                self._launch_next()
+
+    def _begin_once(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin()
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        assert bucket.work is None, "something else is still under way in the bucket's memory"
+        bucket.complete()
+        self._launch(bucket)
+
+    def _flush(self) -> None:
+        self._begin_once()
+        while self._next < len(self.buckets):
+            self._launch_next()
+        self._is_last, self._next = False, 0
+        arrived = set[str]().union(*(bucket.arrived for bucket in self.buckets))
+        self._used = torch.tensor([name in arrived for name in self._names], dtype=torch.int32)
+        self._used_work = dist.all_reduce(self._used, async_op=True)
+
+    def wait(self) -> set[str]:
+        """Wait for all buckets. Returns the parameters that had a gradient on any rank; the next step begins.
+
+        A parameter that nobody used has no gradient, as in one process, so that no optimizer touches it.
+        """
+        assert self._used_work is not None, "no backward has been the last one"
+        for bucket in self.buckets:
+            bucket.wait()
+            bucket.arrived.clear()
+        self._used_work.wait()
+        self._used_work = None
+        self._has_begun = False
+        return {name for name, count in zip(self._names, self._used.tolist(), strict=True) if count}

@@ -1,0 +1,202 @@
+"""The ranks of a run: processes that train one model together, and what they tell each other on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from config.parallel import DDP, FSDP, Parallel, Single
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run.
+
+    What the ranks tell each other here are values of the host, and go by gloo also where tensors on GPUs go by NCCL: no
+    call waits for a GPU. Every rank makes the same calls in the same order.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Among the ranks on this machine."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks, and writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to wait for."""
+        return self.world_size == 1
+
+    def sum(self, *values: float) -> list[float]:
+        """Of each value over the ranks, in float64 and in the order of ranks: the same number on all of them."""
+        if self.is_alone:
+            return list(values)
+        mine = torch.tensor(values, dtype=torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine)
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total.tolist()
+
+    def is_any(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on one rank at least."""
+        return self.sum(float(flag))[0] > 0
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.sum(0.0)
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank gives, in the order of ranks, sent to all by pickle."""
+        if self.is_alone:
+            return [value]
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on rank 0, sent to all ranks by pickle; the others do not call it.
+
+        Raises:
+            ValueError: ``make`` raised it; on every rank, with the same text.
+        """
+        if self.is_alone:
+            return make()
+        message: list[tuple[T | None, str | None]] = [(None, None)]
+        if self.is_first:
+            try:
+                message = [(make(), None)]
+            except ValueError as error:
+                dist.broadcast_object_list([(None, str(error))], src=0)
+                raise
+        dist.broadcast_object_list(message, src=0)
+        made, problem = message[0]
+        if problem is not None:
+            raise ValueError(problem)
+        return made  # type: ignore[return-value]
+
+    def agree(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns, which every rank calls.
+
+        Raises:
+            ValueError: it raised on one rank or several, whatever it was; on every rank, naming them and their errors.
+        """
+        if self.is_alone:
+            return act()
+        result: T | None = None
+        mine: Exception | None = None
+        try:
+            result = act()
+        except Exception as error:
+            mine = error
+        problems: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(problems, _text(mine))
+        if any(problems):
+            raise ValueError(_said_by(problems)) from mine
+        return result  # type: ignore[return-value]
+
+
+SINGLE = Ranks()
+
+
+def _text(error: Exception | None) -> str | None:
+    if error is None:
+        return None
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def _said_by(problems: list[str | None]) -> str:
+    """What went wrong, once where all ranks say the same."""
+    if len(set(problems)) == 1:
+        return f"all ranks: {problems[0]}"
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+
+
+def launched() -> tuple[int, int, int] | None:
+    """Rank, world size and local rank as torchrun's environment has them; None where it did not start this process.
+
+    Raises:
+        ValueError: a variable of it is no number.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return rank, world_size, local_rank
+
+
+def _number(name: str) -> int:
+    value = os.environ.get(name, "0")
+    if not value.isdecimal():
+        raise ValueError(
+            f"the environment has {name} = {value!r}, which is no number: unset it, or start with torchrun"
+        )
+    return int(value)
+
+
+@contextmanager
+def process_group(parallel: Parallel, device_type: str) -> Iterator[Ranks]:
+    """Join the other ranks of the run, and leave them at the end. ``device_type`` is ``cuda`` or ``cpu``.
+
+    On CUDA the rank's GPU becomes the current one. A run that fails leaves without waiting for what is under way: the
+    other ranks see it go.
+
+    Raises:
+        ValueError: the strategy and how this process was started do not fit, NCCL without CUDA, or more ranks on this
+            machine than GPUs.
+    """
+    found = launched()
+    if isinstance(parallel, Single):
+        if found is not None and found[1] > 1:
+            raise ValueError(
+                f'parallel.strategy = "single" under torchrun with {found[1]} ranks, which would not know of each '
+                'other: set parallel.strategy = "ddp" or "fsdp", or start one process with diffusionlm-train'
+            )
+        yield SINGLE
+        return
+    if found is None:
+        raise ValueError(
+            f'parallel.strategy = "{parallel.strategy}" needs ranks, and this is one process: start it with '
+            'diffusionlm-train-ddp or torchrun, or set parallel.strategy = "single"'
+        )
+    ranks = Ranks(*found)
+    backend = _backend(parallel, device_type)
+    if device_type == "cuda":
+        gpus = torch.cuda.device_count()
+        if ranks.local_rank >= gpus:
+            raise ValueError(
+                f"rank {ranks.rank} is number {ranks.local_rank} on this machine, which has {gpus} GPUs: set "
+                f"parallel.local_ranks (torchrun: --nproc-per-node) to {gpus} at most"
+            )
+        torch.cuda.set_device(ranks.local_rank)
+    timeout = timedelta(seconds=parallel.timeout_seconds)
+    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    # Not in a `finally`: leaving waits for collectives under way, which those who failed will not see end.
+    yield ranks
+    ranks.barrier()
+    dist.destroy_process_group()
+
+
+def _backend(parallel: DDP | FSDP, device_type: str) -> str:
+    """As torch spells it: values of the host always go by gloo."""
+    if device_type != "cuda":
+        if parallel.backend == "nccl":
+            raise ValueError(
+                f'parallel.backend = "nccl" moves data between GPUs, and the run is on {device_type}: set it to "auto" '
+                'or "gloo"'
+            )
+        return "gloo"
+    return f"cpu:gloo,cuda:{'nccl' if parallel.backend == 'auto' else parallel.backend}"

@@ -1,0 +1,7 @@
+"""The tiny run, for several ranks."""
+
+from __future__ import annotations
+
+from tests.unit.training.conftest import config
+
+__all__ = ["config"]

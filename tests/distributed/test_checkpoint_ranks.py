@@ -1,0 +1,277 @@
+"""Checkpoints that several ranks write and read together: resharded exactly, and failing alike."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ddp.process_group import SINGLE, Ranks
+from diffusionlm.training import training_state
+from diffusionlm.training.background import Saves
+from diffusionlm.training.checkpoint import CheckpointStore, Saved
+from diffusionlm.training.saving_ranks import SavingRanks
+from diffusionlm.training.snapshot import Snapshot, take_snapshot
+from tests.distributed.forked import end_ranks, run_ranks
+
+SHAPES = {"long": (7, 3), "short": (1, 4), "bias": (5,)}
+"""Of parameters that are cut by rows; of the short one, ranks but the first have nothing."""
+
+
+def whole(name: str, step: int) -> torch.Tensor:
+    shape = SHAPES[name]
+    return step * 100.0 + torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def rows(value: torch.Tensor, ranks: Ranks) -> Any:
+    """This rank's rows, as the parts of a parameter are given for saving."""
+    if ranks.is_alone:
+        return value
+    parts = value.chunk(ranks.world_size)
+    mine = parts[ranks.rank].clone() if ranks.rank < len(parts) else value[:0].clone()
+    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
+
+
+def optimizer_of(ranks: Ranks, step: int) -> dict[str, Any]:
+    """Cut ones; one that the last rank has whole; and a count, on every rank that has some of its parameter."""
+    state: dict[str, Any] = {f"{name}.exp_avg": rows(whole(name, step), ranks) for name in SHAPES}
+    state["long.step"] = torch.tensor(float(step))
+    if ranks.rank == ranks.world_size - 1:
+        state["matrix.momentum"] = torch.full((2, 2), float(step))
+    return state
+
+
+def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, folder / "model.safetensors")
+
+
+def snapshot(ranks: Ranks, step: int, write: Callable[..., None] = write_model) -> Snapshot:
+    weights = {"w": torch.full((3,), float(step))} if ranks.is_first else {}
+    live = {"long": rows(whole("long", step) + 0.5, ranks)}
+    return take_snapshot(step, write, {"step": step}, weights, optimizer_of(ranks, step), live)
+
+
+def save(store: CheckpointStore, ranks: Ranks, step: int) -> Path:
+    return store.save(step, snapshot(ranks, step), SavingRanks.join(ranks, 20))
+
+
+def load(store: CheckpointStore, ranks: Ranks = SINGLE) -> tuple[Saved, list[str]]:
+    said: list[str] = []
+    saved = store.load_newest(said.append, ranks)
+    assert saved is not None
+    return saved, said
+
+
+def assert_whole(store: CheckpointStore, step: int) -> None:
+    """By a process alone."""
+    saved, said = load(store)
+    assert said == [] and saved.state == {"step": step}
+    optimizer = saved.optimizer()
+    assert optimizer.keys() == {*(f"{name}.exp_avg" for name in SHAPES), "long.step", "matrix.momentum"}
+    assert all(torch.equal(optimizer[f"{name}.exp_avg"], whole(name, step)) for name in SHAPES)
+    assert optimizer["long.step"] == step and torch.equal(optimizer["matrix.momentum"], torch.full((2, 2), float(step)))
+    assert torch.equal(saved.live_weights()["long"], whole("long", step) + 0.5)
+    assert torch.equal(saved.weights()["w"], torch.full((3,), float(step)))
+    assert not [path.name for path in store.folder.iterdir() if ".tmp-" in path.name]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """With a checkpoint that one process wrote."""
+    made = CheckpointStore(tmp_path / "checkpoints", 2)
+    save(made, SINGLE, 1)
+    return made
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 3), (3, 2)])
+def test_any_number_of_ranks_reads_what_any_number_wrote(
+    store: CheckpointStore, tmp_path: Path, writers: int, readers: int
+) -> None:
+    if writers == 1:
+        save(store, SINGLE, 2)
+    else:
+        run_ranks(lambda ranks: save(store, ranks, 2), tmp_path, writers)
+    files = sorted(path.name for path in (store.path(2) / "training_state").iterdir())
+    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(writers))]
+    assert_whole(store, 2)
+
+    def read(ranks: Ranks) -> None:
+        saved, _ = load(store, ranks)
+        expected = {f"optimizer.{key}": value for key, value in optimizer_of(ranks, 2).items()}
+        expected["weights.long"] = rows(whole("long", 2) + 0.5, ranks)
+        targets = {key: _zeros(value) for key, value in expected.items()}
+        saved.read_into(targets)
+        for key, value in expected.items():
+            assert torch.equal(_local(targets[key]), _local(value)), key
+
+    run_ranks(read, tmp_path, readers)
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _zeros(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return torch.zeros_like(value)
+    empty = torch.full_like(value.to_local(), -1.0)
+    return DTensor.from_local(
+        empty, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
+def test_keys_that_do_not_fit_are_named_on_all_ranks(store: CheckpointStore, tmp_path: Path) -> None:
+    def read(ranks: Ranks) -> list[str]:
+        saved, _ = load(store, ranks)
+        fits = {f"optimizer.{key}": value for key, value in optimizer_of(ranks, 1).items()}
+        cases: list[dict[str, Any]] = [
+            {key: value for key, value in fits.items() if key != "optimizer.matrix.momentum"},
+            {key: value for key, value in fits.items() if key != "optimizer.bias.exp_avg" or ranks.is_first},
+            fits | ({"optimizer.new.step": torch.tensor(0.0)} if ranks.rank == 1 else {}),
+            fits | {"optimizer.bias.exp_avg": rows(torch.zeros(6), ranks)},
+        ]
+        told = []
+        for wrong in cases:
+            with pytest.raises(ValueError) as caught:
+                saved.read_into(wrong, "optimizer.")
+            told.append(str(caught.value))
+        return told
+
+    one, other = run_ranks(read, tmp_path)
+    assert one == other
+    assert "unexpected optimizer.matrix.momentum" in one[0]
+    assert "unexpected optimizer.bias.exp_avg" in one[1], "some of its rows are taken, not all"
+    assert one[2].startswith("rank 1: ") and "missing optimizer.new.step" in one[2]
+    assert "optimizer.bias.exp_avg has shape [5], here it is [6]" in one[3]
+
+
+@pytest.mark.parametrize(
+    ("rank", "name"), [(0, "state.json"), (1, "__1_0.distcp"), (0, "__0_0.distcp"), (0, ".metadata.tmp")]
+)
+def test_a_full_disk_of_one_rank_fails_on_both(store: CheckpointStore, tmp_path: Path, rank: int, name: str) -> None:
+    def fail(ranks: Ranks) -> str:
+        original = io.open
+
+        def full(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if ranks.rank == rank and "w" in mode and Path(str(path)).name == name:
+                raise OSError(28, "No space left on device")
+            return original(path, mode, *args, **kwargs)
+
+        saves = Saves(store, SavingRanks.join(ranks, 20))
+        io.open = full  # type: ignore[assignment]
+        saves.start(snapshot(ranks, 2))
+        with pytest.raises(ValueError, match="step-00000002 was not written") as caught:
+            saves.wait()
+        io.open = original
+        saves.start(snapshot(ranks, 3))
+        saves.wait()
+        saves.close()
+        return str(caught.value)
+
+    one, other = run_ranks(fail, tmp_path)
+    assert one == other
+    assert f"rank {rank}: [Errno 28] No space left on device" in one and "MiB are free there; make room" in one
+    assert store.steps() == [1, 3]
+    assert_whole(store, 3)
+
+
+def test_ranks_that_do_not_share_a_disk_are_told_so(store: CheckpointStore, tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> str:
+        if ranks.rank == 1:
+            real = training_state.entries_of
+
+            def elsewhere(folder: Path, files: Any) -> Any:
+                made = real(folder, files)
+                for file in files:
+                    file.unlink()
+                return made
+
+            training_state.entries_of = elsewhere  # type: ignore[attr-defined]
+        with pytest.raises(ValueError) as caught:
+            save(store, ranks, 2)
+        return str(caught.value)
+
+    one, other = run_ranks(act, tmp_path)
+    assert one == other
+    assert "rank 0: the first rank does not see training_state/__1_0.distcp: all ranks must share" in one
+    assert store.steps() == [1]
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_dies_during_a_save_ends_it_on_the_other(store: CheckpointStore, tmp_path: Path, dies: int) -> None:
+    def act(ranks: Ranks) -> str:
+        original = io.open
+
+        def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if ranks.rank == dies and Path(str(path)).name == f"__{dies}_0.distcp":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(path, mode, *args, **kwargs)
+
+        io.open = opened  # type: ignore[assignment]
+        saves = Saves(store, SavingRanks.join(ranks, 20))
+        saves.start(snapshot(ranks, 2))
+        with pytest.raises(ValueError) as caught:
+            saves.wait()
+        os._exit(0 if "step-00000002 was not written: a rank is gone" in str(caught.value) else 5)
+
+    codes = [each.exit_code for each in end_ranks(act, tmp_path, timeout=15)]
+    assert codes == ([-signal.SIGKILL, 0] if dies == 0 else [0, -signal.SIGKILL])
+    assert store.steps() == [1]
+    run_ranks(lambda ranks: save(store, ranks, 3), tmp_path)
+    assert_whole(store, 3)
+
+
+def test_training_talks_while_a_thread_saves(store: CheckpointStore, tmp_path: Path) -> None:
+    """Values of the training are not mixed up with those of the save, whatever comes first."""
+
+    def act(ranks: Ranks) -> list[float]:
+        saves = Saves(store, SavingRanks.join(ranks, 20))
+        totals = []
+        for step in (2, 3, 4):
+            saves.start(snapshot(ranks, step))
+            totals += [ranks.sum(float(ranks.rank + number))[0] for number in range(20)]
+        saves.wait()
+        told = saves.poll()
+        saves.close()
+        assert told == []
+        return totals
+
+    expected = [1.0 + 2 * number for number in range(20)] * 3
+    assert run_ranks(act, tmp_path) == [expected, expected]
+    assert store.steps() == [3, 4]
+    assert_whole(store, 4)
+
+
+def test_the_first_rank_decides_what_is_loaded(store: CheckpointStore, tmp_path: Path) -> None:
+    """A damaged one is set aside once, and the other rank does not look at it."""
+    data = save(store, SINGLE, 2) / "training_state" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+    def act(ranks: Ranks) -> tuple[str, list[str]]:
+        saved, said = load(store, ranks)
+        return saved.path.name, said
+
+    (one, said), (other, silent) = run_ranks(act, tmp_path)
+    assert one == other == "step-00000001" and silent == []
+    assert "__0_0.distcp is damaged" in said[0] and "damaged-step-00000002" in said[1]
+    data.parent.parent.parent.joinpath("step-00000001", "state.json").unlink(missing_ok=True)
+
+    def none(ranks: Ranks) -> str:
+        with pytest.raises(ValueError) as caught:
+            store.load_newest(lambda text: None, ranks)
+        return str(caught.value)
+
+    told = run_ranks(none, tmp_path)
+    assert told[0] == told[1] and "no checkpoint in" in told[0]

@@ -1,0 +1,304 @@
+"""Gradients of many ranks are those of one process with the whole batch, and travel while the backward runs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from config.parallel import DDP, Parallel, Single
+from ddp.buckets import plan_buckets
+from ddp.parallelism import Alone, Parallelism, apply_parallelism
+from ddp.process_group import SINGLE, Ranks
+from tests.conftest import MakeModel
+from tests.distributed.forked import run_ranks
+from tests.distributed.toys import (
+    Batch,
+    Tower,
+    backward,
+    batches,
+    loss_of,
+    recorded,
+    tower,
+    units_of_tower,
+    units_of_transformer,
+)
+
+CPU = torch.device("cpu")
+SHARDED, PLAIN = DDP(bucket_mib=0.0004), DDP(bucket_mib=0.0004, shard_optimizer=False)
+"""Buckets of 400 bytes: each of these models has several."""
+
+both = pytest.mark.parametrize("config", [PLAIN, SHARDED], ids=["plain", "sharded"])
+
+
+def parallel(model: nn.Module, config: Parallel, ranks: Ranks) -> Parallelism:
+    units = units_of_tower(model) if isinstance(model, Tower) else units_of_transformer(model)  # type: ignore[arg-type]
+    return apply_parallelism(model, config, ranks, CPU, units, must_be_whole=lambda name: "layers.1" in name)
+
+
+def gradients(parallelism: Parallelism) -> dict[str, tuple[int, int, Tensor | None]]:
+    """First and last row of what this rank has, and its gradient."""
+    return {name: (*parallelism.row_range(name), each.grad) for name, each in parallelism.trained().items()}
+
+
+def assert_rows_of(expected: nn.Module, all_ranks: list[dict[str, tuple[int, int, Tensor | None]]]) -> None:
+    """Every row of every gradient is on some rank, and right wherever it is."""
+    for name, parameter in expected.named_parameters():
+        rows = set[int]()
+        for first, end, gradient in (each[name] for each in all_ranks if name in each):
+            rows |= set(range(first, end))
+            if parameter.grad is None:
+                assert gradient is None, name
+                continue
+            assert gradient is not None, name
+            whole = parameter.grad if parameter.dim() else parameter.grad[None]
+            torch.testing.assert_close(gradient, whole[first:end].view_as(gradient), rtol=1e-5, atol=1e-7)
+        assert len(rows) == (len(parameter) if parameter.dim() else 1) or not parameter.requires_grad, name
+
+
+def whole_step(model: nn.Module, parts: list[list[Batch]], max_norm: float) -> Tensor:
+    """The same in one process."""
+    denominator = sum(len(batch[1]) for part in parts for batch in part)
+    for part in parts:
+        for batch in part:
+            loss_of(model, batch, denominator).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+@both
+@pytest.mark.parametrize("max_norm", [1e9, 1e-3])
+def test_gradients_are_those_of_the_whole_batch(
+    tiny_model: MakeModel, tmp_path: Path, config: DDP, max_norm: float
+) -> None:
+    """Unequal counts of targets, three micro-batches, a tied head."""
+    model = tiny_model(tie_word_embeddings=True)
+    parts = [batches([3, 1, 4], seed=1, vocabulary=19), batches([1, 5, 2], seed=2, vocabulary=19)]
+    assert any(name == "lm_head.weight" for name, _ in model.named_parameters(remove_duplicate=False))
+
+    def act(ranks: Ranks) -> Any:
+        parallelism = parallel(model, config, ranks)
+        [count] = ranks.sum(sum(len(rows) for _, rows, _ in parts[ranks.rank]))
+        backward(parallelism, model, parts[ranks.rank], count)
+        return parallelism.clip(max_norm), gradients(parallelism)
+
+    (norm, first), (other_norm, second) = run_ranks(act, tmp_path)
+    expected = copy.deepcopy(model)
+    torch.testing.assert_close(norm, whole_step(expected, parts, max_norm))
+    assert torch.equal(norm, other_norm)
+    assert_rows_of(expected, [first, second])
+
+
+@both
+def test_three_ranks(tmp_path: Path, config: DDP) -> None:
+    """Rows that do not divide by three, and a parameter without dimensions."""
+    model = tower(layers=4, is_tied=False)
+    parts = [batches([rank + 1], seed=rank) for rank in range(3)]
+
+    def act(ranks: Ranks) -> Any:
+        parallelism = parallel(model, config, ranks)
+        backward(parallelism, model, parts[ranks.rank], 6)
+        return parallelism.clip(1e9), gradients(parallelism)
+
+    norms, found = zip(*run_ranks(act, tmp_path, world_size=3), strict=True)
+    expected = copy.deepcopy(model)
+    torch.testing.assert_close(norms[1], whole_step(expected, parts, 1e9))
+    assert_rows_of(expected, list(found))
+
+
+@both
+def test_unused_and_frozen_parameters(tmp_path: Path, config: DDP) -> None:
+    """Layer 2 is used by nobody, layer 1 by rank 1 alone and there not in the last micro-batch, layer 0 is frozen."""
+    model = tower()
+    model.layers[0].requires_grad_(False)
+    mine = batches([2, 3], seed=4)
+    skips = [[{1, 2}, {1, 2}], [{2}, {1, 2}]]
+
+    def run(model: Tower, rank: int, index: int) -> None:
+        model.skips = skips[rank][index]
+        loss_of(model, mine[index], 10).backward()
+
+    def act(ranks: Ranks) -> Any:
+        parallelism = parallel(model, config, ranks)
+        found = []
+        for _ in range(2):  # the second step must not see what the first one left
+            for index in range(2):
+                with parallelism.backward(is_last=index == 1):
+                    run(model, ranks.rank, index)
+            norm = parallelism.clip(1e9)
+            found.append((norm, gradients(parallelism)))
+            assert not any(name.startswith("layers.0") for name in parallelism.trained())
+            for parameter in parallelism.trained().values():
+                parameter.grad = None
+            parallelism.start_gather()
+        return found
+
+    first, second = run_ranks(act, tmp_path)
+    expected = copy.deepcopy(model)
+    for rank in range(2):
+        for index in range(2):
+            run(expected, rank, index)
+    norm = nn.utils.clip_grad_norm_(expected.parameters(), 1e9)
+    assert expected.layers[2].weight.grad is None and expected.layers[1].weight.grad is not None
+    for step in range(2):
+        torch.testing.assert_close(first[step][0], norm)
+        assert_rows_of(expected, [first[step][1], second[step][1]])
+
+
+@both
+def test_each_bucket_travels_once_a_step(tmp_path: Path, config: DDP) -> None:
+    model = tower()
+
+    def act(ranks: Ranks) -> Any:
+        parallelism = parallel(model, config, ranks)
+        buckets = len(parallelism.flow.buckets)  # type: ignore[attr-defined]
+        found = []
+        for index, batch in enumerate(batches([2, 2, 2], seed=ranks.rank)):
+            with recorded() as events, parallelism.backward(is_last=index == 2):
+                loss_of(model, batch, 6).backward()
+            found.append(len(events))
+        with recorded() as events:
+            parallelism.clip(1.0)
+        return buckets, found, len(events)
+
+    for buckets, found, later in run_ranks(act, tmp_path):
+        assert buckets > 2 and later == 0
+        assert found == [0, 0, buckets]
+
+
+@both
+def test_the_first_bucket_leaves_before_the_backward_ends(tmp_path: Path, config: DDP) -> None:
+    """A trace: the head's gradients are on their way when the gradient of the first layer's input is made."""
+    model = tower(is_tied=False)
+
+    def act(ranks: Ranks) -> list[Any]:
+        parallelism = parallel(model, config, ranks)
+        with recorded() as events:
+            for index, layer in enumerate(model.layers):
+                layer.register_full_backward_hook(lambda *_, index=index: events.append(f"layer {index}"))
+            backward(parallelism, model, batches([4], seed=ranks.rank), 8)
+            events.append("end of the backward")
+        return [event if isinstance(event, str) else "bucket" for event in events]
+
+    for events in run_ranks(act, tmp_path):
+        last_bucket = len(events) - 1 - events[::-1].index("bucket")
+        assert events.index("bucket") < events.index("layer 1") < events.index("layer 0") < last_bucket
+        assert last_bucket < events.index("end of the backward")
+
+
+def test_weights_and_buffers_of_the_first_rank_are_everybodys(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> tuple[dict[str, Tensor], str]:
+        model = tower(seed=ranks.rank)
+        model.register_buffer("steps", torch.full((3,), ranks.rank))
+        model.layers[0].requires_grad_(False)  # frozen ones as well
+        parallelism = parallel(model, PLAIN, ranks)
+        parallelism.check_replicas()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            if ranks.rank == 1:
+                model.layers[1].weight[2, 3] += 1e-6
+                model.norm.bias[0] = 1.0
+        with pytest.raises(ValueError) as caught:
+            parallelism.check_replicas()
+        return state, str(caught.value)
+
+    for state, told in run_ranks(act, tmp_path):
+        assert all(torch.equal(value, state[name]) for name, value in tower(seed=0).state_dict().items())
+        assert state["steps"].tolist() == [0, 0, 0]
+        assert "layers.1.weight of rank 1 is not that of rank 0, and so are 2 parameters of 10" in told
+
+
+def test_rows_that_were_exchanged_are_another_weight(tmp_path: Path) -> None:
+    """A plain sum of bits would not see it."""
+
+    def act(ranks: Ranks) -> None:
+        model = tower()
+        parallelism = parallel(model, PLAIN, ranks)
+        with torch.no_grad():
+            if ranks.rank == 1:
+                model.embed.weight.copy_(model.embed.weight.flip(0))
+        with pytest.raises(ValueError, match=r"embed\.weight of rank 1"):
+            parallelism.check_replicas()
+
+    run_ranks(act, tmp_path)
+
+
+@both
+def test_a_gradient_made_without_autograd_is_marked(tmp_path: Path, config: DDP) -> None:
+    def act(ranks: Ranks) -> Any:
+        model = tower(is_tied=False)
+        parallelism = parallel(model, config, ranks)
+        for index in range(2):
+            with parallelism.backward(is_last=index == 1):
+                hidden = model.norm(model.embed(torch.arange(3)))
+                (hidden @ model.head.weight.detach().T).sum().backward()
+                model.head.weight.grad = torch.full_like(model.head.weight, ranks.rank + index + 1.0)
+                parallelism.mark_ready(model.head.weight)  # type: ignore[attr-defined]
+        parallelism.clip(1e9)
+        return gradients(parallelism)
+
+    for found in run_ranks(act, tmp_path):
+        gradient = found["head.weight"][2]
+        assert gradient is not None and torch.equal(gradient, torch.full_like(gradient, 1.0 + 2.0 + 2.0 + 3.0))
+
+
+def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
+    """Its bucket has gone: it would be lost."""
+
+    def act(ranks: Ranks) -> None:
+        model = tower()
+        parallelism = parallel(model, PLAIN, ranks)
+        [batch] = batches([2], seed=0)
+        with parallelism.backward(is_last=True):
+            loss_of(model, batch, 2).backward()
+            with pytest.raises(AssertionError, match="a second gradient of"):
+                loss_of(model, batch, 2).backward()
+
+    run_ranks(act, tmp_path)
+
+
+def test_one_process_clips_as_torch_does(tiny_model: MakeModel) -> None:
+    model, [batch] = tiny_model(), batches([5], seed=0, vocabulary=19)
+    expected = copy.deepcopy(model)
+    alone = parallel(model, Single(), SINGLE)
+    assert isinstance(alone, Alone) and isinstance(parallel(model, DDP(), SINGLE), Alone)
+    backward(alone, model, [batch], 5)
+    assert torch.equal(alone.clip(0.01), whole_step(expected, [[batch]], 0.01))
+    assert alone.trained().keys() == dict(expected.named_parameters()).keys()
+    for name, parameter in expected.named_parameters():
+        found = alone.trained()[name].grad
+        assert found is not None and parameter.grad is not None and torch.equal(found, parameter.grad)
+
+
+def plan(shapes: dict[str, tuple[int, ...]], most: int, world_size: int = 1, whole: str = "whole") -> list[Any]:
+    parameters = {name: torch.empty(shape) for name, shape in shapes.items()}
+    return plan_buckets(parameters, world_size, most, lambda name: name.startswith(whole))
+
+
+def test_buckets_are_bounded_in_bytes() -> None:
+    shapes = {"a": (16,), "b": (16,), "c": (32,), "d": (1000,), "e": (16,)}
+    assert [list(each.pieces) for each in plan(shapes, most=128)] == [["a", "b"], ["c"], ["d"], ["e"]]
+    parameters: dict[str, Tensor] = {"a": torch.empty(2), "b": torch.empty(2, dtype=torch.float64)}
+    assert [each.dtype for each in plan_buckets(parameters, 1, 1e9)] == [torch.float32, torch.float64]
+
+
+def test_whole_parameters_share_a_bucket_that_they_would_pad() -> None:
+    """Four matrices that must be whole over four ranks: one bucket of one each, however small a bucket may be."""
+    shapes = {f"whole{index}": (16, 16) for index in range(6)}
+    plans = plan(shapes, most=1, world_size=4)
+    assert [len(each.pieces) for each in plans] == [4, 2]
+    assert [each.segment for each in plans] == [256, 256]
+    owners = [piece.rank for each in plans for pieces in each.pieces.values() for piece in pieces]
+    assert owners == [0, 1, 2, 3, 0, 1]
+
+
+def test_rows_are_cut_as_torch_cuts_them() -> None:
+    for rows in (1, 2, 7, 8, 9):
+        [each] = plan({"a": (rows, 3)}, most=1, world_size=4)
+        chunks = torch.arange(rows).chunk(4)
+        assert [(piece.start, piece.end) for piece in each.pieces["a"]] == [
+            (int(chunk[0]), int(chunk[-1]) + 1) for chunk in chunks
+        ]

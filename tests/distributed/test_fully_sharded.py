@@ -1,0 +1,381 @@
+"""FSDP does what one process does, and each rank has its rows of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+# FSDP imports it when it is first used, which takes seconds: here once, and not in every child.
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config.optimizer import AdamW, Lion, Muon
+from config.parallel import FSDP
+from ddp.fully_sharded import FullySharded
+from ddp.process_group import Ranks
+from ddp.row_exchange import RowExchange, rows_of
+from diffusionlm.models.init import init_weights, initial_value
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.activation_checkpointing import checkpoint_activations
+from diffusionlm.training.ema import WeightAverage
+from diffusionlm.training.optim import Optimizers, build_optimizers
+from diffusionlm.training.runtime import skips_on_device
+from tests.conftest import MakeConfig, MakeModel
+from tests.distributed import forked
+from tests.distributed.toys import Batch, batches, loss_of, units_of_transformer
+
+CPU = torch.device("cpu")
+DENOMINATOR = 30.0
+VOCABULARY = 19
+MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
+Kind = AdamW | Lion | Muon
+T = TypeVar("T")
+
+
+def run_ranks(act: Callable[[Ranks], T], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[T]:
+    """`forked.run_ranks`, with a pool of threads that the child has made: those of autograd must not all do it at once,
+    which ends it."""
+
+    def begin(ranks: Ranks) -> T:
+        torch.set_num_threads(1)
+        return act(ranks)
+
+    return forked.run_ranks(begin, tmp_path, world_size, timeout)
+
+
+@contextmanager
+def collectives() -> Iterator[list[tuple[str, int]]]:
+    """FSDP's gathers and reductions, as (kind, bytes of the whole), in order; torch renamed them."""
+    events: list[tuple[str, int]] = []
+    kinds = {
+        "all_gather_into_tensor": "gather",
+        "all_gather_single": "gather",
+        "reduce_scatter_tensor": "reduce",
+        "reduce_scatter_single": "reduce",
+    }
+    originals = {name: getattr(dist, name) for name in kinds if hasattr(dist, name)}
+
+    def recording(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            events.append((kinds[name], max(each.nbytes for each in tensors)))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, recording(name))
+    try:
+        yield events
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def cut(model: Transformer, ranks: Ranks, reshard: bool = True, dtype: torch.dtype = torch.float32) -> FullySharded:
+    parallel = FSDP(reshard_after_forward=reshard)
+    return FullySharded(model, parallel, ranks, CPU, units_of_transformer(model), dtype=dtype)
+
+
+def of_rank(step: int, rank: int) -> list[Batch]:
+    """Three micro-batches, whose counts differ from rank to rank."""
+    return batches([1 + 3 * rank, 4, 2 - rank % 2], seed=10 * step + rank, vocabulary=VOCABULARY)
+
+
+def train_parts(parts: FullySharded, optimizers: Optimizers, steps: int, max_norm: float = 0.5) -> list[Tensor]:
+    """The norms."""
+    norms = []
+    for step in range(steps):
+        mine = of_rank(step, parts.ranks.rank)
+        for index, batch in enumerate(mine):
+            with parts.backward(is_last=index == len(mine) - 1):
+                loss_of(parts.model, batch, DENOMINATOR).backward()
+        norms.append(parts.clip(max_norm))
+        optimizers.step(1.0)
+    return norms
+
+
+def train_whole(model: Transformer, config: Kind, ranks: Ranks, steps: int, max_norm: float = 0.5) -> list[Tensor]:
+    """One process with the batches of all."""
+    optimizers = build_optimizers(config, dict(model.named_parameters()))
+    norms = []
+    for step in range(steps):
+        for rank in range(ranks.world_size):
+            for batch in of_rank(step, rank):
+                loss_of(model, batch, DENOMINATOR).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        optimizers.step(1.0)
+    return norms
+
+
+def assert_close(parts: FullySharded, model: Transformer, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """On the first rank, which gets the whole parameters."""
+    found = dict(parts.whole_parameters())
+    if not parts.ranks.is_first:
+        assert not found
+        return
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, expected in model.named_parameters():
+        torch.testing.assert_close(
+            found[name], expected.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} {m}"
+        )
+
+
+CASES: dict[str, tuple[Kind, bool, int, dict[str, Any]]] = {
+    "adamw": (AdamW(weight_decay=0.1), True, 2, {"tie_word_embeddings": False}),
+    "adamw, tied, kept": (AdamW(), False, 2, {"tie_word_embeddings": True, "attention_bias": True}),
+    "lion, mixture": (Lion(), True, 2, {"tie_word_embeddings": False, **MIXTURE}),
+    "muon, tied": (Muon(precision="float32"), True, 2, {"tie_word_embeddings": True}),
+    "muon, mixture, kept": (Muon(precision="float32"), False, 3, {"tie_word_embeddings": False, **MIXTURE}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_one_process(case: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Gradients are sums over three micro-batches and the ranks, whose counts of targets differ."""
+    config, reshard, world_size, settings = CASES[case]
+    frozen = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"]
+
+    def act(ranks: Ranks) -> None:
+        models = tiny_model(**settings), tiny_model(**settings)
+        for model in models:
+            for name in frozen:
+                model.get_parameter(name).requires_grad_(False)
+        parts = cut(models[0], ranks, reshard)
+        optimizers = build_optimizers(config, parts.trained(), exchange=parts.exchange)
+        assert not parts.trained().keys() & set(frozen)
+        norms = train_parts(parts, optimizers, 3)
+        torch.testing.assert_close(norms, train_whole(models[1], config, ranks, 3), rtol=1e-4, atol=0)
+        assert min(norms) > 0.5  # clipped, and by the norm over all ranks
+        assert_close(parts, models[1])
+        rows = {name: parts.row_range(name) for name in parts.trained()}
+        assert all(len(part) == rows[name][1] - rows[name][0] for name, part in parts.trained().items())
+
+    run_ranks(act, tmp_path, world_size)
+
+
+def test_gradients_travel_in_each_micro_batch(tiny_model: MakeModel, tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> list[int]:
+        parts = cut(tiny_model(), ranks)
+        counts = []
+        with collectives() as events:
+            for index, batch in enumerate(of_rank(0, ranks.rank)):
+                with parts.backward(is_last=index == 2):
+                    loss_of(parts.model, batch, DENOMINATOR).backward()
+                counts.append(sum(kind == "reduce" for kind, _ in events))
+        return counts
+
+    assert run_ranks(act, tmp_path) == [[3, 6, 9]] * 2  # two blocks and the root
+
+
+def test_initial_weights_are_those_of_one_process(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Made one after the other, from a model without memory."""
+    config = make_config(tie_word_embeddings=True, sandwich_norms=True)
+
+    def act(ranks: Ranks) -> None:
+        with torch.device("meta"):
+            model = Transformer(config)
+        shapes = {name: each.shape for name, each in model.named_parameters()}
+
+        parts = cut(model, ranks)
+        parts.materialise(lambda name: initial_value(name, shapes[name], config, seed=3))
+        expected = Transformer(config)
+        init_weights(expected, seed=3)
+        assert_close(parts, expected, rtol=0, atol=0)
+        optimizers = build_optimizers(AdamW(), parts.trained())
+        train_parts(parts, optimizers, 2)
+        train_whole(expected, AdamW(), ranks, 2)
+        assert_close(parts, expected)
+
+    run_ranks(act, tmp_path)
+
+
+@pytest.mark.parametrize("choice", ["selective", "full"])
+def test_activations_that_are_computed_again_change_nothing(choice: Any, tiny_model: MakeModel, tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> None:
+        kept = []
+        for which in ("none", choice):
+            model = tiny_model(**MIXTURE)
+            checkpoint_activations(model, which)
+            parts = cut(model, ranks)
+            train_parts(parts, build_optimizers(AdamW(), parts.trained()), 2)
+            kept.append(parts.trained())
+        assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+    run_ranks(act, tmp_path)
+
+
+def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Weights of blocks travel in bfloat16, gradients and updates are float32."""
+
+    def act(ranks: Ranks) -> None:
+        models = tiny_model(), tiny_model()
+        parts = cut(models[0], ranks, dtype=torch.bfloat16)
+        assert {part.dtype for part in parts.trained().values()} == {torch.float32}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with collectives() as events:
+                loss_of(parts.model, of_rank(0, 0)[1], DENOMINATOR).backward()
+            loss_of(models[1], of_rank(0, 0)[1], DENOMINATOR / ranks.world_size).backward()
+        block = sum(each.numel() for each in models[1].model.layers[0].parameters())
+        sizes = {kind: [size for name, size in events if name == kind] for kind in ("gather", "reduce")}
+        assert sizes["gather"].count(2 * block) == 4 and sizes["reduce"].count(4 * block) == 2
+        parts.clip(1e9)
+        own = {name: slice(*parts.row_range(name)) for name in parts.trained()}
+        for name, part in parts.trained().items():
+            expected = models[1].get_parameter(name).grad
+            assert part.grad is not None and expected is not None and part.grad.dtype == torch.float32
+            difference = (part.grad - expected[own[name]]).norm()
+            assert float(difference) < 0.1 * float(expected.norm()), name
+
+    run_ranks(act, tmp_path)
+
+
+def test_a_skipped_step_changes_nothing(tiny_model: MakeModel, tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> None:
+        parts = cut(tiny_model(), ranks)
+        optimizers = build_optimizers(Muon(precision="float32"), parts.trained(), exchange=parts.exchange)
+        train_parts(parts, optimizers, 1)
+        before = {name: each.clone() for name, each in optimizers.state_dict().items()}
+        before |= {name: each.detach().clone() for name, each in parts.trained().items()}
+        skipping = skips_on_device(optimizers)
+        assert skipping is not None
+        # Not finite on one rank only; the norm tells it to all.
+        factor = float("nan") if ranks.rank else 1.0
+        (factor * loss_of(parts.model, of_rank(1, ranks.rank)[0], DENOMINATOR)).backward()
+        norm = parts.clip(1.0)
+        assert not norm.isfinite()
+        with skipping(~norm.isfinite()):
+            optimizers.step(1.0)
+        after = optimizers.state_dict() | parts.trained()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+    run_ranks(act, tmp_path)
+
+
+def test_averages_are_of_rows_and_put_together_when_saved(tiny_model: MakeModel, tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> None:
+        models = tiny_model(), tiny_model()
+        parts = cut(models[0], ranks)
+        averages = [WeightAverage(model, decay=0.5) for model in models]
+        optimizers = build_optimizers(AdamW(), parts.trained())
+        train_parts(parts, optimizers, 2)
+        train_whole(models[1], AdamW(), ranks, 2)
+        for average in averages:
+            average.update()
+        found = dict(parts.whole_parameters(averages[0].average))
+        for name, expected in averages[1].average.items() if ranks.is_first else ():
+            torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
+        batch = of_rank(5, 0)[0]
+        with torch.no_grad():
+            with averages[0].applied(), averages[1].applied():
+                losses = [loss_of(model, batch, 1.0) for model in models]
+            torch.testing.assert_close(*losses)
+            assert not torch.equal(loss_of(models[0], batch, 1.0), losses[0])
+        assert_close(parts, models[1])
+
+    run_ranks(act, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_are_set_are_trained_and_gathered_in_the_dtype_of_products(
+    tied: bool, tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    def act(ranks: Ranks) -> None:
+        models = tiny_model(tie_word_embeddings=tied), tiny_model(tie_word_embeddings=tied, seed=7)
+        parts = cut(models[0], ranks, dtype=torch.bfloat16)
+        parts.set_weights(dict(models[1].named_parameters()))
+        assert_close(parts, models[1], rtol=0, atol=0)
+        with collectives() as events, torch.autocast("cpu", dtype=torch.bfloat16):
+            train_parts(parts, build_optimizers(Lion(), parts.trained()), 1)
+        gathers = sum(kind == "gather" for kind, _ in events)
+        assert gathers == 3 * (1 + 2 * 2)  # of three micro-batches: the root once, blocks forward and backward
+        if ranks.is_first:
+            assert all(
+                not torch.equal(whole, models[1].get_parameter(name)) for name, whole in parts.whole_parameters()
+            )
+        else:
+            assert not list(parts.whole_parameters())
+        with pytest.raises(ValueError, match="weights do not fit the model"):
+            parts.set_weights({})
+
+    run_ranks(act, tmp_path)
+
+
+def test_state_has_whole_shapes_when_saved(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """What one process resumes from."""
+
+    def act(ranks: Ranks) -> None:
+        models = tiny_model(), tiny_model()
+        parts = cut(models[0], ranks)
+        optimizers = build_optimizers(AdamW(), parts.trained())
+        train_parts(parts, optimizers, 2)
+        state = parts.state_for_saving(optimizers.state_dict())
+        whole = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
+        resumed = build_optimizers(AdamW(), dict(models[1].named_parameters()))
+        resumed.load_state_dict(whole)
+        for key, value in optimizers.state_dict().items():
+            name = key.rpartition(".")[0]
+            expected = whole[key][slice(*parts.row_range(name))] if value.dim() else whole[key]
+            assert torch.equal(value, expected)
+
+    run_ranks(act, tmp_path, world_size=3)
+
+
+def test_a_rank_that_stops_saving_does_not_keep_the_others_waiting(tiny_model: MakeModel, tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> float:
+        parts = cut(tiny_model(), ranks)
+
+        def write() -> None:
+            for _ in parts.whole_parameters():
+                raise OSError("disk full")
+
+        if ranks.is_first:
+            with pytest.raises(OSError, match="disk full"):
+                write()
+        else:
+            write()
+        return ranks.sum(1.0)[0]
+
+    assert run_ranks(act, tmp_path, timeout=20) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_exchange_makes_matrices_whole_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also those that have fewer rows than there are ranks."""
+    shapes = [(7, 3), (1, 4), (3, 7), (2, 2), (6, 5)]
+    wholes = [torch.arange(1.0, 1 + a * b).view(a, b).to(dtype) * 2**i for i, (a, b) in enumerate(shapes)]
+
+    def act(ranks: Ranks) -> list[list[float]]:
+        ranges = [rows_of(len(each), ranks.world_size, ranks.rank) for each in wholes]
+        parts = [nn.Parameter(each[first:end].clone()) for each, (first, end) in zip(wholes, ranges, strict=True)]
+        exchange = RowExchange(dict(zip(parts, (each.shape for each in wholes), strict=True)), ranks)
+        seen: list[Tensor] = []
+
+        def reverse(matrices: list[Tensor]) -> list[Tensor]:
+            seen.extend(matrices)
+            return [each.flip(0, 1) for each in matrices]
+
+        made = exchange(list(parts), [each.detach() for each in parts], reverse)
+        for whole, (first, end), rows in zip(wholes, ranges, made, strict=True):
+            assert torch.equal(rows, whole.flip(0, 1)[first:end])
+        assert exchange([], [], reverse) == []
+        return [each.flatten().tolist() for each in seen]
+
+    seen = [flat for each in run_ranks(act, tmp_path, world_size=3) for flat in each]
+    assert sorted(seen) == sorted(each.flatten().tolist() for each in wholes)
+
+
+def test_rows_are_cut_as_torch_cuts_them() -> None:
+    for total in range(1, 9):
+        for world_size in (1, 2, 3, 5):
+            cuts = [rows_of(total, world_size, rank) for rank in range(world_size)]
+            sizes = [end - first for first, end in cuts]
+            chunks = [len(each) for each in torch.arange(total).chunk(world_size)]
+            assert sizes == chunks + [0] * (world_size - len(chunks))
+            assert [first for first, _ in cuts[1:]] == [end for _, end in cuts[:-1]] and cuts[-1][1] == total

@@ -1,0 +1,326 @@
+"""Sharded updates are those of one optimizer, at a part of its memory and with the least that can travel."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from config.parallel import DDP
+from ddp import optimizer_state_sharding
+from ddp.buckets import Bucket, Unit
+from ddp.data_parallel import DataParallel
+from ddp.optimizer_state_sharding import OwnPart, ShardedDataParallel
+from ddp.parallelism import Parallelism
+from ddp.process_group import Ranks
+from diffusionlm.training.muon import Muon
+from tests.conftest import MakeModel
+from tests.distributed.forked import run_ranks
+from tests.distributed.toys import (
+    Tower,
+    backward,
+    batches,
+    loss_of,
+    recorded,
+    tower,
+    units_of_tower,
+    units_of_transformer,
+)
+
+CPU = torch.device("cpu")
+DENOMINATOR = 10.0
+
+
+def never(name: str) -> bool:
+    return False
+
+
+def is_matrix_of_block(name: str) -> bool:
+    return ".layers." in name and name.endswith("proj.weight")
+
+
+def sharded(model: nn.Module, ranks: Ranks, whole: Any = never, mib: float = 0.004) -> ShardedDataParallel:
+    units = units_of_tower(model) if isinstance(model, Tower) else units_of_transformer(model)  # type: ignore[arg-type]
+    return ShardedDataParallel(model, DDP(bucket_mib=mib), ranks, CPU, units, must_be_whole=whole)
+
+
+def unsharded(model: nn.Module, ranks: Ranks) -> DataParallel:
+    units = units_of_tower(model) if isinstance(model, Tower) else units_of_transformer(model)  # type: ignore[arg-type]
+    return DataParallel(model, DDP(bucket_mib=0.004, shard_optimizer=False), ranks, CPU, units)
+
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+def adamw(parallelism: Parallelism) -> Optimizers:
+    return [torch.optim.AdamW(parallelism.trained().values(), lr=0.01, weight_decay=0.1, fused=True)]
+
+
+def muon(parallelism: Parallelism) -> Optimizers:
+    trained = parallelism.trained()
+    matrices = [each for name, each in trained.items() if is_matrix_of_block(name)]
+    rest = [each for name, each in trained.items() if not is_matrix_of_block(name)]
+    assert all(parallelism.has_whole(name) for name in trained if is_matrix_of_block(name))
+    return [
+        Muon(matrices, lr=0.01, momentum=0.9, weight_decay=0.1, dtype=torch.float32),
+        torch.optim.AdamW(rest, lr=0.01, fused=True),
+    ]
+
+
+def train(
+    parallelism: Any, optimizers: Optimizers, steps: int, max_norm: float = 1e9, vocabulary: int = 19
+) -> list[Tensor]:
+    """Steps of two micro-batches with unequal counts; the norms."""
+    norms = []
+    rank = parallelism.ranks.rank
+    for step in range(steps):
+        mine = batches([2 + rank, 3], seed=2 * step + rank, vocabulary=vocabulary)
+        backward(parallelism, parallelism.model, mine, DENOMINATOR)
+        norms.append(parallelism.clip(max_norm))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        parallelism.start_gather()
+    return norms
+
+
+def weights(parallelism: Any) -> dict[str, Tensor]:
+    parallelism.wait_weights()
+    return {name: each.detach() for name, each in parallelism.model.named_parameters()}
+
+
+class Wide(nn.Module):
+    """Layers that are large beside the padding of buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def units_of_wide(model: Wide) -> list[Unit]:
+    return [(layer, [f"layers.{index}.weight", f"layers.{index}.bias"]) for index, layer in enumerate(model.layers)]
+
+
+def step_of_wide(parallelism: Any, optimizer: torch.optim.Optimizer) -> None:
+    for is_last in (False, True):
+        with parallelism.backward(is_last):
+            parallelism.model(torch.randn(3, 64)).sum().backward()
+    parallelism.clip(1e9)
+    optimizer.step()
+    optimizer.zero_grad()
+    parallelism.start_gather()
+
+
+def test_ten_steps_of_adamw(tiny_model: MakeModel, tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> None:
+        parts = sharded(tiny_model(tie_word_embeddings=True), ranks)
+        whole = unsharded(tiny_model(tie_word_embeddings=True), ranks)
+        before = {name: each.clone() for name, each in weights(whole).items()}
+        norms = train(parts, adamw(parts), 10)
+        torch.testing.assert_close(norms, train(whole, adamw(whole), 10))
+        parts.check_replicas()
+        for name, expected in weights(whole).items():
+            torch.testing.assert_close(weights(parts)[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+            assert not torch.allclose(before[name], expected, atol=1e-3), name
+
+    run_ranks(act, tmp_path)
+
+
+def test_ten_steps_are_bit_equal_where_parts_fill_vectors(tmp_path: Path) -> None:
+    """At two ranks a sum has one order, and what AdamW does to an element depends on no other; but a processor may
+    round otherwise in a vector that is not full."""
+
+    def act(ranks: Ranks) -> None:
+        config, found = DDP(bucket_mib=0.04), []
+        for is_sharded in (True, False):
+            torch.manual_seed(0)
+            model = Wide()
+            build: Any = partial(ShardedDataParallel, must_be_whole=never) if is_sharded else DataParallel
+            parallelism = build(model, config, ranks, CPU, units_of_wide(model))
+            [optimizer] = adamw(parallelism)
+            torch.manual_seed(ranks.rank)
+            for _ in range(10):
+                step_of_wide(parallelism, optimizer)
+            found.append(weights(parallelism))
+        for name, expected in found[1].items():
+            assert torch.equal(found[0][name], expected), name
+
+    run_ranks(act, tmp_path)
+
+
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 10), (3, 3)])
+def test_clipped_steps_of_muon(tiny_model: MakeModel, tmp_path: Path, world_size: int, steps: int) -> None:
+    def act(ranks: Ranks) -> list[str]:
+        parts, whole = sharded(tiny_model(), ranks, is_matrix_of_block), unsharded(tiny_model(), ranks)
+        norms = train(parts, muon(parts), steps, max_norm=0.1)
+        torch.testing.assert_close(norms, train(whole, muon(whole), steps, max_norm=0.1))
+        assert min(norms) > 0.1  # all were clipped
+        parts.check_replicas()
+        for name, expected in weights(whole).items():
+            torch.testing.assert_close(weights(parts)[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+        return [name for name in parts.trained() if is_matrix_of_block(name)]
+
+    owned = run_ranks(act, tmp_path, world_size=world_size)
+    assert len(set().union(*owned)) == sum(map(len, owned)) == 14  # each has one owner
+    assert min(map(len, owned)) >= 14 // world_size - 1
+
+
+def test_each_rank_has_its_part_of_the_state(tiny_model: MakeModel, tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> tuple[int, int]:
+        model = tiny_model()
+        parts = sharded(model, ranks, is_matrix_of_block, mib=0.01)
+        [optimizer] = adamw(parts)
+        train(parts, [optimizer], 1)
+        state = sum(each["exp_avg"].numel() for each in optimizer.state.values())
+        return state, sum(each.numel() for each in model.parameters())
+
+    found = run_ranks(act, tmp_path, world_size=3)
+    total = found[0][1]
+    assert sum(state for state, _ in found) == total
+    assert max(state for state, _ in found) < 1.15 * total / 3
+
+
+@pytest.mark.parametrize("must_be_whole", [False, True])
+def test_what_travels_is_the_least_there_is(tmp_path: Path, must_be_whole: bool) -> None:
+    """Gradients once, weights once. A collective of n bytes over W ranks moves (W - 1) / W of them each way."""
+
+    def act(ranks: Ranks) -> Any:
+        model, config = Wide(), DDP(bucket_mib=0.04)
+        units = units_of_wide(model)
+        parts = ShardedDataParallel(model, config, ranks, CPU, units, must_be_whole=lambda name: must_be_whole)
+        [optimizer] = adamw(parts)
+        with recorded() as events:
+            step_of_wide(parts, optimizer)
+            parts.wait_weights()
+        return len(parts.sharding.parts), events, sum(each.nbytes for each in model.parameters())
+
+    for buckets, events, least in run_ranks(act, tmp_path):
+        assert [name for name, _ in events] == ["all_to_all_single"] * buckets + ["all_gather_into_tensor"] * buckets
+        assert buckets >= 3
+        assert 2 * least <= sum(sent for _, sent in events) < 1.02 * 2 * least
+
+
+def test_the_collective_of_gpus_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's reduce-scatter in place of exchanged parts; gloo has one as well, only a dear one."""
+
+    def act(ranks: Ranks) -> None:
+        exchanged = sharded(tower(), ranks)
+        monkeypatch.setattr(
+            optimizer_state_sharding, "OwnPart", lambda bucket, rank, by_exchange: OwnPart(bucket, rank)
+        )
+        scattered = sharded(tower(), ranks)
+        expected = train(exchanged, adamw(exchanged), 2, vocabulary=11)
+        with recorded() as events:
+            found = train(scattered, adamw(scattered), 2, vocabulary=11)
+        assert {name for name, _ in events} == {"reduce_scatter_tensor", "all_gather_into_tensor"}
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(weights(scattered), weights(exchanged))
+
+    run_ranks(act, tmp_path)
+
+
+def test_a_forward_waits_for_the_weights_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace: when the first layers run, the gather of the last ones has not been waited for."""
+
+    def act(ranks: Ranks) -> tuple[list[str], int]:
+        model = tower(layers=4, is_tied=False)
+        parts = sharded(model, ranks, mib=0.0004)
+        train(parts, adamw(parts), 1, vocabulary=11)
+        events = []
+        order = {id(part.bucket): index for index, part in enumerate(reversed(parts.sharding.parts))}
+        original = Bucket.wait
+
+        def wait(bucket: Bucket) -> None:
+            events.append(f"bucket {order[id(bucket)]}")
+            original(bucket)
+
+        monkeypatch.setattr(Bucket, "wait", wait)
+        for index, layer in enumerate(model.layers):
+            layer.register_forward_hook(lambda *_, index=index: events.append(f"layer {index}"))
+        [batch] = batches([4], seed=0)
+        early = loss_of(model, batch, 1)
+        parts.wait_weights()
+        assert torch.equal(early, loss_of(model, batch, 1))
+        return events, len(order)
+
+    for events, buckets in run_ranks(act, tmp_path):
+        events = events[: buckets + 4]  # nothing is waited for twice, and the second forward waits for nothing
+        waits = [event for event in events if event.startswith("bucket")]
+        assert waits == [f"bucket {index}" for index in range(buckets)] and buckets >= 4
+        assert events[0] == "bucket 0"
+        assert events.index("layer 0") < events.index(f"bucket {buckets - 2}")
+        assert events.index("layer 3") < events.index(f"bucket {buckets - 1}")
+
+
+def test_a_unit_that_does_not_run_has_its_weights_all_the_same(tmp_path: Path) -> None:
+    """Its bucket is needed for gradients, while its gather was waited for by no forward."""
+
+    def act(ranks: Ranks) -> None:
+        parts, whole = sharded(tower(), ranks, mib=1e-6), unsharded(tower(), ranks)
+        optimizers, expected = adamw(parts), adamw(whole)
+        for skips in (set[int](), {2}, set[int]()):
+            parts.model.skips = whole.model.skips = skips
+            train(parts, optimizers, 2, vocabulary=11)
+            train(whole, expected, 2, vocabulary=11)
+        found = weights(parts)
+        torch.testing.assert_close(found, weights(whole), rtol=1e-5, atol=1e-6)
+
+    run_ranks(act, tmp_path)
+
+
+def test_weights_that_are_set_from_outside_are_adopted(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> None:
+        parts, whole = sharded(tower(), ranks, mib=0.0004), unsharded(tower(seed=5), ranks)
+        parts.set_weights(dict(whole.model.named_parameters()))
+        train(parts, adamw(parts), 2, vocabulary=11)
+        train(whole, adamw(whole), 2, vocabulary=11)
+        parts.wait_weights()
+        found = dict(parts.model.named_parameters())
+        torch.testing.assert_close(found, weights(whole), rtol=1e-5, atol=1e-6)
+
+    run_ranks(act, tmp_path)
+
+
+def states(parallelism: Any, optimizers: Optimizers) -> dict[str, Tensor]:
+    names = {each: name for name, each in parallelism.trained().items()}
+    return {
+        f"{names[parameter]}.{key}": torch.as_tensor(value)
+        for optimizer in optimizers
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+
+
+def test_state_is_saved_in_whole_shapes(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Rows as DTensors; matrices that one rank has, and counts, as they are."""
+
+    def act(ranks: Ranks) -> set[str]:
+        from torch.distributed.tensor import DTensor
+
+        parts, whole = sharded(tiny_model(), ranks, is_matrix_of_block), unsharded(tiny_model(), ranks)
+        optimizers, expected = adamw(parts), adamw(whole)
+        train(parts, optimizers, 2)
+        train(whole, expected, 2)
+        saved = parts.state_for_saving(states(parts, optimizers))
+        kept = whole.state_for_saving(states(whole, expected))
+        assert kept.keys() == states(whole, expected).keys()
+        for key, value in saved.items():
+            is_cut = not (key.endswith("step") or is_matrix_of_block(key.rpartition(".")[0]))
+            assert isinstance(value, DTensor) == is_cut, key
+            full = value.full_tensor() if is_cut else value
+            torch.testing.assert_close(full, kept[key], msg=key)
+        return set(saved)
+
+    first, second = run_ranks(act, tmp_path)
+    assert "model.embed_tokens.weight.exp_avg_sq" in first & second
+    matrices = first ^ second
+    assert len(first | second) == 3 * 24 and len(matrices) == 3 * 14

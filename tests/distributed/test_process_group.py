@@ -1,0 +1,148 @@
+"""Ranks: what they tell each other, how they start, and that nobody waits for the dead."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from config.parallel import DDP, FSDP, Single
+from ddp.process_group import SINGLE, Ranks, launched, process_group
+from tests.distributed.forked import end_ranks, run_ranks, spawn_ranks
+
+
+def test_ranks_sum_values_and_agree(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> object:
+        tiny = [1e16, 1.0, -1e16][ranks.rank]
+        made = ranks.from_first(lambda: {"by": ranks.rank})
+        return ranks.sum(float(ranks.rank), tiny), ranks.is_any(ranks.rank == 1), ranks.is_any(False), made
+
+    # In the order of ranks (1e16 + 1) - 1e16 is 0; float32 would not get the first right either.
+    expected = ([3.0, 0.0], True, False, {"by": 0})
+    assert run_ranks(act, tmp_path, world_size=3) == [expected] * 3
+
+
+def test_an_error_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> list[str]:
+        def fail() -> int:
+            if ranks.rank == 1:
+                raise OSError("disk full")
+            return 7
+
+        def refuse() -> int:
+            raise ValueError("no such key")
+
+        told = []
+        for attempt in (lambda: ranks.agree(fail), lambda: ranks.from_first(refuse), lambda: ranks.agree(refuse)):
+            with pytest.raises(ValueError) as caught:
+                attempt()
+            told.append(str(caught.value))
+        assert ranks.agree(lambda: ranks.rank + 5) == ranks.rank + 5
+        return told
+
+    told = ["rank 1: OSError: disk full", "no such key", "all ranks: no such key"]
+    assert run_ranks(act, tmp_path) == [told, told]
+
+
+def test_one_alone_needs_no_group() -> None:
+    assert not dist.is_initialized()
+    assert SINGLE.is_alone and SINGLE.is_first
+    assert SINGLE.sum(1.5, 2.0) == [1.5, 2.0]
+    assert SINGLE.agree(lambda: 3) == SINGLE.from_first(lambda: 3) == 3
+    assert SINGLE.is_any(True) and not SINGLE.is_any(False)
+    SINGLE.barrier()
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_what_torchrun_says(torchrun: pytest.MonkeyPatch) -> None:
+    assert launched() == (1, 2, 1)
+    torchrun.delenv("LOCAL_RANK")  # a launcher that starts one process on each machine
+    assert launched() == (1, 2, 0)
+    torchrun.setenv("RANK", "first")
+    with pytest.raises(ValueError, match="RANK = 'first'"):
+        launched()
+    torchrun.delenv("RANK")
+    assert launched() is None
+
+
+def test_a_start_that_does_not_fit_is_refused(torchrun: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r'parallel\.strategy = "single" under torchrun with 2 ranks'):
+        process_group(Single(), "cpu").__enter__()
+    with pytest.raises(ValueError, match=r'parallel\.backend = "nccl".*the run is on cpu'):
+        process_group(DDP(backend="nccl"), "cpu").__enter__()
+    torchrun.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="rank 1 is number 1 on this machine, which has 1 GPUs"):
+        process_group(DDP(), "cuda").__enter__()
+    torchrun.setenv("WORLD_SIZE", "1")
+    with process_group(Single(), "cpu") as ranks:
+        assert ranks is SINGLE
+    torchrun.delenv("WORLD_SIZE")
+    with pytest.raises(ValueError, match=r'"fsdp" needs ranks, and this is one process.*diffusionlm-train-ddp'):
+        process_group(FSDP(), "cpu").__enter__()
+    with process_group(Single(), "cpu") as ranks:
+        assert ranks is SINGLE
+
+
+def test_the_group_of_torchrun_is_joined_and_left(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> tuple[Ranks, float, bool]:
+        dist.destroy_process_group()
+        environment = {"RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        os.environ.update(environment)
+        original = dist.init_process_group
+
+        def meet_by_file(backend: str, **kwargs: object) -> None:
+            original(backend, init_method=f"file://{tmp_path}/again", **kwargs)
+
+        dist.init_process_group = meet_by_file  # type: ignore[assignment]
+        with process_group(DDP(timeout_seconds=20), "cpu") as joined:
+            total = joined.sum(joined.rank + 1)[0]
+        return joined, total, dist.is_initialized()
+
+    assert run_ranks(act, tmp_path) == [(Ranks(rank, 2, 0), 3.0, False) for rank in range(2)]
+
+
+def test_the_death_of_a_rank_is_noticed_at_once(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> float:
+        ranks.barrier()
+        if ranks.rank == 1:
+            os.kill(os.getpid(), 9)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError):
+            ranks.barrier()
+        return time.monotonic() - started
+
+    survivor, dead = end_ranks(act, tmp_path, timeout=30)
+    assert (survivor.exit_code, dead.exit_code) == (0, -9)
+    assert survivor.result < 10  # the limit is 30
+
+
+def test_a_rank_that_hangs_is_an_error_after_the_limit(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> None:
+        ranks.barrier()
+        if ranks.rank == 1:
+            time.sleep(0.7)
+            os._exit(3)
+        ranks.barrier()
+
+    waiting, hung = end_ranks(act, tmp_path, timeout=0.4)
+    assert (waiting.exit_code, hung.exit_code) == (1, 3)
+    assert re.search("(?i)timed? ?out", waiting.error)
+
+
+def test_ranks_that_disagree_on_a_shape_all_fail(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> None:
+        dist.all_reduce(torch.zeros(4 + 100 * ranks.rank))
+        dist.all_reduce(torch.zeros(1))
+
+    assert 0 not in spawn_ranks(act, tmp_path, timeout=5)

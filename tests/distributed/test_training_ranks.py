@@ -1,0 +1,199 @@
+"""Whole runs of two ranks: the same numbers as of one, and as of any other number that goes on with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from config.train import TrainConfig
+from ddp.process_group import Ranks
+from diffusionlm.diffusion.batch import Draw
+from diffusionlm.training import loop
+from diffusionlm.training.run import Run
+from tests.distributed.forked import run_ranks, spawn_ranks
+
+DDP = {"strategy": "ddp", "bucket_mib": 0.002}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": DDP | {"shard_optimizer": False},
+    "ddp, sharded": DDP,
+    "fsdp": {"strategy": "fsdp"},
+}
+ADAMW = {"kind": "adamw", "learning_rate": 1e-2}
+MUON = {"kind": "muon", "learning_rate": 1e-2, "precision": "float32"}
+
+
+def made(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> TrainConfig:
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    values["run"] |= {"directory": directory}
+    for name, changes in sections.items():
+        values[name] = values.get(name, {}) | changes
+    return TrainConfig.model_validate(values)
+
+
+def training(config: TrainConfig) -> Callable[[Ranks], int]:
+    """What a rank does, which has joined the others already; returns the steps that it made."""
+
+    def act(ranks: Ranks) -> int:
+        @contextlib.contextmanager
+        def joined(parallel: Any, device_type: str) -> Iterator[Ranks]:
+            yield ranks
+
+        loop.process_group = joined
+        torch.set_num_threads(1)
+        return loop.train(config).step
+
+    return act
+
+
+def train_on(config: TrainConfig, tmp_path: Path, world_size: int = 2) -> list[int]:
+    """Train, each rank in a process of its own; returns the steps that they made."""
+    return run_ranks(training(config), tmp_path, world_size)
+
+
+def losses(config: TrainConfig) -> list[float]:
+    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = (json.loads(line) for line in lines)
+    return [each["metrics"]["loss"] for each in records if "loss" in each.get("metrics", {})]
+
+
+def weights(config: TrainConfig) -> dict[str, torch.Tensor]:
+    return load_file(config.run.directory / "checkpoints/latest/model.safetensors")
+
+
+def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float) -> None:
+    assert losses(one) == pytest.approx(losses(other), rel=tolerance)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=tolerance, atol=tolerance, msg=name)
+    summaries = [json.loads((each.run.directory / "summary.json").read_text(encoding="utf-8")) for each in (one, other)]
+    assert summaries[0]["evaluation"]["nats_per_token"] == pytest.approx(
+        summaries[1]["evaluation"]["nats_per_token"], rel=tolerance
+    )
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_train_as_one(strategy: str, optimizer: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
+    """With micro-batches of one row on each rank, so that target counts differ."""
+    sections: dict[str, Any] = {"optimizer": optimizer, "training": {"micro_batch_size": 1}}
+    one = made(config, tmp_path / "one", **sections)
+    loop.train(one)
+    two = made(config, tmp_path / "two", **sections, parallel=STRATEGIES[strategy])
+    assert train_on(two, tmp_path) == [8, 8]
+    check_equal(two, one, 2e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_train_in_bfloat16(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
+    """With validation, samples and averages in between."""
+    sections: dict[str, Any] = {
+        "optimizer": ADAMW,
+        "training": {"precision": "bfloat16", "ema_decay": 0.5},
+        "validation": {"every_steps": 3},
+        "samples": {"every_steps": 4, "infills": ["the cat[MASK:2] sat"]},
+    }
+    one = made(config, tmp_path / "one", **sections)
+    loop.train(one)
+    two = made(config, tmp_path / "two", **sections, parallel=STRATEGIES[strategy])
+    assert train_on(two, tmp_path) == [8, 8]
+    check_equal(two, one, 2e-2)
+    kinds = [json.loads(line).get("event") for line in (two.run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("validation") == 2 and kinds.count("sample") == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp, sharded", "fsdp"])
+def test_a_run_goes_on_with_other_numbers_of_ranks(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
+    """One rank, two, one: each goes on where the last one stopped."""
+    sections: dict[str, Any] = {"optimizer": ADAMW, "training": {"ema_decay": 0.5}}
+    whole = made(config, tmp_path / "whole", **sections)
+    loop.train(whole)
+    for stop, world_size in ((2, 1), (4, 2), (8, 1)):
+        parallel = STRATEGIES[strategy] if world_size > 1 else {"strategy": "single"}
+        part = made(config, tmp_path / "part", **sections, parallel=parallel)
+        with stopping_after(stop):
+            if world_size == 1:
+                loop.train(part)
+            else:
+                train_on(part, tmp_path, world_size)
+    check_equal(part, whole, 2e-5)
+
+
+def test_a_step_that_one_rank_cannot_count_is_skipped_by_all(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = loop.train_step
+
+    def poisoned(run: Run, draws: list[Draw], denominator: float) -> torch.Tensor:
+        if run.progress.step == 3 and run.ranks.rank == 1:
+            draws[0].weights_R[0] = float("nan")
+        return original(run, draws, denominator)
+
+    monkeypatch.setattr(loop, "train_step", poisoned)
+    two = made(config, tmp_path / "two", optimizer=ADAMW, parallel=DDP)
+    assert train_on(two, tmp_path) == [8, 8]
+    records = sorted(path.name for path in (two.run.directory / "skipped").glob("*.json"))
+    assert records == ["step-00000004-rank-0.json", "step-00000004-rank-1.json"]
+    assert all(torch.isfinite(each).all() for each in weights(two).values())
+    state = json.loads((two.run.directory / "checkpoints/latest/state.json").read_text(encoding="utf-8"))
+    assert state["progress"]["skipped"] == 1
+
+
+def test_a_rank_that_dies_ends_all_and_the_run_goes_on_exactly(config: TrainConfig, tmp_path: Path) -> None:
+    whole = made(config, tmp_path / "whole", optimizer=ADAMW, parallel=DDP)
+    train_on(whole, tmp_path)
+    broken = made(config, tmp_path / "broken", optimizer=ADAMW, parallel=DDP)
+
+    def dying(ranks: Ranks) -> int:
+        original = loop.train_step
+
+        def train_step(run: Run, draws: list[Draw], denominator: float) -> torch.Tensor:
+            if run.progress.step == 5 and ranks.rank == 1:
+                run.saves.wait()
+                os._exit(9)
+            return original(run, draws, denominator)
+
+        loop.train_step = train_step
+        return training(broken)(ranks)
+
+    assert spawn_ranks(dying, tmp_path) == [1, 9]
+    train_on(broken, tmp_path)
+    assert losses(broken) == losses(whole)
+    first, second = weights(broken), weights(whole)
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    three = made(config, tmp_path / "three", parallel=DDP)
+
+    def act(ranks: Ranks) -> str:
+        with pytest.raises(ValueError, match=r"training\.batch_size = 4 rows cannot be shared by 3 ranks") as caught:
+            training(three)(ranks)
+        return str(caught.value)
+
+    assert "choose a multiple of 3" in run_ranks(act, tmp_path, 3)[0]
+
+
+@contextlib.contextmanager
+def stopping_after(step: int) -> Iterator[None]:
+    """The run gets a signal in this step, on its last rank alone."""
+    original = loop.agree_on_step
+
+    def agree(run: Any, draws: Any, stop: Any) -> tuple[float, int]:
+        if run.progress.step + 1 == step and run.ranks.rank == run.ranks.world_size - 1:
+            stop._remember(15, None)
+        return original(run, draws, stop)
+
+    loop.agree_on_step = agree
+    try:
+        yield
+    finally:
+        loop.agree_on_step = original

@@ -1,0 +1,90 @@
+"""Validation by several ranks: the numbers of one, from as many forwards on each as the strategy needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddp.process_group import SINGLE, Ranks
+from diffusionlm.data.packing import Row
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.evaluate import Evaluation, OverRanks, evaluate, here
+from tests.distributed.forked import run_ranks
+from tokenizer import Tokenizer, train_bpe
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(["aaaa bbbb cccc"], vocab_size=262)
+
+
+def rows(count: int) -> list[Row]:
+    chance = np.random.default_rng(0)
+    made = []
+    for index in range(count):
+        documents = np.where(np.arange(10) < 10 - index % 3, 0, -1).astype(np.int32)
+        made.append(Row(chance.integers(0, 200, 10).astype(np.int32), documents, documents >= 0))
+    return made
+
+
+@pytest.mark.parametrize("is_collective", [False, True])
+def test_ranks_find_the_numbers_of_one(
+    tiny_model: Callable[..., Transformer], tokenizer: Tokenizer, tmp_path: Path, is_collective: bool
+) -> None:
+    model = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
+    forwards: list[int] = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+
+    def judged(ranks: Ranks) -> tuple[list[Evaluation], int]:
+        """Of a bidirectional model, and in blocks of 4: 3 batches x 3 draws + 2 x 3 fills, and 3 x 3."""
+        forwards.clear()
+        spread: Any = here if ranks.is_alone else OverRanks(ranks, is_collective)
+        found = [
+            evaluate(model, tokenizer, rows(7), draws=3, batch_size=3, block_length=length, commonest=5, spread=spread)
+            for length in (None, 4)
+        ]
+        return found, len(forwards)
+
+    alone, count = judged(SINGLE)
+    assert count == 9 + 2 * 3 + 9
+    done = run_ranks(judged, tmp_path)
+    for found, _ in done:
+        assert found == alone
+    # 9 = 5 + 4 and 3 = 2 + 1 forwards, unless all ranks make equally many.
+    expected = [5 + 2 * 2 + 5] * 2 if is_collective else [5 + 2 * 2 + 5, 4 + 2 * 1 + 4]
+    assert [number for _, number in done] == expected
+
+
+def test_an_error_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> tuple[str, list[int], list[int]]:
+        computed: list[int] = []
+
+        def work(index: int) -> int:
+            computed.append(index)
+            if index in (1, 3):
+                raise ValueError(f"forward {index} is not finite")
+            return 10 * index
+
+        spread = OverRanks(ranks)
+        with pytest.raises(ValueError) as caught:
+            spread(5, work)
+        return str(caught.value), computed, spread(3, lambda index: index * index)
+
+    first, second = run_ranks(act, tmp_path)
+    assert first == ("forward 1 is not finite", [0, 2, 4], [0, 1, 4])
+    assert second == ("forward 1 is not finite", [1, 3], [0, 1, 4])
+
+
+def test_more_ranks_than_forwards(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> list[int]:
+        made: list[int] = []
+        results = OverRanks(ranks, is_collective=True)(1, lambda index: made.append(index) or index + 7)
+        return [*results, *made]
+
+    assert run_ranks(act, tmp_path, world_size=3) == [[7, 0]] * 3
+    assert OverRanks(replace(SINGLE))(2, lambda index: index) == [0, 1]

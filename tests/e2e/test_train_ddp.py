@@ -1,0 +1,177 @@
+"""Two ranks as a person runs them: fresh processes, signals, a rank that dies, and the numbers of one rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 40
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny run over a file of JSON lines; AdamW, whose update does not care how it is shared out."""
+    folder = tmp_path_factory.mktemp("ranks")
+    lines = [json.dumps({"text": f"def f{i}(x):\n    return x + {i} * {i % 7}\n" * (1 + i % 5)}) for i in range(120)]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path = folder / "train.toml"
+    path.write_text(
+        f"""
+[run]
+directory = "{folder / "run"}"
+device = "cpu"
+threads = 1
+[model]
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 48
+max_position_embeddings = 32
+[tokenizer]
+vocab_size = 300
+[data.source]
+kind = "files"
+paths = ["{folder}/*.jsonl"]
+validation_fraction = 0.2
+[training]
+batch_size = 8
+micro_batch_size = 2
+max_steps = {STEPS}
+precision = "float32"
+[optimizer]
+kind = "adamw"
+[validation]
+every_steps = 0
+final_rows = 16
+draws = 2
+ngrams = false
+[samples]
+every_steps = 0
+[checkpoint]
+every_steps = 9
+[logging]
+every_steps = 1
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def start(module: str, config: Path, directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, "--config", str(config), "--set", f"run.directory={directory}", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def losses(directory: Path) -> list[tuple[int, float]]:
+    """Step and loss of each step; of one that was done again after a failure, the last."""
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    found = {record["step"]: record["metrics"]["loss"] for record in records if "loss" in record.get("metrics", {})}
+    return sorted(found.items())
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    told = process.communicate(timeout=240)[1]
+    return process.returncode, told
+
+
+def wait_for_step(process: subprocess.Popen[str], directory: Path, step: int) -> None:
+    metrics = directory / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and f'{{"step": {step}, ' in metrics.read_text(encoding="utf-8"):
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} did not come: {finish(process)}")
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes that a launcher started for its ranks."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
+            is_rank = b"spawn_main" in (path / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == launcher and is_rank:
+            found.append(int(path.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config: Path) -> Path:
+    directory = config.parent / "two"
+    code, told = finish(start("cli.train_ddp", config, directory))
+    assert code == 0, told
+    assert "2 ranks" in told and told.count("parameters on cpu") == 1, "one rank speaks"
+    return directory
+
+
+def test_two_ranks_take_the_steps_of_one(config: Path, uninterrupted: Path) -> None:
+    code, told = finish(start("cli.train", config, config.parent / "one"))
+    assert code == 0, told
+    one, two = losses(config.parent / "one"), losses(uninterrupted)
+    assert [step for step, _ in one] == [step for step, _ in two] == list(range(1, STEPS + 1))
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-4)
+
+
+def test_signals_save_and_the_command_goes_on(config: Path, uninterrupted: Path) -> None:
+    """From a terminal, which tells the whole group, and to the launcher alone; the rest is the same bit for bit."""
+    directory = config.parent / "stopped"
+    for step, number, to_all in ((4, signal.SIGINT, True), (15, signal.SIGUSR1, False), (24, signal.SIGTERM, False)):
+        process = start("cli.train_ddp", config, directory)
+        wait_for_step(process, directory, step)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        code, told = finish(process)
+        assert code == 128 + number, told
+        assert "Traceback" not in told and "stopped after step" in told
+    assert finish(start("cli.train_ddp", config, directory))[0] == 0
+    assert losses(directory) == losses(uninterrupted)
+
+
+def test_a_rank_that_dies_is_replaced(config: Path, uninterrupted: Path) -> None:
+    directory = config.parent / "killed"
+    process = start("cli.train_ddp", config, directory, "--set", "parallel.max_restarts=1")
+    wait_for_step(process, directory, 12)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    code, told = finish(process)
+    assert code == 0, told
+    assert "all ranks start anew, 1 of 1 times" in told and "going on from" in told
+    assert losses(directory) == losses(uninterrupted)
+    process = start("cli.train_ddp", config, config.parent / "lost")
+    wait_for_step(process, config.parent / "lost", 2)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
+    code, told = finish(process)
+    assert code == 1 and "rank" in told
+
+
+def test_ranks_outlive_their_launcher_until_they_have_saved(config: Path) -> None:
+    directory = config.parent / "orphans"
+    process = start("cli.train_ddp", config, directory)
+    wait_for_step(process, directory, 3)
+    process.kill()
+    code, told = finish(process)  # waits for the ranks, who have the pipe as well
+    assert code == -signal.SIGKILL and "stopped after step" in told
+
+
+def test_what_ranks_cannot_do_is_said_once(config: Path) -> None:
+    code, told = finish(start("cli.train_ddp", config, config.parent / "none", "--set", 'data.source.paths=["/none"]'))
+    assert code == 1
+    assert told.count("/none") == 1 and "Traceback" not in told

@@ -1,0 +1,259 @@
+"""``diffusionlm-train-ddp``: what it refuses, what it starts, and what it says of ranks that fail; none is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ddp.launch as module
+from cli.train import main as train
+from cli.train_ddp import main
+from config.parallel import DDP
+from ddp.launch import Failure, Nodes, count_local_ranks, describe, launch, read_failures, run_rank
+
+ROOT = Path(__file__).parents[3]
+RESOURCE = str(ROOT / "config" / "resources" / "train_ddp.toml")
+SINGLE = str(ROOT / "config" / "resources" / "train.toml")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == code
+    output = capsys.readouterr()
+    assert output.out == "" and "Traceback" not in output.err
+    return output.err
+
+
+def test_a_bad_config_is_answered_without_torch() -> None:
+    code = (
+        "import sys\nfrom cli.train_ddp import main\n"
+        "try: main(['--config', sys.argv[1], '--set', 'parallel.local_rank=2'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, RESOURCE], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.split() == ["2", "False"]
+    assert "did you mean local_ranks?" in done.stderr
+
+
+def test_an_explicit_single_is_refused_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, "--config", SINGLE, "--set", "parallel.strategy=single")
+    assert "start it with diffusionlm-train, or set" in text
+
+
+def test_ranks_that_do_not_fit_are_refused_before_any_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, "--config", SINGLE, "--set", "parallel.local_ranks=3", "--set", "run.device=cpu", code=1)
+    assert "training.batch_size = 16 rows cannot be shared by 3 ranks: choose a multiple of 3" in text
+    text = refused(capsys, "--config", RESOURCE, "--nodes", "2", code=1)
+    assert "add --rendezvous HOST:PORT" in text
+    assert "--nodes 0 must be at least 1" in refused(capsys, "--config", RESOURCE, "--nodes", "0", code=1)
+
+
+def test_what_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that says nothing of ranks runs as ddp."""
+    started: list[tuple[Any, ...]] = []
+
+    def launched(act: Any, local_ranks: int, **options: Any) -> int:
+        started.append((act.args[0], local_ranks, options))
+        return 143
+
+    monkeypatch.setattr(module, "launch", launched)
+    arguments = ["--set", "run.device=cpu", "--nodes", "2", "--rendezvous", "first:29400"]
+    assert main(["--config", SINGLE, *arguments, "--set", "parallel.max_restarts=3"]) == 143
+    config, local_ranks, options = started[0]
+    assert (type(config).__name__, config.parallel) == ("TrainConfig", DDP(max_restarts=3))
+    assert (local_ranks, options["max_restarts"]) == (2, 3)
+    assert options["nodes"] == Nodes(2, "first:29400", "runs/quickstart")
+
+
+def test_plan_and_config_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", RESOURCE, "--dry-run"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    plan = {name: value.strip() for name, value in lines.items()}
+    assert plan["ranks"] == "2, ddp, sharded; memory is that of each"
+    # 1,115,520 parameters: weights, and the half that is updated; Muon keeps one number for each of these.
+    assert plan["memory, weights"] == f"{1_115_520 * 6 / 2**20:.1f} MiB"
+    assert plan["memory, optimizer"] == f"{1_115_520 * 2 / 2**20:.1f} MiB"
+    with pytest.raises(SystemExit):
+        main(["--config", SINGLE, "--print-config"])
+    assert 'strategy = "ddp"' in capsys.readouterr().out
+
+
+def test_only_the_first_rank_of_torchrun_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            train(["--config", RESOURCE, "--set", "training.max_step=3"])
+        assert caught.value.code == 2
+        told.append(capsys.readouterr().err)
+    assert "did you mean max_steps?" in told[0] and told[1] == ""
+
+
+def test_an_error_of_all_ranks_is_left_to_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(config: Any) -> int:
+        raise ValueError("no such file")
+
+    waits: list[float] = []
+    monkeypatch.setattr("cli.train.train_as_rank", fails)
+    monkeypatch.setattr("time.sleep", waits.append)
+    for rank, head in (("0", "diffusionlm-train"), ("1", "diffusionlm-train, rank 1")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            train(["--config", RESOURCE])
+        assert caught.value.code == 1 and capsys.readouterr().err == f"{head}: error: no such file\n"
+        assert len(waits) == int(rank)
+
+
+@pytest.mark.parametrize(("gpus", "wanted", "device", "count"), [(0, "auto", "auto", 2), (4, "auto", "auto", 4)])
+def test_a_rank_for_each_gpu(gpus: int, wanted: Any, device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert count_local_ranks(DDP(local_ranks=wanted), device) == count
+    assert count_local_ranks(DDP(), "cpu") == 2
+    if gpus:
+        with pytest.raises(ValueError, match=r"parallel\.local_ranks = 5, but this machine has 4 GPUs"):
+            count_local_ranks(DDP(local_ranks=5), device)
+
+
+def failure(rank: int, text: str, *, is_users: bool = False, attempt: int = 0, at: float = 0.0) -> Failure:
+    return Failure(rank, attempt, is_users, text, at)
+
+
+def test_what_several_ranks_say_is_said_once() -> None:
+    same = [failure(rank, "a.toml: no such file", is_users=True) for rank in range(2)]
+    assert describe("train", same) == "train: error: a.toml: no such file"
+    followed = [*same, failure(2, "Traceback\nRuntimeError: connection closed")]
+    assert describe("train", followed) == "train: error: a.toml: no such file"
+    other = [same[0], failure(1, "b.toml: no such file", is_users=True)]
+    assert describe("train", other).splitlines()[1] == "train: error on rank 1: b.toml: no such file"
+    bugs = [failure(1, "Traceback\n  line\nKeyError: 1"), failure(0, "Traceback\n  line\nRuntimeError: closed")]
+    assert describe("train", bugs).splitlines() == [
+        "train: rank 1 failed first:",
+        *("Traceback", "  line", "KeyError: 1"),
+        "train: rank 0 failed:",
+        "RuntimeError: closed",
+    ]
+
+
+class Verdict(SimpleNamespace):
+    """A value that processes share, in one process."""
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setattr(os, "setsid", lambda: None)
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_a_rank_puts_down_how_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(error: Exception) -> Any:
+        def act() -> int:
+            raise error
+
+        return act
+
+    verdict: Any = Verdict(value=-1)
+    assert run_rank(lambda: 143, verdict, str(tmp_path), "train") == 143
+    with pytest.raises(SystemExit):
+        run_rank(fails(KeyError(1)), verdict, str(tmp_path), "train")
+    assert verdict.value == -1, "what is no user's error may be tried again"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with pytest.raises(SystemExit):
+        run_rank(fails(ValueError("no such file")), verdict, str(tmp_path), "train")
+    told = capsys.readouterr().err
+    assert "rank 3 failed first:" in told and "KeyError: 1" in told and "all ranks start anew, 1 of 2 times" in told
+    bug, users = read_failures(tmp_path)
+    assert (bug.rank, bug.attempt, bug.is_users) == (3, 0, False) and bug.text.endswith("KeyError: 1\n")
+    assert (users.attempt, users.is_users, users.text) == (1, True, "no such file")
+    # Ranks that are started afterwards end at once.
+    assert run_rank(fails(AssertionError()), verdict, str(tmp_path), "train") == 1
+
+
+def launched_with(
+    monkeypatch: pytest.MonkeyPatch, outcome: int | str, failures: list[Failure], sent: int | None = None
+) -> int:
+    def agent(arguments: Any, *_: Any) -> int | str:
+        for each in failures:
+            (Path(arguments[2]) / f"{each.rank}.json").write_text(json.dumps(vars(each)), encoding="utf-8")
+        if sent is not None:
+            signal.raise_signal(sent)
+        return outcome
+
+    monkeypatch.setattr(module, "_run_agent", agent)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return launch(lambda: 0, 2, name="train")
+
+
+def test_exit_codes_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launched_with(monkeypatch, 0, []) == 0
+    assert launched_with(monkeypatch, 143, []) == 143
+    assert capsys.readouterr().err == ""
+    assert launched_with(monkeypatch, "rank 1 was killed by SIGKILL", []) == 1
+    assert capsys.readouterr().err == "train: rank 1 was killed by SIGKILL\n"
+    assert launched_with(monkeypatch, 1, [failure(0, "no such file", is_users=True)]) == 1
+    assert capsys.readouterr().err == "train: error: no such file\n"
+
+
+def test_signals_are_passed_on_to_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [SimpleNamespace(pid=-11), SimpleNamespace(pid=-12)]
+    passed: list[tuple[int, int]] = []
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr("multiprocessing.active_children", lambda: ranks)
+    monkeypatch.setattr(os, "kill", lambda pid, number: passed.append((pid, number)))
+    verdict: Any = Verdict(value=-1)
+    with module._signals_passed_on(verdict):
+        # Blocked in this thread, as its processes inherit it; a thread that waits takes it.
+        assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        signal.pthread_kill(_waiting_thread(), signal.SIGUSR1)
+        _until(lambda: len(passed) == 2)
+        signal.pthread_kill(_waiting_thread(), signal.SIGTERM)
+        _until(lambda: len(passed) == 4)
+    assert passed == [(pid, number) for number in (signal.SIGUSR1, signal.SIGTERM) for pid in (-11, -12)]
+    assert verdict.value == 128 + signal.SIGUSR1, "the first one is the verdict"
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    monkeypatch.setattr("multiprocessing.active_children", list)
+    with pytest.raises(SystemExit) as caught:
+        _stopped_before_ranks(verdict)
+    assert caught.value.code == 143
+
+
+def _stopped_before_ranks(verdict: Any) -> None:
+    with module._signals_passed_on(verdict):
+        signal.pthread_kill(_waiting_thread(), signal.SIGTERM)
+        _until(lambda: False)
+
+
+def _waiting_thread() -> int:
+    newest = threading.enumerate()[-1].ident
+    assert newest is not None and newest != threading.get_ident()
+    return newest
+
+
+def _until(is_done: Any) -> None:
+    for _ in range(200):
+        if is_done():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("no signal came")

@@ -1,0 +1,79 @@
+"""``[parallel]``: what it may say, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from config.load import ConfigError, load_config
+from config.parallel import DDP, FSDP, Single
+from config.train import RENAMED, DistributedTrainConfig, TrainConfig
+
+RESOURCES = Path(__file__).parents[3] / "config" / "resources"
+TRAIN = RESOURCES / "train.toml"
+
+
+def problem(*overrides: str, cls: type[TrainConfig] = TrainConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(cls, TRAIN, overrides, renamed=RENAMED)
+    assert "1 problem" in str(caught.value)
+    return str(caught.value).splitlines()[1]
+
+
+def test_defaults_of_both_commands() -> None:
+    assert load_config(TrainConfig, TRAIN).parallel == Single()
+    config = load_config(DistributedTrainConfig, TRAIN, ["parallel.local_ranks=4"])
+    assert config.parallel == DDP(local_ranks=4)
+    plain = config.plain()
+    assert type(plain) is TrainConfig and plain == load_config(
+        TrainConfig, TRAIN, ["parallel.strategy=ddp", "parallel.local_ranks=4"]
+    )
+    assert load_config(DistributedTrainConfig, TRAIN, ["parallel.strategy=fsdp"]).parallel == FSDP()
+
+
+def test_the_shipped_config_is_the_quickstart_on_ranks() -> None:
+    single = dict(load_config(TrainConfig, TRAIN))
+    several = dict(load_config(TrainConfig, RESOURCES / "train_ddp.toml"))
+    assert {name for name, section in single.items() if several[name] != section} == {"run", "parallel"}
+    assert several["run"].model_copy(update={"directory": single["run"].directory}) == single["run"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["parallel.local_ranks=2"], 'local_ranks needs strategy = "ddp"'),
+        (["parallel.strategy=ddp", "parallel.local_ranks=0"], "must be greater than 0"),
+        (
+            ["parallel.strategy=ddp", "parallel.backend=nccl", "run.device=cpu"],
+            'set parallel.backend = "auto" or "gloo"',
+        ),
+        (
+            ["parallel.strategy=fsdp", "runtime.weights=bfloat16_with_master", "training.precision=bfloat16"],
+            'set runtime.weights = "float32"',
+        ),
+        (["parallel.strategy=fsdp", "optimizer={kind='lion8bit'}"], 'optimizer.kind = "lion8bit" has one scale'),
+        (["ddp.backend=nccl"], "is called parallel.backend here"),
+        (["ddp.nodes=3"], "is the section [parallel] here"),
+        (["deepspeed.stage=3"], 'strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3)'),
+    ],
+)
+def test_what_is_refused(overrides: list[str], text: str) -> None:
+    assert text in problem(*overrides)
+
+
+def test_8_bit_states_and_ddp_go_together() -> None:
+    config = load_config(TrainConfig, TRAIN, ["parallel.strategy=ddp", "optimizer={kind='lion8bit'}"])
+    assert config.optimizer.kind == "lion8bit"
+
+
+def test_rows_of_a_rank() -> None:
+    config = load_config(TrainConfig, TRAIN)
+    assert [config.rows_per_rank(ranks) for ranks in (1, 2, 16)] == [16, 8, 1]
+    with pytest.raises(ValueError, match="16 rows cannot be shared by 3 ranks: choose a multiple of 3"):
+        config.rows_per_rank(3)
+    cut = load_config(TrainConfig, TRAIN, ["training.micro_batch_size=8"])
+    with pytest.raises(
+        ValueError, match=r"4 ranks in parts of training\.micro_batch_size = 8: choose a multiple of 32"
+    ):
+        cut.rows_per_rank(4)

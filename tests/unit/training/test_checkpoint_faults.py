@@ -1,0 +1,382 @@
+"""Faults while a checkpoint is written or read: after each there is the old one or the new one, never neither."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diffusionlm.checkpoints.manifest import MANIFEST, entries_of, files_in, replace_text, verify
+from diffusionlm.training.background import Saves
+from diffusionlm.training.checkpoint import CheckpointStore
+from diffusionlm.training.snapshot import Snapshot, take_snapshot
+from diffusionlm.training.training_state import TrainingState, write_training_state
+
+WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
+EVENTS = ("open", "fsync", "rename", "replace", "symlink", "unlink", "mkdir", "rmdir")
+"""Calls of `os` by which a save changes what is on the disk, or makes it last."""
+
+
+NUM_EVENTS = 50
+"""That a save has at least."""
+
+
+def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    (folder / "config.toml").write_text("[run]\n", encoding="utf-8")
+    save_file(weights, folder / "model.safetensors")
+
+
+def snapshot(step: int, write: WriteModel = write_model, size: int = 20) -> Snapshot:
+    value = float(step)
+    optimizer = {"w.step": torch.tensor(value), "w.exp_avg": torch.full((size,), value)}
+    live = {"w": torch.full((size,), value)}
+    return take_snapshot(step, write, {"step": step}, {"w": torch.full((size,), value)}, optimizer, live)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """With one checkpoint, and the rule to keep one: the save that is disturbed removes it."""
+    made = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    made.save(1, snapshot(1))
+    return made
+
+
+def newest(store: CheckpointStore) -> int:
+    """The step of what is loaded, all of whose parts must be of that step."""
+    said: list[str] = []
+    saved = store.load_newest(said.append)
+    assert saved is not None and said == []
+    tensors = {**saved.weights(), **saved.live_weights(), **saved.optimizer()}
+    assert {value for tensor in tensors.values() for value in tensor.flatten().tolist()} == {float(saved.state["step"])}
+    return int(saved.state["step"])
+
+
+def leftovers(store: CheckpointStore) -> list[str]:
+    return [path.name for path in store.folder.iterdir() if ".tmp-" in path.name]
+
+
+def in_child(act: Callable[[], Any]) -> int:
+    """The exit code of a copy of this process that does it: 0, 1 after an exception, or minus the signal."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it lives")
+
+
+def counting(on_event: Callable[[int, str], None], patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """From now on every event of this process is counted, from 0, and told before it happens."""
+    counted, is_told = [0], [False]
+
+    def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not is_told[0]:
+                is_told[0] = True
+                on_event(counted[0], name)
+                counted[0] += 1
+                is_told[0] = False
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    for name in EVENTS:
+        patch(os, name, wrap(name, getattr(os, name)))
+    patch(io, "open", wrap("open a file", io.open))
+
+
+def test_what_is_on_the_disk_at_every_event_of_a_save(store: CheckpointStore, tmp_path: Path) -> None:
+    """The save ends with removing the old checkpoint; what a killed process leaves is what is there at that moment."""
+    names: list[str] = []
+
+    def keep(number: int, name: str) -> None:
+        names.append(name)
+        shutil.copytree(store.folder, tmp_path / str(number), symlinks=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        counting(keep, patch.setattr)
+        store.save(2, snapshot(2))
+    assert {*EVENTS, "open a file"} == set(names)
+    stores = [CheckpointStore(tmp_path / str(number), 1) for number in range(len(names))]
+    for each in stores:
+        for step in each.steps()[:-1]:  # the newest is read below
+            verify(each.path(step), must_have_manifest=True)
+    found = [newest(each) for each in stores]
+    assert set(found) == {1, 2} and found == sorted(found), "the new one appears in one moment"
+    assert names[found.index(2) - 1] == "rename" and len(names) >= NUM_EVENTS, len(names)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
+def test_kill_within_a_save(store: CheckpointStore, share: float) -> None:
+    """In the order of events; some of them in a thread beside the rest of the process."""
+    until = int(share * NUM_EVENTS)
+
+    def save() -> None:
+        taken = snapshot(2)
+        counting(lambda now, name: die() if now == until else None)
+        saves = Saves(store, background=bool(until % 2))
+        saves.start(taken)
+        saves.wait()
+
+    assert in_child(save) == -signal.SIGKILL
+    assert (store.folder / "latest" / "state.json").is_file()
+    assert newest(store) in (1, 2)
+    store.save(3, snapshot(3))
+    assert newest(store) == 3 and store.steps() == [3]
+    assert not leftovers(store), "what the killed process left aside is removed by the next save"
+
+
+@pytest.mark.parametrize("limit", [0, 1_000, 5_000, 20_000, 40_000, 60_000])
+def test_kill_by_the_size_that_a_file_has_reached(store: CheckpointStore, limit: int) -> None:
+    """Within the writes of safetensors and torch: the system kills a process whose file grows too large."""
+
+    def save() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        taken = snapshot(2, size=10_000)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        store.save(2, taken)
+
+    assert in_child(save) == -signal.SIGXFSZ
+    assert leftovers(store) and newest(store) == 1
+    store.save(3, snapshot(3))
+    assert newest(store) == 3 and not leftovers(store)
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [(50_000, 1), (1, 50_000)])
+def test_a_file_that_may_not_grow_is_a_full_disk(
+    store: CheckpointStore, tmp_path: Path, model: int, optimizer: int
+) -> None:
+    """The writes of safetensors and of torch themselves fail; neither says so by an OSError."""
+
+    def save() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        tensors = {"w": torch.zeros(model)}, {"w.exp_avg": torch.zeros(optimizer)}
+        taken = take_snapshot(2, write_model, {"step": 2}, *tensors)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            store.save(2, taken)
+        except ValueError as error:
+            (tmp_path / "said").write_text(str(error))
+
+    assert in_child(save) == 0
+    said = (tmp_path / "said").read_text()
+    assert "step-00000002 was not written: " in said and "MiB are free there; make room)" in said
+    assert not leftovers(store) and newest(store) == 1
+
+
+class Full:
+    """A file of which no more than so many bytes can be written."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: Any) -> Any:
+        self.room -= len(memoryview(data).cast("B")) if not isinstance(data, str) else len(data)
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> Full:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata.tmp", "state.json", "config.toml", MANIFEST])
+def test_a_full_disk_at_each_file(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    original = io.open
+
+    def full(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        file = original(path, mode, *args, **kwargs)
+        is_meant = "w" in mode and Path(str(path)).name == name
+        return Full(file, 5) if is_meant else file
+
+    monkeypatch.setattr(io, "open", full)
+    with pytest.raises(ValueError, match=r"step-00000002 was not written: .*No space left on device.*MiB are free"):
+        store.save(2, snapshot(2))
+    monkeypatch.undo()
+    assert not leftovers(store) and newest(store) == 1
+
+
+@pytest.mark.parametrize("event", ["fsync", "rename", "mkdir"])
+def test_a_folder_that_does_not_change(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, event, refuse)
+    with pytest.raises(ValueError, match=r"step-00000002 was not written: .*Read-only file system"):
+        store.save(2, snapshot(2))
+    monkeypatch.undo()
+    assert not leftovers(store) and newest(store) == 1
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ValueError, match=r"checkpoints/step-00000001 was not written: .*MiB are free"):
+        CheckpointStore(tmp_path / "checkpoints", 1).save(1, snapshot(1))
+
+
+def test_links_that_cannot_be_changed(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ValueError, match=r"step-00000002 was written, but the folder around it could not be changed"):
+        store.save(2, snapshot(2))
+    monkeypatch.undo()
+    assert not leftovers(store) and store.steps() == [1, 2] and newest(store) == 2
+
+
+class Harm:
+    """A pickle of this makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+def sign(path: Path) -> None:
+    """Write the manifest anew, as one would who means harm."""
+    import json
+
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).write_text(json.dumps({"files": entries_of(path, files_in(path))}))
+    verify(path, must_have_manifest=True)
+
+
+@pytest.mark.parametrize("place", ["whole", "inside", "bytes", "outside"])
+def test_a_malicious_pickle_is_not_executed(store: CheckpointStore, tmp_path: Path, place: str) -> None:
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    store = CheckpointStore(store.folder, 2)
+    path, touched = store.save(2, snapshot(2)), tmp_path / "touched"
+    file = path / "training_state" / ".metadata"
+    metadata: Any = pickle.loads(file.read_bytes())
+    if place == "whole":
+        metadata = Harm(touched)
+    elif place == "inside":
+        metadata.planner_data = Harm(touched)
+    elif place == "bytes":  # torch would load what is said to be no tensor without any guard
+        metadata.state_dict_metadata["optimizer.w.step"] = BytesStorageMetadata()
+    else:
+        next(iter(metadata.storage_data.values())).relative_path = "../../elsewhere"
+    file.write_bytes(pickle.dumps(metadata))
+    sign(path)
+    said: list[str] = []
+    saved = store.load_newest(said.append)
+    assert saved is not None and saved.state == {"step": 1}
+    assert not touched.exists()
+    expected = {
+        "whole": "names pathlib",
+        "inside": "names pathlib",
+        "bytes": "BytesStorageMetadata",
+        "outside": "outside of its directory",
+    }[place]
+    assert "step-00000002/training_state/.metadata cannot be read" in said[0] and expected in said[0]
+    if place != "outside":
+        assert "not called; do not use this checkpoint" in said[0]
+
+
+def test_tensors_are_not_loaded_by_an_open_pickle(store: CheckpointStore, tmp_path: Path) -> None:
+    """Torch's own guard, in the file of the tensors."""
+    touched = tmp_path / "touched"
+    folder = store.path(1) / "training_state"
+    buffer = io.BytesIO()
+    torch.save(Harm(touched), buffer)
+    (folder / "__0_0.distcp").write_bytes(buffer.getvalue())
+    opened = TrainingState.open(folder)
+    for place in opened.metadata.storage_data.values():
+        place.offset, place.length = 0, len(buffer.getvalue())
+    with pytest.raises(ValueError, match="training_state cannot be read"):
+        opened.read_whole("")
+    assert not touched.exists()
+
+
+def test_a_missing_row_is_noticed_before_it_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        TrainingState.open(tmp_path / "none")
+    entries = write_training_state(
+        tmp_path / "training_state", snapshot(1).parts, Saves(CheckpointStore(tmp_path, 1)).ranks
+    )
+    assert sorted(entries) == ["training_state/.metadata", "training_state/__0_0.distcp"]
+    replace_text(tmp_path / "training_state" / "__0_0.distcp", "")
+    with pytest.raises(ValueError, match="training_state cannot be read"):
+        TrainingState.open(tmp_path / "training_state").read_whole("optimizer.")
+
+
+def test_failures_in_the_background_are_told_once(store: CheckpointStore) -> None:
+    def full(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        raise OSError(28, "No space left on device")
+
+    saves = Saves(store)
+    saves.start(snapshot(2, full))
+    saves.start(snapshot(3))  # waits for the one before, and does not hide what became of it
+    (told,) = saves.poll()
+    assert "step-00000002 was not written: [Errno 28] No space left on device" in told
+    saves.wait()
+    assert saves.poll() == [] and newest(store) == 3
+    saves.start(snapshot(4, full))
+    with pytest.raises(ValueError, match="step-00000004 was not written"):
+        saves.wait()
+    assert saves.poll() == []
+    saves.start(snapshot(5, full))
+    saves.close()
+    assert "step-00000005" in saves.poll()[0]
+    assert newest(store) == 3
+
+
+def test_training_goes_on_while_it_is_written(store: CheckpointStore) -> None:
+    may_end, weights = threading.Event(), {"w": torch.ones(3)}
+
+    def slow(folder: Path, copies: dict[str, torch.Tensor]) -> None:
+        assert may_end.wait(30)
+        write_model(folder, copies)
+
+    saves = Saves(store)
+    saves.start(take_snapshot(2, slow, {"step": 2}, weights, {"w.a": weights["w"]}))
+    assert saves.poll() == [] and newest(store) == 1  # in the middle of it
+    weights["w"] += 1
+    may_end.set()
+    saves.wait()
+    saved = store.load_newest(print)
+    assert saved is not None and torch.equal(saved.weights()["w"], torch.ones(3))
+    assert torch.equal(saved.optimizer()["w.a"], torch.ones(3))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_mistake_of_the_program_is_no_event(store: CheckpointStore, background: bool) -> None:
+    def wrong(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        raise TypeError("a bug")
+
+    saves = Saves(store, background=background)
+    saves.start(snapshot(2, wrong))
+    with pytest.raises(TypeError, match="a bug"):
+        saves.start(snapshot(3))
+    saves.close()
+    assert not leftovers(store)

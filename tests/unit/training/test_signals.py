@@ -1,0 +1,83 @@
+"""Signals: remembered, agreed upon by ranks, and obeyed at once the second time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from cli.train import main
+from config.train import TrainConfig
+from diffusionlm.diffusion.objectives import DiffusionObjective
+from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.training import loop
+from diffusionlm.training.loop import train
+from diffusionlm.training.signals import HANDLED, StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_the_first_is_remembered_and_the_second_ends(number: int) -> None:
+    before = [signal.getsignal(each) for each in HANDLED]
+    with StopRequest() as stop:
+        assert (stop.signal, stop.received) == (None, None)
+        os.kill(os.getpid(), number)
+        assert (stop.signal, stop.received) == (number, number)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert [signal.getsignal(each) for each in HANDLED] == before
+
+
+def test_ranks_stop_together_for_what_one_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    told, other = StopRequest(is_shared=True), StopRequest(is_shared=True)
+    other._remember(signal.SIGUSR1, None)
+    assert other.signal is None  # not before all know
+    counts = [one + two for one, two in zip(told.flags(), other.flags(), strict=True)]
+    for stop in (told, other):
+        stop.agree(counts)
+    assert told.signal == other.signal == signal.SIGUSR1
+    # What reaches this rank after the others have told it is its first; what comes at once behind it is its echo.
+    told._remember(signal.SIGUSR1, None)
+    clock[0] += 0.9
+    told._remember(signal.SIGUSR1, None)
+    clock[0] += 0.2
+    with pytest.raises(KeyboardInterrupt):
+        told._remember(signal.SIGTERM, None)
+
+
+def test_the_largest_of_different_signals_counts() -> None:
+    stop = StopRequest(is_shared=True)
+    stop.agree([0.0, 0.0, 0.0])
+    assert stop.signal is None
+    stop.agree([1.0, 3.0, 0.0])
+    assert stop.signal == signal.SIGUSR1 == max(signal.SIGINT, signal.SIGUSR1)
+    stop.agree([1.0, 3.0, 1.0])
+    assert stop.signal == signal.SIGTERM
+    assert sorted(HANDLED) == list(HANDLED)
+
+
+def test_a_run_finishes_its_step_saves_and_goes_on_later(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = DiffusionObjective.score, [0]
+
+    def score(self: DiffusionObjective, draw: Any, denominator: float) -> Score:
+        calls[0] += 1
+        if calls[0] == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return original(self, draw, denominator)
+
+    monkeypatch.setattr(DiffusionObjective, "score", score)
+    ended = train(config)
+    assert (ended.step, ended.stopped_by, ended.summary) == (3, signal.SIGUSR1, None)
+    assert (config.run.directory / "checkpoints/latest").resolve().name == "step-00000003"
+    again = train(config)
+    assert (again.step, again.stopped_by, calls[0]) == (8, None, 8)  # no step was made twice
+
+
+def test_the_exit_code_is_128_and_the_signal(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "train", lambda _: loop.TrainResult(3, None, signal.SIGUSR1))
+    path = config.run.directory.parent / "train.toml"
+    assert main(["--config", str(path)]) == 128 + signal.SIGUSR1
