@@ -29,6 +29,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import FrameType
+from urllib.parse import quote
 
 from config.parallel import ManyRanks
 from profiling.cores import usable_cores
@@ -231,7 +232,7 @@ def _run_agent(arguments: tuple[object, ...], local_ranks: int, max_restarts: in
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         nproc_per_node=local_ranks,
-        run_id=nodes.job,
+        run_id=quote(nodes.job, safe=""),  # it becomes the name of a folder
         rdzv_backend="c10d",
         rdzv_endpoint=nodes.rendezvous,
         max_restarts=max_restarts,

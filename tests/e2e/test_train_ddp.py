@@ -70,9 +70,22 @@ every_steps = 1
 
 
 def start(module: str, config: Path, directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", module, "--config", str(config), "--set", f"run.directory={directory}", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        "--config",
+        str(config),
+        "--set",
+        f"run.directory={os.path.relpath(directory, ROOT)}",
+    ]
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
