@@ -1,5 +1,7 @@
 # Recipes for developers: `just` lists them.
 
+import 'remote.just'
+
 default:
     @just --list
 
@@ -86,6 +88,14 @@ block-lengths *args:
         $train --set run.directory=runs/blocks/$length $block --set objective.block_length=$length {{args}}
     done
     $train {{args}}
+
+# A grid of runs: just sweep CONFIG --set optimizer.learning_rate=0.005,0.01
+sweep config *args:
+    uv run diffusionlm-sweep --config {{config}} {{args}}
+
+# What this machine has, and what will be slow on it.
+doctor *args:
+    uv run diffusionlm-doctor {{args}}
 
 # Everything that must be green before a commit lands.
 check:

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from config.base import Section
 from config.data import DataConfig, TokenizerConfig
+from config.logging import RENAMED as RENAMED_OF_LOGGING
+from config.logging import LoggingConfig
 from config.model_section import ModelSection
 from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
 from config.optimizer import RENAMED as RENAMED_OF_OPTIMIZERS
@@ -16,7 +18,6 @@ from config.parallel import DDP, FSDP, ManyRanks, Parallel, Single
 from config.runtime import ProfilerConfig, RuntimeConfig
 from config.training import (
     CheckpointConfig,
-    LoggingConfig,
     RunConfig,
     SamplesConfig,
     TrainingConfig,
@@ -199,6 +200,7 @@ RENAMED = {
     "fsdp": 'is the section [parallel] here, with strategy = "fsdp"',
     "deepspeed": 'is not used here: [parallel] with strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3) has its place',
     "accelerate": "is not used here: the section [parallel], started by diffusionlm-train-ddp or torchrun",
-    "wandb": "is not supported yet; metrics are in metrics.jsonl of the run directory",
+    "wandb": "is the section [logging.wandb] here: project, entity, name, mode, tags, artifacts",
+    **RENAMED_OF_LOGGING,
 }
 """Keys of related projects, and where the same thing is said here."""

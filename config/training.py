@@ -27,7 +27,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     threads: PositiveInt | None = None
-    """CPU threads of torch. None: one for each core that the process may use."""
+    """CPU threads of torch. None: one for each core that the process may use, or that
+    its control group grants; shared by the ranks on this machine."""
 
 
 class TrainingConfig(Section):
@@ -109,12 +110,3 @@ class CheckpointConfig(Section):
     """auto: go on from the newest checkpoint of the run directory that verifies. never: the directory must be new."""
     config_change: Literal["refuse", "accept"] = "refuse"
     """What to do when the run directory was made with another config; the differences are shown."""
-
-
-class LoggingConfig(Section):
-    """``[logging]``: what is written while it runs."""
-
-    every_steps: PositiveInt = 10
-    """Steps between lines of metrics.jsonl."""
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """auto: a bar in a terminal, plain lines elsewhere."""

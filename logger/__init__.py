@@ -1,5 +1,17 @@
 """Logging of runs. No torch."""
 
+from logger.json_console import JsonConsole
 from logger.run_logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, NoLogger, RunLogger, console_style, duration
+from logger.sinks import open_sinks
 
-__all__ = ["ConsoleLogger", "JsonLinesLogger", "LoggerGroup", "NoLogger", "RunLogger", "console_style", "duration"]
+__all__ = [
+    "ConsoleLogger",
+    "JsonConsole",
+    "JsonLinesLogger",
+    "LoggerGroup",
+    "NoLogger",
+    "RunLogger",
+    "console_style",
+    "duration",
+    "open_sinks",
+]

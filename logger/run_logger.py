@@ -26,8 +26,8 @@ class RunLogger(Protocol):
     def progress(self, step: int, values: Metrics) -> None:
         """Where the run is: called every step, must be cheap."""
 
-    def close(self) -> None:
-        """Nothing more comes."""
+    def close(self, exit_code: int = 0) -> None:
+        """Nothing more comes: the run ends with this code, 0 where it is complete, 128 + signal where one ended it."""
 
 
 class JsonLinesLogger:
@@ -40,21 +40,18 @@ class JsonLinesLogger:
 
     def metrics(self, step: int, values: Metrics) -> None:
         """A line with the step and ``metrics``."""
-        self._write({"step": step, "metrics": {key: _finite(value) for key, value in values.items()}})
+        self._file.write(metrics_line(step, values) + "\n")
 
     def event(self, step: int, kind: str, text: str) -> None:
         """A line with the step, ``event`` and ``text``."""
-        self._write({"step": step, "event": kind, "text": text})
+        self._file.write(json.dumps({"step": step, "event": kind, "text": text}) + "\n")
 
     def progress(self, step: int, values: Metrics) -> None:
         """Nothing: progress is for people."""
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Close the file."""
         self._file.close()
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
 class ConsoleLogger:
@@ -89,7 +86,7 @@ class ConsoleLogger:
             )
             self._bar.update(step - self._bar.n)
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
@@ -124,10 +121,10 @@ class LoggerGroup:
         for logger in self._loggers:
             logger.progress(step, values)
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """All."""
         for logger in self._loggers:
-            logger.close()
+            logger.close(exit_code)
 
 
 class NoLogger:
@@ -142,7 +139,7 @@ class NoLogger:
     def progress(self, step: int, values: Metrics) -> None:
         """Nothing."""
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Nothing."""
 
 
@@ -160,6 +157,13 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{whole % 60:02}"
     return f"{minutes}:{whole % 60:02}" if minutes else f"{whole} s"
+
+
+def metrics_line(step: int, values: Metrics) -> str:
+    """Numbers of a step as an object on a line, without its end."""
+    return json.dumps(
+        {"step": step, "metrics": {key: _finite(value) for key, value in values.items()}}, allow_nan=False
+    )
 
 
 def _finite(value: Any) -> Any:

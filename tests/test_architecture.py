@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "logger", "profiling", "tokenizer")
+ROOMS = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "logger", "profiling", "sweeps", "tokenizer")
 
 CORE = {
     f"diffusionlm.{name}" for name in ("checkpoints", "data", "diffusion", "inference", "kernels", "models", "training")
@@ -42,6 +42,7 @@ ARROWS: dict[str, set[str]] = {
         "diffusionlm.models",
     },
     "diffusionlm": CORE | {"tokenizer"},
+    "sweeps": {"config", "logger"},
     "benchmarking": CORE | {"config", "ddp", "diffusionlm", "logger", "tokenizer"},
     "cli": EVERYTHING - {"cli"},
 }
@@ -50,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
 NO_SECTIONS = {"config.command", "config.load"}
 """What belongs to commands; every other file of config/ is a section, or what sections are made of."""
 
-TORCHLESS = ("config", "tokenizer", "logger")
+TORCHLESS = ("config", "tokenizer", "logger", "sweeps")
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -13,8 +13,9 @@ from config.families import to_json
 from config.model import ModelConfig
 from config.model_directory import GENERATION, read_config, resolve_model_directory
 from diffusionlm.checkpoints import llada
-from diffusionlm.checkpoints.cards import generation_text, model_card
+from diffusionlm.checkpoints.cards import generation_text
 from diffusionlm.checkpoints.manifest import verify
+from diffusionlm.checkpoints.model_card import write_card
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
 from diffusionlm.checkpoints.weights import WEIGHTS, load_weights, save_weights, saved_dtype, weight_files
 from diffusionlm.models.attention import Backend
@@ -162,7 +163,7 @@ def save_model_directory(
         weights: in place of the model's own, by parameter name.
         max_shard_size: bytes, or a size such as "5GB".
         source: a directory whose generation_config.json is taken over, if it has one; ends of text that it does not
-            name are added.
+            name are added. So is what its card says of training.
 
     Raises:
         ValueError: as `save_model`, or the source's generation_config.json is none.
@@ -171,7 +172,8 @@ def save_model_directory(
     save_model(model, directory, weights, max_shard_size=max_shard_size)
     save_tokenizer(tokenizer, directory)
     (directory / GENERATION).write_text(generation_text(model.config, source), encoding="utf-8")
-    (directory / "README.md").write_text(model_card(model), encoding="utf-8")
+    written = dict(model.named_parameters()) if weights is None else weights
+    write_card(directory, model.config, written, source=source)
 
 
 def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

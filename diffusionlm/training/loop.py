@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,15 @@ from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.guard import account
 from diffusionlm.training.lr_schedule import lr_factor
 from diffusionlm.training.prefetch import Prefetcher
-from diffusionlm.training.reporting import build_logger, step_metrics, summarise, tell_of_data, validate
+from diffusionlm.training.reported import reported
+from diffusionlm.training.reporting import (
+    build_logger,
+    step_metrics,
+    summarise,
+    tell_of_data,
+    validate,
+    watched_metrics,
+)
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.run_directory import open_run_directory
 from diffusionlm.training.runtime import memory_by_part, skips_on_device
@@ -64,18 +73,25 @@ def train(config: TrainConfig) -> TrainResult:
         else:
             logger = build_logger(run)
             tell_of_data(run, logger)
-            try:
-                train_to_the_end(run, logger, stop)
-                if stop.signal is not None and run.progress.step < run.max_steps:
-                    run.say(f"stopped after step {run.progress.step} and saved; the same command goes on from there")
-                    return TrainResult(run.progress.step, None, stop.signal)
-            finally:
-                run.saves.close()
-                logger.close()
-                run.loader.close()
-            summary = summarise(run)
+            with reported(run, logger):
+                exit_code = 1
+                try:
+                    train_to_the_end(run, logger, stop)
+                    exit_code = 0 if run.progress.step == run.max_steps else 128 + (stop.signal or 0)
+                    if stop.signal is not None and run.progress.step < run.max_steps:
+                        at = run.progress.step
+                        run.say(f"stopped after step {at} and saved; the same command goes on from there")
+                        return TrainResult(run.progress.step, None, stop.signal)
+                finally:
+                    run.saves.close()
+                    logger.close(exit_code)
+                    run.loader.close()
+                summary = summarise(run)
         if ranks.is_first:
-            print(render_summary(summary, directory.path, next(iter(config.samples.infills), None)), flush=True)
+            out = sys.stderr if config.logging.console == "json" else sys.stdout
+            print(
+                render_summary(summary, directory.path, next(iter(config.samples.infills), None)), file=out, flush=True
+            )
         return TrainResult(run.progress.step, summary, None)
 
 
@@ -107,7 +123,8 @@ def train_steps(run: Run, logger: RunLogger, stop: StopRequest, after_step: Call
             with nvtx.range("data"):
                 draws = run.loader.next_step(progress.step)
                 denominator, num_targets = agree_on_step(run, draws, stop)
-            numbers = train_step(run, draws, denominator)
+            with run.watch.step(progress.step + 1):
+                numbers = train_step(run, draws, denominator)
         progress.step += 1
         progress.tokens_seen += num_targets
         run.in_flight.put(progress.step, numbers)
@@ -122,8 +139,8 @@ def train_steps(run: Run, logger: RunLogger, stop: StopRequest, after_step: Call
         if taken:
             values = step_metrics(run, taken[-1], draws)
             logger.progress(step, values)
-            if due["logging"] or last:
-                logger.metrics(step, values)
+            if due["logging"] or due["norms"] or last:
+                logger.metrics(step, {**values, **watched_metrics(run, taken[-1])})
         if due["validation"] and not last:
             validate(run, logger)
         if due["samples"] or (last and config.samples.every_steps):
@@ -141,6 +158,7 @@ def intervals(config: TrainConfig) -> dict[str, int]:
     """Steps between what is done now and then; 0: never. Before each of them the numbers of all steps are read."""
     return {
         "logging": config.logging.every_steps,
+        "norms": config.logging.norms_every_steps,
         "validation": config.validation.every_steps,
         "samples": config.samples.every_steps,
         "checkpoint": config.checkpoint.every_steps,
@@ -188,6 +206,7 @@ def train_step(run: Run, draws: list[Draw], denominator: float) -> Tensor:
                 scored = run.model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
             with nvtx.range("backward"):
                 scored.trained_sum.backward()  # type: ignore[no-untyped-call]
+        run.watch.scored(draw, scored.nll_R)
         run.master.collect_gradients()
         loss += scored.loss_sum.detach()
         if scored.balance_sum is not None:

@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import Any
 
+from config.dump import plain
 from diffusionlm.checkpoints.manifest import replace_text
+from diffusionlm.checkpoints.model_card import Bound
 from diffusionlm.diffusion.batch import Draw
+from diffusionlm.training.card import complete_card
 from diffusionlm.training.numbers import StepNumbers
 from diffusionlm.training.run import Run
 from diffusionlm.training.summary import Summary
-from logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, NoLogger, RunLogger, console_style
+from logger import (
+    ConsoleLogger,
+    JsonConsole,
+    JsonLinesLogger,
+    LoggerGroup,
+    NoLogger,
+    RunLogger,
+    console_style,
+    open_sinks,
+)
 from profiling import memory
 
 
 def build_logger(run: Run) -> RunLogger:
-    """The record on disk, and a bar or lines for people; of the first rank alone."""
+    """The record on disk, a bar or lines for people, and the copies that are asked for; of the first rank alone."""
     if not run.ranks.is_first:
         return NoLogger()
-    style = console_style(run.config.logging.progress, sys.stderr)
-    return LoggerGroup(
-        JsonLinesLogger(run.directory.metrics, run.progress.step),
-        ConsoleLogger(run.max_steps, run.progress.step, style, sys.stderr),
+    config, step = run.config.logging, run.progress.step
+    told = LoggerGroup(
+        JsonLinesLogger(run.directory.metrics, step),
+        ConsoleLogger(run.max_steps, step, console_style(config.progress, sys.stderr), sys.stderr),
     )
+
+    def tell(at: int, text: str) -> None:
+        told.event(at, "logging", text)
+
+    values = plain(run.config, "config")
+    copies = open_sinks(config, run.directory.path, step, values, tell)
+    if config.console == "json":
+        copies.append(JsonConsole(sys.stdout))
+    return LoggerGroup(*copies, told)  # the record is closed last: what goes wrong with copies is in it
 
 
 def tell_of_data(run: Run, logger: RunLogger) -> None:
@@ -54,10 +76,15 @@ def step_metrics(run: Run, numbers: StepNumbers, draws: list[Draw]) -> dict[str,
         "seconds_left": per_step * (run.max_steps - progress.step),
         "skipped_steps": progress.skipped,
         **{f"data/{name}": value for name, value in vars(run.loader.metrics()).items()},
-        **(
-            {f"memory/{name}": value for name, value in memory.peaks("cuda").items()} if not run.waits_each_step else {}
-        ),
     }
+
+
+def watched_metrics(run: Run, numbers: StepNumbers) -> dict[str, float]:
+    """What is logged beside `step_metrics`, and not looked at in other steps. Memory is the peak so far, in bytes."""
+    peaks = {f"memory/{name}": value for name, value in memory.peaks(run.device.type).items()}
+    # As gradients are cut; not a number where their norm is none.
+    ratio = min(1.0, run.config.training.max_grad_norm / (numbers.grad_norm + 1e-6)) if numbers.is_finite else math.nan
+    return {"grad_clip_ratio": ratio, **run.watch.metrics(), **peaks}
 
 
 def validate(run: Run, logger: RunLogger) -> None:
@@ -65,11 +92,12 @@ def validate(run: Run, logger: RunLogger) -> None:
     with run.judged():
         result = run.validator.quick(run.model, run.average)
     step = run.progress.step
-    run.validated = (step, result.nats_per_token)
+    run.validated = Bound(result.nats_per_token, result.standard_error, step, result.block_length == 1)
     values = {
         "val_nats_per_token": result.nats_per_token,
         "val_standard_error": result.standard_error,
         "val_bits_per_byte": result.bits_per_byte,
+        "val_bits_per_byte_standard_error": result.bits_per_byte_standard_error,
         **{f"val_first_guess/{fill.fraction}": fill.first_guess for fill in result.fills},
     }
     logger.metrics(step, values)
@@ -99,4 +127,5 @@ def summarise(run: Run) -> Summary:
     )
     if run.ranks.is_first:
         replace_text(run.directory.summary, json.dumps(summary.to_json(), indent=1) + "\n")
+        complete_card(run, summary)
     return summary

@@ -14,6 +14,7 @@ from config.train import TrainConfig
 from ddp.fully_sharded import FullySharded
 from ddp.parallelism import Parallelism
 from ddp.process_group import SINGLE, Ranks
+from diffusionlm.checkpoints.model_card import Bound
 from diffusionlm.data.loader import LoaderPlan, StepLoader, count_rows
 from diffusionlm.data.parts import Part, open_parts
 from diffusionlm.data.workers import WorkerLoader
@@ -34,6 +35,7 @@ from diffusionlm.training.setup import choose_precision, plan_model, prepare_tok
 from diffusionlm.training.skipped import SkippedBatches
 from diffusionlm.training.spreading import on_first, spread
 from diffusionlm.training.validation import Samples, Validator
+from diffusionlm.training.watch import StepWatch
 from tokenizer import Tokenizer
 
 
@@ -85,8 +87,12 @@ class Run:
     batches: SkippedBatches
     progress: Progress = field(default_factory=Progress)
     in_flight: NumbersInFlight = field(default_factory=NumbersInFlight)
-    validated: tuple[int, float] | None = None
-    """Step of the last validation, and its bound in nats per token."""
+    validated: Bound | None = None
+    """What the last validation came to."""
+    watch: StepWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = StepWatch(self.config.logging, self.max_steps, self.model, self.parallel, self.master)
 
     @property
     def ranks(self) -> Ranks:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from config.dump import to_toml
 from diffusionlm.checkpoints.huggingface import save_model
+from diffusionlm.checkpoints.model_card import write_card
 from diffusionlm.data.parts import identity_of
+from diffusionlm.training.card import describe_training
 from diffusionlm.training.checkpoint import Saved
 from diffusionlm.training.run import Progress, Run, say
 from diffusionlm.training.snapshot import Snapshot, take_snapshot
@@ -53,13 +55,16 @@ def snapshot_of(run: Run) -> Snapshot:
         "torch": torch.__version__,
     }
     model, tokenizer, config = run.model, run.tokenizer, run.config
+    training = describe_training(run, run.validated)
 
     def write_model(folder: Path, weights: dict[str, Tensor]) -> None:
         save_model(model, folder, weights)
         save_tokenizer(tokenizer, folder)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        write_card(folder, model.config, weights, training)
 
-    bound = run.validated[1] if run.validated and run.validated[0] == progress.step else None
+    validated = run.validated
+    bound = validated.nats_per_token if validated and validated.step == progress.step else None
     run.parallel.check_replicas()
     with run.master.full():
         average = run.average.average if run.average else None

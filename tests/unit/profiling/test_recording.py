@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from profiling import memory, nvtx
+from profiling.trace import part_table
 
 
 class Calls(list[str]):
@@ -89,6 +91,23 @@ def test_memory_by_part() -> None:
     parts = memory.by_part([weight, weight[:5]], [torch.zeros(10, dtype=torch.bfloat16)], [], peak=1000)
     assert parts == {"weights": 400, "gradients": 20, "optimizer": 0, "activations": 580}
     assert memory.by_part([weight], [], [], peak=0)["activations"] == 0
+
+
+def test_the_parts_of_a_step() -> None:
+    """Two steps of 10 ms, with two micro-batches each; times are sums, in microseconds."""
+    rows = {"step": (2, 20_000), "data": (2, 1_000), "forward": (4, 8_000), "backward": (4, 9_000), "aten::mm": (9, 1)}
+    averages = [SimpleNamespace(key=key, count=count, cpu_time_total=time) for key, (count, time) in rows.items()]
+    assert part_table(averages).splitlines() == [
+        "Where a step goes, by the host's clock (mean of 2):",
+        "data              0.50 ms    5.0%",
+        "forward           4.00 ms   40.0%",
+        "backward          4.50 ms   45.0%",
+        "optimizer         0.00 ms    0.0%",
+        "the rest          1.00 ms   10.0%",
+        "step             10.00 ms  100.0%",
+        "",
+    ]
+    assert part_table(averages[1:]) == ""
 
 
 @pytest.mark.gpu

@@ -67,6 +67,7 @@ def records(config: TrainConfig) -> list[dict[str, Any]]:
     """The steps' numbers, without those of the clock."""
     lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     clock = ("tokens_per_second", "step_seconds", "seconds_left", "data/tokens_per_second", "data/wait_seconds")
+    clock += ("memory/peak_resident",)
     steps = [json.loads(line) for line in lines]
     return [
         {key: value for key, value in step["metrics"].items() if key not in clock}

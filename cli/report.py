@@ -1,0 +1,52 @@
+"""``diffusionlm-report``: a page of one run, or of several side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from config.command import friendly_errors
+from logger.report import write_report
+
+NAME = "diffusionlm-report"
+
+EXAMPLE = f"""  {NAME} runs/quickstart
+  {NAME} runs/quickstart runs/blocks --output compared.html"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, read the runs, write the page. A run that cannot be reported ends it with 2."""
+    parser = argparse.ArgumentParser(
+        prog=NAME,
+        description="Curves, results, config and samples of runs on one page, which needs no network.",
+        epilog=f"examples:\n{EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="directory of a run, such as runs/quickstart")
+    parser.add_argument(
+        "--output",
+        metavar="FILE.html",
+        type=Path,
+        help="the page; without it report.html in the directory of the run, of several in the working directory",
+    )
+    arguments = parser.parse_args(argv)
+    first: Path = arguments.runs[0]
+    is_alone = len({path.resolve() for path in arguments.runs}) == 1
+    output: Path = arguments.output or (first / "report.html" if is_alone else Path("report.html"))
+    if output.suffix != ".html":
+        parser.exit(2, f"{NAME}: error: --output {output}: name a file that ends in .html\n")
+    with friendly_errors(NAME):
+        try:
+            runs = write_report(arguments.runs, output)
+        except ValueError as error:
+            parser.exit(2, f"{NAME}: error: {error}\n")
+        for run in runs:
+            for note in run.notes:
+                print(f"{run.name}: {note}")
+        print(f"{output} shows {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""README.md beside the weights: what the model is, how it was made, how good it is, and how it is run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from config.families import natural_family
+from config.model import ModelConfig
+from diffusionlm.checkpoints.manifest import MANIFEST, Entries, entries_of, replace_text
+
+CARD = "README.md"
+TRAINING_HEADING = "## Training"
+_OUTSIDE = (CARD, MANIFEST, "state.json")
+"""Files that the card says nothing of: they are about it, or not of the model."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Data that a model was trained on."""
+
+    name: str
+    provenance: str
+    """Where the documents are and how many or how large, for people."""
+    identity: str
+    """Changes when the documents do."""
+    share: float
+    """Of the rows."""
+    dataset: str | None = None
+    """Its name on the Hugging Face Hub, if it is from there."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a validation came to, in nats per token."""
+
+    nats_per_token: float
+    standard_error: float
+    step: int
+    is_exact: bool = False
+    """Otherwise the truth is at most this."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model was made. Plain values: the run goes on while its card is written."""
+
+    name: str
+    """Of the run."""
+    step: int
+    max_steps: int
+    batch_size: int
+    """Rows of a step."""
+    row_length: int
+    """Tokens of a row."""
+    tokens_seen: int
+    sources: tuple[Source, ...]
+    objective: str
+    """TOML."""
+    optimizer: str
+    command: str
+    tokenizer_fingerprint: str
+    init_from: str | None = None
+    """The model that the weights began as."""
+    ema_decay: float = 0.0
+    """Of the average that the weights are; 0: they are none."""
+    bound: Bound | None = None
+
+
+def write_card(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    training: Training | None = None,
+    source: Path | None = None,
+) -> None:
+    """README.md of a model directory, whose other files are all there.
+
+    Args:
+        folder: of the model.
+        config: of the model.
+        weights: as they were written.
+        training: of the run that made it, where this is known.
+        source: the directory that the model was converted from; what the card there says of training is taken over.
+
+    Raises:
+        OSError: a file cannot be read, or the card written.
+    """
+    made = "" if training is None else _training_section(training)
+    if source is not None:
+        made += _conversion_section(source)
+    name = None if training is None else training.name
+    datasets = () if training is None else tuple(each.dataset for each in training.sources if each.dataset)
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _OUTSIDE]
+    numbers = sum(weight.numel() for weight in weights.values())
+    text = _card(config, numbers, entries_of(folder, files), made, name, datasets)
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def update_training(folder: Path, training: Training) -> None:
+    """Say what became known of a run after its checkpoint was sealed, in the card of that.
+
+    Whenever this is interrupted, the checkpoint verifies: the manifest has no entry of the card while it changes.
+
+    Raises:
+        OSError: something cannot be written.
+        ValueError: the card or the manifest are not what was written with the weights; they stay as they are.
+    """
+    card = (folder / CARD).read_text(encoding="utf-8")
+    found = _section(card)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        others = {name: entry for name, entry in manifest["files"].items() if name != CARD}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / MANIFEST}: damaged manifest: {error!r}") from error
+    if found is None:
+        raise ValueError(f"{folder / CARD} has no {TRAINING_HEADING!r}")
+    _seal(folder, others)
+    replace_text(folder / CARD, card.replace(found, _training_section(training).strip(), 1))
+    _seal(folder, others | entries_of(folder, [folder / CARD]))
+
+
+def _seal(folder: Path, entries: Entries) -> None:
+    replace_text(folder / MANIFEST, json.dumps({"files": dict(sorted(entries.items()))}, indent=1) + "\n")
+
+
+def _card(
+    config: ModelConfig, numbers: int, files: Entries, made: str, name: str | None, datasets: tuple[str, ...]
+) -> str:
+    family = config.model_type or natural_family(config)
+    title = family if name is None else name
+    sums = {each: f"{entry['bytes']:,} bytes, SHA-256 `{entry['sha256']}`" for each, entry in files.items()}
+    unknown = "" if made else f"{TRAINING_HEADING}\n\nNothing is known here of how it was made.\n\n"
+    return (
+        f"{_front_matter(config, datasets)}\n# {_plain(title)}, {numbers:,} parameters\n\n{_kind(config)}.\n\n"
+        f"## Architecture\n\n{_table(_architecture(config, family, numbers))}\n\n{made}{unknown}"
+        f"{_use_section(config)}{_limits_section(config)}"
+        f"## Files\n\n{_table(sums)}\n"
+    )
+
+
+def _front_matter(config: ModelConfig, datasets: tuple[str, ...]) -> str:
+    """What the Hugging Face Hub reads; JSON is YAML."""
+    kind = "masked-diffusion" if config.block_length is None else "block-diffusion"
+    tags = ["text-generation"] if config.is_autoregressive else ["text-generation", kind, "diffusion"]
+    lines = ["library_name: diffusionlm", "pipeline_tag: text-generation", "license: unknown"]
+    lines.append(f"tags: [{', '.join(tags)}]")
+    if datasets:
+        lines.append(f"datasets: {json.dumps(list(dict.fromkeys(datasets)))}")
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def _kind(config: ModelConfig) -> str:
+    if config.is_autoregressive:
+        return "An autoregressive language model"
+    if config.block_length is None:
+        return "A masked diffusion language model, which fills the whole sequence at once"
+    return f"A block diffusion language model, which fills blocks of {config.block_length} tokens one after the other"
+
+
+def _architecture(config: ModelConfig, family: str, numbers: int) -> dict[str, str]:
+    rows: dict[str, object] = {
+        "family (`model_type`)": family,
+        "parameters": f"{numbers:,}",
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "feed-forward size": config.intermediate_size,
+        "heads": f"{config.num_attention_heads} of {config.head_dim}",
+        "key-value heads": config.num_key_value_heads,
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "rotary base": f"{config.rope_theta:,.0f}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "embedding and head": "one matrix" if config.tie_word_embeddings else "two matrices",
+        "block length": "the whole row" if config.block_length is None else f"{config.block_length:,}",
+        "mask token": "none" if config.mask_token_id is None else config.mask_token_id,
+        "output that predicts token i": "i - 1" if config.logit_alignment == "shifted" else "i",
+    }
+    if config.num_experts:
+        rows["experts"] = f"{config.num_experts_per_tok} of {config.num_experts} for each token"
+    return {key: str(value) for key, value in rows.items()}
+
+
+def _training_section(training: Training) -> str:
+    """Up to the next heading."""
+    bound = training.bound
+    rows = {
+        "steps": f"{training.step:,} of {training.max_steps:,}, of {training.batch_size:,} rows of up to "
+        f"{training.row_length:,} tokens",
+        "tokens seen": f"{training.tokens_seen:,}",
+        "optimizer": training.optimizer,
+        "weights": f"averaged, decay {training.ema_decay:g}" if training.ema_decay else "of the last step",
+        "began as": "random numbers" if training.init_from is None else _plain(training.init_from),
+        "tokenizer": f"`{training.tokenizer_fingerprint}`",
+        "validation": "not known" if bound is None else _told(bound),
+    }
+    data = "\n".join(
+        f"| {_plain(each.name)} | {_plain(each.provenance)} | {_plain(each.identity)} | {each.share:.1%} |"
+        for each in training.sources
+    )
+    return (
+        f"{TRAINING_HEADING}\n\n{_table(rows)}\n\n"
+        f"Data:\n\n| source | where | identity | share |\n|---|---|---|---|\n{data}\n\n"
+        f"Objective:\n\n{_fenced(training.objective, 'toml')}\n\n"
+        f"Made again by, with the `config.toml` beside this file:\n\n{_fenced(training.command, 'bash')}\n\n"
+    )
+
+
+def _told(bound: Bound) -> str:
+    sign = "" if bound.is_exact else "at most "
+    return f"{sign}{bound.nats_per_token:.3f} ± {bound.standard_error:.3f} nats per token, at step {bound.step:,}"
+
+
+def _conversion_section(source: Path) -> str:
+    """What is known of a model that was converted, from the card of the other one."""
+    try:
+        card = (source / CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        card = ""
+    there = _section(card)
+    if there is None:
+        name = _plain(source.resolve().name)
+        return f"{TRAINING_HEADING}\n\nConverted from {name}, of which no card tells how it was made.\n\n"
+    body = there.removeprefix(TRAINING_HEADING).strip()
+    title = re.search(r"^# (.*)$", card, re.MULTILINE)
+    name = title[1] if title else _plain(source.resolve().name)
+    note = f"Converted from {name}. What follows is said of that model, before it was converted."
+    # Once it was converted more often: the origins stand one above the other.
+    return f"{TRAINING_HEADING}\n\n{note}\n\n{body}\n\n"
+
+
+def _section(card: str) -> str | None:
+    """What a card of ours says of training, from its heading on; None: it is none, or says nothing."""
+    if "library_name: diffusionlm" not in card:
+        return None
+    match = re.search(rf"^{TRAINING_HEADING}\n.*?(?=^## Use$)", card, re.DOTALL | re.MULTILINE)
+    return match[0].strip() if match else None
+
+
+def _use_section(config: ModelConfig) -> str:
+    shell = 'diffusionlm-infer --model . --prompt "..."'
+    if config.block_length is None:
+        shell += '\ndiffusionlm-infer --model . --infill "before [MASK:6] after"'
+    python = (
+        'import diffusionlm\n\nmodel = diffusionlm.load_model(".")\ntokenizer = diffusionlm.load_tokenizer(".")\n'
+        "options = diffusionlm.GenerationConfig(max_new_tokens=32)\n"
+        'done = diffusionlm.generate(model, [tokenizer.encode("...")], options)\n'
+        "print(tokenizer.decode(done[0].token_ids))"
+    )
+    return f"## Use\n\n{_fenced(shell, 'bash')}\n\n{_fenced(python, 'python')}\n\n"
+
+
+def _limits_section(config: ModelConfig) -> str:
+    return (
+        "## Limits\n\n"
+        f"- A prompt and its answer together have at most {config.max_position_embeddings:,} tokens.\n"
+        "- It says what is likely after its data, true or not; nothing here was done against false or harmful text.\n"
+        "- The licence is not known: it follows from the data, and from the model that the weights began as.\n\n"
+    )
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())])
+
+
+def _plain(text: str) -> str:
+    """Text of others on one line, in which nothing is Markdown or HTML."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", " ".join(text.split()))
+
+
+def _fenced(text: str, language: str) -> str:
+    """Text as it is, whatever backticks are in it."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text.strip()}\n{fence}"

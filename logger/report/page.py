@@ -1,0 +1,156 @@
+"""The page of a report. It is one file and asks for no other; what it looks like stands in ``report.html``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from logger.report import tables
+from logger.report.drawing import draw
+from logger.report.plots import Plot, main_plots, other_metrics
+from logger.report.reading import RunRecord, read_runs
+from logger.report.samples import samples
+
+_SLOT = re.compile(r"<!--slot:([a-z]+)-->")
+
+
+def write_report(paths: Sequence[Path], output: Path) -> list[RunRecord]:
+    """Read the runs and write their page, aside first. Returns what was read.
+
+    Raises:
+        ValueError: one of them is no run; names it.
+        OSError: the page cannot be written.
+    """
+    runs = read_runs(paths)
+    page = render_report(runs)
+    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(page, encoding="utf-8", newline="\n")
+        aside.replace(output)
+    finally:
+        aside.unlink(missing_ok=True)
+    return runs
+
+
+def render_report(runs: Sequence[RunRecord]) -> str:
+    """The page's HTML."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    figures: list[str] = []
+    values: list[dict[str, Any]] = []
+
+    def drawn(plots: Sequence[Plot]) -> str:
+        start = len(figures)
+        for plot in plots:
+            figure, data = draw(plot, len(figures))
+            figures.append(figure)
+            values.append(data)
+        return f'<div class="charts">{"".join(figures[start:])}</div>' if plots else ""
+
+    others, without_chart = other_metrics(runs)
+    sections = {
+        "Results": tables.results(runs),
+        "Curves": drawn(_in_order(main_plots(runs), is_comparable(runs))),
+        "Samples": samples(runs),
+        "Config": tables.config(runs),
+        "Environment": tables.environment(runs),
+        "Events": tables.events(runs),
+        "Other metrics": drawn(others) + tables.last_values(runs, without_chart),
+    }
+    shown = {name: html for name, html in sections.items() if html}
+    parts = {
+        "title": escape(title),
+        "heading": escape(title if len(runs) == 1 else f"{len(runs)} runs compared"),
+        "states": _states(runs),
+        "notes": "".join(f"<p>{note}</p>" for note in notes(runs)),
+        "headline": _headline(runs),
+        "links": "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in shown),
+        "sections": "".join(
+            f'<section id="{_anchor(name)}"><h2>{name}</h2>{html}</section>' for name, html in shown.items()
+        ),
+        "data": script_json(values),
+    }
+    template = files("logger.report").joinpath("report.html").read_text(encoding="utf-8")
+    return _SLOT.sub(lambda slot: parts[slot[1]], template)
+
+
+def is_comparable(runs: Sequence[RunRecord]) -> bool:
+    """Whether nats per token mean the same in all runs: no two tokenizers among them, as far as they are known."""
+    return len({run.tokenizer for run in runs if run.tokenizer is not None}) <= 1
+
+
+def notes(runs: Sequence[RunRecord]) -> list[str]:
+    """What a reader has to know before the numbers; HTML."""
+    found = []
+    if not is_comparable(runs):
+        found.append(
+            "<strong>These runs have different tokenizers.</strong> Nats per token are not comparable between them, "
+            "nor is the share of tokens guessed right: compare <em>bits per byte</em>."
+        )
+    validated = {tuple(str(run.config.get(key)) for key in _validation_keys(runs)) for run in runs if run.config}
+    if len(validated) > 1:
+        found.append("These runs have different data or validation settings: their validation texts may differ.")
+    for run in runs:
+        name = f"<strong>{escape(run.name)}</strong>: " if len(runs) > 1 else ""
+        found += [name + escape(note) for note in run.notes]
+        if run.state == "going":
+            found.append(f"{name}The run is still going; this is what it had written so far.")
+        elif run.state == "failed":
+            found.append(name + escape(run.events_of("failed")[-1].text))
+        elif run.state == "ended":
+            found.append(f"{name}The run ended before its last step, and did not say why.")
+    return found
+
+
+def _validation_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Keys of the config that decide which text is scored."""
+    keys = {key for run in runs for key in run.config}
+    return sorted(key for key in keys if key.startswith("data.source") or key in ("validation.rows", "data.row_length"))
+
+
+def _in_order(plots: list[Plot], comparable: bool) -> list[Plot]:
+    """Bits per byte come first, and nats carry a warning, where tokenizers differ."""
+    if comparable:
+        return plots
+    for plot in plots:
+        if plot.unit.startswith("nats") or plot.title == "Held-out tokens guessed right":
+            plot.note = f"Not comparable: different tokenizers. {plot.note}".strip()
+    return sorted(plots, key=lambda plot: plot.unit != "bits per byte")
+
+
+def _states(runs: Sequence[RunRecord]) -> str:
+    """How each run stands, and which colour it has."""
+    items = []
+    for index, run in enumerate(runs):
+        swatch = f'<i class="c{index % 8} d{index // 8 % 4}"></i>' if len(runs) > 1 else ""
+        name = f"{escape(run.name)} " if len(runs) > 1 else ""
+        steps = f"{run.last_step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "") + " steps"
+        items.append(
+            f'<li>{swatch}{name}<span class="state {run.state}">{tables.STATES[run.state]}</span> {steps}</li>'
+        )
+    return "".join(items)
+
+
+def _headline(runs: Sequence[RunRecord]) -> str:
+    if len(runs) > 1:
+        return ""
+    entries = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd>{escape(below)}</dd></div>"
+        for name, value, below in tables.headline(runs[0])
+    )
+    return f'<dl class="headline">{entries}</dl>' if entries else ""
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def script_json(value: Any) -> str:
+    """JSON that may stand in a script element: nothing in it ends the element or begins a comment."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,275 @@
+"""A run as its directory tells it. What is damaged or missing is said in notes; the rest is read."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import tomllib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from logger.report.series import Series
+
+NUMBERS = (float, int)
+"""What JSON has; true and false are 1 and 0."""
+
+State = Literal["complete", "going", "stopped", "failed", "ended"]
+"""``ended``: no process has it, and nothing says why it is not complete."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, in words."""
+
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass
+class RunRecord:
+    """What is known of a run."""
+
+    name: str
+    """Short, and unlike those of the other runs of a report."""
+    path: Path
+    numbers: dict[str, Series] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    """Metrics that are no numbers: the last value of each."""
+    events: list[Event] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    """Values by ``section.key``."""
+    config_text: str = ""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Empty before the end."""
+    tokenizer: str | None = None
+    """Hash of its files; None: there are none."""
+    last_step: int = 0
+    state: State = "complete"
+    notes: list[str] = field(default_factory=list)
+    """What a reader has to know of this record."""
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps that were planned, where the config says it."""
+        steps = self.config.get("training.max_steps")
+        return steps if isinstance(steps, int) else None
+
+    def events_of(self, *kinds: str) -> list[Event]:
+        """Those of these kinds, in order."""
+        return [event for event in self.events if event.kind in kinds]
+
+    def result(self, *keys: str | int) -> float | None:
+        """A number of ``summary.json`` by its path, if there is one."""
+        value: Any = self.summary
+        for key in keys:
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                return None
+        number = _number(value)
+        return None if math.isnan(number) else number
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """The runs in the order given, each once.
+
+    Raises:
+        ValueError: one of them is no run directory; names it.
+    """
+    distinct = list({path.resolve(): path for path in paths}.values())
+    runs = [read_run(path) for path in distinct]
+    for run, name in zip(runs, _names(distinct), strict=True):
+        run.name = name
+    return runs
+
+
+def read_run(path: Path) -> RunRecord:
+    """One run.
+
+    Raises:
+        ValueError: there is no such directory, or it has no metrics; says what to name.
+    """
+    metrics = path / "metrics.jsonl"
+    if path.is_file():
+        raise ValueError(f"{path} is a file: name the directory of a run, such as {path.parent}")
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such directory; name the directory of a run, such as runs/quickstart")
+    if not metrics.is_file():
+        raise ValueError(f"{path} has no metrics.jsonl, so it is not the directory of a run (or the run never began)")
+    run = RunRecord(path.resolve().name, path)
+    _read_metrics(run, metrics)
+    _read_config(run)
+    _read_summary(run)
+    run.tokenizer = _fingerprint(path / "tokenizer")
+    run.state = _state(run)
+    return run
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    depth = 1
+    while len({each[-depth:] for each in parts}) < len(parts):
+        depth += 1
+    return ["/".join(each[-depth:]) for each in parts]
+
+
+def _read_metrics(run: RunRecord, path: Path) -> None:
+    """Line by line. A step that occurs again (of a run that went on) replaces what was said of it before."""
+    columns: dict[str, tuple[array[float], array[float]]] = {}
+    bad, is_cut = 0, False
+    for line, is_whole in _lines(path):
+        record = _record(line)
+        if record is None:
+            is_cut = is_cut or not is_whole
+            bad += is_whole
+            continue
+        step = record["step"]
+        run.last_step = max(run.last_step, step)
+        if "event" in record:
+            run.events.append(Event(step, str(record["event"]), str(record.get("text", ""))))
+        values = record.get("metrics")
+        for key, value in _flat(values if isinstance(values, dict) else {}):
+            if value is None or isinstance(value, NUMBERS):
+                if key not in columns:
+                    columns[key] = (array("d"), array("d"))
+                steps, numbers = columns[key]
+                steps.append(step)
+                numbers.append(_number(value))
+            else:
+                run.texts[key] = value if isinstance(value, str) else json.dumps(value)
+    run.numbers = {key: _series(steps, numbers) for key, (steps, numbers) in columns.items()}
+    if is_cut:
+        run.notes.append(
+            "metrics.jsonl ends in the middle of a line: a process was ended while it wrote. "
+            "All that stands before it is shown."
+        )
+    if bad:
+        lines = "1 line" if bad == 1 else f"{bad:,} lines"
+        run.notes.append(f"{lines} of metrics.jsonl could not be read and {'is' if bad == 1 else 'are'} not shown.")
+    if not run.numbers:
+        run.notes.append("metrics.jsonl has no numbers yet.")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bool]]:
+    """The lines, and whether each has its end."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.strip("\0 \n"):
+                yield line, line.endswith("\n")
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int or abs(record["step"]) > 2**53:
+        return None
+    return record
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _number(value: Any) -> float:
+    """NaN for what is none, not finite, or so large that a chart's own numbers would not be finite."""
+    if not isinstance(value, NUMBERS):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if abs(number) < 1e100 else math.nan
+
+
+def _series(steps: array[float], numbers: array[float]) -> Series:
+    """By step; of several values of a step the last one."""
+    steps_N, values_N = np.frombuffer(steps), np.frombuffer(numbers)
+    if (np.diff(steps_N) > 0).all():
+        return Series(steps_N, values_N)
+    distinct_N, from_behind_N = np.unique(steps_N[::-1], return_index=True)
+    return Series(distinct_N, values_N[len(steps_N) - 1 - from_behind_N])
+
+
+def _read_config(run: RunRecord) -> None:
+    path = run.path / "config.toml"
+    try:
+        run.config_text = path.read_text(encoding="utf-8")
+        run.config = dict(_dotted(tomllib.loads(run.config_text)))
+    except (OSError, ValueError) as error:
+        run.notes.append(f"config.toml cannot be read: {error}")
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _read_summary(run: RunRecord) -> None:
+    path = run.path / "summary.json"
+    if not path.exists():
+        return
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        run.notes.append(f"summary.json cannot be read: {error}")
+        return
+    if isinstance(summary, dict):
+        run.summary = summary
+    else:
+        run.notes.append("summary.json cannot be read: it holds no object")
+
+
+def _fingerprint(folder: Path) -> str | None:
+    """Of the tokens and merges, by whatever files there are."""
+    names = ("vocab.json", "merges.txt", "special_tokens.json", "tokenizer.json", "tokenizer.model")
+    try:
+        data = [(name, (folder / name).read_bytes()) for name in names if (folder / name).is_file()]
+    except OSError:
+        return None
+    if not data:
+        return None
+    digest = hashlib.sha256()
+    for name, content in data:
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _state(run: RunRecord) -> State:
+    if (run.result("step") or 0) >= run.last_step and run.summary:
+        return "complete"
+    last = run.events_of("failed", "stopped", "environment")[-1:]
+    if last and last[0].kind == "failed":
+        return "failed"
+    if last and last[0].kind == "stopped":
+        return "stopped"
+    return "going" if _is_locked(run.path / ".lock") else "ended"
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process has the run's directory: it is asked for, shared, and given back at once."""
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,113 @@
+"""Numbers over steps, and what a chart makes of them: fewer points, a smooth line, ticks. N points."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+"""From ten thousand on numbers are written in thousands, and so on."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values at growing steps; NaN where there is none."""
+
+    steps_N: Floats
+    values_N: Floats
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no number to draw."""
+        return not np.isfinite(self.values_N).any()
+
+    @property
+    def num_missing(self) -> int:
+        """Points without a number: null, NaN or infinite."""
+        return int((~np.isfinite(self.values_N)).sum())
+
+    @property
+    def last(self) -> tuple[float, float] | None:
+        """Step and value of the last number."""
+        places = np.flatnonzero(np.isfinite(self.values_N))
+        return (float(self.steps_N[places[-1]]), float(self.values_N[places[-1]])) if len(places) else None
+
+
+def fewer_points(values_N: Floats, buckets: int) -> NDArray[np.int64]:
+    """Places that show the same curve: the least and the greatest number of each of so many runs of points, the first
+    point and the last one. All places where there are no more than that; a run without a number keeps one, as a gap."""
+    number = len(values_N)
+    if number <= 2 * buckets + 2:
+        return np.arange(number)
+    least_N = np.where(np.isfinite(values_N), values_N, np.inf)
+    greatest_N = np.where(np.isfinite(values_N), values_N, -np.inf)
+    edges = np.linspace(0, number, buckets + 1).astype(np.int64)
+    kept = {0, number - 1}
+    for start, end in pairwise(edges.tolist()):
+        kept |= {start + int(least_N[start:end].argmin()), start + int(greatest_N[start:end].argmax())}
+    return np.array(sorted(kept))
+
+
+def smoothed(values_N: Floats) -> Floats:
+    """Mean of a fiftieth of the points, at least five, around each: it does not lag behind. NaN is passed over.
+
+    At the beginning, where curves are steep, as many points are taken before a point as behind it; at the end, where
+    one wants to know where they stand, those that there are.
+    """
+    number = len(values_N)
+    reach = max(2, number // 100)
+    is_there_N = np.isfinite(values_N)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(is_there_N, values_N, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(is_there_N)])
+    places_N = np.arange(number)
+    reach_N = np.minimum(reach, places_N)
+    first_N, end_N = places_N - reach_N, np.minimum(number, places_N + reach_N + 1)
+    counts_N = counts[end_N] - counts[first_N]
+    means_N: Floats = (sums[end_N] - sums[first_N]) / np.maximum(1, counts_N)
+    return np.where(is_there_N & (counts_N > 0), means_N, np.nan)
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers from ``low`` to ``high``: multiples of 1, 2 or 5 times a power of ten."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / most))
+    step = next((factor * power for factor in (1, 2, 5) if span / (factor * power) <= most), 10 * power)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [place * step for place in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers for an axis of logarithms: powers of ten, what is between them, or those of an ordinary axis."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    between = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    inside = [value for value in between if low <= value <= high]
+    if len(inside) < 3:
+        return [value for value in ticks(low, high, 5) if value > 0]
+    if len(inside) <= 7:
+        return inside
+    decades = [10.0**power for power in powers if low <= 10.0**power <= high]
+    return decades[:: math.ceil(len(decades) / 6)]
+
+
+def short(value: float, digits: int = 4) -> str:
+    """A number as people read it: 0.00125, 3.142, 12.3k, 1.2e-06."""
+    if not math.isfinite(value):
+        return "not finite"
+    for size, suffix in SUFFIXES:
+        if abs(value) >= size:
+            unit = 1e3 if suffix == "k" else size
+            return f"{_plain(value / unit, digits - 1)}{suffix}"
+    return _plain(value, digits)
+
+
+def _plain(value: float, digits: int) -> str:
+    text = f"{value:.{digits}g}"
+    return text if "e+" not in text else f"{value:.0f}"

@@ -1,0 +1,314 @@
+"""What a report says in words and tables: results, config, events, environment."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from logger.report.reading import Event, RunRecord
+from logger.report.series import short
+from logger.run_logger import duration
+
+EVENTS_SHOWN = 200
+"""Of each run; all of them are in metrics.jsonl."""
+
+TOLD_ELSEWHERE = ("sample", "environment")
+
+BAD_NEWS = ("failed", "skipped", "report")
+
+STATES = {
+    "complete": "complete",
+    "going": "still going",
+    "stopped": "stopped by a signal",
+    "failed": "failed",
+    "ended": "ended early",
+}
+
+Row = tuple[str, list[str]]
+"""A name, and a cell for each run; "" where a run has nothing to say."""
+
+
+def results(runs: Sequence[RunRecord]) -> str:
+    """All results: a list of one run's, a column for each of several."""
+    rows = [row for row in _result_rows(runs) if any(row[1])]
+    if len(runs) > 1:
+        return table([run.name for run in runs], rows)
+    terms = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(cells[0])}</dd></div>" for name, cells in rows)
+    return f'<dl class="results">{terms}</dl>'
+
+
+def headline(run: RunRecord) -> list[tuple[str, str, str]]:
+    """The numbers of one run that come first: name, value, what is said below it."""
+    bound, step = _bound(run, "nats_per_token", "standard_error", "val_nats_per_token", "val_standard_error")
+    bits, _ = _bound(run, "bits_per_byte", "bits_per_byte_standard_error", "val_bits_per_byte", "")
+    guess = run.result("evaluation", "fills", 0, "first_guess")
+    share = run.result("evaluation", "fills", 0, "fraction")
+    loss = _last(run, "loss_smooth") or _last(run, "loss")
+    parameters, tokens, seconds = run.result("parameters"), _tokens(run), _seconds(run)
+    found = [
+        (f"Validation {_kind(run)}", bound, f"nats per token{step}"),
+        ("Bits per byte", bits, f"of the validation text{step}"),
+        ("First guess right", "" if guess is None else f"{guess:.1%}", "" if share is None else f"{share:.0%} masked"),
+        ("Training loss", "" if bound or loss is None else short(loss), "nats per token, averaged"),
+        ("Parameters", "" if parameters is None else short(parameters), ""),
+        ("Tokens", "" if tokens is None else short(tokens), f"in {run.last_step:,} steps"),
+        ("Time", "" if seconds is None else duration(seconds), "of training steps"),
+    ]
+    return [entry for entry in found if entry[1]]
+
+
+def _result_rows(runs: Sequence[RunRecord]) -> Iterator[Row]:
+    yield "State", [_state(run) for run in runs]
+    for name, keys in (
+        (
+            "Validation, nats per token",
+            ("nats_per_token", "standard_error", "val_nats_per_token", "val_standard_error"),
+        ),
+        (
+            "Validation, bits per byte",
+            ("bits_per_byte", "bits_per_byte_standard_error", "val_bits_per_byte", "val_bits_per_byte_standard_error"),
+        ),
+    ):
+        found = [_bound(run, *keys) for run in runs]
+        yield name, [f"{value}{step}" for value, step in found]
+    if any(run.summary for run in runs):
+        yield "What the bound is", [_kind(run) if run.summary else "" for run in runs]
+    yield from _other_blocks(runs)
+    yield "Entropy of the source, nats per document", _column(runs, "source_entropy")
+    yield "Unigram entropy, nats per token", _column(runs, "evaluation", "unigram_entropy")
+    for name in dict.fromkeys(name for run in runs for name in _names_of(run.summary.get("ngrams"))):
+        yield f"{name}, nats per token", _column(runs, "ngrams", name)
+    for place in range(2):
+        fractions = [run.result("evaluation", "fills", place, "fraction") for run in runs]
+        said = next((fraction for fraction in fractions if fraction is not None), None)
+        if said is not None:
+            yield (
+                f"First guess right, {said:.0%} masked",
+                _column(runs, "evaluation", "fills", place, "first_guess", style="%"),
+            )
+            yield (
+                f"Among the first five, {said:.0%} masked",
+                _column(runs, "evaluation", "fills", place, "first_five", style="%"),
+            )
+    losses = [_last(run, "loss_smooth") for run in runs]
+    yield "Training loss, averaged", ["" if loss is None else f"{loss:.3f}" for loss in losses]
+    yield "Parameters", _column(runs, "parameters", style="n")
+    yield "Tokens seen", [_count(_tokens(run)) for run in runs]
+    yield "Steps", [f"{run.last_step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "") for run in runs]
+    yield "Skipped steps", [_count(_last(run, "skipped_steps")) for run in runs]
+    yield "Time of training steps", ["" if (s := _seconds(run)) is None else duration(s) for run in runs]
+    if any((run.result("padding_share") or 0.0) >= 0.0005 for run in runs):
+        yield "Padding of the training rows", _column(runs, "padding_share", style="%")
+
+
+def _other_blocks(runs: Sequence[RunRecord]) -> Iterator[Row]:
+    for place in range(max(len(_list(run.summary.get("other_block_lengths"))) for run in runs)):
+        cells = []
+        for run in runs:
+            value, error = (
+                run.result("other_block_lengths", place, key) for key in ("nats_per_token", "standard_error")
+            )
+            blocks = run.result("other_block_lengths", place, "block_length")
+            said = "bidirectional" if blocks is None else f"blocks of {blocks:.0f}"
+            cells.append("" if value is None else f"{_with_error(value, error)}, {said}")
+        yield "Also trained for, nats per token", cells
+
+
+def _column(runs: Sequence[RunRecord], *keys: str | int, style: str = "g") -> list[str]:
+    cells = []
+    for run in runs:
+        value = run.result(*keys)
+        written = {"%": "{:.1%}", "n": "{:,.0f}", "g": "{:.3f}"}[style]
+        cells.append("" if value is None else written.format(value))
+    return cells
+
+
+def _bound(run: RunRecord, value_key: str, error_key: str, metric: str, error_metric: str) -> tuple[str, str]:
+    """The final value with its error, or the last one of the run and when that was."""
+    value, error = run.result("evaluation", value_key), run.result("evaluation", error_key)
+    if value is not None:
+        return _with_error(value, error), ""
+    series = run.numbers.get(metric)
+    if series is None or series.last is None:
+        return "", ""
+    step, value = series.last
+    errors = run.numbers.get(error_metric)
+    error = errors.last[1] if errors is not None and errors.last is not None and errors.last[0] == step else None
+    return _with_error(value, error), f" at step {step:,.0f}"
+
+
+def _with_error(value: float, error: float | None) -> str:
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
+
+
+def _kind(run: RunRecord) -> str:
+    blocks = run.result("evaluation", "block_length")
+    if blocks is None:
+        return "bound"
+    return "loss, token by token" if blocks == 1 else f"bound, blocks of {blocks:.0f}"
+
+
+def _state(run: RunRecord) -> str:
+    if run.state == "complete":
+        return STATES["complete"]
+    of = f" of {run.max_steps:,}" if run.max_steps else ""
+    return f"{STATES[run.state]}, at step {run.last_step:,}{of}"
+
+
+def _last(run: RunRecord, key: str) -> float | None:
+    series = run.numbers.get(key)
+    return None if series is None or series.last is None else series.last[1]
+
+
+def _tokens(run: RunRecord) -> float | None:
+    return _last(run, "tokens_seen") if run.result("tokens_seen") is None else run.result("tokens_seen")
+
+
+def _seconds(run: RunRecord) -> float | None:
+    if run.result("seconds") is not None:
+        return run.result("seconds")
+    tokens, speed = _last(run, "tokens_seen"), _last(run, "tokens_per_second")
+    seconds = tokens / speed if tokens is not None and speed else math.nan
+    return seconds if math.isfinite(seconds) else None
+
+
+def _names_of(value: Any) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _count(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def table(heads: Sequence[str], rows: Sequence[Row], caption: str = "", first: str = "") -> str:
+    """Names at the left, a column for each head; scrolls in a frame of its own where it is wide."""
+    top = ""
+    if len(heads) > 1 or first:
+        top = (
+            "<thead><tr>"
+            + f"<th>{escape(first)}</th>"
+            + "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+        )
+        top += "</tr></thead>"
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f"<td>{escape(cell) or '-'}</td>" for cell in cells)
+        + "</tr>"
+        for name, cells in rows
+    )
+    label = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f'<div class="wide" tabindex="0" role="group"><table>{label}{top}<tbody>{body}</tbody></table></div>'
+
+
+def last_values(runs: Sequence[RunRecord], keys: Sequence[str]) -> str:
+    """Of metrics without a chart."""
+    rows = [(key, [_last_value(run, key) for run in runs]) for key in keys]
+    return f'<div class="last">{table([run.name for run in runs], rows, first="Last value of")}</div>' if rows else ""
+
+
+def _last_value(run: RunRecord, key: str) -> str:
+    if key in run.numbers:
+        value = _last(run, key)
+        return "no finite number" if value is None else short(value)
+    return run.texts.get(key, "")
+
+
+def config(runs: Sequence[RunRecord]) -> str:
+    """What differs between the runs, highlighted; what they have in common, folded."""
+    known = [run for run in runs if run.config]
+    if not known:
+        return ""
+    keys = [key for key in dict.fromkeys(key for run in known for key in run.config) if key != "run.directory"]
+    written = {key: [_written(run.config[key]) if key in run.config else "" for run in known] for key in keys}
+    different = [(key, cells) for key, cells in written.items() if len(set(cells)) > 1]
+    parts = []
+    if len(known) > 1:
+        if different:
+            parts.append(
+                f'<div class="different">{table([run.name for run in known], different, first="What differs")}</div>'
+            )
+        else:
+            parts.append("<p>The configs of these runs are the same.</p>")
+    common = [(key, cells[0]) for key, cells in written.items() if len(set(cells)) == 1]
+    title = "All values" if len(known) == 1 else f"{len(common)} value{'s' * (len(common) != 1)} in common"
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for key, value in common:
+        section, _, rest = key.partition(".")
+        sections.setdefault(section if rest else "", []).append((rest or section, value))
+    blocks = "".join(
+        f"<section><h3>{escape(section)}</h3><dl>"
+        + "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in values)
+        + "</dl></section>"
+        for section, values in sections.items()
+    )
+    parts.append(f'<details><summary>{escape(title)}</summary><div class="config">{blocks}</div></details>')
+    return "".join(parts)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, list):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def events(runs: Sequence[RunRecord]) -> str:
+    """What happened, the newest first."""
+    parts = []
+    for run in runs:
+        found = [event for event in run.events if event.kind not in TOLD_ELSEWHERE]
+        if not found:
+            continue
+        shown = list(reversed(found))[:EVENTS_SHOWN]
+        body = "".join(map(_event, shown))
+        left = len(found) - len(shown)
+        head = '<th scope="col">Step</th><th scope="col">Kind</th><th scope="col">What happened</th>'
+        parts.append(
+            (f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
+            + f'<div class="wide events" tabindex="0" role="group"><table><thead><tr>{head}</tr></thead>'
+            + f"<tbody>{body}</tbody></table></div>"
+            + (f'<p class="note">{left:,} earlier ones are in metrics.jsonl.</p>' if left else "")
+        )
+    return "".join(parts)
+
+
+def _event(event: Event) -> str:
+    cells = "".join(f"<td>{escape(cell)}</td>" for cell in (f"{event.step:,}", event.kind, _without_step(event)))
+    return f'<tr class="bad">{cells}</tr>' if event.kind in BAD_NEWS else f"<tr>{cells}</tr>"
+
+
+def _without_step(event: Event) -> str:
+    """The text, without the beginning that repeats what stands in the other columns."""
+    for beginning in (f"step {event.step}: ", f"{event.kind}: "):
+        event = Event(event.step, event.kind, event.text.removeprefix(beginning))
+    return event.text
+
+
+def environment(runs: Sequence[RunRecord]) -> str:
+    """What each part of a run was computed on: the pieces of its ``environment`` events, ``name value; name value``."""
+    columns: list[tuple[str, dict[str, str]]] = []
+    for run in runs:
+        told = list(dict.fromkeys(event.text for event in run.events_of("environment")))
+        for number, text in enumerate(told, 1):
+            pieces = dict(piece.partition(" ")[::2] for piece in text.removeprefix("environment: ").split("; "))
+            part = f", part {number}" if len(told) > 1 else ""
+            columns.append((run.name + part if len(runs) > 1 or part else run.name, pieces))
+    rows: list[Row] = []
+    for name in dict.fromkeys(name for _, pieces in columns for name in pieces):
+        rows.append((name, [pieces.get(name, "") for _, pieces in columns]))
+    places = [(run.name, str(run.path)) for run in runs]
+    if not columns:
+        return table([], [(f"directory of {name}" if len(runs) > 1 else "directory", [path]) for name, path in places])
+    if len(runs) == 1:
+        rows.append(("directory", [places[0][1]] * len(columns)))
+    return table([name for name, _ in columns], rows)

@@ -1,0 +1,64 @@
+"""The copies of a run's metrics that a config asks for, beside metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from config.logging import LoggingConfig, WandbConfig
+from logger import tensorboard, weights_and_biases
+from logger.background import BackgroundLogger, Tell
+from logger.run_logger import RunLogger
+from logger.tensorboard import TensorBoardLogger
+from logger.weights_and_biases import WandbLogger, WandbRun, choose_mode, is_disabled, run_id_of
+
+
+def open_sinks(
+    config: LoggingConfig, directory: Path, step: int, values: Mapping[str, Any], tell: Tell
+) -> list[RunLogger]:
+    """Weights & Biases and TensorBoard, each in a thread of its own. What is asked for and cannot be had is told; the
+    run goes on without it.
+
+    Args:
+        config: the section.
+        directory: of the run.
+        step: that the run goes on from; 0: it begins.
+        values: the whole config of the run, for people there.
+        tell: says what goes wrong.
+    """
+    sinks: list[RunLogger] = []
+    if config.tensorboard.enabled:
+        if tensorboard.is_installed():
+            folder = directory / "tensorboard"
+            sinks.append(BackgroundLogger("TensorBoard", lambda say: TensorBoardLogger(folder, step), tell))
+        else:
+            tell(step, _missing("logging.tensorboard", "tensorboard"))
+    wandb = config.wandb
+    if wandb is not None and not is_disabled(wandb):
+        if weights_and_biases.is_installed():
+            seconds = 2 * wandb.timeout_seconds  # it may still be beginning
+            start = _wandb_starter(wandb, directory, step, values)
+            sinks.append(BackgroundLogger("Weights & Biases", start, tell, seconds))
+        else:
+            tell(step, _missing("logging.wandb", "wandb"))
+    return sinks
+
+
+def _wandb_starter(
+    config: WandbConfig, directory: Path, step: int, values: Mapping[str, Any]
+) -> Callable[[Callable[[str], None]], RunLogger]:
+    def start(say: Callable[[str], None]) -> RunLogger:
+        mode, said = choose_mode(config)
+        if said is not None:
+            say(said)
+        return WandbLogger(WandbRun(config, directory, mode, run_id_of(directory, step), values), say)
+
+    return start
+
+
+def _missing(section: str, package: str) -> str:
+    return (
+        f"[{section}] is asked for, but the package {package} is not installed (uv sync --extra {package}); the run "
+        "goes on, and metrics.jsonl has all"
+    )

@@ -1,0 +1,232 @@
+"""What is broken on a machine, what will be slow, and the setting that mends it. Pure: facts in, findings out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from profiling.machine import Machine
+from profiling.nvtx import VARIABLE, Level
+from profiling.quick_checks import Speeds
+from profiling.torch_setup import Torch
+
+Weight = Literal["broken", "slow", "note"]
+
+GIB = 1 << 30
+MIN_PYTHON = (3, 11)
+LEAST_FREE = 1 * GIB
+"""Bytes on the runs' disk below which a checkpoint of even a small model is at risk."""
+LITTLE_FREE = 10 * GIB
+LITTLE_MEMORY = 2 * GIB
+LITTLE_SHARED = 128 << 20
+FEW_FILES = 1024
+SLOW_FSYNC = 0.05
+"""Seconds."""
+NETWORK_FILES = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse", "fuse.sshfs", "9p")
+BUSY = 1.25
+"""Load by the cores that are granted."""
+POOR_SCALING = 0.6
+"""Of threads together, by one thread times their number."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a person should know."""
+
+    weight: Weight
+    """broken: something will not work. slow: it works, and could be faster. note: good to know."""
+    what: str
+    why: str
+    remedy: str
+
+
+def find(machine: Machine, torch: Torch, missing: list[str], drivers: list[str], speeds: Speeds) -> list[Finding]:
+    """All findings, the broken ones first.
+
+    Args:
+        machine: of `read_machine`.
+        torch: of `read_torch`.
+        missing: packages that are not installed.
+        drivers: GPUs that the driver knows.
+        speeds: what was measured, if anything.
+    """
+    found = [
+        *_of_software(machine, torch, missing),
+        *_of_gpus(torch, drivers),
+        *_of_cores(machine, torch),
+        *_of_speeds(machine, torch, speeds),
+        *_of_memory(machine, torch),
+        *_of_storage(machine, speeds),
+        *_of_limits(machine),
+        *_of_network(machine),
+    ]
+    return sorted(found, key=lambda finding: get_args(Weight).index(finding.weight))
+
+
+def _of_software(machine: Machine, torch: Torch, missing: list[str]) -> Iterator[Finding]:
+    if machine.version < MIN_PYTHON:
+        yield Finding("broken", f"Python {machine.version[0]}.{machine.version[1]}", "3.11 is the oldest", "uv sync")
+    if torch.version is None:
+        yield Finding("broken", "torch cannot be imported", torch.problem, "uv sync")
+    others = [name for name in missing if name != "torch"]
+    if others:
+        yield Finding("broken", f"missing: {', '.join(others)}", "the project depends on them", "uv sync")
+    level = machine.variables.get(VARIABLE, "")
+    if level and level not in get_args(Level):
+        levels = ", ".join(get_args(Level))
+        yield Finding("broken", f"{VARIABLE} = {level!r}", "it is no level, and a run refuses it", f"one of {levels}")
+    if machine.uv is None:
+        yield Finding("note", "uv is not on the PATH", "the commands of the docs begin with it", "pip install uv")
+    if "musl" in machine.allocator:
+        why = "it gives memory back and takes it again in each step"
+        yield Finding("slow", f"the allocator is {machine.allocator}", why, "LD_PRELOAD of jemalloc or mimalloc")
+
+
+def _of_gpus(torch: Torch, drivers: list[str]) -> Iterator[Finding]:
+    if torch.version is None:
+        return
+    if torch.gpu_problem:
+        yield Finding("broken", "torch cannot use the GPU", torch.gpu_problem, "see nvidia-smi; or run.device = cpu")
+    if drivers and not torch.gpus and not torch.gpu_problem:
+        why = f"the driver knows {len(drivers)}, and torch is built for {torch.build}"
+        remedy = "a torch build and a driver that fit each other, or CUDA_VISIBLE_DEVICES unset"
+        yield Finding("slow", "no GPU is used", why, remedy)
+    if not drivers and not torch.gpus:
+        why = "models train on the processor, and runtime.compile = auto leaves blocks uncompiled"
+        yield Finding("note", "there is no GPU", why, "none needed for small models")
+    for index, gpu in enumerate(torch.gpus):
+        if not gpu.has_bfloat16:
+            why = "training.precision = auto takes float32 there, without its matrix units"
+            yield Finding("slow", f"GPU {index} ({gpu.name}) has no bfloat16", why, "a GPU of capability 8.0 or more")
+        if gpu.free < gpu.memory / 2:
+            why = f"{size(gpu.memory - gpu.free)} of {size(gpu.memory)} are taken"
+            remedy = "CUDA_VISIBLE_DEVICES, or training.micro_batch_size"
+            yield Finding("note", f"GPU {index} is in use", why, remedy)
+
+
+def _of_cores(machine: Machine, torch: Torch) -> Iterator[Finding]:
+    processor = machine.processor
+    granted = processor.granted
+    if torch.version is not None and torch.threads < granted:
+        asked = {name: machine.variables[name] for name in _THREADS if name in machine.variables}
+        said = ", ".join(f"{name}={value}" for name, value in asked.items()) or "it decided so"
+        remedy = f"model.threads = {granted}" + (", or unset the variable" if asked else "")
+        what = f"torch starts {count(torch.threads, 'thread')} where {count(granted, 'core')} are granted"
+        yield Finding("slow", what, f"{said}; inference takes its number, training run.threads", remedy)
+    if torch.version is not None and torch.threads > granted:
+        quota = (
+            "" if processor.quota is None else f"; the control group grants {processor.quota:g} cores' worth of time"
+        )
+        why = f"threads that share a core wait for each other; inference takes torch's number{quota}"
+        what = f"torch starts {count(torch.threads, 'thread')} where {count(granted, 'core')} are granted"
+        yield Finding("slow", what, why, f"OMP_NUM_THREADS={granted}, or model.threads = {granted}")
+    if _is_busy(machine):
+        why = f"{processor.load:.1f} processes wanted {count(granted, 'core')} on average over the last minute"
+        remedy = "wait; what is measured meanwhile is that of a busy machine"
+        yield Finding("slow", "the machine is busy", why, remedy)
+    bound = [name for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND") if name in machine.variables]
+    if bound:
+        why = "threads are tied to cores: several processes may be tied to the same ones"
+        yield Finding(
+            "note", f"{', '.join(bound)} set", why, "unset for data.workers, sweeps with --jobs and many ranks"
+        )
+
+
+def _is_busy(machine: Machine) -> bool:
+    load = machine.processor.load
+    return load is not None and load > BUSY * machine.processor.granted
+
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def _of_speeds(machine: Machine, torch: Torch, speeds: Speeds) -> Iterator[Finding]:
+    if speeds.float32 is None or speeds.bfloat16 is None or torch.gpus:
+        return
+    ratio = speeds.bfloat16 / speeds.float32
+    if torch.has_bfloat16 and ratio < 1.0:
+        why = f"measured {ratio:.2f} of float32's speed in one product, though the processor has instructions for it"
+        yield Finding("slow", "bfloat16 products are slower than float32", why, 'training.precision = "float32"')
+    elif not torch.has_bfloat16:
+        how = f"measured {ratio:.2f} of float32's speed"
+        why = f"the processor has no instructions for it: {how}; training.precision = auto takes float32"
+        yield Finding("note", "bfloat16 is emulated", why, 'leave training.precision = "auto"')
+    if speeds.float32_all is not None and speeds.threads > 1 and not _is_busy(machine):
+        share = speeds.float32_all / (speeds.threads * speeds.float32)
+        if share < POOR_SCALING:
+            what = f"{speeds.threads} threads do {share * speeds.threads:.1f} times the work of one"
+            why = "cores are shared with others, or are two halves of one"
+            yield Finding("slow", what, why, f"run.threads = {max(1, round(share * speeds.threads))}")
+
+
+def _of_memory(machine: Machine, torch: Torch) -> Iterator[Finding]:
+    memory = machine.memory
+    if memory.free is not None and memory.free < LITTLE_MEMORY:
+        why = "a run that takes more is killed by the system, without a word"
+        remedy = "training.micro_batch_size lower, runtime.activation_checkpointing = full"
+        yield Finding("slow", f"{size(memory.free)} of memory are free", why, remedy)
+    if len(torch.gpus) > 1 and memory.shared_total is not None and memory.shared_total < LITTLE_SHARED:
+        why = "NCCL joins the GPUs of a machine through it"
+        remedy = "docker run --shm-size=1g, or NCCL_SHM_DISABLE=1"
+        yield Finding("broken", f"/dev/shm has {size(memory.shared_total)}", why, remedy)
+
+
+def _of_storage(machine: Machine, speeds: Speeds) -> Iterator[Finding]:
+    storage = machine.storage
+    if not storage.is_writable:
+        yield Finding("broken", f"{storage.path} cannot be written to", "runs lie there", "run.directory elsewhere")
+    if storage.free < LITTLE_FREE:
+        weight: Weight = "broken" if storage.free < LEAST_FREE else "note"
+        why = "checkpoints take weights and optimizer, 8 to 12 bytes a parameter, keep_last + 1 times"
+        remedy = "run.directory elsewhere, checkpoint.keep_last = 1"
+        yield Finding(weight, f"{size(storage.free)} are free for runs", why, remedy)
+    if storage.kind in NETWORK_FILES:
+        why = "saving waits for the network, and locks of a run may not hold between machines"
+        remedy = "checkpoint.background = true (as it is), run.directory on a local disk"
+        yield Finding("slow", f"runs lie on a network file system ({storage.kind})", why, remedy)
+    if storage.kind in ("tmpfs", "ramfs"):
+        why = "they take memory, and are gone when the machine starts anew"
+        yield Finding("note", f"runs lie in memory ({storage.kind})", why, "run.directory on a disk")
+    if speeds.fsync is not None and speeds.fsync > SLOW_FSYNC:
+        why = "a checkpoint waits so long for each of its files"
+        remedy = "checkpoint.every_steps higher, or run.directory on another disk"
+        yield Finding("slow", f"an fsync takes {1000 * speeds.fsync:.0f} ms", why, remedy)
+
+
+def _of_limits(machine: Machine) -> Iterator[Finding]:
+    if 0 <= machine.open_files < FEW_FILES:  # negative: no limit
+        why = "each shard of data, and each worker, is an open file"
+        yield Finding("note", f"{machine.open_files} files may be open", why, "ulimit -n 65536")
+
+
+def _of_network(machine: Machine) -> Iterator[Finding]:
+    network, named = machine.network, machine.variables
+    if network.address is None and "GLOO_SOCKET_IFNAME" not in named:
+        why = f"nobody knows the name {network.hostname}, which gloo looks up"
+        remedy = "GLOO_SOCKET_IFNAME=lo for one machine, or a line in /etc/hosts"
+        yield Finding("slow", "ranks may not find each other", why, remedy)
+    if network.address is not None and network.address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in named:
+        others = [name for name in network.interfaces if name != "lo"]
+        why = "gloo would tell ranks on other machines to look for this one there; on one machine it is right"
+        remedy = f"for several machines GLOO_SOCKET_IFNAME, one of {', '.join(others) or 'the interfaces'}"
+        yield Finding("note", f"the machine's name leads to {network.address}", why, remedy)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = named.get(name, "").lstrip("=^").split(",")[0]
+        if wanted and network.interfaces and not any(each.startswith(wanted) for each in network.interfaces):
+            why = f"there are {', '.join(network.interfaces)}"
+            yield Finding("broken", f"{name}={named[name]}: no such interface", why, f"unset {name}, or name one")
+
+
+def count(number: int, noun: str) -> str:
+    """``1 core``, ``2 cores``."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def size(value: float) -> str:
+    """Bytes, for people."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError

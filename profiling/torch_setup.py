@@ -1,0 +1,114 @@
+"""What torch says of itself and of the GPUs. Torch is imported inside: a machine without it is a finding, no crash."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+PACKAGES = ("datasets", "jinja2", "numpy", "pyarrow", "pydantic", "regex", "safetensors", "tomli-w", "torch", "tqdm")
+"""What this project cannot do without."""
+_DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
+_QUERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One that torch can use."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    free: int
+    capability: tuple[int, int]
+    has_bfloat16: bool
+    """In hardware."""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The one that is installed."""
+
+    version: str | None
+    """None: it cannot be imported."""
+    problem: str
+    """Why it cannot be imported; empty: it can."""
+    build: str = ""
+    """``CUDA 13.2``, ``ROCm 6.4`` or ``CPU``."""
+    threads: int = 0
+    interop_threads: int = 0
+    capability: str = ""
+    """The instructions that its CPU kernels use, by its own name."""
+    has_bfloat16: bool = False
+    """Whether the CPU multiplies matrices of bfloat16 in hardware, as training asks it."""
+    gpus: tuple[Gpu, ...] = ()
+    gpu_problem: str = ""
+    """Why a GPU that may be there cannot be used."""
+
+
+def read_torch() -> Torch:
+    """Import it, and ask."""
+    try:
+        torch: Any = importlib.import_module("torch")
+    except Exception as error:  # a broken installation raises anything
+        return Torch(None, f"{type(error).__name__}: {error}".splitlines()[0])
+    gpus, problem = _read_gpus(torch)
+    return Torch(
+        version=str(torch.__version__),
+        problem="",
+        build=_build(torch),
+        threads=torch.get_num_threads(),
+        interop_threads=torch.get_num_interop_threads(),
+        capability=torch.backends.cpu.get_cpu_capability(),
+        has_bfloat16=bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),
+        gpus=gpus,
+        gpu_problem=problem,
+    )
+
+
+def _build(torch: Any) -> str:
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    return f"ROCm {torch.version.hip}" if getattr(torch.version, "hip", None) else "CPU"
+
+
+def _read_gpus(torch: Any) -> tuple[tuple[Gpu, ...], str]:
+    if not torch.cuda.is_available():
+        return (), ""
+    gpus = []
+    try:
+        for index in range(torch.cuda.device_count()):
+            known = torch.cuda.get_device_properties(index)
+            with torch.cuda.device(index):
+                free, total = torch.cuda.mem_get_info()
+                has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            gpus.append(Gpu(known.name, total, free, (known.major, known.minor), has_bfloat16))
+    except RuntimeError as error:
+        return tuple(gpus), str(error).splitlines()[0]
+    return tuple(gpus), ""
+
+
+def drivers() -> list[str]:
+    """``driver, name`` of each GPU that the driver knows, whatever torch says; empty without one."""
+    try:
+        done = subprocess.run(_DRIVER_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def missing_packages(names: Sequence[str] = PACKAGES) -> list[str]:
+    """Those that are not installed."""
+    return [name for name in names if version_of(name) is None]
+
+
+def version_of(name: str) -> str | None:
+    """Of an installed package; None: it is not there."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

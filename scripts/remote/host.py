@@ -1,0 +1,165 @@
+"""The remote machine: which it is, and how a script is executed there.
+
+Settings come from the environment:
+
+    REMOTE_HOST          user@name, or a name of ~/.ssh/config (PRIME_HOST does too)
+    REMOTE_ROOT          folder there, from / or from the home; diffusionlm where it is not set
+    REMOTE_PORT          port of the SSH server
+    REMOTE_SSH_OPTIONS   options of ssh, quoted as in a shell: -i ~/.ssh/key -J gateway
+    REMOTE_SESSION       name of the tmux session; diffusionlm where it is not set
+
+All scripts go over one connection (a master of OpenSSH), and as text, so that they are always those of this tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+HERE = Path(__file__).parents[2]
+"""The tree that is sent, and where what is fetched goes."""
+
+SCRIPTS = Path(__file__).parent / "there"
+LOST = 255
+"""The exit code of ssh where the connection fails."""
+
+MANNERS = ("ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4", "LogLevel=ERROR")
+
+
+class StopError(Exception):
+    """The command ends with this exit code, and with this line unless it was said already."""
+
+    def __init__(self, text: str, code: int = 2) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class LostError(StopError):
+    """The connection failed."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine, the root of the project there, and the connection to it."""
+
+    name: str
+    root: str
+    session: str
+    options: tuple[str, ...]
+    control: Path
+
+    def command(self, script: str, *arguments: object, terminal: bool = False) -> list[str]:
+        """The local command that executes ``there/<script>.sh``; nothing in it is split or expanded anywhere."""
+        text = (SCRIPTS / "prelude.sh").read_text(encoding="utf-8")
+        text += (SCRIPTS / f"{script}.sh").read_text(encoding="utf-8")
+        words = ["bash", "-c", text, script, self.root, self.session, *map(str, arguments)]
+        manners = [word for manner in MANNERS for word in ("-o", manner)]
+        ways = ["-o", f"ControlPath={self.control}", "-o", "ControlMaster=no", "-tt" if terminal else "-T"]
+        return ["ssh", *self.options, *manners, *ways, "--", self.name, shlex.join(words)]
+
+    def run(
+        self, script: str, *arguments: object, stdin: int | IO[bytes] = subprocess.DEVNULL, capture: bool = False
+    ) -> bytes:
+        """Execute a script, and return what it prints, if that is captured. Its messages go to standard error.
+
+        Raises:
+            LostError: the connection failed.
+            StopError: the script did, and said why.
+        """
+        output = subprocess.PIPE if capture else None
+        done = subprocess.run(self.command(script, *arguments), stdin=stdin, stdout=output, check=False)
+        self.check(done.returncode)
+        return done.stdout or b""
+
+    def check(self, code: int) -> None:
+        """Raise what this exit code of ssh means."""
+        if code == LOST:
+            raise LostError(f"the connection to {self.name} was lost")
+        if code:
+            raise StopError("", code)
+
+    def in_terminal(self, script: str, *arguments: object) -> int:
+        """Execute a script with this terminal, where there is one, and return its exit code."""
+        terminal = os.isatty(0) and os.isatty(1)
+        return subprocess.run(self.command(script, *arguments, terminal=terminal), check=False).returncode
+
+
+def settings(environment: Mapping[str, str]) -> tuple[str, str, str, tuple[str, ...]]:
+    """Name, root, session and options of ssh.
+
+    Raises:
+        StopError: a variable is missing, or its value makes no sense.
+    """
+    name = environment.get("REMOTE_HOST") or environment.get("PRIME_HOST") or ""
+    if not name:
+        raise StopError("REMOTE_HOST is not set: export REMOTE_HOST=user@machine, and REMOTE_ROOT=folder there")
+    if name.startswith("-") or re.search(r"\s", name):
+        raise StopError(f"REMOTE_HOST = {name!r} is no name of a machine: write user@machine")
+    root = environment.get("REMOTE_ROOT") or "diffusionlm"
+    root = root.removeprefix("~/").rstrip("/")
+    if root in ("", "~", ".") or ".." in root.split("/") or "\n" in root:
+        raise StopError(f"REMOTE_ROOT = {environment['REMOTE_ROOT']!r} is no folder of its own: name a new one")
+    session = environment.get("REMOTE_SESSION") or "diffusionlm"
+    if not re.fullmatch(r"[\w-]+", session):
+        raise StopError(f"REMOTE_SESSION = {session!r} is no name for tmux: use letters, digits, - and _")
+    try:
+        options = shlex.split(environment.get("REMOTE_SSH_OPTIONS", ""))
+    except ValueError as error:
+        raise StopError(f"REMOTE_SSH_OPTIONS = {environment['REMOTE_SSH_OPTIONS']!r}: {error}") from error
+    port = environment.get("REMOTE_PORT", "")
+    if port:
+        if not port.isdecimal():
+            raise StopError(f"REMOTE_PORT = {port!r} is no number")
+        options = ["-p", port, *options]
+    return name, root, session, tuple(options)
+
+
+@contextlib.contextmanager
+def connected(environment: Mapping[str, str]) -> Iterator[Host]:
+    """The machine that the environment names, with a connection that is closed at the end.
+
+    Raises:
+        StopError: it is not named, or does not answer.
+    """
+    name, root, session, options = settings(environment)
+    with tempfile.TemporaryDirectory(prefix="remote-", ignore_cleanup_errors=True) as folder:
+        host = Host(name, root, session, options, Path(folder) / "ssh")
+        connect(host)
+        try:
+            yield host
+        finally:
+            leave = ["ssh", *options, "-o", f"ControlPath={host.control}", "-O", "exit", "--", name]
+            subprocess.run(leave, capture_output=True, check=False)
+
+
+def connect(host: Host) -> None:
+    """Open the connection that all scripts share.
+
+    Raises:
+        LostError: the machine does not answer, or does not let us in.
+    """
+    manners = [word for manner in MANNERS for word in ("-o", manner)]
+    ways = ["-o", f"ControlPath={host.control}", "-o", "ControlMaster=yes", "-N", "-f", "-T"]
+    host.control.unlink(missing_ok=True)  # of a connection that was lost
+    # A file, since the connection stays in the background and would hold a pipe open.
+    with tempfile.TemporaryFile() as messages:
+        command = ["ssh", *host.options, *manners, *ways, "--", host.name]
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, check=False)
+        except FileNotFoundError as error:
+            raise StopError("ssh is not here: install OpenSSH's client (openssh-client)") from error
+        if done.returncode:
+            messages.seek(0)
+            lines = messages.read().decode(errors="replace").split("\n")
+            said = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
+            raise LostError(
+                f"{host.name} cannot be reached ({said}): check REMOTE_HOST, REMOTE_PORT and REMOTE_SSH_OPTIONS"
+            )

@@ -1,0 +1,97 @@
+"""The project's own files: what git tracks, as it lies in the working tree."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from host import HERE, Host, StopError
+from transfer import digest, readable
+
+
+def git(*words: str) -> str:
+    """What git says of this tree."""
+    try:
+        done = subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise StopError("git is not here: it tells which files belong to the project") from error
+    if done.returncode:
+        raise StopError(f"git {words[0]} fails in {HERE}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def tracked() -> list[str]:
+    """Paths of the tracked files that are there.
+
+    Raises:
+        StopError: one has a name that a manifest cannot hold.
+    """
+    paths = [path for path in git("ls-files", "-z").split("\0") if path and os.path.lexists(HERE / path)]
+    for path in paths:
+        if "\n" in path or "\\" in path:
+            raise StopError(f"{path!r}: a tracked file with a line break or backslash in its name cannot be sent")
+    return paths
+
+
+def manifest(paths: list[str]) -> str:
+    """As sha256sum writes and checks it."""
+    return "".join(f"{digest(HERE / path)}  {path}\n" for path in paths if not (HERE / path).is_symlink())
+
+
+def tree() -> str:
+    """This tree in words."""
+    return described(manifest(tracked()))
+
+
+def described(text: str) -> str:
+    """The tree in words: its commit, whether it was changed since, and the digits of its contents."""
+    changed = git("status", "--porcelain", "--untracked-files=no").strip()
+    commit = git("describe", "--always", "--abbrev=12", "--exclude=*").strip()
+    digits = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"commit {commit}{', changed since' if changed else ''} (contents {digits})"
+
+
+def send_tree(host: Host) -> None:
+    """Put the tracked files, as they are in the working tree, into the root."""
+    paths = tracked()
+    text = manifest(paths)
+    words = described(text)
+    with tempfile.TemporaryFile() as file:
+        pack(file, paths, text)
+        size = file.tell()
+        file.seek(0)
+        host.run("install", words, stdin=file)
+    new = git("ls-files", "-z", "--others", "--exclude-standard").split("\0")[:-1]
+    if new:
+        listed = ", ".join(new[:5]) + (", ..." if len(new) > 5 else "")
+        print(f"not sent, since git does not track them: {listed} (git add names them)")
+    print(f"sent {len(paths)} tracked files, {readable(size)}: {words}", flush=True)
+
+
+def pack(file: IO[bytes], paths: list[str], text: str) -> None:
+    """A tar of the files, and at its very end their manifest."""
+    with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1, format=tarfile.PAX_FORMAT) as tar:
+        for path in paths:
+            tar.add(HERE / path, f"tree/{path}", recursive=False, filter=nobody)
+        info = tarfile.TarInfo("manifest")
+        data = text.encode()
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
+
+
+def nobody(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without owners."""
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
+
+
+def is_tracked(path: Path) -> bool:
+    """Whether git tracks the file."""
+    return bool(git("ls-files", "--", str(path)).strip())

@@ -1,0 +1,16 @@
+"""A machine to train on, over SSH."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.operate.machine import Remote, machine
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+    """A machine with nothing but a home."""
+    with machine(tmp_path_factory.mktemp("remote")) as made:
+        yield made

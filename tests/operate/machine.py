@@ -1,0 +1,170 @@
+"""The other machine of the tests of the remote recipes: a server, a home of its own, and a tree on this side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TREE = Path(__file__).parents[2]
+SECRET = "not for other eyes"
+TINY = """
+[run]
+directory = "runs/a tiny one"
+threads = 1
+[model]
+hidden_size = 16
+num_hidden_layers = 1
+num_attention_heads = 1
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 24
+max_position_embeddings = 16
+[tokenizer]
+vocab_size = 258
+[data]
+rows = "padded"
+row_length = 16
+[data.source]
+kind = "shidoku"
+documents_per_epoch = 100
+[training]
+batch_size = 4
+max_steps = 9
+precision = "float32"
+[validation]
+rows = 8
+final_rows = 8
+draws = 1
+ngrams = false
+[checkpoint]
+every_steps = 2
+keep_last = 3
+"""
+
+NAMES = r"REMOTE_.*|PRIME_HOST|WANDB_.*|TMUX.*|VIRTUAL_ENV|XDG_.*|PYTEST_.*"
+
+
+@dataclass
+class Remote:
+    """The machine, and this side of it."""
+
+    folder: Path
+    environment: dict[str, str]
+    home: Path
+    tree: Path
+    tmux: dict[str, str]
+    root: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.root = self.home / self.environment["REMOTE_ROOT"]
+
+    def just(self, *words: str, timeout: float = 100, **more: str) -> subprocess.CompletedProcess[str]:
+        """A recipe, and what came of it."""
+        return subprocess.run(
+            ["just", *words],
+            cwd=self.tree,
+            env={**self.environment, **more},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def works(self, *words: str, **more: str) -> str:
+        """What a recipe prints that must end well."""
+        done = self.just(*words, **more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def fails(self, *words: str, code: int = 2, **more: str) -> str:
+        """The only line that a recipe says which must not end well."""
+        done = self.just(*words, **more)
+        assert done.returncode == code, done.stdout + done.stderr
+        lines = done.stderr.splitlines()
+        assert len(lines) == 1, done.stderr
+        return lines[0]
+
+    def sessions(self) -> str:
+        """tmux's sessions, with the number of the process of each."""
+        words = ["tmux", "list-panes", "-a", "-F", "#{session_name} #{pane_pid}"]
+        return subprocess.run(words, env=self.tmux, capture_output=True, text=True).stdout
+
+
+def plain_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not re.fullmatch(NAMES, name)}
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def copy_tree(target: Path) -> None:
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=TREE, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (TREE / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(TREE / name, target / name)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "--quiet"], ["add", "--all"], [*identity, "commit", "--quiet", "--message", "all"]):
+        subprocess.run(["git", *words], cwd=target, check=True)
+    (target / "tiny.toml").write_text(TINY, encoding="utf-8")
+    (target / "data").mkdir()
+    (target / "data" / "big one.bin").write_bytes(bytes(range(256)) * 2000)
+    env = target / "env" / "wandb.env"
+    env.write_text(f"WANDB_API_KEY='{SECRET}'\nWANDB_MODE=disabled\n", encoding="utf-8")
+    env.chmod(0o600)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, home: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """A server with this environment; the variables that name it."""
+    folder.mkdir()
+    words = [sys.executable, str(Path(__file__).with_name("ssh_server.py")), str(folder), str(home)]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(words, env={**environment, "HOME": str(home)}, stdout=log, stderr=log)
+    try:
+        until(lambda: (folder / "port").exists() or process.poll() is not None, "the server")
+        assert process.poll() is None, (folder / "log").read_text(encoding="utf-8")
+        key, known = shlex.quote(str(folder / "key")), shlex.quote(f"UserKnownHostsFile={folder / 'known_hosts'}")
+        yield {
+            "REMOTE_HOST": "someone@127.0.0.1",
+            "REMOTE_PORT": (folder / "port").read_text(encoding="utf-8"),
+            "REMOTE_SSH_OPTIONS": f"-F /dev/null -i {key} -o IdentitiesOnly=yes -o {known}",
+        }
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def machine(folder: Path) -> Iterator[Remote]:
+    """A machine with nothing but a home, and a copy of the tree here, in folders with unfriendly names."""
+    for program in ("ssh", "tmux", "git", "uv", "just"):
+        assert shutil.which(program), f"{program} is needed: .ci/run installs it"
+    home, tree = folder / "a home", folder / "the tree"
+    home.mkdir()
+    tree.mkdir()
+    copy_tree(tree)
+    cache = subprocess.run(["uv", "cache", "dir"], capture_output=True, text=True, check=True).stdout.strip()
+    plain = plain_environment()
+    # A socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="tmux-", dir="/tmp") as sockets:
+        there = {**plain, "TMUX_TMPDIR": sockets, "UV_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "SHELL": "/bin/bash"}
+        with serving(folder / "server", home, there) as names:
+            here = {**plain, **names, "REMOTE_ROOT": "some $HOME/it's here"}
+            yield Remote(folder / "server", here, home, tree, there)
+        subprocess.run(["tmux", "kill-server"], env=there, capture_output=True)
+    shutil.rmtree(home)  # gigabytes, where the cache is on another disk

@@ -1,0 +1,321 @@
+"""The remote recipes against a real SSH server: each is called with `just`, as a person does.
+
+The server is a process of its own with a home in a temporary folder; the tree that is sent is a copy of this one.
+``stub`` is a command that stands for a training where nothing needs to be trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+import diffusionlm
+from diffusionlm.checkpoints.manifest import verify
+from tests.operate.machine import SECRET, TINY, Remote, until
+
+pytestmark = pytest.mark.operate
+
+STUB = """#!/usr/bin/env bash
+if [[ "$*" == *--print-config* ]]; then
+    printf '[run]\\ndirectory = "runs/stub"\\n'
+    exit
+fi
+printf 'argument: %s\\n' "$@"
+lines=1
+end=0
+for word in "$@"; do
+    [[ $word != lines=* ]] || lines=${word#lines=}
+    [[ $word != end=* ]] || end=${word#end=}
+done
+trap 'echo saved; exit 143' TERM
+[[ "$*" != *nothing* ]] || exit "$end"
+mkdir -p runs/stub
+printf '{"step": 7, "metrics": {"loss": 2.5}}\\n{"step": 8, "metr' > runs/stub/metrics.jsonl
+for ((line = 1; line <= lines; line++)); do
+    echo "line $line"
+    sleep 0.1
+done
+exit "$end"
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(remote: Remote) -> tuple[Remote, subprocess.CompletedProcess[str], list[str]]:
+    """After `auto-train`: what it said, and whose environment and command line held the secret meanwhile."""
+    seen: set[str] = set()
+    over = threading.Event()
+    before = set(Path("/proc").iterdir())
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            for process in set(Path("/proc").glob("[0-9]*")) - before:
+                for name in ("cmdline", "environ"):
+                    try:
+                        if SECRET.encode() in (process / name).read_bytes():
+                            command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                            seen.add(f"{name} of {Path(command[1] if len(command) > 1 else '').name}")
+                    except OSError:
+                        continue
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        done = remote.just("auto-train", "config=tiny.toml", "extra=--set run.seed=3 --set 'run.device=\"cpu\"'")
+    finally:
+        over.set()
+        watcher.join()
+    return remote, done, sorted(seen)
+
+
+@pytest.fixture(scope="module")
+def stubbed(trained: tuple[Remote, subprocess.CompletedProcess[str], list[str]]) -> Remote:
+    """With a command that stands for a training."""
+    machine = trained[0]
+    path = machine.root / ".venv" / "bin" / "stub"
+    path.write_text(STUB, encoding="utf-8")
+    path.chmod(0o755)
+    return machine
+
+
+def stub(lines: int = 1, end: int = 0) -> list[str]:
+    return ["config=tiny.toml", "command=stub", f"extra=lines={lines} end={end}"]
+
+
+# --- all in one
+
+
+def test_auto_train_ends_with_a_checkpoint_here(
+    trained: tuple[Remote, subprocess.CompletedProcess[str], list[str]],
+) -> None:
+    machine, done, _ = trained
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("step 9/9", "validation bound", "config tiny.toml is not tracked by git", "exit code 0"):
+        assert part in done.stdout
+    run = machine.tree / "runs" / "a tiny one"
+    checkpoints = [path.name for path in (run / "checkpoints").iterdir() if not path.is_symlink()]
+    assert checkpoints == ["step-00000009"]  # the older ones are there
+    assert (machine.root / "runs" / "a tiny one" / "checkpoints" / "step-00000008").is_dir()
+    newest = run / "checkpoints" / "latest"
+    assert newest.is_symlink()
+    verify(newest, must_have_manifest=True)
+    model = diffusionlm.load_model(newest)
+    assert model.config.hidden_size == 16
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+    last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert last["step"] == 9
+    for name in ("config.toml", "summary.json", "metrics.jsonl"):
+        there = machine.root / "runs" / "a tiny one" / name
+        assert (run / name).read_bytes() == there.read_bytes()
+    assert "seed = 3" in (run / "config.toml").read_text(encoding="utf-8")
+    assert not list(run.rglob("*.part"))
+
+
+def test_the_secret_is_in_the_run_and_in_no_command_line(
+    trained: tuple[Remote, subprocess.CompletedProcess[str], list[str]],
+) -> None:
+    machine, done, seen = trained
+    assert seen == ["environ of diffusionlm-train"]
+    assert SECRET not in done.stdout + done.stderr
+    sent = machine.root / "env" / "wandb.env"
+    assert stat.S_IMODE(sent.stat().st_mode) == 0o600
+    for path in (machine.root / ".remote").rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes()
+
+
+def test_what_auto_train_made_is_shown(trained: tuple[Remote, subprocess.CompletedProcess[str], list[str]]) -> None:
+    machine, _, _ = trained
+    (row,) = [line for line in machine.works("list-runs").splitlines() if line.startswith("runs/a tiny one")]
+    assert re.match(r"runs/a tiny one +9 +\d+\.\d{4} +\d+\.\d{4} +step-00000009 +\d{4}-", row)
+    text = machine.works("status")
+    assert "diffusionlm does not run" in text
+    assert "last run  diffusionlm-train --config tiny.toml --set run.seed=3 --set run.device=" in text
+    assert "ended with exit code 0" in text
+    assert "env       env/wandb.env" in text
+    data = machine.root / "data" / "big one.bin"
+    assert data.read_bytes() == (machine.tree / "data" / "big one.bin").read_bytes()
+
+
+def test_a_machine_without_a_gpu(stubbed: Remote) -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a GPU")
+    assert 'GPU       none: with run.device = "auto" it trains on the CPU' in stubbed.works("status")
+    assert "there is no NVIDIA GPU to watch" in stubbed.fails("nvitop")
+
+
+# --- a session
+
+
+def test_a_session_that_runs_is_left_alone_until_it_is_killed(stubbed: Remote) -> None:
+    stubbed.works("train", *stub(lines=3000))
+    session = stubbed.sessions()
+    assert session.startswith("diffusionlm ")
+    for words in (["train", *stub()], ["bootstrap-remote"], ["build-remote"]):
+        assert "tmux session diffusionlm runs already: just attach-train" in stubbed.fails(*words)
+    assert stubbed.sessions() == session
+    assert "diffusionlm runs" in stubbed.works("status")
+    text = stubbed.works("kill-train")
+    assert "asked it to finish its step and save" in text
+    assert "ended with exit code 143" in text
+    assert stubbed.sessions() == ""
+    done = stubbed.just("follow-train")
+    assert done.returncode == 143
+    assert done.stdout.splitlines()[-1] == "saved"
+    assert "no tmux session diffusionlm runs" in stubbed.works("kill-train")
+
+
+def test_a_training_that_does_not_listen_is_killed(stubbed: Remote) -> None:
+    stubbed.works("train", *stub(lines=3000))
+    pid = stubbed.root / ".remote" / "launches" / "last" / "pid"
+    until(lambda: pid.exists() and pid.read_text(encoding="utf-8"), "the training")
+    os.kill(int(pid.read_text(encoding="utf-8")), signal.SIGSTOP)
+    text = stubbed.works("kill-train", "wait=1")
+    assert "it did not end in 1 s" in text
+    assert stubbed.sessions() == ""
+    os.kill(int(pid.read_text(encoding="utf-8")), signal.SIGKILL)
+
+
+def test_attach_shows_the_session_and_leaves_it(stubbed: Remote) -> None:
+    assert "no tmux session diffusionlm runs" in stubbed.fails("attach-train")
+    stubbed.works("train", *stub(lines=3000))
+    words = ["script", "--quiet", "--return", "--command", "just attach-train", "/dev/null"]
+    environment = {**stubbed.environment, "TERM": "xterm"}
+    with subprocess.Popen(
+        words, cwd=stubbed.tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as terminal:
+        clients = ["tmux", "list-clients", "-t", "diffusionlm"]
+        until(lambda: subprocess.run(clients, env=stubbed.tmux, capture_output=True).stdout, "a client")
+        subprocess.run(["tmux", "detach-client", "-s", "diffusionlm"], env=stubbed.tmux, check=True)
+        output, _ = terminal.communicate(timeout=30)
+    assert terminal.returncode == 0
+    assert b"line 1" in output
+    assert stubbed.sessions().startswith("diffusionlm ")
+    stubbed.works("kill-train")
+
+
+def test_following_goes_on_after_a_lost_connection(stubbed: Remote) -> None:
+    stubbed.works("train", *stub(lines=15, end=7))
+    (stubbed.folder / "cut-output").write_text("120", encoding="utf-8")
+    done = stubbed.just("follow-train")
+    assert done.returncode == 7
+    assert "was lost, the run goes on there (just follow-train shows it again); again in 1 s" in done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("line")]
+    assert lines == [f"line {line}" for line in range(1, 16)]
+    assert not (stubbed.folder / "cut-output").exists()
+
+
+def test_auto_train_ends_as_the_run_does(stubbed: Remote) -> None:
+    done = stubbed.just("auto-train", *stub(end=3), "data=tiny.toml")
+    assert done.returncode == 3, done.stderr
+    assert "the run ended with exit code 3" in done.stdout
+    assert (stubbed.tree / "runs" / "stub" / "metrics.jsonl").is_file()
+    shutil.rmtree(stubbed.root / "runs" / "stub")
+    done = stubbed.just("auto-train", "config=tiny.toml", "command=stub", "extra=nothing end=4")
+    assert done.returncode == 4, done.stderr
+    assert "has no runs/stub" in done.stderr
+
+
+# --- arguments and settings
+
+
+def test_arguments_arrive_as_they_are(stubbed: Remote) -> None:
+    words = ["a  b", "*", "$HOME", "it's", 'say "no"', "`id`", "\\", ""]
+    stubbed.works("train", "config=tiny.toml", "command=stub", "--set", "lines=0", *words)
+    done = stubbed.just("follow-train")
+    shown = [line.removeprefix("argument: ") for line in done.stdout.splitlines() if line.startswith("argument")]
+    assert shown == ["--config", "tiny.toml", "--set", "lines=0", *words]
+    text = stubbed.works("infer", "command=stub", "args=lines=1 end=0 'a  b' \"$HOME\" \\*")
+    assert text.splitlines()[:5] == [f"argument: {word}" for word in ("lines=1", "end=0", "a  b", "$HOME", "*")]
+    assert stubbed.just("infer", "command=stub", "--", "x", "lines=0", "end=5").returncode == 5
+    assert "command = nothing is not one of the project" in stubbed.fails("infer", "command=nothing")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], "config= is missing"),
+        (
+            ["train", "confg=tiny.toml"],
+            "'confg=tiny.toml' is not an argument here (there are: config=, extra=, command=)",
+        ),
+        (["train", "tiny.toml", "extra=--set 'a"], "No closing quotation"),
+        (["train", "nowhere.toml"], "config = nowhere.toml is neither here nor in someone@127.0.0.1"),
+        (["fetch", "any_file=../other"], "any_file = '../other' is not under"),
+        (["fetch", "any_file=runs/nothing"], "has no runs/nothing: just list-runs"),
+        (["data-remote", "path=nowhere"], "nowhere is not here"),
+        (["kill-train", "wait=soon"], "wait = 'soon' is no number"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(stubbed: Remote, words: list[str], message: str) -> None:
+    assert message in stubbed.fails(*words)
+
+
+def test_a_bad_config_starts_nothing(stubbed: Remote) -> None:
+    done = stubbed.just("train", "tiny.toml", "--set", "training.max_step=3")
+    assert done.returncode == 2
+    assert "training.max_step=3: unknown key (did you mean max_steps?)" in done.stderr
+    assert stubbed.sessions() == ""
+
+
+def test_a_config_that_is_only_there_and_one_outside_of_the_tree(stubbed: Remote, tmp_path: Path) -> None:
+    (stubbed.root / "theirs.toml").write_text(TINY, encoding="utf-8")
+    text = stubbed.works("train", "theirs.toml", "command=stub", "--set", "lines=0", "end=0")
+    assert "config theirs.toml is not here: that of someone@127.0.0.1 is taken" in text
+    assert stubbed.just("follow-train").returncode == 0
+    (tmp_path / "mine.toml").write_text(TINY, encoding="utf-8")
+    text = stubbed.works("train", str(tmp_path / "mine.toml"), "command=stub", "--set", "lines=0", "end=0")
+    assert "it is sent along, as .remote/configs/mine.toml" in text
+    assert (stubbed.root / ".remote" / "configs" / "mine.toml").read_text(encoding="utf-8") == TINY
+    assert stubbed.just("follow-train").returncode == 0
+
+
+def test_a_machine_that_does_not_answer(remote: Remote) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        line = remote.fails("status", code=255, REMOTE_PORT=port)
+        assert "someone@127.0.0.1 cannot be reached" in line
+        assert "Connection refused" in line
+        taken.listen()  # it takes the connection and says nothing
+        options = f"-o ConnectTimeout=1 {remote.environment['REMOTE_SSH_OPTIONS']}"
+        line = remote.fails("status", code=255, REMOTE_PORT=port, REMOTE_SSH_OPTIONS=options)
+        assert "timed out" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("REMOTE_HOST", "", "REMOTE_HOST is not set"),
+        ("REMOTE_HOST", "-oProxyCommand=id", "is no name of a machine"),
+        ("REMOTE_ROOT", "~", "is no folder of its own"),
+        ("REMOTE_ROOT", "elsewhere", "elsewhere was not made by just bootstrap-remote"),
+        ("REMOTE_PORT", "ssh", "REMOTE_PORT = 'ssh' is no number"),
+        ("REMOTE_SSH_OPTIONS", "-i 'a", "No closing quotation"),
+        ("REMOTE_SESSION", "a:b", "is no name for tmux"),
+    ],
+)
+def test_bad_settings(remote: Remote, name: str, value: str, message: str) -> None:
+    assert message in remote.fails("status", **{name: value})
+
+
+def test_the_older_name_of_the_machine(stubbed: Remote) -> None:
+    assert "machine " in stubbed.works("status", REMOTE_HOST="", PRIME_HOST="someone@127.0.0.1")
+
+
+def test_roots_that_are_something_else(remote: Remote) -> None:
+    (remote.home / "a file").touch()
+    assert "is a file: name a directory" in remote.fails("bootstrap-remote", REMOTE_ROOT="a file")
+    (remote.home / "thesis").mkdir()
+    (remote.home / "thesis" / "chapter").touch()
+    line = remote.fails("bootstrap-remote", REMOTE_ROOT=str(remote.home / "thesis"))
+    assert "holds other files: name a new or empty directory" in line
+    assert os.listdir(remote.home / "thesis") == ["chapter"]

@@ -1,0 +1,217 @@
+"""The page of a real run in a real browser: Chromium, without a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.report import main
+from config.load import load_config
+from config.train import TrainConfig
+from diffusionlm.training.loop import train
+from tests.operate.chromium import Page, Picture, chromium
+
+pytestmark = pytest.mark.operate
+
+PHONE, DESK = (390, 844), (1280, 900)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What a tiny run left, and that of it and another one, of another tokenizer, side by side."""
+    folder = tmp_path_factory.mktemp("runs")
+    text = "\n\n".join(f"the cat {i} sat on the mat {i * i}" for i in range(300))
+    (folder / "a.txt").write_text(text, encoding="utf-8")
+    for name, vocab_size in (("one", 280), ("two", 300)):
+        (folder / f"{name}.toml").write_text(
+            f"""
+[run]
+directory = "{folder / name}"
+device = "cpu"
+threads = 1
+[model]
+hidden_size = 16
+num_hidden_layers = 1
+num_attention_heads = 1
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 16
+max_position_embeddings = 16
+[tokenizer]
+vocab_size = {vocab_size}
+[data.source]
+kind = "files"
+paths = ["{folder / "a.txt"}"]
+sample_by = "paragraph"
+validation_fraction = 0.2
+[training]
+batch_size = 4
+max_steps = 40
+precision = "float32"
+[validation]
+every_steps = 10
+rows = 8
+final_rows = 8
+[samples]
+every_steps = 10
+infills = ["the cat[MASK:2] on the mat"]
+[checkpoint]
+every_steps = 1000
+[logging]
+every_steps = 1
+norms_every_steps = 10
+progress = "none"
+""",
+            encoding="utf-8",
+        )
+        train(load_config(TrainConfig, folder / f"{name}.toml"))
+    main([str(folder / "one"), str(folder / "two"), "--output", str(folder / "both.html")])
+    return folder / "one" / "report.html", folder / "both.html"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+def hexadecimal(page: Page, name: str) -> bytes:
+    """A colour of the page by its name."""
+    value = page.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}')")
+    return bytes.fromhex(value.strip().removeprefix("#"))
+
+
+def assert_drawn(page: Page, picture: Picture) -> None:
+    """Text, curves and cards are there, and none of them is everything."""
+    counts = picture.colours()
+    total = sum(counts.values())
+    assert len(counts) > 50
+    assert max(counts.values()) < 0.9 * total
+    for name, least in (("page", 0.02), ("card", 0.2), ("c0", 2e-4), ("text", 2e-4)):
+        assert counts.get(hexadecimal(page, name), 0) > least * total, name
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["one run", "two runs"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_it_is_drawn_quietly_and_fits(
+    pages: tuple[Path, Path], browser: Page, which: int, dark: bool, size: tuple[int, int]
+) -> None:
+    browser.open(pages[which], *size, dark=dark)
+    browser.evaluate("document.querySelector('#curves').scrollIntoView()")
+    assert_drawn(browser, browser.screenshot())
+    curve = browser.screenshot(selector='[data-chart="0"] svg.linear').colours(every=1)
+    assert curve.get(hexadecimal(browser, "c0" if which == 0 else "c1"), 0) > 50
+    assert browser.problems() == []
+    assert browser.requests() == [pages[which].resolve().as_uri()]
+    assert browser.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [size[0], size[0]]
+    sticking_out = """[...document.querySelectorAll('main *')].filter(each => !each.closest('.wide, .plot, .xs')
+        && each.getBoundingClientRect().right > innerWidth + 0.5).map(each => each.outerHTML.slice(0, 80))"""
+    assert browser.evaluate(sticking_out) == []
+
+
+def test_light_and_dark_differ_and_both_runs_have_their_colour(pages: tuple[Path, Path], browser: Page) -> None:
+    commonest = []
+    for dark in (False, True):
+        browser.open(pages[1], *DESK, dark=dark)
+        browser.evaluate("document.querySelector('#curves').scrollIntoView()")
+        counts = browser.screenshot().colours()
+        assert counts.get(hexadecimal(browser, "c1"), 0) > 20
+        commonest.append(max(counts, key=lambda colour: counts[colour]))
+    assert sum(commonest[0]) > 3 * 200 > 3 * 60 > sum(commonest[1])
+
+
+def visible(page: Page, selector: str) -> list[bool]:
+    found: list[bool] = page.evaluate(
+        f"[...document.querySelectorAll({selector!r})].map(each => each.getBoundingClientRect().width > 0)"
+    )
+    return found
+
+
+def box(page: Page, selector: str) -> dict[str, float]:
+    """Where an element is in the window, once it was brought there."""
+    found: dict[str, float] = page.evaluate(
+        f"(() => {{ const each = document.querySelector({selector!r}); each.scrollIntoView({{ block: 'center' }});"
+        "return each.getBoundingClientRect().toJSON(); })()"
+    )
+    return found
+
+
+def click(page: Page, selector: str) -> None:
+    at = box(page, selector)
+    place = {"x": at["x"] + at["width"] / 2, "y": at["y"] + at["height"] / 2}
+    for kind in ("mousePressed", "mouseReleased"):
+        page.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+
+@pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no scripts"])
+def test_switches_and_curves_work_with_and_without_scripts(
+    pages: tuple[Path, Path], browser: Page, scripts: bool
+) -> None:
+    browser.open(pages[0], *DESK, scripts=scripts)
+    loss = '[data-chart="0"]'
+    assert visible(browser, f"{loss} svg") == [True, False]
+    assert visible(browser, f"{loss} svg.linear .smooth") == [True]
+    click(browser, f"{loss} .to-log")
+    assert visible(browser, f"{loss} svg") == [False, True]
+    click(browser, f"{loss} .to-smooth")
+    assert visible(browser, f"{loss} svg.log .smooth") == [False]
+    assert visible(browser, f"{loss} svg.log .raw") == [True]
+    assert_drawn(browser, browser.screenshot())
+
+
+def test_values_are_read_out_by_mouse_and_keyboard(pages: tuple[Path, Path], browser: Page) -> None:
+    browser.open(pages[1], *DESK)
+    at = box(browser, '[data-chart="0"] .plot')
+    move: dict[str, Any] = {"type": "mouseMoved", "y": at["y"] + 50}
+    browser.call("Input.dispatchMouseEvent", x=at["x"] + 0.5 * at["width"], **move)
+    told = "document.querySelector('.readout')?.innerText"
+    assert browser.evaluate(told).startswith("step 20\n")
+    browser.call("Input.dispatchMouseEvent", x=at["x"] - 200, **move)
+    assert browser.evaluate(told) is None
+    browser.evaluate("document.querySelector('[data-chart=\"1\"] .plot').focus()")
+    for key, expected in (("Home", "step 10"), ("ArrowRight", "step 20"), ("End", "step 40"), ("ArrowLeft", "step 30")):
+        for kind in ("keyDown", "keyUp"):
+            browser.call("Input.dispatchKeyEvent", type=kind, key=key)
+        lines = browser.evaluate(told).splitlines()
+        assert lines[0] == expected
+        assert [line.split()[0].rstrip(",") for line in lines[1:]] == ["one", "two"]
+        assert all(" ± " in line for line in lines[1:])
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key="Escape")
+    assert browser.evaluate(told) is None
+    assert browser.problems() == []
+
+
+def test_on_paper_nothing_is_folded_and_nothing_to_press_is_left(pages: tuple[Path, Path], browser: Page) -> None:
+    browser.open(pages[0], *DESK)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
+    try:
+        assert not any(visible(browser, "nav, .switches, footer"))
+        assert all(visible(browser, ".config section"))
+        assert len(browser.call("Page.printToPDF", printBackground=True)["data"]) > 20_000
+    finally:
+        browser.call("Emulation.setEmulatedMedia", media="")
+
+
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_labels_stand_at_their_lines_and_apart(pages: tuple[Path, Path], browser: Page, size: tuple[int, int]) -> None:
+    browser.open(pages[0], *size)
+    assert browser.evaluate("document.querySelectorAll('.ys span').length") > 20
+    aside = """[...document.querySelectorAll('.chart')].flatMap(chart => {
+      const plot = chart.querySelector('.plot').getBoundingClientRect();
+      return [...chart.querySelectorAll('.ys span')].filter(each => each.offsetWidth).map(each => {
+        const box = each.getBoundingClientRect(), share = parseFloat(each.style.bottom) / 100;
+        return Math.abs((box.top + box.bottom) / 2 - (plot.bottom - share * plot.height)) < 2 && box.right <= plot.left;
+      }); })"""
+    assert all(browser.evaluate(aside))
+    overlapping = """[...document.querySelectorAll('.xs, .ys')].filter(axis => axis.offsetHeight).flatMap(axis => {
+      const boxes = [...axis.children].map(each => each.getBoundingClientRect());
+      return boxes.flatMap((one, index) => boxes.slice(index + 1).filter(other =>
+        one.left < other.right && other.left < one.right && one.top < other.bottom && other.top < one.bottom)
+        .map(() => axis.textContent)); })"""
+    assert browser.evaluate(overlapping) == []

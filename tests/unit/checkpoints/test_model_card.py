@@ -1,0 +1,187 @@
+"""The card beside the weights: exact, whatever the text of others in it, and never a danger to a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from config.convert import ConvertConfig
+from diffusionlm.checkpoints import model_card
+from diffusionlm.checkpoints.convert import convert, plan_conversion
+from diffusionlm.checkpoints.huggingface import save_model, save_model_directory
+from diffusionlm.checkpoints.manifest import verify, write_directory
+from diffusionlm.checkpoints.model_card import Bound, Source, Training, update_training, write_card
+from tests.conftest import MakeModel
+from tokenizer import Tokenizer, train_bpe
+
+TRAINING = Training(
+    name="first_try",
+    step=40,
+    max_steps=1_000,
+    batch_size=32,
+    row_length=256,
+    tokens_seen=327_680,
+    sources=(
+        Source("stories", "a file of stories", "files/train/0a1b", 0.75, "someone/stories"),
+        Source("web", "https://example.com", "hub/0c2d", 0.25),
+    ),
+    objective='kind = "masked_diffusion"\n',
+    optimizer="muon",
+    command="diffusionlm-train --config config.toml --set run.directory=runs/again",
+    tokenizer_fingerprint="f00d",
+    bound=Bound(3.98765, 0.0184, 40),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(["the cat sat on the mat"], vocab_size=260)
+
+
+def card_of(model: Any, folder: Path, training: Training | None = None) -> str:
+    folder.mkdir(exist_ok=True)
+    save_model(model, folder)
+    write_card(folder, model.config, dict(model.named_parameters()), training)
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    begin, matter, _ = card.split("---\n", 2)
+    assert begin == ""
+    values: dict[str, Any] = yaml.safe_load(matter)
+    return values
+
+
+def rows(card: str) -> dict[str, str]:
+    cells = [line[2:-2].split(" | ") for line in card.splitlines() if line.startswith("| ") and line != "| | |"]
+    return {cell[0]: cell[1] for cell in cells if len(cell) == 2}
+
+
+def test_what_a_run_says_of_its_model(tiny_model: MakeModel, tmp_path: Path) -> None:
+    model = tiny_model(block_length=4)
+    card = card_of(model, tmp_path, TRAINING)
+    assert front_matter(card) == {
+        "library_name": "diffusionlm",
+        "pipeline_tag": "text-generation",
+        "license": "unknown",
+        "tags": ["text-generation", "block-diffusion", "diffusion"],
+        "datasets": ["someone/stories"],
+    }
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert f"# first\\_try, {numbers:,} parameters\n" in card
+    said = rows(card)
+    weights = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert said["model.safetensors"] == f"{size:,} bytes, SHA-256 `{weights}`"
+    assert said["parameters"] == f"{numbers:,}" and said["layers"] == "2" and said["heads"] == "4 of 6"
+    assert said["steps"] == "40 of 1,000, of 32 rows of up to 256 tokens" and said["tokens seen"] == "327,680"
+    assert said["validation"] == "at most 3.988 ± 0.018 nats per token, at step 40"
+    assert said["tokenizer"] == "`f00d`" and said["began as"] == "random numbers"
+    assert "| stories | a file of stories | files/train/0a1b | 75.0% |\n| web |" in card
+    assert '```toml\nkind = "masked_diffusion"\n```' in card
+    assert "```bash\ndiffusionlm-train --config config.toml --set run.directory=runs/again\n```" in card
+    assert "--infill" not in card, "blocks are written one after the other"
+
+
+def test_kinds_of_models(tiny_model: MakeModel, tmp_path: Path) -> None:
+    masked = card_of(tiny_model(), tmp_path)
+    assert "masked-diffusion" in front_matter(masked)["tags"] and "--infill" in masked
+    assert "Nothing is known here of how it was made." in masked and "datasets" not in front_matter(masked)
+    next_token = card_of(tiny_model(block_length=1, logit_alignment="shifted", mask_token_id=None), tmp_path)
+    assert front_matter(next_token)["tags"] == ["text-generation"] and rows(next_token)["mask token"] == "none"
+    experts = card_of(tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8), tmp_path)
+    assert rows(experts)["experts"] == "2 of 4 for each token"
+
+
+def test_text_of_others_stays_text(tiny_model: MakeModel, tmp_path: Path) -> None:
+    odd = "a|b\n## Use\n<script>x</script> `c` [d](e) \\ **f**"
+    source = Source(odd, odd, odd, 1.0, 'x"]\nlicense: mit')
+    values = {**vars(TRAINING), "name": odd, "sources": (source,), "objective": "````\n## Use\n", "init_from": odd}
+    card = card_of(tiny_model(), tmp_path, Training(**values))
+    assert front_matter(card)["datasets"] == ['x"]\nlicense: mit'] and front_matter(card)["license"] == "unknown"
+    escaped = r"a\|b \#\# Use \<script\>x\</script\> \`c\` \[d\](e) \\ \*\*f\*\*"
+    assert f"| {escaped} | {escaped} | {escaped} | 100.0% |" in card
+    assert f"# {escaped}, " in card and rows(card)["began as"] == escaped
+    assert "`````toml\n````\n## Use\n`````" in card
+
+
+def sealed(tiny_model: MakeModel, target: Path) -> Path:
+    write_directory(target, lambda folder: card_of(tiny_model(), folder, TRAINING) and None)
+    return target
+
+
+LATER = Training(**{**vars(TRAINING), "bound": Bound(2.0, 0.01, 40, is_exact=True)})
+
+
+def test_the_final_bound_is_put_in_later(tiny_model: MakeModel, tmp_path: Path) -> None:
+    folder = sealed(tiny_model, tmp_path / "model")
+    before = (folder / "README.md").read_text(encoding="utf-8")
+    update_training(folder, LATER)
+    verify(folder, must_have_manifest=True)
+    after = (folder / "README.md").read_text(encoding="utf-8")
+    assert after == before.replace("at most 3.988 ± 0.018 nats", "2.000 ± 0.010 nats")
+    assert "README.md" in json.loads((folder / "MANIFEST.json").read_text())["files"]
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_killed_in_between_the_checkpoint_verifies(
+    writes: int, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, original, done = sealed(tiny_model, tmp_path / "model"), model_card.replace_text, [0]
+
+    def write(path: Path, text: str) -> None:
+        if done[0] == writes:
+            raise OSError("killed")
+        done[0] += 1
+        original(path, text)
+
+    monkeypatch.setattr(model_card, "replace_text", write)
+    with pytest.raises(OSError, match="killed"):
+        update_training(folder, LATER)
+    verify(folder, must_have_manifest=True)
+    monkeypatch.setattr(model_card, "replace_text", original)
+    update_training(folder, LATER)
+    assert "2.000 ± 0.010" in (folder / "README.md").read_text(encoding="utf-8")
+    verify(folder, must_have_manifest=True)
+
+
+def test_a_card_of_somebody_else_is_left_alone(tiny_model: MakeModel, tmp_path: Path) -> None:
+    folder = sealed(tiny_model, tmp_path / "model")
+    (folder / "README.md").write_text("# mine\n", encoding="utf-8")
+    manifest = (folder / "MANIFEST.json").read_bytes()
+    with pytest.raises(ValueError, match=r"README\.md has no '## Training'"):
+        update_training(folder, LATER)
+    assert (folder / "README.md").read_text() == "# mine\n" and (folder / "MANIFEST.json").read_bytes() == manifest
+
+
+def test_a_converted_model_tells_what_it_was(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = tiny_model(
+        vocab_size=tokenizer.vocab_size,
+        mask_token_id=tokenizer.mask_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    source = tmp_path / "source"
+    save_model_directory(model, tokenizer, source)
+    config = ConvertConfig(source=source, target=tmp_path / "plain")
+    convert(plan_conversion(config), config, lambda text: None)
+    assert "Converted from qwen3" in (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
+    card_of(model, source, TRAINING)
+    config = ConvertConfig(source=source, target=tmp_path / "half", dtype="bfloat16")
+    convert(plan_conversion(config), config, lambda text: None)
+    card = (tmp_path / "half" / "README.md").read_text(encoding="utf-8")
+    assert card.count("\n## Training\n") == card.count("\n## Use\n") == 1
+    assert "Converted from first\\_try, " in card and rows(card)["tokens seen"] == "327,680"
+    weights = hashlib.sha256((tmp_path / "half" / "model.safetensors").read_bytes()).hexdigest()
+    assert weights in rows(card)["model.safetensors"]
+    os.remove(source / "README.md")
+    config = ConvertConfig(source=source, target=tmp_path / "bare")
+    convert(plan_conversion(config), config, lambda text: None)
+    card = (tmp_path / "bare" / "README.md").read_text(encoding="utf-8")
+    assert "Converted from source, of which no card tells how it was made." in card

@@ -1,0 +1,103 @@
+"""A logger in the background: slow or failing, it touches nothing."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from logger import NoLogger
+from logger.background import BackgroundLogger
+
+
+class Recorder(NoLogger):
+    """Remembers its calls, and fails at steps that it is given."""
+
+    def __init__(self, bad_steps: tuple[int, ...] = ()) -> None:
+        self.calls: list[Any] = []
+        self.bad_steps = bad_steps
+
+    def metrics(self, step: int, values: Any) -> None:
+        if step in self.bad_steps:
+            raise OSError(f"no room at {step}\nand more")
+        self.calls.append((step, dict(values)))
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        self.calls.append((step, kind, text))
+
+    def close(self, exit_code: int = 0) -> None:
+        self.calls.append(exit_code)
+
+
+class Told(list[tuple[int, str]]):
+    def __call__(self, step: int, text: str) -> None:
+        assert threading.current_thread() is threading.main_thread(), "the record is not written by two threads"
+        self.append((step, text))
+
+
+def test_everything_arrives_in_order_and_as_it_was() -> None:
+    inner, told = Recorder(), Told()
+    logger = BackgroundLogger("a sink", lambda say: inner, told)
+    values = {"loss": 1.0}
+    logger.metrics(1, values)
+    values["loss"] = 2.0
+    logger.event(1, "sample", "text")
+    logger.progress(2, values)
+    logger.metrics(2, values)
+    logger.close(143)
+    assert inner.calls == [(1, {"loss": 1.0}), (1, "sample", "text"), (2, {"loss": 2.0}), 143]
+    assert told == []
+
+
+def test_what_fails_is_told_once_and_the_rest_is_tried() -> None:
+    inner, told = Recorder(bad_steps=(1, 3)), Told()
+    logger = BackgroundLogger("a sink", lambda say: inner, told)
+    for step in range(1, 5):
+        logger.metrics(step, {})
+    logger.close()
+    assert inner.calls == [(2, {}), (4, {}), 0]
+    assert [text for _, text in told] == [
+        "a sink: OSError: no room at 1; the run goes on, and metrics.jsonl has all",
+        "a sink failed 2 times; metrics.jsonl has all",
+    ]
+
+
+@pytest.mark.parametrize("error", [ValueError(), SystemExit(3), KeyboardInterrupt("stop")])
+def test_what_cannot_be_started_ends_nothing(error: BaseException) -> None:
+    def start(say: Any) -> Recorder:
+        raise error
+
+    told = Told()
+    logger = BackgroundLogger("a sink", start, told)
+    logger._thread.join()
+    logger.progress(7, {})
+    logger.metrics(8, {})
+    logger.close()
+    (at, text), *more = told
+    assert not more and at == 7 and text.startswith(f"a sink: {type(error).__name__}")
+
+
+def test_one_that_hangs_is_left_alone() -> None:
+    told, release = Told(), threading.Event()
+
+    def start(say: Any) -> Recorder:
+        release.wait()
+        return Recorder()
+
+    logger = BackgroundLogger("a sink", start, told, finish_seconds=0.01)
+    logger.metrics(5, {})
+    logger.close()
+    release.set()
+    assert told == [(5, "a sink was not done after 0.01 s and is left alone; metrics.jsonl has all")]
+
+
+def test_what_it_has_to_say_while_it_starts_is_told_by_the_run() -> None:
+    told = Told()
+
+    def start(say: Any) -> Recorder:
+        say("nobody there")
+        return Recorder()
+
+    BackgroundLogger("a sink", start, told).close()
+    assert told == [(0, "nobody there")]

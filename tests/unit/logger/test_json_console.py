@@ -1,0 +1,33 @@
+"""Metrics on standard output."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+
+from logger import JsonConsole
+
+
+def test_a_line_is_an_object_and_events_are_none() -> None:
+    stream = io.StringIO()
+    console = JsonConsole(stream)
+    console.event(0, "data", "for people")
+    console.metrics(3, {"loss": 2.5, "lr/hidden": 1e-3, "grad_l2_norm": float("nan")})
+    console.progress(3, {"loss": 2.5})
+    console.close(0)
+    lines = stream.getvalue().splitlines()
+    expected = {"step": 3, "metrics": {"loss": 2.5, "lr/hidden": 1e-3, "grad_l2_norm": None}}
+    assert [json.loads(line) for line in lines] == [expected]
+    assert not stream.closed
+
+
+def test_a_reader_that_goes_away_ends_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        console = JsonConsole(stream)
+        console.metrics(1, {"loss": 1.0})
+        console.metrics(2, {"loss": 1.0})
+        console.close(0)
+    assert stream.closed, "what was left to write went nowhere, and raised nothing"

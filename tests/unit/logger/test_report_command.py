@@ -1,0 +1,71 @@
+"""``diffusionlm-report``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.report import main
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        line = json.dumps({"step": 1, "metrics": {"loss": 2.0}}) + "\n"
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text(line, encoding="utf-8")
+        (tmp_path / "runs" / name / "config.toml").write_text("", encoding="utf-8")
+    return "runs/one", "runs/two"
+
+
+def test_one_run_has_its_page_beside_it(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    main([runs[0]])
+    assert "<title>one</title>" in Path("runs/one/report.html").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == "runs/one/report.html shows one\n"
+    main([runs[0], "runs/two/../one"])
+    assert not Path("report.html").exists(), "the same run twice is one run"
+
+
+def test_several_runs_have_theirs_here_or_where_it_is_said(
+    runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("runs/two/metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "me')
+    main([*runs])
+    assert Path("report.html").is_file()
+    said = capsys.readouterr().out
+    assert said.startswith("two: metrics.jsonl ends in the middle of a line")
+    assert said.endswith("report.html shows 2 runs\n")
+    main([*runs, "--output", "other.html"])
+    assert Path("other.html").read_text() == Path("report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs/none"], "runs/none: no such directory; name the directory of a run"),
+        (["runs"], "runs has no metrics.jsonl"),
+        (["runs/one/metrics.jsonl"], "runs/one/metrics.jsonl is a file: name the directory of a run, such as runs/one"),
+        (["runs/one", "--output", "runs/one/metrics.jsonl"], "name a file that ends in .html"),
+        ([], "the following arguments are required: RUN"),
+    ],
+)
+def test_what_is_wrong_is_said_and_ends_it_with_2(
+    runs: tuple[str, str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = Path("runs/one/metrics.jsonl").read_text()
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert Path("runs/one/metrics.jsonl").read_text() == before
+
+
+def test_a_page_that_cannot_be_written(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([runs[0], "--output", "missing/page.html"])
+    assert ended.value.code == 1
+    assert "No such file or directory" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""Runs as their directories tell them, whole and damaged."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logger.report import read_run, read_runs
+
+
+def write(folder: Path, records: list[Any], end: str = "\n") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + end, encoding="utf-8")
+    return folder
+
+
+def step(number: int, **metrics: Any) -> dict[str, Any]:
+    return {"step": number, "metrics": metrics}
+
+
+def event(number: int, kind: str, text: str = "") -> dict[str, Any]:
+    return {"step": number, "event": kind, "text": text}
+
+
+def values(run: Any, key: str) -> list[tuple[float, float]]:
+    series = run.numbers[key]
+    return list(zip(series.steps_N.tolist(), series.values_N.tolist(), strict=True))
+
+
+def test_numbers_events_config_and_summary(tmp_path: Path) -> None:
+    run_directory = write(
+        tmp_path / "run", [event(0, "data", "where"), step(1, loss=3.0, lr=1), step(2, loss=2.0, **{"a": {"b": 7}})]
+    )
+    (run_directory / "config.toml").write_text('[training]\nmax_steps = 2\n[data.source]\nkind = "files"\n')
+    (run_directory / "summary.json").write_text(json.dumps({"step": 2, "evaluation": {"fills": [{"fraction": 0.15}]}}))
+    run = read_run(run_directory)
+    assert values(run, "loss") == [(1.0, 3.0), (2.0, 2.0)]
+    assert values(run, "a/b") == [(2.0, 7.0)]
+    assert [(each.step, each.kind, each.text) for each in run.events] == [(0, "data", "where")]
+    assert run.config == {"training.max_steps": 2, "data.source.kind": "files"}
+    assert run.result("evaluation", "fills", 0, "fraction") == 0.15
+    assert run.result("evaluation", "fills", 1, "fraction") is None
+    assert run.result("evaluation", "missing") is None
+    assert (run.name, run.last_step, run.max_steps, run.state, run.notes) == ("run", 2, 2, "complete", [])
+
+
+def test_a_record_cut_in_half_is_read_up_to_there_and_said(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [step(1, loss=3.0), step(2, loss=2.0), '{"step": 3, "metr'], end="")
+    run = read_run(folder)
+    assert values(run, "loss") == [(1.0, 3.0), (2.0, 2.0)]
+    assert any("ends in the middle of a line" in note for note in run.notes)
+
+
+def test_a_whole_last_line_without_its_end_is_read(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path / "run", [step(1, loss=3.0), step(2, loss=2.0)], end=""))
+    assert run.last_step == 2
+    assert not any("middle" in note for note in run.notes)
+
+
+def test_lines_that_are_no_records_are_counted(tmp_path: Path) -> None:
+    bad = ["nonsense", "[1, 2]", '{"metrics": {}}', '{"step": "3"}', "\0\0\0", "", '{"step": true}', "[" * 100_000]
+    run = read_run(write(tmp_path / "run", [step(1, loss=3.0), *bad, step(2, loss=1.0)]))
+    assert values(run, "loss") == [(1.0, 3.0), (2.0, 1.0)]
+    assert any("6 lines of metrics.jsonl could not be read" in note for note in run.notes)
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_reader(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [step(1, loss=3.0)])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\x00garbage\n{"step": 2, "metrics": {"loss": 2.0}}\n')
+    assert read_run(folder).last_step == 2
+
+
+def test_values_that_are_no_numbers(tmp_path: Path) -> None:
+    odd = [
+        '{"step": 1, "metrics": {"loss": NaN, "big": 1e999, "kind": "warm", "list": [1]}}',
+        '{"step": 2, "metrics": {"loss": null, "big": 1' + "0" * 400 + ', "flag": true}}',
+        step(3, loss=2.5),
+    ]
+    run = read_run(write(tmp_path / "run", odd))
+    assert [math.isnan(value) for _, value in values(run, "loss")] == [True, True, False]
+    assert run.numbers["loss"].num_missing == 2
+    assert run.numbers["big"].is_empty
+    assert values(run, "flag") == [(2.0, 1.0)]
+    assert run.texts == {"kind": "warm", "list": "[1]"}
+
+
+def test_a_step_that_was_run_again_counts_once(tmp_path: Path) -> None:
+    again = [step(1, loss=3.0), step(2, loss=2.0), step(3, loss=9.0), step(2, loss=1.5), step(3, loss=1.0)]
+    assert values(read_run(write(tmp_path / "run", again)), "loss") == [(1.0, 3.0), (2.0, 1.5), (3.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("records", "summary", "state"),
+    [
+        ([step(8, loss=1.0)], {"step": 8}, "complete"),
+        ([step(9, loss=1.0)], {"step": 8}, "ended"),
+        ([step(3, loss=1.0)], None, "ended"),
+        ([step(3, loss=1.0), event(3, "failed", "no")], None, "failed"),
+        ([step(3, loss=1.0), event(3, "stopped")], None, "stopped"),
+        ([step(3, loss=1.0), event(3, "stopped"), event(3, "environment"), step(4, loss=1.0)], None, "ended"),
+    ],
+)
+def test_how_a_run_stands(tmp_path: Path, records: list[Any], summary: Any, state: str) -> None:
+    folder = write(tmp_path / "run", records)
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    assert read_run(folder).state == state
+
+
+def test_a_run_that_a_process_has_is_going(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [step(3, loss=1.0)])
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(folder).state == "going"
+    assert read_run(folder).state == "ended"
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # reading left it free
+
+
+def test_damaged_files_beside_the_record_are_said(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [event(0, "data")])
+    (folder / "config.toml").write_text("[training\n")
+    (folder / "summary.json").write_text("{")
+    run = read_run(folder)
+    assert (run.config, run.summary) == ({}, {})
+    for said in ("metrics.jsonl has no numbers yet", "config.toml cannot be read", "summary.json cannot be read"):
+        assert any(said in note for note in run.notes), said
+    (folder / "summary.json").write_text("[]")
+    assert any("holds no object" in note for note in read_run(folder).notes)
+
+
+def test_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="missing: no such directory"):
+        read_run(tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"has no metrics\.jsonl"):
+        read_run(tmp_path)
+    folder = write(tmp_path / "run", [step(1, loss=1.0)])
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a file: name the directory of a run, such as .*run"):
+        read_run(folder / "metrics.jsonl")
+
+
+def test_names_tell_runs_apart_and_each_is_there_once(tmp_path: Path) -> None:
+    one, two = (write(tmp_path / name / "run", [step(1, loss=1.0)]) for name in ("a", "b"))
+    assert [run.name for run in read_runs([one, two, one / ".." / "run"])] == ["a/run", "b/run"]
+    assert [run.name for run in read_runs([one])] == ["run"]
+
+
+def test_tokenizers_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    found = []
+    for name, merges in (("a", "t h"), ("b", "t h"), ("c", "h e")):
+        folder = write(tmp_path / name, [step(1, loss=1.0)])
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "merges.txt").write_text(merges)
+        found.append(read_run(folder).tokenizer)
+    assert found[0] == found[1] != found[2]
+    assert read_run(write(tmp_path / "d", [step(1, loss=1.0)])).tokenizer is None

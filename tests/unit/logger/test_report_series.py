@@ -1,0 +1,82 @@
+"""Numbers over steps: fewer points, smooth lines, ticks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from logger.report.series import Series, fewer_points, log_ticks, short, smoothed, ticks
+
+
+def test_fewer_points_keep_every_extreme_and_both_ends() -> None:
+    values = np.sin(np.arange(100_000) / 50.0)
+    values[70_001], values[12_345] = 9.0, -9.0
+    kept = fewer_points(values, 300)
+    assert len(kept) <= 2 * 300 + 2
+    assert {0, 12_345, 70_001, 99_999} <= set(kept.tolist())
+    assert (np.diff(kept) > 0).all()
+    # Whatever the bucket, what is left spans what was there.
+    for start, end in ((0, 20_000), (40_000, 60_000)):
+        inside = kept[(kept >= start) & (kept < end)]
+        assert values[inside].max() == pytest.approx(values[start:end].max(), abs=1e-4)
+        assert values[inside].min() == pytest.approx(values[start:end].min(), abs=1e-4)
+
+
+def test_few_points_are_all_kept_and_a_gap_stays_a_gap() -> None:
+    assert fewer_points(np.arange(10.0), 4).tolist() == list(range(10))
+    values = np.arange(1000.0)
+    values[200:400] = np.nan
+    kept = fewer_points(values, 10)
+    assert np.isnan(values[kept]).sum() == 2, "one place for each of the two buckets without a number"
+    assert fewer_points(np.full(100, np.nan), 3).tolist()[0] == 0
+
+
+def test_smoothing_follows_a_line_without_lag_and_passes_over_gaps() -> None:
+    line = np.arange(50.0)
+    assert smoothed(line)[:48] == pytest.approx(line[:48])
+    assert smoothed(line)[-1] == pytest.approx((47 + 48 + 49) / 3)
+    values = np.array([1.0, 2.0, math.nan, 4.0, 5.0, 6.0])
+    out = smoothed(values)
+    assert math.isnan(out[2])
+    assert out[3] == pytest.approx((2 + 4 + 5 + 6) / 4)
+    assert smoothed(np.full(3, np.nan)).tolist() == pytest.approx([math.nan] * 3, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 300.0, [0, 50, 100, 150, 200, 250, 300]),
+        (5.8, 6.61, [5.8, 6.0, 6.2, 6.4, 6.6]),
+        (-1.0, 1.0, [-1, -0.5, 0, 0.5, 1]),
+        (3.0, 3.0, [3.0]),
+    ],
+)
+def test_ticks(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.9, 21.0, [1, 2, 5, 10, 20]),
+        (5.0, 7.6, [5, 6, 7]),
+        (1e-9, 1e3, [1e-9, 1e-6, 1e-3, 1, 1e3]),
+    ],
+)
+def test_ticks_of_logarithms(low: float, high: float, expected: list[float]) -> None:
+    assert log_ticks(low, high) == pytest.approx(expected)
+
+
+def test_short_numbers() -> None:
+    assert [short(value) for value in (0.0, 0.00125, 3.14159, 4096, 12_345, 614_400, 1_115_520, 2.5e12, -20_000)] == [
+        "0", "0.00125", "3.142", "4096", "12.3k", "614k", "1.12M", "2.5T", "-20k",
+    ]  # fmt: skip
+    assert short(math.nan) == short(math.inf) == "not finite"
+
+
+def test_last_and_missing() -> None:
+    series = Series(np.array([1.0, 2.0, 3.0]), np.array([5.0, 4.0, np.nan]))
+    assert (series.last, series.num_missing, series.is_empty) == ((2.0, 4.0), 1, False)
+    assert Series(np.array([1.0]), np.array([np.nan])).last is None

@@ -1,0 +1,54 @@
+"""TensorBoard's files, read back by its own reader."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from config.logging import LoggingConfig, TensorBoardConfig
+from logger import open_sinks
+from logger.tensorboard import TensorBoardLogger
+
+pytest.importorskip("tensorboard")
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    return {tag: [(each.step, each.value) for each in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def test_numbers_come_back_and_a_resumed_run_replaces_them(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    for step in (1, 2, 3):
+        logger.metrics(step, {"loss": 0.5 * step, "lr/hidden": 2, "gone": None, "bad": math.nan, "word": "x"})
+    logger.event(3, "sample", "a <b>cat</b>")
+    logger.close()
+    expected = {"loss": [(1, 0.5), (2, 1.0), (3, 1.5)], "lr/hidden": [(1, 2.0), (2, 2.0), (3, 2.0)]}
+    assert scalars(tmp_path) == expected
+    again = TensorBoardLogger(tmp_path, resume_step=2)
+    again.metrics(3, {"loss": 8.0})
+    again.close()
+    assert scalars(tmp_path)["loss"] == [(1, 0.5), (2, 1.0), (3, 8.0)]
+
+
+def test_it_is_written_beside_the_run_where_it_is_asked_for(tmp_path: Path) -> None:
+    told: list[str] = []
+    assert open_sinks(LoggingConfig(), tmp_path, 0, {}, lambda at, text: told.append(text)) == []
+    config = LoggingConfig(tensorboard=TensorBoardConfig(enabled=True))
+    (sink,) = open_sinks(config, tmp_path, 0, {}, lambda at, text: told.append(text))
+    sink.metrics(4, {"loss": 0.25})
+    sink.close()
+    assert scalars(tmp_path / "tensorboard") == {"loss": [(4, 0.25)]} and told == []
+
+
+def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    told: list[str] = []
+    config = LoggingConfig(tensorboard=TensorBoardConfig(enabled=True))
+    assert open_sinks(config, tmp_path, 0, {}, lambda at, text: told.append(text)) == []
+    assert len(told) == 1 and "[logging.tensorboard]" in told[0] and "uv sync --extra tensorboard" in told[0]

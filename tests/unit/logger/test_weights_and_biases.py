@@ -1,0 +1,216 @@
+"""Weights & Biases with a stand-in for its package, and once with the package itself, offline."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from config.logging import LoggingConfig, WandbConfig
+from logger import open_sinks
+from logger.weights_and_biases import RUN_ID, choose_mode, has_key, run_id_of
+
+
+class FakeRun:
+    """What `wandb.init` returns."""
+
+    def __init__(self, fails_in: str) -> None:
+        self.fails_in, self.calls = fails_in, [("init", None)]
+
+    def _call(self, name: str, value: Any) -> None:
+        self.calls.append((name, value))
+        if name == self.fails_in:
+            raise RuntimeError(f"{name} failed")
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self._call("define_metric", (name, step_metric))
+
+    def log(self, values: Any) -> None:
+        self._call("log", values)
+
+    def log_artifact(self, path: str, name: str, type: str) -> None:
+        self._call("log_artifact", (path, name, type))
+
+    def finish(self, exit_code: int) -> None:
+        self._call("finish", exit_code)
+
+
+class FakeWandb:
+    """The package, in `sys.modules`."""
+
+    def __init__(self, fails_in: str = "") -> None:
+        self.fails_in, self.asked = fails_in, {}
+        self.run = FakeRun(fails_in)
+        self.__spec__ = SimpleNamespace()
+
+    def init(self, **asked: Any) -> FakeRun:
+        if self.fails_in == "init":
+            raise RuntimeError("init failed")
+        self.asked = asked
+        return self.run
+
+    @staticmethod
+    def Settings(**values: Any) -> Any:
+        return values
+
+    @staticmethod
+    def Table(columns: Any, data: Any) -> Any:
+        return columns, data
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def open_with(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, step: int = 0, **options: Any
+) -> tuple[list[Any], list[str]]:
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    told: list[str] = []
+    config = LoggingConfig(wandb=WandbConfig(**options))
+    return open_sinks(config, directory, step, {"run": {"seed": 3}}, lambda at, text: told.append(text)), told
+
+
+def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step-2").mkdir(parents=True)
+    (tmp_path / "checkpoints/latest").symlink_to("step-2")
+    (tmp_path / "tokenizer").mkdir()
+    fake = FakeWandb()
+    artifacts = ("checkpoints", "tokenizer", "samples")
+    sinks, told = open_with(
+        fake, monkeypatch, tmp_path, entity="team", tags=("a", "b"), artifacts=artifacts, mode="offline"
+    )
+    for sink in sinks:
+        sink.metrics(1, {"loss": 2.5})
+        sink.event(1, "data", "not sent")
+        sink.event(2, "sample", "a cat")
+        sink.metrics(2, {"val_nats_per_token": 2.0})
+        sink.close(143)
+    run_id = (tmp_path / RUN_ID).read_text().strip()
+    assert {key: fake.asked[key] for key in fake.asked if key != "settings"} == {
+        "project": "diffusionlm",
+        "entity": "team",
+        "name": tmp_path.name,
+        "id": run_id,
+        "resume": "allow",
+        "mode": "offline",
+        "dir": str(tmp_path),
+        "tags": ["a", "b"],
+        "config": {"run": {"seed": 3}},
+    }
+    assert fake.run.calls[1:] == [
+        ("define_metric", ("*", "trainer/step")),
+        ("log", {"trainer/step": 1, "loss": 2.5}),
+        ("log", {"trainer/step": 2, "val_nats_per_token": 2.0}),
+        ("log", {"samples": (["step", "text"], [[2, "a cat"]])}),
+        ("log_artifact", (str(tmp_path / "checkpoints/step-2"), f"{run_id}-checkpoints", "model")),
+        ("log_artifact", (str(tmp_path / "tokenizer"), f"{run_id}-tokenizer", "tokenizer")),
+        ("finish", 143),
+    ]
+    assert told == []
+
+
+@pytest.mark.parametrize("fails_in", ["init", "define_metric", "log", "log_artifact", "finish"])
+def test_whatever_fails_is_told_once(fails_in: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    fake = FakeWandb(fails_in)
+    (sink,), told = open_with(fake, monkeypatch, tmp_path, mode="offline", artifacts=("tokenizer",))
+    sink.metrics(1, {"loss": 2.5})
+    sink.close(0)
+    assert told == [f"Weights & Biases: RuntimeError: {fails_in} failed; the run goes on, and metrics.jsonl has all"]
+    assert (("finish", 0) in fake.run.calls) == (fails_in not in ("init", "define_metric"))
+
+
+def test_without_a_key_it_is_offline_and_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = FakeWandb()
+    (sink,), told = open_with(fake, monkeypatch, tmp_path)
+    sink.close()
+    assert fake.asked["mode"] == "offline"
+    assert len(told) == 1 and "no key in WANDB_API_KEY" in told[0] and "wandb sync" in told[0]
+
+
+def test_with_a_key_and_nobody_there_it_is_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*args: Any) -> None:
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8443")
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    fake = FakeWandb()
+    (sink,), told = open_with(fake, monkeypatch, tmp_path)
+    sink.close()
+    assert fake.asked["mode"] == "offline"
+    assert len(told) == 1 and "wandb.example:8443 cannot be reached (refused)" in told[0]
+    monkeypatch.setattr(socket, "create_connection", lambda *args: SimpleNamespace(close=lambda: None))
+    (sink,), told = open_with(fake, monkeypatch, tmp_path)
+    sink.close()
+    assert fake.asked["mode"] == "online" and told == []
+
+
+def test_disabled_is_nothing_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert open_with(FakeWandb(), monkeypatch, tmp_path, mode="disabled") == ([], [])
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert open_with(FakeWandb(), monkeypatch, tmp_path) == ([], [])
+
+
+def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    sinks, told = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
+    assert sinks == [] and len(told) == 1
+    assert "[logging.wandb]" in told[0] and "uv sync --extra wandb" in told[0]
+
+
+def test_where_a_key_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    auto, online = WandbConfig(), WandbConfig(mode="online")
+    assert not has_key() and choose_mode(online)[0] == "offline"
+    netrc = tmp_path / "keys"
+    netrc.write_text("machine api.wandb.ai login user password secret\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    assert has_key() and choose_mode(auto) == ("online", None)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    assert not has_key(), "that of another host"
+    netrc.write_text("machine")
+    assert not has_key(), "one that cannot be read is none"
+    monkeypatch.setenv("WANDB_API_KEY", "0")
+    assert has_key()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert choose_mode(auto) == ("offline", None) and choose_mode(online) == ("online", None)
+
+
+def test_the_id_is_kept_where_a_run_goes_on(tmp_path: Path) -> None:
+    first = run_id_of(tmp_path, 0)
+    assert run_id_of(tmp_path, 500) == first
+    second = run_id_of(tmp_path, 0)
+    assert second != first, "it began anew"
+    assert run_id_of(tmp_path, 1) == second and len(second) == 8
+
+
+def test_a_directory_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / RUN_ID).mkdir()
+    (sink,), told = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
+    sink.metrics(1, {"loss": 2.5})
+    sink.close()
+    assert len(told) == 1 and told[0].startswith("Weights & Biases: IsADirectoryError: ")
+
+
+@pytest.mark.slow
+def test_the_package_itself_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.json").write_text("{}")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    (sink,), told = open_with(wandb, monkeypatch, tmp_path, artifacts=("tokenizer", "samples"), mode="offline")
+    sink.metrics(1, {"loss": 2.5, "lr/hidden": 0.1})
+    sink.event(1, "sample", "a cat")
+    sink.close(0)
+    assert told == []
+    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert log.stem == f"run-{(tmp_path / RUN_ID).read_text().strip()}"
+    assert b"lr/hidden" in log.read_bytes()

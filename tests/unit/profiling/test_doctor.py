@@ -1,0 +1,304 @@
+"""The doctor: facts read from a machine that is laid out in files, and what is found in them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.doctor import main
+from profiling import cores, doctor, findings, machine, quick_checks, torch_setup
+from profiling.findings import Finding, find
+from profiling.machine import Machine, Memory, Network, Processor, Storage
+from profiling.quick_checks import Speeds
+from profiling.torch_setup import Gpu, Torch
+
+GIB = 1 << 30
+SOUND = Machine(
+    system="Linux",
+    python="CPython 3.11",
+    version=(3, 11),
+    uv="/usr/bin/uv",
+    allocator="glibc 2.36",
+    processor=Processor("a CPU", cores=8, usable=8, quota=None, features=("avx2",), load=0.5),
+    memory=Memory(64 * GIB, 60 * GIB, None, None, GIB, GIB),
+    storage=Storage(Path("/runs"), "ext4", 100 * GIB, True),
+    network=Network("node", "10.0.0.7", ("lo", "eth0")),
+    open_files=4096,
+    variables={},
+)
+GPU = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0), True)
+TORCH = Torch("2.9", "", "CUDA 13", threads=8, interop_threads=8, has_bfloat16=True, gpus=(GPU,))
+
+
+def lay_out(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def found(
+    machine: Machine = SOUND,
+    torch: Torch = TORCH,
+    missing: tuple[str, ...] = (),
+    drivers: tuple[str, ...] = ("580, NVIDIA H100",),
+    speeds: Speeds | None = None,
+) -> list[Finding]:
+    return find(machine, torch, list(missing), list(drivers), speeds or Speeds())
+
+
+def test_nothing_is_found_on_a_sound_machine() -> None:
+    assert found(speeds=Speeds(1e9, 5e9, 7.8e9, 8, 1e10, 0.001)) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000"}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "150000 100000"}, 1.5),
+        ({"proc/self/cgroup": "0::/not/mounted\n", "sys/fs/cgroup/cpu.max": "200000 100000"}, 2.0),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/job\n2:memory:/job\n",
+                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "300000",
+                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "400000",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            4.0,
+        ),
+        ({}, None),
+    ],
+    ids=["none", "of a parent", "of a container", "version 1", "no files"],
+)
+def test_quotas_of_control_groups(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    lay_out(tmp_path, files)
+    assert cores.cpu_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(None, 6), (2.0, 2), (1.6, 2), (0.2, 1), (32.0, 6)])
+def test_cores_that_can_be_kept_busy(monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int) -> None:
+    monkeypatch.setattr(cores, "affinity_cores", lambda: 6)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    assert cores.usable_cores() == expected
+
+
+def test_memory_of_a_control_group(tmp_path: Path) -> None:
+    meminfo = "MemTotal: 1000 kB\nMemAvailable: 800 kB\nHugePages_Total: 0\n"
+    files = {"proc/meminfo": meminfo, "proc/self/cgroup": "0::/a\n"}
+    lay_out(tmp_path, files)
+    read = machine.read_memory(tmp_path)
+    assert (read.total, read.available, read.limit, read.free) == (1_024_000, 819_200, None, 819_200)
+    lay_out(tmp_path, {"sys/fs/cgroup/a/memory.max": "500000", "sys/fs/cgroup/a/memory.current": "200000"})
+    read = machine.read_memory(tmp_path)
+    assert (read.limit, read.used, read.free) == (500_000, 200_000, 300_000)
+    lay_out(tmp_path, {"sys/fs/cgroup/a/memory.max": "9223372036854771712"})  # how version 1 says none
+    assert machine.read_memory(tmp_path).limit is None
+
+
+def test_processor_and_storage(tmp_path: Path) -> None:
+    cpu = "processor\t: 0\nmodel name\t: Fast CPU\nflags\t\t: fpu avx2 avx512_bf16\n\nprocessor\t: 1\nflags\t: fpu\n"
+    mounts = f"root / ext4 rw 0 0\nserver {tmp_path.parent} nfs4 rw 0 0\nx /elsewhere tmpfs rw 0 0\n"
+    lay_out(tmp_path, {"proc/cpuinfo": cpu, "proc/mounts": mounts})
+    read = machine.read_processor(tmp_path)
+    assert (read.model, read.features) == ("Fast CPU", ("avx2", "avx512_bf16"))
+    storage = machine.read_storage(tmp_path / "not" / "there", tmp_path)
+    assert (storage.path, storage.kind, storage.is_writable) == (tmp_path, "nfs4", True)
+    assert machine.allocator({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}) == "jemalloc"
+
+
+def processor(**changes: Any) -> Machine:
+    return replace(SOUND, processor=replace(SOUND.processor, **changes))
+
+
+def storage(**changes: Any) -> Machine:
+    return replace(SOUND, storage=replace(SOUND.storage, **changes))
+
+
+def variables(**named: str) -> Machine:
+    return replace(SOUND, variables=named)
+
+
+ON_CPU = replace(TORCH, gpus=())
+
+
+@pytest.mark.parametrize(
+    ("facts", "weight", "what", "remedy"),
+    [
+        ({"machine": replace(SOUND, version=(3, 10))}, "broken", "Python 3.10", "uv sync"),
+        ({"torch": Torch(None, "no such module")}, "broken", "torch cannot be imported", "uv sync"),
+        ({"missing": ("torch", "numpy")}, "broken", "missing: numpy", "uv sync"),
+        ({"machine": variables(DIFFUSIONLM_NVTX="loud")}, "broken", "DIFFUSIONLM_NVTX = 'loud'", "coarse, fine, verb"),
+        ({"torch": replace(TORCH, gpus=(), gpu_problem="driver too old")}, "broken", "torch cannot use", "nvidia-smi"),
+        ({"torch": replace(TORCH, gpus=(), build="CPU")}, "slow", "no GPU is used", "a torch build"),
+        ({"torch": ON_CPU, "drivers": ()}, "note", "there is no GPU", "none needed"),
+        ({"torch": replace(TORCH, gpus=(replace(GPU, has_bfloat16=False),))}, "slow", "no bfloat16", "8.0"),
+        ({"torch": replace(TORCH, gpus=(replace(GPU, free=GIB),))}, "note", "GPU 0 is in use", "CUDA_VISIBLE_DEVICES"),
+        (
+            {"machine": processor(quota=2.0)},
+            "slow",
+            "torch starts 8 threads where 2 cores are granted",
+            "OMP_NUM_THREADS=2",
+        ),
+        (
+            {"machine": variables(OMP_NUM_THREADS="1"), "torch": replace(TORCH, threads=1)},
+            "slow",
+            "torch starts 1 thread where 8 cores",
+            "model.threads = 8, or unset",
+        ),
+        ({"torch": replace(TORCH, threads=32)}, "slow", "torch starts 32 threads", "OMP_NUM_THREADS=8"),
+        ({"machine": processor(load=20.0)}, "slow", "the machine is busy", "wait"),
+        ({"machine": variables(OMP_PROC_BIND="true")}, "note", "OMP_PROC_BIND set", "unset for data.workers"),
+        (
+            {"torch": ON_CPU, "drivers": (), "speeds": Speeds(2e9, 1e9)},
+            "slow",
+            "bfloat16 products are slower",
+            'training.precision = "float32"',
+        ),
+        (
+            {"torch": replace(ON_CPU, has_bfloat16=False), "drivers": (), "speeds": Speeds(2e9, 1e9)},
+            "note",
+            "bfloat16 is emulated",
+            '"auto"',
+        ),
+        (
+            {"torch": ON_CPU, "drivers": (), "speeds": Speeds(1e9, 2e9, 2.2e9, 8)},
+            "slow",
+            "8 threads do 2.2 times",
+            "run.threads = 2",
+        ),
+        (
+            {"machine": replace(SOUND, memory=Memory(64 * GIB, 60 * GIB, 4 * GIB, 3 * GIB, GIB, GIB))},
+            "slow",
+            "1.0 GiB of memory are free",
+            "micro_batch_size",
+        ),
+        (
+            {
+                "machine": replace(SOUND, memory=replace(SOUND.memory, shared_total=64 << 20)),
+                "torch": replace(TORCH, gpus=(GPU, GPU)),
+            },
+            "broken",
+            "/dev/shm has 64.0 MiB",
+            "--shm-size",
+        ),
+        ({"machine": storage(is_writable=False)}, "broken", "/runs cannot be written", "run.directory"),
+        ({"machine": storage(free=GIB // 2)}, "broken", "512 MiB are free", "run.directory"),
+        ({"machine": storage(free=2 * GIB)}, "note", "2.0 GiB are free", "keep_last"),
+        ({"machine": storage(kind="nfs4")}, "slow", "network file system (nfs4)", "checkpoint.background"),
+        ({"machine": storage(kind="tmpfs")}, "note", "runs lie in memory", "run.directory"),
+        ({"speeds": Speeds(fsync=0.2)}, "slow", "an fsync takes 200 ms", "checkpoint.every_steps"),
+        ({"machine": replace(SOUND, open_files=256)}, "note", "256 files", "ulimit -n"),
+        ({"machine": replace(SOUND, network=Network("n", None, ("lo",)))}, "slow", "not find each", "GLOO_SOCKET"),
+        ({"machine": replace(SOUND, network=Network("n", "127.0.1.1", ("lo", "eth0")))}, "note", "127.0.1.1", "eth0"),
+        ({"machine": variables(GLOO_SOCKET_IFNAME="ib0")}, "broken", "GLOO_SOCKET_IFNAME=ib0", "unset"),
+        ({"machine": replace(SOUND, allocator="musl 1.2")}, "slow", "musl", "LD_PRELOAD"),
+        ({"machine": replace(SOUND, uv=None)}, "note", "uv is not", "pip install uv"),
+    ],
+)
+def test_each_finding_alone(facts: dict[str, Any], weight: str, what: str, remedy: str) -> None:
+    [finding] = [each for each in found(**facts) if each.what != "there is no GPU" or each.what == what]
+    assert (finding.weight, what in finding.what, remedy in finding.remedy) == (weight, True, True), finding
+    assert finding.why
+
+
+def test_a_busy_machine_says_nothing_of_its_cores() -> None:
+    busy = processor(load=20.0)
+    what = [finding.what for finding in found(busy, ON_CPU, drivers=(), speeds=Speeds(1e9, 2e9, 1e9, 8))]
+    assert what == ["the machine is busy", "there is no GPU"]
+
+
+def test_rates_take_turns_by_a_clock() -> None:
+    """Two works, of 1 s and 4 s by a clock of our own."""
+    now = [0.0]
+
+    def work(seconds: float) -> Any:
+        def run() -> None:
+            now[0] += seconds
+
+        return run
+
+    assert quick_checks.rates([work(1.0), work(4.0)], 8.0, lambda: now[0]) == [8.0, 2.0]
+
+
+def test_fsync_where_nothing_can_be_written(tmp_path: Path) -> None:
+    assert quick_checks.fsync_seconds(tmp_path / "missing") is None
+    assert quick_checks.fsync_seconds(tmp_path) is not None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look at the real network or driver."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
+    monkeypatch.setattr(doctor, "drivers", list)
+
+
+@pytest.mark.usefixtures("offline")
+def test_the_command_as_json_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a secret")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("DIFFUSIONLM_NVTX", raising=False)
+    monkeypatch.setattr(findings, "LEAST_FREE", 0)
+    assert main(["--json", "--quick", "--directory", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    report = json.loads(text)
+    assert "a secret" not in text
+    assert report["facts"]["services"]["Weights & Biases key"] == "present"
+    assert report["facts"]["services"]["Hugging Face cache"] == str(tmp_path)
+    assert "measured" not in report["facts"]
+    assert not report["broken"]
+    monkeypatch.setenv("DIFFUSIONLM_NVTX", "loud")
+    assert main(["--quick", "--directory", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "broken:" in lines
+    assert "  - DIFFUSIONLM_NVTX = 'loud'" in lines
+
+
+@pytest.mark.usefixtures("offline")
+def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch", None)
+        assert main(["--directory", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "torch cannot be imported" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(("gpus", "weight"), [((GPU,), "broken"), ((), "note")])
+def test_a_kernel_that_fails(gpus: tuple[Gpu, ...], weight: str) -> None:
+    def fail() -> str:
+        raise RuntimeError("no compiler\nlong trace")
+
+    shown, finding = doctor._try_kernel(replace(TORCH, gpus=gpus), fail)
+    assert finding is not None
+    assert (finding.weight, finding.why) == (weight, "RuntimeError: no compiler")
+    assert shown.endswith("does not work")
+
+
+def test_lines_are_aligned_and_no_wider_than_asked() -> None:
+    facts = {"a": {"x": "short", "longer name": "word " * 40}}
+    report = doctor.Report(facts, [Finding("slow", "w " * 90, "y", "r")])
+    lines = doctor.render(report, 60).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[1] == "  x            short"
+    assert lines[3].startswith(" " * 15 + "word")
+    assert lines[-1] == "nothing is broken; 1 to mend for speed"
+
+
+def test_drivers_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_setup, "_DRIVER_QUERY", ("no-such-program-anywhere",))
+    assert torch_setup.drivers() == []
+    monkeypatch.setattr(torch_setup, "_DRIVER_QUERY", ("echo", "580.1, NVIDIA X"))
+    assert torch_setup.drivers() == ["580.1, NVIDIA X"]
+    assert torch_setup.missing_packages(("torch", "no-such-package-anywhere")) == ["no-such-package-anywhere"]

@@ -1,0 +1,48 @@
+"""The card of a run's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+from config.train import TrainConfig
+from diffusionlm.checkpoints.manifest import verify
+from diffusionlm.training.loop import train
+
+
+def card_of(folder: Path) -> str:
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_each_checkpoint_says_what_was_known_of_it(config: TrainConfig) -> None:
+    values = config.model_dump(exclude_unset=True)
+    values["validation"] |= {"every_steps": 6, "rows": 8}
+    values["checkpoint"] |= {"keep_last": 3}
+    config = TrainConfig.model_validate(values)
+    result = train(config)
+    assert result.summary is not None
+    store = config.run.directory / "checkpoints"
+    assert sorted(path.name for path in store.glob("step-*")) == ["step-00000004", "step-00000006", "step-00000008"]
+    assert "| validation | not known |" in card_of(store / "step-00000004")
+    records = map(json.loads, (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    metrics = next(each["metrics"] for each in records if "val_nats_per_token" in each.get("metrics", {}))
+    assert (
+        f"| validation | at most {metrics['val_nats_per_token']:.3f} ± {metrics['val_standard_error']:.3f} nats per "
+        "token, at step 6 |"
+    ) in card_of(store / "step-00000006")
+    final, last = result.summary.evaluation, store / "step-00000008"
+    bound = f"at most {final.nats_per_token:.3f} ± {final.standard_error:.3f} nats per token, at step 8"
+    assert f"| validation | {bound} |" in card_of(last)
+    verify(last, must_have_manifest=True)
+    state = json.loads((last / "state.json").read_text())
+    for part in (
+        "# run, 6,192 parameters",
+        "| steps | 8 of 8, of 4 rows of up to 16 tokens |",
+        f"| tokens seen | {state['progress']['tokens_seen']:,} |",
+        f"| tokenizer | `{state['tokenizer_fingerprint']}` |",
+        f"| {state['data_identity']} | 100.0% |",
+    ):
+        assert part in card_of(last), part
+    objective = card_of(last).split("```toml\n")[1].split("```")[0]
+    assert tomllib.loads(objective)["kind"] == "masked_diffusion"

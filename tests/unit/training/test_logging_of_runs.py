@@ -1,0 +1,153 @@
+"""What a run writes while it goes, and that no copy of it changes the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from config.train import TrainConfig
+from diffusionlm.training import loop
+from diffusionlm.training.loop import train
+from diffusionlm.training.numbers import StepNumbers
+from diffusionlm.training.reporting import watched_metrics
+from tests.unit.logger.test_weights_and_biases import FakeWandb
+
+
+def logging(config: TrainConfig, directory: Path, **options: Any) -> TrainConfig:
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    values["run"] |= {"directory": directory}
+    values["logging"] |= options
+    return TrainConfig.model_validate(values)
+
+
+def records(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
+    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if kind in record]
+
+
+def weights(config: TrainConfig) -> bytes:
+    return (config.run.directory / "checkpoints/latest/model.safetensors").read_bytes()
+
+
+def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    config = logging(config, config.run.directory, console="json", norms_every_steps=4)
+    train(config)
+    out, err = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == records(config, "metrics")
+    assert "nats per token" in err and "next: uv run diffusionlm-infer" in err
+    steps = [record["metrics"] for record in records(config, "metrics")]
+    assert len(steps) == 8
+    for step, values in enumerate(steps, 1):
+        for key in (
+            "loss",
+            "lr",
+            "lr/hidden",
+            "grad_l2_norm",
+            "tokens_per_second",
+            "mask_ratio",
+            "memory/peak_resident",
+        ):
+            assert isinstance(values[key], (int, float)), key
+        assert values["grad_clip_ratio"] == pytest.approx(min(1.0, 1.0 / (values["grad_l2_norm"] + 1e-6)))
+        assert any(key.startswith("loss_by_masked_fraction/") for key in values)
+        has_norms = step % 4 == 0
+        assert ("weight_norms/model.norm.weight" in values) is has_norms
+        assert ("activation_norms/layers.0" in values) is has_norms
+
+
+def test_norms_have_steps_of_their_own_and_change_nothing(config: TrainConfig, tmp_path: Path) -> None:
+    plain = logging(config, tmp_path / "plain", every_steps=4)
+    watched = logging(config, tmp_path / "watched", every_steps=4, norms_every_steps=3)
+    train(plain)
+    train(watched)
+    assert [each["step"] for each in records(plain, "metrics")] == [4, 8]
+    assert [each["step"] for each in records(watched, "metrics")] == [3, 4, 6, 8]
+    assert weights(plain) == weights(watched)
+
+
+def test_the_loss_by_share_adds_up_to_the_loss(config: TrainConfig) -> None:
+    """With plain weights a step's loss is the mean over masked tokens: the shares' losses, weighted by their tokens."""
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    values["objective"] = {"kind": "masked_diffusion", "loss": "masked_mean"}
+    values["training"] |= {"batch_size": 1, "max_steps": 2}
+    config = TrainConfig.model_validate(values)
+    train(config)
+    for record in records(config, "metrics"):
+        by_share = [value for key, value in record["metrics"].items() if key.startswith("loss_by_masked_fraction/")]
+        assert len(by_share) == 1, "one row has one share"
+        assert by_share[0] == pytest.approx(record["metrics"]["loss"], rel=1e-5)
+
+
+def test_weights_and_biases_never_touches_the_run(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("log"))
+    copied = logging(config, tmp_path / "copied", wandb={"mode": "offline"})
+    assert train(copied).step == 8
+    told = [record["text"] for record in records(copied, "event") if record["event"] == "logging"]
+    assert told == [
+        "Weights & Biases: RuntimeError: log failed; the run goes on, and metrics.jsonl has all",
+        "Weights & Biases failed 8 times; metrics.jsonl has all",
+    ]
+    train(config)
+    assert weights(copied) == weights(config)
+    clock = ("second", "memory")
+    numbers = [
+        [
+            {key: value for key, value in each["metrics"].items() if not any(part in key for part in clock)}
+            for each in run
+        ]
+        for run in (records(copied, "metrics"), records(config, "metrics"))
+    ]
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("ending", ["signal", "error"])
+def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = logging(config, config.run.directory, wandb={"mode": "offline"})
+    original = loop.train_step
+
+    def step(run: Any, *args: Any) -> torch.Tensor:
+        if run.progress.step == 3 and ending == "signal":
+            signal.raise_signal(signal.SIGTERM)
+        if run.progress.step == 3 and ending == "error":
+            raise ValueError("no more")
+        return original(run, *args)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    if ending == "error":
+        with pytest.raises(ValueError, match="no more"):
+            train(config)
+    else:
+        train(config)
+    assert fake.run.calls[-1] == ("finish", {"signal": 143, "error": 1}[ending])
+    logged = [value["trainer/step"] for name, value in fake.run.calls if name == "log"]
+    assert logged == list(range(1, 5 if ending == "signal" else 4))
+    if ending == "signal":  # the same run goes on there, with the steps that are still to come
+        first = fake.asked["id"]
+        monkeypatch.setattr(loop, "train_step", original)
+        train(config)
+        assert fake.asked["id"] == first and fake.run.calls[-1] == ("finish", 0)
+        logged = [value["trainer/step"] for name, value in fake.run.calls if name == "log"]
+        assert logged == list(range(1, 9))
+
+
+@pytest.mark.parametrize(("grad_norm", "ratio"), [(0.5, 1.0), (8.0, 0.25), (math.inf, math.nan), (math.nan, math.nan)])
+def test_what_gradients_are_cut_by(
+    grad_norm: float, ratio: float, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config.model_copy(update={"training": config.training.model_copy(update={"max_grad_norm": 2.0})})
+    run: Any = SimpleNamespace(config=config, device=torch.device("cpu"), watch=SimpleNamespace(metrics=lambda: {}))
+    values = watched_metrics(run, StepNumbers(1, 2.0, grad_norm, 0.0, True))
+    assert values["grad_clip_ratio"] == pytest.approx(ratio, rel=1e-5, nan_ok=True)
+    assert values["memory/peak_resident"] > 2**20

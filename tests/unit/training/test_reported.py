@@ -1,0 +1,80 @@
+"""What a run leaves behind for people: its environment, how it ended, and its page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.train import TrainConfig
+from diffusionlm.training.loop import train
+from diffusionlm.training.reported import commit_of
+from logger.report import read_run
+
+
+def events(config: TrainConfig) -> list[tuple[int, str, str]]:
+    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = map(json.loads, lines)
+    return [(each["step"], each["event"], each["text"]) for each in records if "event" in each]
+
+
+def test_a_run_ends_with_its_page_and_tells_its_environment(config: TrainConfig) -> None:
+    train(config)
+    page = (config.run.directory / "report.html").read_text(encoding="utf-8")
+    assert "complete</span> 8 of 8 steps" in page
+    (told,) = [text for step, kind, text in events(config) if kind == "environment"]
+    pieces = dict(piece.split(" ", 1) for piece in told.removeprefix("environment: ").split("; "))
+    assert {"started", "python", "torch", "device", "threads", "ranks", "precision", "system"} <= pieces.keys()
+    assert (pieces["threads"], pieces["ranks"], pieces["precision"]) == ("1", "1", "float32")
+    assert read_run(config.run.directory).state == "complete"
+
+
+def test_a_run_that_fails_says_so_in_its_record_and_on_its_page(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ValueError("the disk is <full>")
+
+    monkeypatch.setattr("diffusionlm.training.loop.train_to_the_end", fail)
+    with pytest.raises(ValueError, match="the disk is <full>"):
+        train(config)
+    assert events(config)[-1] == (0, "failed", "failed after step 0: the disk is <full>")
+    page = (config.run.directory / "report.html").read_text(encoding="utf-8")
+    assert 'class="state failed"' in page and "the disk is &lt;full&gt;" in page
+
+
+def test_a_page_that_cannot_be_written_is_an_event_and_not_the_end(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("diffusionlm.training.reported.write_report", fail)
+    config = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 2})})
+    assert train(config).summary is not None
+    text = "report.html could not be written: OSError: [Errno 28] No space left on device"
+    assert events(config)[-1] == (2, "report", text)
+    assert text in capsys.readouterr().err
+
+
+def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert commit_of(tmp_path) is None
+    git("init", "-q")
+    assert commit_of(tmp_path) is None, "there is no commit yet"
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "first")
+    git("tag", "v1")
+    assert commit_of(tmp_path) == git("rev-parse", "--short=12", "HEAD")
+    (tmp_path / "file").write_text("2")
+    assert commit_of(tmp_path) == git("rev-parse", "--short=12", "HEAD") + "-dirty"
+    (tmp_path / "inside").mkdir()
+    assert commit_of(tmp_path / "inside") is None, "the checkout around it is another project"

@@ -1,0 +1,173 @@
+"""What is looked at in a logged step: sums by masked share, and norms, against plain loops."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from config.logging import LoggingConfig
+from ddp.parallelism import Alone
+from ddp.process_group import SINGLE
+from diffusionlm.diffusion.batch import Batch, Draw
+from diffusionlm.diffusion.layout import Alignment, Layout
+from diffusionlm.kernels.score import Score
+from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.master_weights import MasterWeights
+from diffusionlm.training.norms import ActivationNorms, told, weight_norms
+from diffusionlm.training.watch import SHARES, StepWatch, sums_by_share
+from tests.conftest import MakeModel
+
+B, L = 3, 10
+DOCUMENTS = torch.tensor([[0] * 10, [0] * 7 + [1] * 3, [0] * 3 + [1] * 7])
+MASK = 18
+
+
+def draw_of(masked_BL: np.ndarray[Any, Any], block_length: int | None, alignment: Alignment, packed: bool) -> Draw:
+    batch = Batch(torch.arange(B * L).view(B, L) % 7, torch.ones(B, L, dtype=torch.bool), DOCUMENTS if packed else None)
+    layout = Layout(block_length, alignment, MASK)
+    return layout.draw(batch, masked_BL, np.ones((B, L)), num_targets=B * L, denominator=1.0)
+
+
+def by_loop(masked_BL: np.ndarray[Any, Any], block_length: int | None, packed: bool) -> list[list[float]]:
+    """The loss of a token is its place, 1 to B * L."""
+    units: dict[Any, list[int]] = defaultdict(list)
+    for row in range(B):
+        begin = 0
+        for place in range(L):
+            if packed and place and DOCUMENTS[row, place] != DOCUMENTS[row, place - 1]:
+                begin = place
+            unit = (row,) if block_length is None else (row, begin, (place - begin) // block_length)
+            units[unit].append(row * L + place)
+    sums = [[0.0] * SHARES, [0.0] * SHARES]
+    for places in units.values():
+        masked = [place for place in places if masked_BL.flatten()[place]]
+        for place in masked:
+            # (k / n) * 5 rounded up, in whole numbers.
+            part = -(-len(masked) * SHARES // len(places)) - 1
+            sums[0][part] += place + 1
+            sums[1][part] += 1
+    return sums
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+@pytest.mark.parametrize("block_length", [None, 2, 4, 5])
+def test_sums_by_share(block_length: int | None, alignment: Alignment, packed: bool) -> None:
+    chance = np.random.default_rng(0)
+    for share in (0.1, 0.4, 0.9, 1.0):
+        masked_BL = chance.random((B, L)) < share
+        if alignment == "shifted":  # no output predicts the first token of a document
+            masked_BL[:, 0] = False
+            masked_BL[DOCUMENTS.diff(dim=1, prepend=DOCUMENTS[:, :1]).numpy() != 0] = False
+        draw = draw_of(masked_BL, block_length, alignment, packed)
+        # Each scored output is told by the token that it predicts: only the order of the draw knows which it is.
+        place_R = torch.from_numpy(masked_BL).flatten().nonzero()[:, 0]
+        if draw.pattern.streams == 2 and alignment == "shifted":
+            assert block_length is not None
+            place_R = in_order_of_outputs(place_R, block_length, packed)
+        sums = sums_by_share(draw, (place_R + 1).float(), alignment)
+        assert sums.tolist() == by_loop(masked_BL, block_length, packed)
+
+
+def in_order_of_outputs(place_R: torch.Tensor, block_length: int, packed: bool) -> torch.Tensor:
+    """The first token of a block is predicted by the clean stream, which comes after the whole noisy row."""
+    keys = []
+    for place in place_R.tolist():
+        row, column = divmod(place, L)
+        begin = column
+        while packed and begin and DOCUMENTS[row, begin] == DOCUMENTS[row, begin - 1]:
+            begin -= 1
+        begin = begin if packed else 0
+        keys.append((row, (column - begin) % block_length == 0, column))
+    return place_R[sorted(range(len(keys)), key=keys.__getitem__)]
+
+
+def test_rows_of_no_weight_only_fill_up() -> None:
+    masked_BL = np.ones((B, L), dtype=np.bool_)
+    draw = draw_of(masked_BL, None, "same_position", False)
+    draw.weights_R[L:] = 0.0
+    nll_R = torch.ones(B * L).index_fill(0, torch.arange(L, B * L), float("nan"))
+    assert sums_by_share(draw, nll_R, "same_position").tolist() == [[0, 0, 0, 0, L], [0, 0, 0, 0, L]]
+
+
+def watch_of(model: Transformer, **options: Any) -> StepWatch:
+    return StepWatch(LoggingConfig(**options), 20, model, Alone(model), MasterWeights({}))
+
+
+def see(watch: StepWatch, step: int, masked_BL: np.ndarray[Any, Any]) -> dict[str, float]:
+    draw = draw_of(masked_BL, None, "same_position", False)
+    score = Score(draw.targets_R, draw.weights_R)
+    with watch.step(step), torch.no_grad():
+        scored = watch.model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
+        watch.scored(draw, scored.nll_R)
+    return watch.metrics()
+
+
+def test_only_steps_that_are_logged_are_looked_at(tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    watch = watch_of(model, every_steps=10, norms_every_steps=7)
+    masked_BL = np.zeros((B, L), dtype=np.bool_)
+    masked_BL[0, :3] = masked_BL[1, :10] = True
+    assert [step for step in range(1, 21) if see(watch, step, masked_BL)] == [7, 10, 14, 20]
+    values = see(watch, 10, masked_BL)
+    assert values.keys() == {"mask_ratio", "loss_by_masked_fraction/0.2-0.4", "loss_by_masked_fraction/0.8-1"}
+    assert values["mask_ratio"] == 13 / 30
+    assert not any(module._forward_hooks for module in model.modules())
+    with_norms = see(watch, 14, masked_BL)
+    assert {key: with_norms[key] for key in values} == values
+    assert not any(module._forward_hooks for module in model.modules())
+    assert see(watch, 15, masked_BL) == {}, "and nothing is left of the step before"
+
+
+def test_sums_are_over_the_micro_batches_of_a_step(tiny_model: MakeModel) -> None:
+    watch = watch_of(tiny_model(), every_steps=1)
+    draw = draw_of(np.eye(B, L, dtype=np.bool_), None, "same_position", False)
+    with watch.step(1):
+        for value in (1.0, 4.0):
+            watch.scored(draw, torch.full((B,), value))
+    assert watch.metrics() == {"mask_ratio": 0.1, "loss_by_masked_fraction/0-0.2": 2.5}
+
+
+def test_norms_of_activations(tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    tokens = torch.arange(B * L).view(B, L) % 19
+    norms = ActivationNorms(model)
+    with torch.no_grad(), norms.watched():
+        model(tokens, pattern=Bidirectional(), rows=torch.tensor([3, 17]))
+    found = {name: value.item() for name, value in norms.result(SINGLE).items()}
+    assert list(found) == ["embed_tokens", "layers.0", "layers.1", "norm"]
+    rows = model.model.embed_tokens.weight[tokens.flatten()].double()
+    assert found["embed_tokens"] == pytest.approx(rows.norm(dim=1).mean().item(), rel=1e-6)
+    kept: list[torch.Tensor] = []
+    handle = model.model.norm.register_forward_hook(lambda module, inputs, output: kept.extend([inputs[0], output]))
+    with torch.no_grad():
+        model(tokens, pattern=Bidirectional(), rows=torch.tensor([3, 17]))
+    handle.remove()
+    assert [len(each) for each in kept] == [2, 2], "of the scored positions alone"
+    for name, output in zip(("layers.1", "norm"), kept, strict=True):
+        assert found[name] == pytest.approx(output.double().norm(dim=1).mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_norms_of_weights(tied: bool, tiny_model: MakeModel) -> None:
+    model = tiny_model(tie_word_embeddings=tied)
+    found = {name: value.item() for name, value in weight_norms(model, SINGLE).items()}
+    assert ("lm_head.weight" in found) is not tied
+    for name, parameter in model.named_parameters():
+        assert found[name] == pytest.approx(parameter.detach().double().square().sum().sqrt().item(), rel=1e-6)
+
+
+def test_norms_are_told_with_their_mean_and_ends() -> None:
+    named = {"a": torch.tensor(1.0), "b": torch.tensor(4.0)}
+    assert told("weight_norms", named) == {
+        "weight_norms/mean": 2.5,
+        "weight_norms/min": 1.0,
+        "weight_norms/max": 4.0,
+        "weight_norms/a": 1.0,
+        "weight_norms/b": 4.0,
+    }
