@@ -62,6 +62,8 @@ class Draw:
     denominator: float
     """This batch's part of what the weighted sum of the step is divided by: target tokens, rows or masked tokens, as
     the objective says."""
+    is_target_BL: Tensor | None = None
+    """Which tokens of the rows might have been scored, on the CPU; None: all."""
 
     def to(self, device: torch.device) -> Draw:
         """The same on another device."""

@@ -87,14 +87,15 @@ class Layout:
         row_R, place_R = flat // L, flat % L
         if self.is_autoregressive:
             inputs, rows_R = batch.tokens_BL, flat - 1
-            return Draw(inputs, Causal(documents_BL), rows_R, targets_R, weights_R, num_targets, denominator)
+            causal = Causal(documents_BL)
+            return Draw(inputs, causal, rows_R, targets_R, weights_R, num_targets, denominator, batch.is_target_BL)
         assert self.mask_token is not None
         noise = self.mask_token if replacement_BL is None else torch.from_numpy(replacement_BL)
         noised = torch.where(masked, noise, batch.tokens_BL)
         if self.block_length is None or self.block_length > int(_offsets(batch).max()):
             rows_R = flat - int(self.alignment == "shifted")
             pattern = Bidirectional(documents_BL)
-            return Draw(noised, pattern, rows_R, targets_R, weights_R, num_targets, denominator)
+            return Draw(noised, pattern, rows_R, targets_R, weights_R, num_targets, denominator, batch.is_target_BL)
         rows_R = row_R * 2 * L + place_R
         if self.alignment == "shifted":
             is_first_R = (_offsets(batch) % self.block_length == 0).expand(masked.shape).flatten()[flat]
@@ -109,6 +110,7 @@ class Layout:
             weights_R,
             num_targets,
             denominator,
+            batch.is_target_BL,
         )
 
 

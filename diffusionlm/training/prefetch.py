@@ -78,9 +78,9 @@ class Prefetcher:
 
 
 def _tensors(draws: list[Draw]) -> list[Tensor]:
-    """All that was copied."""
+    """All that was copied to the device; what stays on the CPU is not."""
     held = [value for draw in draws for each in (draw, draw.pattern) for value in vars(each).values()]
-    return [value for value in held if isinstance(value, Tensor)]
+    return [value for value in held if isinstance(value, Tensor) and value.is_cuda]
 
 
 def _pinned(draw: Draw) -> Draw:

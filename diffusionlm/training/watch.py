@@ -100,15 +100,18 @@ class StepWatch:
 
 
 def sums_by_share(draw: Draw, nll_R: Tensor, alignment: Alignment) -> Tensor:
-    """Negative log-likelihoods and numbers of masked tokens by the share that was masked of their row, or of their
-    block where there are blocks, counting all places of it. [2, K], fp64. Nothing waits for the device."""
+    """Negative log-likelihoods and numbers of masked tokens by the share that was masked of the targets of their row,
+    or of their block where there are blocks: not of padding and prompts. [2, K], fp64. Nothing waits for the device."""
     B, L = draw.inputs_BS.shape[0], draw.inputs_BS.shape[1] // draw.pattern.streams
     first_N = _unit_starts(draw, B, L)
     first_R = first_N[target_places(draw, alignment)]
     is_scored_R = (draw.weights_R != 0.0).double()  # the others only fill up
     zeros_N = torch.zeros(B * L, dtype=torch.float64, device=nll_R.device)
     masked_N = zeros_N.index_add(0, first_R, is_scored_R)
-    places_N = zeros_N.index_add(0, first_N, torch.ones_like(zeros_N))
+    is_target_N = torch.ones_like(zeros_N)
+    if draw.is_target_BL is not None:
+        is_target_N = draw.is_target_BL.flatten().to(zeros_N.device, zeros_N.dtype, non_blocking=True)
+    places_N = zeros_N.index_add(0, first_N, is_target_N)
     share_R = masked_N[first_R] / places_N[first_R]
     part_R = ((share_R * SHARES - 1e-9).ceil().long() - 1).clamp(0, SHARES - 1)
     nll_R = torch.where(is_scored_R > 0, nll_R.double(), 0.0)

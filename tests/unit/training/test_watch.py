@@ -95,6 +95,16 @@ def test_rows_of_no_weight_only_fill_up() -> None:
     assert sums_by_share(draw, nll_R, "same_position").tolist() == [[0, 0, 0, 0, L], [0, 0, 0, 0, L]]
 
 
+def test_shares_are_of_targets_not_of_prompts_and_padding() -> None:
+    is_target = torch.zeros(B, L, dtype=torch.bool)
+    is_target[:, 2:7] = True
+    masked_BL = np.zeros((B, L), dtype=np.bool_)
+    masked_BL[0, 2:7], masked_BL[1, 3] = True, True  # all of five, and one of five
+    batch = Batch(torch.arange(B * L).view(B, L) % 7, is_target, None)
+    draw = Layout(None, "same_position", MASK).draw(batch, masked_BL, np.ones((B, L)), num_targets=15, denominator=1.0)
+    assert sums_by_share(draw, torch.ones(6), "same_position")[1].tolist() == [1, 0, 0, 0, 5]
+
+
 def watch_of(model: Transformer, **options: Any) -> StepWatch:
     return StepWatch(LoggingConfig(**options), 20, model, Alone(model), MasterWeights({}))
 
