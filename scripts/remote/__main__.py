@@ -15,10 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from host import HERE, Host, LostError, StopError, connected
+from runs import ended, fetch_run, follow, start, table
 from transfer import fetch, send
 from tree import send_tree
-
-from runs import ended, fetch_run, follow, start, table
 
 
 @dataclass(frozen=True)
