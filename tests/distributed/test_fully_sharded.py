@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-
-# FSDP imports it when it is first used, which takes seconds: here once, and not in every child.
-import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -27,7 +24,7 @@ from diffusionlm.training.ema import WeightAverage
 from diffusionlm.training.optim import Optimizers, build_optimizers
 from diffusionlm.training.runtime import skips_on_device
 from tests.conftest import MakeConfig, MakeModel
-from tests.distributed import forked
+from tests.distributed.forked import run_ranks
 from tests.distributed.toys import Batch, batches, loss_of, units_of_transformer
 
 CPU = torch.device("cpu")
@@ -35,18 +32,6 @@ DENOMINATOR = 30.0
 VOCABULARY = 19
 MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
 Kind = AdamW | Lion | Muon
-T = TypeVar("T")
-
-
-def run_ranks(act: Callable[[Ranks], T], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[T]:
-    """`forked.run_ranks`, with a pool of threads that the child has made: those of autograd must not all do it at once,
-    which ends it."""
-
-    def begin(ranks: Ranks) -> T:
-        torch.set_num_threads(1)
-        return act(ranks)
-
-    return forked.run_ranks(begin, tmp_path, world_size, timeout)
 
 
 @contextmanager
