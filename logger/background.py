@@ -45,9 +45,9 @@ class BackgroundLogger:
         kept = dict(values)
         self._give(step, lambda logger: logger.metrics(step, kept))
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """For the thread."""
-        self._give(step, lambda logger: logger.event(step, kind, text))
+        self._give(step, lambda logger: logger.event(step, kind, text, values))
 
     def progress(self, step: int, values: Metrics) -> None:
         """Nothing but telling what went wrong: progress is for people."""

@@ -28,7 +28,7 @@ class JsonConsole:
             _forget(self._stream)
             self._stream = None
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """Nothing."""
 
     def progress(self, step: int, values: Metrics) -> None:

@@ -20,8 +20,8 @@ class RunLogger(Protocol):
     def metrics(self, step: int, values: Metrics) -> None:
         """Numbers of a step."""
 
-    def event(self, step: int, kind: str, text: str) -> None:
-        """Something that happened, in words."""
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
+        """Something that happened, in words; ``values`` tell it to programs."""
 
     def progress(self, step: int, values: Metrics) -> None:
         """Where the run is: called every step, must be cheap."""
@@ -42,9 +42,10 @@ class JsonLinesLogger:
         """A line with the step and ``metrics``."""
         self._file.write(metrics_line(step, values) + "\n")
 
-    def event(self, step: int, kind: str, text: str) -> None:
-        """A line with the step, ``event`` and ``text``."""
-        self._file.write(json.dumps({"step": step, "event": kind, "text": text}) + "\n")
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
+        """A line with the step, ``event`` and ``text``, and ``values`` if there are any."""
+        record = {"step": step, "event": kind, "text": text, **({} if values is None else {"values": dict(values)})}
+        self._file.write(json.dumps(record) + "\n")
 
     def progress(self, step: int, values: Metrics) -> None:
         """Nothing: progress is for people."""
@@ -74,7 +75,7 @@ class ConsoleLogger:
             f"  {duration(values['seconds_left'])} left"
         )
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """The text, above the bar."""
         self._say(text)
 
@@ -111,10 +112,10 @@ class LoggerGroup:
         for logger in self._loggers:
             logger.metrics(step, values)
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """To all."""
         for logger in self._loggers:
-            logger.event(step, kind, text)
+            logger.event(step, kind, text, values)
 
     def progress(self, step: int, values: Metrics) -> None:
         """To all."""
@@ -133,7 +134,7 @@ class NoLogger:
     def metrics(self, step: int, values: Metrics) -> None:
         """Nothing."""
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """Nothing."""
 
     def progress(self, step: int, values: Metrics) -> None:

@@ -41,7 +41,7 @@ class TensorBoardLogger:
         ]
         self._add(step, self._summary(value=scalars))
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """The text, under its kind."""
         self._add(step, self._text(kind, text))
 

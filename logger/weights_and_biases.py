@@ -80,7 +80,7 @@ class WandbLogger:
         """A row of the history."""
         self._wandb.log({STEP: step, **values})
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """Samples are kept for the table at the end; the rest is for metrics.jsonl."""
         if kind == "sample" and "samples" in self._run.config.artifacts:
             self._samples.append((step, text))

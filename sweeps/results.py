@@ -66,7 +66,9 @@ def read_training(directory: Path) -> Result:
         if not isinstance(at, int):
             continue
         if line.get("event") == "sample":
-            samples.setdefault(at, []).append(_sample(str(line.get("text", ""))))
+            told = line.get("values")
+            pair = (told.get("given"), told.get("filled")) if isinstance(told, dict) else ("", line.get("text", ""))
+            samples.setdefault(at, []).append((str(pair[0]), str(pair[1])))
         if not isinstance(values, dict):
             continue
         step = at
@@ -161,26 +163,6 @@ def last_metrics(path: Path, size: int = 16_384) -> tuple[int, dict[str, Any]] |
         except (ValueError, KeyError, TypeError):
             continue
     return None
-
-
-def _sample(text: str) -> tuple[str, str]:
-    """``step 10: 'given' -> 'filled'`` as a run logs it, taken apart."""
-    _, _, pair = text.partition(": ")
-    given, arrow, filled = pair.partition(" -> ")
-    if not arrow:
-        return "", text
-    return _unquoted(given), _unquoted(filled)
-
-
-def _unquoted(text: str) -> str:
-    """Python's notation of a string, read back."""
-    import ast
-
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if isinstance(value, str) else text
 
 
 def _take(numbers: dict[str, Measured], name: str, value: Any, error: Any) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from tokenizer import Tokenizer
+from tokenizer import IncrementalDecoder, Tokenizer
 
 GLYPH = "░"
 """What a masked position looks like."""
@@ -75,6 +75,15 @@ def canvas_pieces(
 def continuation(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     """The text of ids that follow others: `Tokenizer.decode`, but for the space that some take from a beginning."""
     return tokenizer.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each id; together they are `Tokenizer.decode`. A character of several ids stands at the last one."""
+    decoder = IncrementalDecoder(tokenizer)
+    texts = [decoder.push(token) for token in ids]
+    if texts:
+        texts[-1] += decoder.finish()
+    return texts
 
 
 def render_canvas(token_ids: Sequence[int], is_masked: Sequence[bool], tokenizer: Tokenizer) -> str:

@@ -77,16 +77,16 @@ def train(config: TrainConfig) -> TrainResult:
                 exit_code = 1
                 try:
                     train_to_the_end(run, logger, stop)
-                    exit_code = 0 if run.progress.step == run.max_steps else 128 + (stop.signal or 0)
                     if stop.signal is not None and run.progress.step < run.max_steps:
-                        at = run.progress.step
+                        exit_code, at = 128 + stop.signal, run.progress.step
                         run.say(f"stopped after step {at} and saved; the same command goes on from there")
                         return TrainResult(run.progress.step, None, stop.signal)
+                    summary = summarise(run, logger)
+                    exit_code = 0
                 finally:
                     run.saves.close()
                     logger.close(exit_code)
                     run.loader.close()
-                summary = summarise(run)
         if ranks.is_first:
             out = sys.stderr if config.logging.console == "json" else sys.stdout
             print(

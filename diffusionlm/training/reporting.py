@@ -12,6 +12,7 @@ from diffusionlm.checkpoints.manifest import replace_text
 from diffusionlm.checkpoints.model_card import Bound
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.training.card import complete_card
+from diffusionlm.training.evaluate import Evaluation
 from diffusionlm.training.numbers import StepNumbers
 from diffusionlm.training.run import Run
 from diffusionlm.training.summary import Summary
@@ -93,14 +94,7 @@ def validate(run: Run, logger: RunLogger) -> None:
         result = run.validator.quick(run.model, run.average)
     step = run.progress.step
     run.validated = Bound(result.nats_per_token, result.standard_error, step, result.block_length == 1)
-    values = {
-        "val_nats_per_token": result.nats_per_token,
-        "val_standard_error": result.standard_error,
-        "val_bits_per_byte": result.bits_per_byte,
-        "val_bits_per_byte_standard_error": result.bits_per_byte_standard_error,
-        **{f"val_first_guess/{fill.fraction}": fill.first_guess for fill in result.fills},
-    }
-    logger.metrics(step, values)
+    logger.metrics(step, evaluation_metrics("val", result))
     logger.event(
         step,
         "validation",
@@ -109,8 +103,19 @@ def validate(run: Run, logger: RunLogger) -> None:
     )
 
 
-def summarise(run: Run) -> Summary:
-    """The final evaluation, kept in summary.json by the first rank."""
+def evaluation_metrics(prefix: str, result: Evaluation) -> dict[str, float]:
+    """An evaluation as it is logged."""
+    return {
+        f"{prefix}_nats_per_token": result.nats_per_token,
+        f"{prefix}_standard_error": result.standard_error,
+        f"{prefix}_bits_per_byte": result.bits_per_byte,
+        f"{prefix}_bits_per_byte_standard_error": result.bits_per_byte_standard_error,
+        **{f"{prefix}_first_guess/{fill.fraction}": fill.first_guess for fill in result.fills},
+    }
+
+
+def summarise(run: Run, logger: RunLogger) -> Summary:
+    """The final evaluation, kept in summary.json by the first rank, and logged for those who look on elsewhere."""
     with run.judged():
         evaluations, ngrams = run.validator.final(run.model, run.average)
     loaded = run.loader.state_dict()
@@ -128,4 +133,5 @@ def summarise(run: Run) -> Summary:
     if run.ranks.is_first:
         replace_text(run.directory.summary, json.dumps(summary.to_json(), indent=1) + "\n")
         complete_card(run, summary)
+    logger.metrics(summary.step, evaluation_metrics("final", summary.evaluation))
     return summary

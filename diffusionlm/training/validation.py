@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +18,8 @@ from ddp.process_group import SINGLE, Ranks
 from diffusionlm.data.packing import Row
 from diffusionlm.data.parts import Part, open_parts, rows_of
 from diffusionlm.data.sources import KnownEntropy
-from diffusionlm.inference.generate import check_infill, infill
-from diffusionlm.inference.text import parse_infill
+from diffusionlm.inference.generate import Generation, check_infill, infill
+from diffusionlm.inference.text import parse_infill, token_texts
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.ema import WeightAverage
 from diffusionlm.training.evaluate import GRID_SEED, Evaluation, OverRanks, evaluate, here
@@ -163,9 +165,28 @@ class Samples:
         return cls(tokenizer, texts, beginning, canvases if takes_part else [])
 
     def show(self, model: Transformer, step: int, logger: RunLogger) -> None:
-        """Fill the holes greedily, one token a step, and log what comes out."""
+        """Fill the holes greedily, one token a forward, and log what comes out and in which order."""
         if not self.canvases:
             return
-        for text, filled in zip(self.texts, infill(model, self.canvases, GenerationConfig()), strict=True):
-            shown = self.tokenizer.decode(filled.token_ids[len(self.beginning) :])
-            logger.event(step, "sample", f"step {step}: {text!r} -> {shown!r}")
+        results = infill(model, self.canvases, GenerationConfig())
+        for text, canvas, result in zip(self.texts, self.canvases, results, strict=True):
+            values = self._told(text, canvas, result)
+            logger.event(step, "sample", f"step {step}: {text!r} -> {values['filled']!r}", values)
+
+    def _told(self, text: str, canvas: list[int], result: Generation) -> dict[str, Any]:
+        """``given``, ``filled``, and of each token of ``filled`` its text, and, if it was a hole, the forward from 1 on
+        in which it became final and its log-probability in nats (else null)."""
+        start = len(self.beginning)
+        holes = [place - start for place, token in enumerate(canvas) if token == self.tokenizer.mask_token_id]
+        texts = token_texts(self.tokenizer, result.token_ids[start:])
+        step_map = dict(zip(holes, result.step_map, strict=True))
+        finite = (value if math.isfinite(value) else None for value in result.logprobs)
+        logprobs = dict(zip(holes, finite, strict=True))
+        places = range(len(texts))
+        return {
+            "given": text,
+            "filled": "".join(texts),
+            "tokens": texts,
+            "step_map": [step_map.get(place) for place in places],
+            "logprobs": [logprobs.get(place) for place in places],
+        }

@@ -108,7 +108,7 @@ SHOWN_ELSEWHERE = {
     "loss", "loss_smooth", "val_nats_per_token", "val_standard_error", "val_bits_per_byte",
     "val_bits_per_byte_standard_error", "lr", "tokens_seen", "seconds_left", "skipped_steps",
 }  # fmt: skip
-"""Metrics on charts of their own, in the table, or that say nothing new."""
+"""Metrics on charts of their own, in the table, or that say nothing new; as are those of the final evaluation."""
 
 
 def main_plots(runs: Sequence[RunRecord]) -> list[Plot]:
@@ -123,7 +123,7 @@ def main_plots(runs: Sequence[RunRecord]) -> list[Plot]:
 def other_metrics(runs: Sequence[RunRecord]) -> tuple[list[Plot], list[str]]:
     """Every metric that is on none of the charts above, so that nothing of a record is left out: charts, one for each,
     and those whose last value says enough, because it never changes, is none, or has many of its kind beside it."""
-    known = re.compile("|".join(f"(?:{kind.keys})" for kind in KINDS))
+    known = re.compile("|".join(["final_.+", *(f"(?:{kind.keys})" for kind in KINDS)]))
     keys = dict.fromkeys(key for run in runs for key in run.numbers)
     left = [key for key in keys if key not in SHOWN_ELSEWHERE and not known.fullmatch(key)]
     families = Counter(key.partition("/")[0] for key in left)

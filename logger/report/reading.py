@@ -31,6 +31,8 @@ class Event:
     step: int
     kind: str
     text: str
+    values: dict[str, Any] = field(default_factory=dict)
+    """The same for programs."""
 
 
 @dataclass
@@ -135,7 +137,10 @@ def _read_metrics(run: RunRecord, path: Path) -> None:
         step = record["step"]
         run.last_step = max(run.last_step, step)
         if "event" in record:
-            run.events.append(Event(step, str(record["event"]), str(record.get("text", ""))))
+            told = record.get("values")
+            run.events.append(
+                Event(step, str(record["event"]), str(record.get("text", "")), told if isinstance(told, dict) else {})
+            )
         values = record.get("metrics")
         for key, value in _flat(values if isinstance(values, dict) else {}):
             if value is None or isinstance(value, NUMBERS):

@@ -1,64 +1,135 @@
-"""Texts with holes as a run filled them, over its steps."""
+"""Texts with holes as a run filled them, over its steps, each token with the forward in which it was unmasked."""
 
 from __future__ import annotations
 
-import ast
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from logger.report.reading import Event, RunRecord
 
 ROWS_SHOWN = 12
 """Of each text and run, spread over its steps; the first and the last are among them."""
 
-_TEXT = re.compile(
-    r"(?:step \d+: )?(?P<given>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\") -> (?P<filled>'.*'|\".*\")", re.DOTALL
-)
+LEAST_SHADE = 20
+"""Of the last forward's tokens, in percent; the first one's have all."""
+
 _HOLE = re.compile(r"\[MASK:[^\[\]\n]*\]")
+_LINE_BREAK = '<i aria-label="line break">↵</i>\n'
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a filled text: one token, or several that make up a character."""
+
+    text: str
+    forward: int | None = None
+    """From 1 on, in which all of it was final; None: it was given."""
+    probability: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A filled text."""
+
+    step: int
+    given: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_forwards(self) -> int:
+        return max((piece.forward or 0 for piece in self.pieces), default=0)
 
 
 def samples(runs: Sequence[RunRecord]) -> str:
     """A block for each text, in it the runs one after the other, and of each what it wrote at which step."""
     blocks: dict[str, list[str]] = {}
+    forwards: dict[str, int] = {}
     plain: list[str] = []
     for run in runs:
-        texts: dict[str, list[tuple[int, str]]] = {}
+        texts: dict[str, list[Sample]] = {}
         for event in run.events_of("sample"):
-            parsed = _parsed(event)
-            if parsed is None:
+            sample = read_sample(event)
+            if sample is None:
                 plain.append(f"<li>{escape(event.text)}</li>")
             else:
-                texts.setdefault(parsed[0], []).append((event.step, parsed[1]))
+                texts.setdefault(sample.given, []).append(sample)
         for given, filled in texts.items():
             title = f"<h4>{escape(run.name)}</h4>" if len(runs) > 1 else ""
-            blocks.setdefault(given, []).append(title + _history(given, filled))
+            chosen = _spread(filled)
+            blocks.setdefault(given, []).append(title + _history(chosen))
+            forwards[given] = max(forwards.get(given, 0), *(sample.num_forwards for sample in chosen))
     parts = [
-        f'<article class="sample"><pre class="given">{_with_holes(given)}</pre>{"".join(block)}</article>'
+        f'<article class="sample"><pre class="given">{_with_holes(given)}</pre>{_replay(forwards[given])}'
+        f"{''.join(block)}</article>"
         for given, block in blocks.items()
     ]
+    key = (
+        '<p class="note">The small number is the forward, from 1 on, in which a token was unmasked; the earlier, the '
+        "stronger its shade. Point at a token to read its probability.</p>"
+    )
     if plain:
         parts.append(f'<ul class="plain">{"".join(plain[:ROWS_SHOWN])}</ul>')
-    return f'<div class="samples">{"".join(parts)}</div>' if parts else ""
+    return f'<div class="samples">{"".join(parts)}</div>{key if blocks else ""}' if parts else ""
 
 
-def _parsed(event: Event) -> tuple[str, str] | None:
-    """The text with holes and the filled one, from the words of the event."""
-    match = _TEXT.fullmatch(event.text)
-    if match is None:
+def read_sample(event: Event) -> Sample | None:
+    """What the event's values tell; None: they are damaged, or there are none."""
+    values = event.values
+    given, texts = values.get("given"), values.get("tokens")
+    if not isinstance(given, str) or not isinstance(texts, list):
         return None
     try:
-        given, filled = ast.literal_eval(match["given"]), ast.literal_eval(match["filled"])
-    except (ValueError, SyntaxError):
+        columns = list(zip(texts, values.get("step_map", ()), values.get("logprobs", ()), strict=True))
+    except (TypeError, ValueError):
         return None
-    return (given, filled) if isinstance(given, str) and isinstance(filled, str) else None
+    pieces: list[Piece] = []
+    rest: list[tuple[int | None, float | None]] = []
+    for text, forward, logprob in columns:
+        if not isinstance(text, str) or not _is_forward(forward) or not _is_logprob(logprob):
+            return None
+        rest.append((forward, logprob))
+        if text:
+            # The tokens before, if any, had no text alone: all of them make up the first character of this one.
+            latest = max((each or 0 for each, _ in rest), default=0)
+            known = [each for _, each in rest if each is not None]
+            pieces.append(Piece(text, latest or None, math.exp(min(0.0, sum(known))) if known else None))
+            rest = []
+    return Sample(event.step, given, tuple(pieces))
 
 
-def _history(given: str, filled: list[tuple[int, str]]) -> str:
-    spread = sorted({round(place * (len(filled) - 1) / max(1, ROWS_SHOWN - 1)) for place in range(ROWS_SHOWN)})
-    chosen = [filled[place] for place in (spread if len(filled) > ROWS_SHOWN else range(len(filled)))]
+def _is_forward(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 < value < 2**31)
+
+
+def _is_logprob(value: Any) -> bool:
+    return value is None or (isinstance(value, float | int) and not math.isnan(value))
+
+
+def _spread(filled: list[Sample]) -> list[Sample]:
+    """Few enough of them to read."""
+    if len(filled) <= ROWS_SHOWN:
+        return filled
+    return [filled[round(place * (len(filled) - 1) / (ROWS_SHOWN - 1))] for place in range(ROWS_SHOWN)]
+
+
+def _replay(num_forwards: int) -> str:
+    """A slider over the forwards; the page's script shows and drives it."""
+    if num_forwards < 2:
+        return ""
+    return (
+        '<div class="replay" hidden><button type="button">Play</button>'
+        f'<label>Forward <input type="range" min="0" max="{num_forwards}" value="{num_forwards}"></label>'
+        f"<output>{num_forwards} of {num_forwards}</output></div>"
+    )
+
+
+def _history(filled: list[Sample]) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{step:,}</th><td><pre>{_with_new(given, text)}</pre></td></tr>' for step, text in chosen
+        f'<tr><th scope="row">{sample.step:,}</th><td><pre>{_filled(sample)}</pre></td></tr>' for sample in filled
     )
     head = '<thead><tr><th scope="col">Step</th><th scope="col">Filled</th></tr></thead>'
     return f'<div class="wide" tabindex="0" role="group"><table>{head}<tbody>{rows}</tbody></table></div>'
@@ -75,14 +146,19 @@ def _with_holes(given: str) -> str:
     return "".join([*parts, escape(given[end:])])
 
 
-def _with_new(given: str, filled: str) -> str:
-    """What was filled in apart from what was given, where that can be told."""
-    pieces = _HOLE.split(given)
-    match = re.fullmatch("(.*?)".join(map(re.escape, pieces)), filled, re.DOTALL)
-    if match is None:
-        return escape(filled)
-    parts = [escape(pieces[0])]
-    for new, piece in zip(match.groups(), pieces[1:], strict=True):
-        shown = escape(new).replace("\n", '<i aria-label="line break">↵</i>\n')
-        parts.append(f"<mark>{shown}</mark>{escape(piece)}")
+def _filled(sample: Sample) -> str:
+    """What was given as it is; of the rest each token apart, shaded by its forward."""
+    parts = []
+    for piece in sample.pieces:
+        if piece.forward is None:
+            parts.append(escape(piece.text))
+            continue
+        shade = 100 - (100 - LEAST_SHADE) * (piece.forward - 1) / max(1, sample.num_forwards - 1)
+        first, *lines = escape(piece.text).split("\n")
+        text = _LINE_BREAK.join([f"{first}<sub>{piece.forward}</sub>", *lines])
+        known = "" if piece.probability is None else f", probability {piece.probability:.1%}"
+        parts.append(
+            f'<mark data-forward="{piece.forward}" style="--shade:{shade:.0f}%" title="forward {piece.forward}{known}">'
+            f"{text}</mark>"
+        )
     return "".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from cli.report import main
 from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.training.loop import train
-from tests.operate.chromium import Page, Picture, chromium
+from tests.operate.chromium import PATIENCE, Page, Picture, chromium
 
 pytestmark = pytest.mark.operate
 
@@ -186,12 +187,48 @@ def test_values_are_read_out_by_mouse_and_keyboard(pages: tuple[Path, Path], bro
     assert browser.problems() == []
 
 
+def covered(page: Page) -> dict[int, bool]:
+    """Whether the tokens of each forward are covered; all of them are alike."""
+    shown: list[list[Any]] = page.evaluate(
+        """[...document.querySelectorAll('.sample mark')].map(each =>
+        [Number(each.dataset.forward), getComputedStyle(each).color === 'rgba(0, 0, 0, 0)'])"""
+    )
+    by_forward: dict[int, set[bool]] = {}
+    for forward, is_covered in shown:
+        by_forward.setdefault(forward, set()).add(is_covered)
+    assert all(len(each) == 1 for each in by_forward.values())
+    return {forward: each.pop() for forward, each in sorted(by_forward.items())}
+
+
+def test_samples_are_unmasked_forward_by_forward(pages: tuple[Path, Path], browser: Page) -> None:
+    browser.open(pages[1], *DESK)
+    assert covered(browser) == {1: False, 2: False}
+    browser.evaluate("document.querySelector('.replay input').focus()")
+    said = "document.querySelector('.replay output').textContent"
+    for key, expected in (("Home", [True, True]), ("ArrowRight", [False, True]), ("ArrowRight", [False, False])):
+        for kind in ("keyDown", "keyUp"):
+            browser.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=ord("$'"[key != "Home"]))
+        assert list(covered(browser).values()) == expected
+        assert browser.evaluate(said) == f"{expected.count(False)} of 2"
+    click(browser, ".replay button")
+    assert covered(browser) == {1: True, 2: True}
+    deadline = time.monotonic() + PATIENCE
+    while browser.evaluate("document.querySelector('.replay button').textContent") == "Pause":
+        assert time.monotonic() < deadline
+    assert covered(browser) == {1: False, 2: False}
+    browser.open(pages[1], *DESK, scripts=False)
+    assert covered(browser) == {1: False, 2: False} and visible(browser, ".replay") == [False]
+    assert browser.problems() == []
+
+
 def test_on_paper_nothing_is_folded_and_nothing_to_press_is_left(pages: tuple[Path, Path], browser: Page) -> None:
     browser.open(pages[0], *DESK)
+    browser.evaluate("document.querySelector('.replay button').click()")
     browser.call("Emulation.setEmulatedMedia", media="print")
     browser.evaluate("dispatchEvent(new Event('beforeprint'))")
     try:
-        assert not any(visible(browser, "nav, .switches, footer"))
+        assert not any(visible(browser, "nav, .switches, .replay, footer"))
+        assert not any(covered(browser).values())
         assert all(visible(browser, ".config section"))
         assert len(browser.call("Page.printToPDF", printBackground=True)["data"]) > 20_000
     finally:

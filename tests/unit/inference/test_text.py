@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from diffusionlm.inference.text import GLYPH, canvas_pieces, ids_without_text, parse_infill, render_canvas
+from diffusionlm.inference.text import GLYPH, canvas_pieces, ids_without_text, parse_infill, render_canvas, token_texts
 from tokenizer import Tokenizer, train_bpe
 
 
@@ -62,3 +64,17 @@ def test_ids_without_text(words: Tokenizer) -> None:
     size = words.vocab_size
     assert ids_without_text(words, size) == ()
     assert ids_without_text(words, size + 3) == (size, size + 1, size + 2)
+
+
+def test_the_text_of_each_token(words: Tokenizer) -> None:
+    ids = words.encode("the cat äö")
+    texts = token_texts(words, ids)
+    assert len(texts) == len(ids) and "".join(texts) == "the cat äö"
+    assert token_texts(words, []) == []
+
+
+def test_texts_of_tokens_are_the_decoded_text_whatever_the_bytes(words: Tokenizer) -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        ids = [chance.randrange(words.vocab_size) for _ in range(chance.randrange(12))]
+        assert "".join(token_texts(words, ids)) == words.decode(ids)

@@ -9,6 +9,7 @@ import pytest
 
 from logger import NoLogger
 from logger.background import BackgroundLogger
+from logger.run_logger import Metrics
 
 
 class Recorder(NoLogger):
@@ -23,7 +24,7 @@ class Recorder(NoLogger):
             raise OSError(f"no room at {step}\nand more")
         self.calls.append((step, dict(values)))
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         self.calls.append((step, kind, text))
 
     def close(self, exit_code: int = 0) -> None:

@@ -73,6 +73,12 @@ def summary(nats: float, steps: int) -> dict[str, Any]:
     return {"evaluation": evaluation, "ngrams": ngrams, "parameters": 1_115_520, "step": steps, "seconds": 62.0}
 
 
+def sample(step: int, given: str, tokens: list[str], step_map: list[int | None]) -> dict[str, Any]:
+    logprobs = [None if forward is None else math.log(0.5) for forward in step_map]
+    values = {"given": given, "tokens": tokens, "step_map": step_map, "logprobs": logprobs}
+    return {"step": step, "event": "sample", "text": "for people", "values": values}
+
+
 def make_run(folder: Path, *, steps: int = 60, learning_rate: float = 0.01, merges: str = "t h", **more: Any) -> Path:
     """A complete run: 60 steps, two validations, samples, two skipped steps. ``more`` replaces metrics of each step."""
     chance = random.Random(0)
@@ -102,8 +108,7 @@ def make_run(folder: Path, *, steps: int = 60, learning_rate: float = 0.01, merg
             lines.append(
                 {"step": step, "metrics": {**validation, "val_bits_per_byte": 2.0, "val_first_guess/0.15": 0.4}}
             )
-            given = "for i in[MASK:1](10):"
-            lines.append({"step": step, "event": "sample", "text": f"step {step}: {given!r} -> {'for i in<b>(10):'!r}"})
+            lines.append(sample(step, "for i in[MASK:2](10):", ["for i in", "<b", ">", "(10):"], [None, 2, 1, None]))
     lines += [{"step": step, "event": "skipped", "text": f"step {step}: skipped, loss nan"} for step in (7, 9)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (folder / "config.toml").write_text(
@@ -132,7 +137,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     for said in (
         "quick", "complete 60 of 60 steps", "3.983 ± 0.020", "1.328 ± 0.005", "44.0%", "1,115,520", "1:02",
         "skipped steps 2", "2-gram, left to right", "python 3.12 torch 2.15", "learning_rate 0.01",
-        "for i in <b> (10):",
+        "for i in <b 2 > 1 (10):",
     ):  # fmt: skip
         assert said in outline.words, said
     assert "different tokenizers" not in outline.words
@@ -238,9 +243,7 @@ def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         for kind in ("sample", "failed", "environment", attack):
             file.write(json.dumps({"step": 61, "event": kind, "text": attack}) + "\n")
-        file.write(
-            json.dumps({"step": 61, "event": "sample", "text": f"{attack + '[MASK:1]'!r} -> {attack + 'x'!r}"}) + "\n"
-        )
+        file.write(json.dumps(sample(61, f"{attack}[MASK:1]", [attack, attack], [None, 1])) + "\n")
     values = summary(4.0, 3)
     values["ngrams"] = {attack: 1.0}
     (folder / "summary.json").write_text(json.dumps(values))

@@ -26,7 +26,7 @@ def metrics(step: int, **values: Any) -> dict[str, Any]:
 
 
 def sample(step: int, given: str, made: str) -> dict[str, Any]:
-    return {"step": step, "event": "sample", "text": f"step {step}: {given!r} -> {made!r}"}
+    return {"step": step, "event": "sample", "text": "for people", "values": {"given": given, "filled": made}}
 
 
 def finish(directory: Path, bound: float, error: float = 0.01, **evaluation: Any) -> None:

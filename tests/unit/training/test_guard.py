@@ -21,6 +21,7 @@ from diffusionlm.training.guard import Numbers, SpikeGuard, account
 from diffusionlm.training.loop import train
 from diffusionlm.training.skipped import SkippedBatches, read_skipped
 from logger import NoLogger
+from logger.run_logger import Metrics
 
 CPU = torch.device("cpu")
 WINDOW, DEVIATIONS = 8, 3.0
@@ -188,7 +189,7 @@ class Events(NoLogger):
     def __init__(self) -> None:
         self.told: list[tuple[int, str, str]] = []
 
-    def event(self, step: int, kind: str, text: str) -> None:
+    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         self.told.append((step, kind, text))
 
 

@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from config.generation import GenerationConfig
 from config.train import TrainConfig
+from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
+from diffusionlm.inference.generate import infill
+from diffusionlm.inference.text import parse_infill
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train
 from diffusionlm.training.numbers import StepNumbers
@@ -43,8 +47,12 @@ def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pyte
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == records(config, "metrics")
     assert "nats per token" in err and "next: uv run diffusionlm-infer" in err
-    steps = [record["metrics"] for record in records(config, "metrics")]
+    *steps, final = [record["metrics"] for record in records(config, "metrics")]
     assert len(steps) == 8
+    summary = json.loads((config.run.directory / "summary.json").read_text(encoding="utf-8"))["evaluation"]
+    names = ("nats_per_token", "standard_error", "bits_per_byte", "bits_per_byte_standard_error")
+    guesses = {f"final_first_guess/{fill['fraction']}": fill["first_guess"] for fill in summary["fills"]}
+    assert final == {f"final_{name}": summary[name] for name in names} | guesses
     for step, values in enumerate(steps, 1):
         for key in (
             "loss",
@@ -68,8 +76,8 @@ def test_norms_have_steps_of_their_own_and_change_nothing(config: TrainConfig, t
     watched = logging(config, tmp_path / "watched", every_steps=4, norms_every_steps=3)
     train(plain)
     train(watched)
-    assert [each["step"] for each in records(plain, "metrics")] == [4, 8]
-    assert [each["step"] for each in records(watched, "metrics")] == [3, 4, 6, 8]
+    assert [each["step"] for each in records(plain, "metrics")] == [4, 8, 8]
+    assert [each["step"] for each in records(watched, "metrics")] == [3, 4, 6, 8, 8]
     assert weights(plain) == weights(watched)
 
 
@@ -80,7 +88,7 @@ def test_the_loss_by_share_adds_up_to_the_loss(config: TrainConfig) -> None:
     values["training"] |= {"batch_size": 1, "max_steps": 2}
     config = TrainConfig.model_validate(values)
     train(config)
-    for record in records(config, "metrics"):
+    for record in records(config, "metrics")[:-1]:  # the last one is the final evaluation's
         by_share = [value for key, value in record["metrics"].items() if key.startswith("loss_by_masked_fraction/")]
         assert len(by_share) == 1, "one row has one share"
         assert by_share[0] == pytest.approx(record["metrics"]["loss"], rel=1e-5)
@@ -95,7 +103,7 @@ def test_weights_and_biases_never_touches_the_run(
     told = [record["text"] for record in records(copied, "event") if record["event"] == "logging"]
     assert told == [
         "Weights & Biases: RuntimeError: log failed; the run goes on, and metrics.jsonl has all",
-        "Weights & Biases failed 8 times; metrics.jsonl has all",
+        "Weights & Biases failed 9 times; metrics.jsonl has all",
     ]
     train(config)
     assert weights(copied) == weights(config)
@@ -139,7 +147,8 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
         train(config)
         assert fake.asked["id"] == first and fake.run.calls[-1] == ("finish", 0)
         logged = [value["trainer/step"] for name, value in fake.run.calls if name == "log"]
-        assert logged == list(range(1, 9))
+        assert logged == [*range(1, 9), 8]
+        assert fake.run.calls[-2][1].keys() >= {"final_nats_per_token", "final_standard_error"}
 
 
 @pytest.mark.parametrize(("grad_norm", "ratio"), [(0.5, 1.0), (8.0, 0.25), (math.inf, math.nan), (math.nan, math.nan)])
@@ -151,3 +160,23 @@ def test_what_gradients_are_cut_by(
     values = watched_metrics(run, StepNumbers(1, 2.0, grad_norm, 0.0, True))
     assert values["grad_clip_ratio"] == pytest.approx(ratio, rel=1e-5, nan_ok=True)
     assert values["memory/peak_resident"] > 2**20
+
+
+def test_a_sample_tells_the_forward_and_the_probability_of_each_token(config: TrainConfig) -> None:
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    values["samples"] = {"every_steps": 8, "infills": ["the cat[MASK:2] sat"]}
+    config = TrainConfig.model_validate(values)
+    train(config)
+    sample = next(each for each in records(config, "event") if each["event"] == "sample")
+    told = sample["values"]
+    assert sample["text"] == f"step 8: 'the cat[MASK:2] sat' -> {told['filled']!r}"
+    assert told["given"] == "the cat[MASK:2] sat"
+    tokenizer, model = load_tokenizer(config.run.directory), load_model(config.run.directory)
+    canvas = parse_infill(told["given"], tokenizer)
+    [result] = infill(model, [canvas], GenerationConfig())
+    assert "".join(told["tokens"]) == told["filled"] == tokenizer.decode(result.token_ids)
+    first = canvas.index(model.config.mask_token)
+    rest = [None] * (len(canvas) - first - 2)
+    assert told["step_map"] == [*[None] * first, *result.step_map, *rest] and sorted(result.step_map) == [1, 2]
+    assert told["logprobs"][first : first + 2] == pytest.approx(result.logprobs, abs=1e-6)
+    assert told["logprobs"][:first] == [None] * first and told["logprobs"][first + 2 :] == rest
