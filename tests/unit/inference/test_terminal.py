@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import shutil
 
 import pytest
 
@@ -60,7 +58,8 @@ def test_a_line_for_each_canvas_that_changed(words: Tokenizer) -> None:
 
 
 def test_a_drawing_takes_the_place_of_the_last(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((4, 9)))
+    monkeypatch.setenv("COLUMNS", "4")
+    monkeypatch.setenv("LINES", "9")
     stream = Screen()
     view = LiveView(words, [request_of(words, "ab")], stream)
     view(Step(1, (canvas(words, "ab_xy_"),)))
@@ -72,16 +71,15 @@ def test_a_drawing_takes_the_place_of_the_last(words: Tokenizer, monkeypatch: py
 
 
 def test_several_requests_are_named_and_the_end_is_shown(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = [30, 30]
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size(size))
+    monkeypatch.setenv("COLUMNS", "30")
     requests = [request_of(words, "a"), request_of(words, "bc", "chat")]
     step = Step(7, (canvas(words, "a_"), canvas(words, "bcd_")))
     for height, lines in ((30, ["forward 7", "[prompt 1]", "a░", "[chat 1]", "d░"]), (3, ["[chat 1]", "d░"])):
-        size[1] = height
+        monkeypatch.setenv("LINES", str(height))
         stream = Screen()
         LiveView(words, requests, stream)(step)
         assert stream.getvalue().splitlines() == lines
-    size[1] = 1
+    monkeypatch.setenv("LINES", "1")
     stream = Screen()
     LiveView(words, requests, stream)(step)
     assert stream.getvalue() == "d░\n"

@@ -51,7 +51,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 CONFIG = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": {"content": "<pad>"}, "mask_token": "<mask>"}
-ASSIGNED = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) != "Cs" and chr(code) != SPACE]
+ALL_KINDS = [
+    chr(code)
+    for code in range(0x110000)
+    if (kind := unicodedata.category(chr(code))) != "Cs" and chr(code) != SPACE
+    if kind not in ("Cn", "Co") or code % 37 == 0
+]
+"""All characters, but of those that are private or not assigned one in 37."""
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +162,9 @@ def test_ids_and_text_are_the_librarys(pair: Pair, nasty: list[str], sources: li
 
 def test_round_trip_of_all_planes(pair: Pair) -> None:
     ours, _ = pair
-    order = np.random.default_rng(1).permutation(len(ASSIGNED))
+    order = np.random.default_rng(1).permutation(len(ALL_KINDS))
     for start in range(0, len(order), 100_000):
-        text = "".join(ASSIGNED[index] for index in order[start : start + 100_000])
+        text = "".join(ALL_KINDS[index] for index in order[start : start + 100_000])
         ids = ours.encode(text)
         assert ours.decode(ids) == text
         assert ours.num_bytes(ids) == len(text.encode()) + ours.takes_first_space
