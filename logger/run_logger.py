@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from tqdm import tqdm
+
+from files.atomic import replace_text
 
 Metrics = Mapping[str, Any]
 
@@ -184,6 +185,4 @@ def _drop_after(path: Path, step: int) -> None:
             continue  # the half line of a killed process
         if record["step"] <= step:
             kept.append(line)
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    aside.write_text("".join(kept), encoding="utf-8")
-    os.replace(aside, path)
+    replace_text(path, "".join(kept))

@@ -5,20 +5,17 @@ What it looks like stands in `gallery.html`; it can be read without a script, wh
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
+from files.page import fill_template
 from sweeps.grid import short_keys
 from sweeps.kinds import REPLAY
 from sweeps.results import Measured
 from sweeps.table import Table, TableRow, cells
 
-_TEMPLATE = "gallery.html"
-_SLOT = re.compile(r"<!--slot:([a-z]+)-->")
 _WIDTH, _HEIGHT = 240.0, 64.0
 _WARM_UP = 0.1
 """Share of a curve whose height does not count for the scale: losses fall from far above."""
@@ -43,8 +40,7 @@ def render_page(table: Table, title: str, directory: Path) -> str:
         "texts": _texts(table),
         "runs": "".join(_run(table, row, directory) for row in table.rows),
     }
-    template = files("sweeps").joinpath(_TEMPLATE).read_text(encoding="utf-8")
-    return _SLOT.sub(lambda slot: parts[slot[1]], template)
+    return fill_template("sweeps", "gallery.html", parts)
 
 
 _KIND = {"train": "training", "infer": "inference"}

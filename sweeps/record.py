@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 from config.dump import differences, to_toml
 from config.load import ConfigError, load_config
+from files.atomic import replace_text
 from sweeps.grid import GridError, Point, Setting, label_of, load_point, overrides_of
 from sweeps.kinds import Kind
 
@@ -178,19 +178,6 @@ def is_in_use(run_directory: Path) -> bool:
         return False
     with path.open("a") as lock:
         return not _lock(lock.fileno())
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file aside, then rename it: nobody reads half of it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _lock(descriptor: int) -> bool:

@@ -9,11 +9,12 @@ from typing import Any
 
 from config.base import Section
 from config.train import TrainConfig
+from files.atomic import replace_text
 from profiling.plan import planned_run
 from sweeps.grid import Point, label_of, load_points, read_settings
 from sweeps.kinds import KINDS
 from sweeps.page import render_page
-from sweeps.record import SweepDirectory, claimed, read_record, replace_text
+from sweeps.record import SweepDirectory, claimed, read_record
 from sweeps.runner import Runner
 from sweeps.table import build_table, render_json_lines, render_markdown, render_text
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from files.atomic import replace_text
 from tokenizer.huggingface import named_in_config
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -149,13 +150,7 @@ def save_chat_template(template: ChatTemplate, directory: str | os.PathLike[str]
     for key, text in sorted(template.tokens.items()):
         if key in source and f"set {key} = " not in source:
             source = f"{{%- set {key} = {json.dumps(text, ensure_ascii=False)} %}}\n{source}"
-    path = Path(directory) / CHAT_TEMPLATE_FILE
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(source, encoding="utf-8", newline="\n")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    replace_text(Path(directory) / CHAT_TEMPLATE_FILE, source)
 
 
 def _named_templates(path: Path, value: Any) -> dict[str, str]:

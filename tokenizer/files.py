@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from files.atomic import replace_text
 from tokenizer.bpe import Tokenizer
 from tokenizer.byte_alphabet import bytes_to_chars
 from tokenizer.huggingface import (
@@ -55,8 +56,8 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
         contents, config = tokenizer.files()
         for name in (SPECIAL_FILE, VOCAB_FILE, MERGES_FILE):
             (folder / name).unlink(missing_ok=True)  # of another tokenizer, which would be taken for this one
-        _write(folder / HUGGINGFACE_FILE, contents)
-        _write(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        replace_text(folder / HUGGINGFACE_FILE, contents)
+        replace_text(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         return
     vocab = {bytes_to_chars(token): token_id for token, token_id in _by_id(tokenizer.vocab)}
     merges = [f"{bytes_to_chars(left)} {bytes_to_chars(right)}" for left, right in tokenizer.merges]
@@ -69,11 +70,11 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
         **{name: sorted(value) if isinstance(value, frozenset) else value for name, value in habits.items()},
         "fingerprint": tokenizer.fingerprint,
     }
-    _write(folder / VOCAB_FILE, json.dumps(vocab, ensure_ascii=False))
-    _write(folder / MERGES_FILE, "\n".join([_MERGES_HEADER, *merges]) + "\n")
-    _write(folder / SPECIAL_FILE, json.dumps(own, ensure_ascii=False, indent=2) + "\n")
-    _write(folder / HUGGINGFACE_FILE, json.dumps(to_huggingface(tokenizer), ensure_ascii=False, indent=1) + "\n")
-    _write(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(to_huggingface_config(tokenizer), indent=2) + "\n")
+    replace_text(folder / VOCAB_FILE, json.dumps(vocab, ensure_ascii=False))
+    replace_text(folder / MERGES_FILE, "\n".join([_MERGES_HEADER, *merges]) + "\n")
+    replace_text(folder / SPECIAL_FILE, json.dumps(own, ensure_ascii=False, indent=2) + "\n")
+    replace_text(folder / HUGGINGFACE_FILE, json.dumps(to_huggingface(tokenizer), ensure_ascii=False, indent=1) + "\n")
+    replace_text(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(to_huggingface_config(tokenizer), indent=2) + "\n")
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
@@ -147,18 +148,6 @@ def _lines_of_merges(text: str) -> list[str]:
     # Only the first line may be a comment: "#" is a token like any other.
     first = 1 if lines[0].startswith("#version") else 0
     return [line for line in lines[first:] if line]
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> str:

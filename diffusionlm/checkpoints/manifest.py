@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors import SafetensorError
+
+from files.atomic import aside_of
 
 MANIFEST = "MANIFEST.json"
 WRITE_ERRORS = (OSError, SafetensorError)
@@ -40,11 +41,6 @@ def write_directory(target: Path, write: Callable[[Path], None]) -> None:
         raise ValueError(f"{target} was not written: {with_room(error, target)}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def aside_of(target: Path) -> Path:
-    """A new name beside a directory, to write it under."""
-    return target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -120,20 +116,9 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    aside = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        _fsync(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 def replace_link(link: Path, target: str) -> None:
     """Point a symbolic link somewhere, in one step."""
-    aside = link.with_name(f"{link.name}.tmp-{uuid.uuid4().hex[:8]}")
+    aside = aside_of(link)
     try:
         aside.symlink_to(target)
         os.replace(aside, link)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from config.families import natural_family
 from config.model import ModelConfig
-from diffusionlm.checkpoints.manifest import MANIFEST, Entries, entries_of, replace_text
+from diffusionlm.checkpoints.manifest import MANIFEST, Entries, entries_of
+from files.atomic import replace_text
 
 CARD = "README.md"
 TRAINING_HEADING = "## Training"

@@ -6,14 +6,10 @@ and the charts.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +17,9 @@ from diffusionlm.inference.generate import Canvas, Step
 from diffusionlm.inference.inputs import Request
 from diffusionlm.inference.outputs import Answer
 from diffusionlm.inference.text import canvas_pieces
+from files.atomic import replace_text
+from files.page import fill_template, script_json
 from tokenizer import Tokenizer
-
-_TEMPLATE = "replay.html"
-_SLOT = re.compile(r"<!--slot:([a-z]+)-->")
-
 
 _MAIN_SETTINGS = ("remasking_strategy", "attention", "block_length", "denoising_steps", "steps", "temperature", "cache")
 _NAMES = {"remasking_strategy": "strategy", "denoising_steps": "steps per block"}
@@ -117,13 +111,7 @@ def write_page(
     Raises:
         OSError: it cannot be written.
     """
-    page = render_page(tokenizer, model_name, settings, replays)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(page, encoding="utf-8", newline="\n")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    replace_text(path, render_page(tokenizer, model_name, settings, replays))
 
 
 def render_page(
@@ -148,14 +136,7 @@ def render_page(
         "requests": "\n".join(sections),
         "data": script_json({"tokens": _tokens(tokenizer, data), "requests": data}),
     }
-    template = files("diffusionlm.inference").joinpath(_TEMPLATE).read_text(encoding="utf-8")
-    return _SLOT.sub(lambda slot: parts[slot[1]], template)
-
-
-def script_json(value: Any) -> str:
-    """JSON that may stand in a script element: nothing in it ends the element or begins a comment."""
-    text = json.dumps(value, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return fill_template("diffusionlm.inference", "replay.html", parts)
 
 
 def _terms(settings: Mapping[str, Any]) -> str:

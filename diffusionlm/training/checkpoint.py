@@ -16,7 +16,6 @@ from torch import Tensor
 from ddp.process_group import SINGLE, Ranks
 from diffusionlm.checkpoints.manifest import (
     WRITE_ERRORS,
-    aside_of,
     entries_of,
     files_in,
     remove_leftovers,
@@ -29,6 +28,7 @@ from diffusionlm.checkpoints.weights import read_weights
 from diffusionlm.training.retention import best_of, bound_of, superfluous
 from diffusionlm.training.saving_ranks import ALONE, SavingRanks
 from diffusionlm.training.snapshot import Snapshot
+from files.atomic import aside_of
 
 if TYPE_CHECKING:
     from diffusionlm.training.training_state import TrainingState

@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from config.dump import plain
-from diffusionlm.checkpoints.manifest import replace_text
 from diffusionlm.checkpoints.model_card import Bound
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.training.card import complete_card
@@ -16,6 +15,7 @@ from diffusionlm.training.evaluate import Evaluation
 from diffusionlm.training.numbers import StepNumbers
 from diffusionlm.training.run import Run
 from diffusionlm.training.summary import Summary
+from files.atomic import replace_text
 from logger import (
     ConsoleLogger,
     JsonConsole,

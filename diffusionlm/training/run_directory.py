@@ -13,8 +13,8 @@ from config.dump import differences, to_toml
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
 from ddp.process_group import SINGLE, Ranks
-from diffusionlm.checkpoints.manifest import replace_text
 from diffusionlm.training.checkpoint import CheckpointStore
+from files.atomic import replace_text
 
 FREE_SECTIONS = ("logging", "samples", "checkpoint", "profiler", "parallel")
 """Sections that may change between the parts of a run: they do not touch its numbers, or only their rounding."""

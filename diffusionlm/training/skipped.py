@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from diffusionlm.models.patterns import (
     PromptAndOwnBlock,
 )
 from diffusionlm.training.guard import Numbers
+from files.atomic import replace_bytes
 
 MAX_RECORDS = 20
 """So many are kept of each rank, the newest."""
@@ -117,8 +116,8 @@ class SkippedBatches:
             "draws": described,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(path.with_suffix(".safetensors"), safetensors.torch.save(tensors))
-        _replace(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+        replace_bytes(path.with_suffix(".safetensors"), safetensors.torch.save(tensors))
+        replace_bytes(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
     def _shown(self, draws: Sequence[Draw]) -> list[dict[str, str]]:
         """What the model read in the first stream of the first rows, and all tokens that it should have said."""
@@ -166,17 +165,6 @@ def _draw(described: dict[str, Any], tensors: dict[str, Tensor], index: int) -> 
         num_targets=described["num_targets"],
         denominator=described["denominator"],
     )
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all; where the disk is full nothing stays behind."""
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        aside.write_bytes(content)
-        os.replace(aside, path)
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
 
 
 def _plain(value: float) -> float | str:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from files.atomic import replace_text
+from files.page import fill_template, script_json
 from logger.report import tables
 from logger.report.drawing import draw
 from logger.report.plots import Plot, main_plots, other_metrics
 from logger.report.reading import RunRecord, read_runs
 from logger.report.samples import samples
-
-_SLOT = re.compile(r"<!--slot:([a-z]+)-->")
 
 
 def write_report(paths: Sequence[Path], output: Path) -> list[RunRecord]:
@@ -28,13 +24,7 @@ def write_report(paths: Sequence[Path], output: Path) -> list[RunRecord]:
         OSError: the page cannot be written.
     """
     runs = read_runs(paths)
-    page = render_report(runs)
-    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(page, encoding="utf-8", newline="\n")
-        aside.replace(output)
-    finally:
-        aside.unlink(missing_ok=True)
+    replace_text(output, render_report(runs))
     return runs
 
 
@@ -75,8 +65,7 @@ def render_report(runs: Sequence[RunRecord]) -> str:
         ),
         "data": script_json(values),
     }
-    template = files("logger.report").joinpath("report.html").read_text(encoding="utf-8")
-    return _SLOT.sub(lambda slot: parts[slot[1]], template)
+    return fill_template("logger.report", "report.html", parts)
 
 
 def is_comparable(runs: Sequence[RunRecord]) -> bool:
@@ -148,9 +137,3 @@ def _headline(runs: Sequence[RunRecord]) -> str:
 
 def _anchor(name: str) -> str:
     return name.lower().replace(" ", "-")
-
-
-def script_json(value: Any) -> str:
-    """JSON that may stand in a script element: nothing in it ends the element or begins a comment."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

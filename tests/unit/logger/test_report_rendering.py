@@ -257,9 +257,13 @@ def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_colours_can_be_read(theme: int) -> None:
     """Contrast as WCAG 2 counts it: 4.5 for text, 3 for curves."""
-    template = files("logger.report").joinpath("report.html").read_text(encoding="utf-8")
-    blocks = re.findall(r":root \{(.*?)\}", template, re.DOTALL)[:2]
-    colours = {name: int(value, 16) for block in blocks[: theme + 1] for name, value in COLOUR.findall(block)}
+    styles = [
+        files(room).joinpath(name).read_text("utf-8")
+        for room, name in (("files", "head.html"), ("logger.report", "report.html"))
+    ]
+    blocks = [re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2] for style in styles]
+    found = [pair for each in range(theme + 1) for themes in blocks for pair in COLOUR.findall(themes[each])]
+    colours = {name: int(value, 16) for name, value in found}
 
     def luminance(colour: int) -> float:
         shares = [(colour >> shift & 255) / 255 for shift in (16, 8, 0)]

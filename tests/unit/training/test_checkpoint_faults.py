@@ -17,11 +17,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffusionlm.checkpoints.manifest import MANIFEST, entries_of, files_in, replace_text, verify
+from diffusionlm.checkpoints.manifest import MANIFEST, entries_of, files_in, verify
 from diffusionlm.training.background import Saves
 from diffusionlm.training.checkpoint import CheckpointStore
 from diffusionlm.training.snapshot import Snapshot, take_snapshot
 from diffusionlm.training.training_state import TrainingState, write_training_state
+from files.atomic import replace_text
 
 WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
 EVENTS = ("open", "fsync", "rename", "replace", "symlink", "unlink", "mkdir", "rmdir")

@@ -6,7 +6,6 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 
 from ddp.parallelism import Alone
 from diffusionlm.checkpoints.huggingface import load_model, save_model
-from diffusionlm.checkpoints.manifest import MANIFEST, replace_text, verify, write_directory
+from diffusionlm.checkpoints.manifest import MANIFEST, verify, write_directory
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpoint import CheckpointStore, Saved
 from diffusionlm.training.snapshot import Snapshot, take_snapshot
@@ -282,22 +281,6 @@ def test_write_directory_does_not_replace(tmp_path: Path) -> None:
         write_directory(target, lambda folder: (folder / "a").write_text("2") and None)
     assert (target / "a").read_text() == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
-
-
-def test_replace_text_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "summary.json"
-    replace_text(path, "one")
-    replace_text(path, "two")
-    assert path.read_text() == "two"
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        replace_text(path, "three")
-    assert path.read_text() == "two"
-    assert [each.name for each in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_weights_are_restored_by_name(tiny_model: MakeModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,11 +145,10 @@ def test_the_newest_records_of_each_rank_are_kept(
 def test_a_full_disk_is_said_and_leaves_nothing_behind(
     batches: SkippedBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(path: Path, content: bytes) -> int:
-        path.touch()
+    def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", write)
+    monkeypatch.setattr(os, "fsync", full)
     batches.hold(1, draws(), {})
     assert batches.record(Numbers(1)) == "its batch could not be kept: [Errno 28] No space left on device"
     assert list((tmp_path / "skipped").iterdir()) == []

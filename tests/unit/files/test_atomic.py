@@ -1,0 +1,55 @@
+"""Small files, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from files.atomic import replace_bytes, replace_text
+
+
+def test_text_is_replaced_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    replace_text(path, "one")
+    replace_text(path, "zwö\r\n\n")
+    assert path.read_bytes() == "zwö\r\n\n".encode()
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_what_was_there_stays_where_the_disk_is_full(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "summary.json"
+    replace_bytes(path, b"old")
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, fails, full)
+    with pytest.raises(OSError, match="No space"):
+        replace_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_a_process_that_dies_while_it_writes_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    replace_bytes(path, b"old")
+    child = os.fork()
+    if not child:
+        os.fsync = lambda descriptor: os._exit(9)  # type: ignore[assignment]
+        replace_bytes(path, b"new")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert path.read_bytes() == b"old"
+    left = [name for name in os.listdir(tmp_path) if name != "summary.json"]
+    assert len(left) == 1 and left[0].startswith("summary.json.tmp-")
+
+
+def test_a_directory_that_is_not_there_is_the_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        replace_text(tmp_path / "missing" / "a.txt", "text")
