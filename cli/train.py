@@ -12,6 +12,7 @@ from io import StringIO
 
 from config.command import friendly_errors, parse_command
 from config.train import RENAMED, TrainConfig
+from logger.lasting import lasting
 
 NAME = "diffusionlm-train"
 
@@ -48,11 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train_as_rank(config: TrainConfig) -> int:
-    """Train, and return the exit code. What `diffusionlm-train-ddp` starts in each process."""
+    """Train, and return the exit code. What `diffusionlm-train-ddp` starts in each process.
+
+    Whoever reads standard error may go away: that ends no run.
+    """
     # Only now, so that --help and config errors do not wait for torch.
     from diffusionlm.training.loop import train
 
-    result = train(config)
+    with redirect_stderr(lasting(sys.stderr)):
+        result = train(config)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from functools import partial
 
 from cli.train import add_arguments, train_as_rank
 from config.command import friendly_errors, parse_command
 from config.train import RENAMED, DistributedTrainConfig
+from logger.lasting import lasting
 
 NAME = "diffusionlm-train-ddp"
 
@@ -46,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.rows_per_rank(local_ranks * nodes.count)
         restarts = config.parallel.max_restarts
         act = partial(train_as_rank, config.plain())
-        return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)
+        with redirect_stderr(lasting(sys.stderr)):  # the ranks go on where nobody listens
+            return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)
     return 1
 
 

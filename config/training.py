@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from config.base import (
     ConfigPath,
@@ -13,7 +13,7 @@ from config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    StrTuple,
+    TupleOf,
 )
 
 
@@ -83,12 +83,18 @@ class ValidationConfig(Section):
     """Compare with n-gram models of the training tokens at the end."""
 
 
+def _with_hole(text: str) -> str:
+    if "[MASK:" not in text:
+        raise ValueError("has no hole: write [MASK:n] where n tokens are to be filled in")
+    return text
+
+
 class SamplesConfig(Section):
     """``[samples]``: holes filled during the run, for the eye."""
 
     every_steps: NonNegativeInt = 500
     """Steps between samples; 0: none."""
-    infills: StrTuple = ()
+    infills: TupleOf[Annotated[str, AfterValidator(_with_hole)]] = ()
     """Texts with [MASK:n] spans."""
 
 

@@ -22,7 +22,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
     """Write aside, wait for the disk, rename: whoever reads sees the old file or the new one, also after a power cut.
 
     Raises:
-        OSError: it cannot be written; what was there is as it was, and nothing lies beside it.
+        OSError: it cannot be written, names it; what was there is as it was, and nothing lies beside it.
     """
     aside = aside_of(path)
     try:
@@ -31,6 +31,9 @@ def replace_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # not the name that nobody asked for
+        raise
     finally:
         with contextlib.suppress(OSError):  # which would hide the error that matters
             aside.unlink(missing_ok=True)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from typing import TextIO
 
+from logger.background import Tell
+from logger.lasting import forget
 from logger.run_logger import Metrics, metrics_line
 
 
 class JsonConsole:
     """A JSON object a line, that of metrics.jsonl, and nothing else: events are for people, on standard error.
 
-    A reader that goes away (``| head``) does not end the run.
+    A reader that goes away (``| head``) has enough, and a full disk is told of; neither ends the run.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, tell: Tell) -> None:
         self._stream: TextIO | None = stream
+        self._tell = tell
 
     def metrics(self, step: int, values: Metrics) -> None:
         """A line with the step and ``metrics``, at once."""
@@ -24,9 +26,13 @@ class JsonConsole:
         try:
             self._stream.write(metrics_line(step, values) + "\n")
             self._stream.flush()
-        except BrokenPipeError:
-            _forget(self._stream)
+        except OSError as error:
+            forget(self._stream)
             self._stream = None
+            if not isinstance(error, BrokenPipeError):
+                self._tell(
+                    step, f"standard output cannot be written ({error}); the run goes on, and metrics.jsonl has all"
+                )
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """Nothing."""
@@ -36,12 +42,3 @@ class JsonConsole:
 
     def close(self, exit_code: int = 0) -> None:
         """Leave the stream open: it is not ours."""
-
-
-def _forget(stream: TextIO) -> None:
-    """Send what the stream still holds nowhere, or Python would fail to write it when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, stream.fileno())
-    finally:
-        os.close(nowhere)

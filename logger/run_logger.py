@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TextIO
 
 from tqdm import tqdm
 
-from files.atomic import replace_text
+from files.atomic import replace_bytes
 
 Metrics = Mapping[str, Any]
 
@@ -168,6 +168,17 @@ def metrics_line(step: int, values: Metrics) -> str:
     )
 
 
+def parse_record(line: str | bytes) -> dict[str, Any] | None:
+    """A line of ``metrics.jsonl``; None: it is damaged, or no record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int or abs(record["step"]) > 2**53:
+        return None
+    return record
+
+
 def _finite(value: Any) -> Any:
     """JSON has no NaN: those become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -177,12 +188,10 @@ def _drop_after(path: Path, step: int) -> None:
     """Take a record back to the step that a run resumes from: what came later is about to be run again."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the half line of a killed process
-        if record["step"] <= step:
-            kept.append(line)
-    replace_text(path, "".join(kept))
+    *lines, rest = path.read_bytes().split(b"\n")
+    if parse_record(rest) is not None:  # else nothing, or the half line of a killed process
+        lines.append(rest)
+    records = ((line, parse_record(line)) for line in lines)
+    # What is damaged belongs to no step, and stays.
+    kept = [line + b"\n" for line, record in records if record is None or record["step"] <= step]
+    replace_bytes(path, b"".join(kept))

@@ -11,7 +11,7 @@ from logger import tensorboard, weights_and_biases
 from logger.background import BackgroundLogger, Tell
 from logger.run_logger import RunLogger
 from logger.tensorboard import TensorBoardLogger
-from logger.weights_and_biases import WandbLogger, WandbRun, choose_mode, is_disabled, run_id_of
+from logger.weights_and_biases import WandbLogger, WandbRun, choose_mode, is_disabled, run_id_of, samples_of
 
 
 def open_sinks(
@@ -48,11 +48,13 @@ def open_sinks(
 def _wandb_starter(
     config: WandbConfig, directory: Path, step: int, values: Mapping[str, Any]
 ) -> Callable[[Callable[[str], None]], RunLogger]:
+    samples = samples_of(directory) if "samples" in config.artifacts else ()  # now: later ones come as events
+
     def start(say: Callable[[str], None]) -> RunLogger:
         mode, said = choose_mode(config)
         if said is not None:
             say(said)
-        return WandbLogger(WandbRun(config, directory, mode, run_id_of(directory, step), values), say)
+        return WandbLogger(WandbRun(config, directory, mode, run_id_of(directory, step), values, samples), say)
 
     return start
 

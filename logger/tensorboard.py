@@ -27,8 +27,9 @@ class TensorBoardLogger:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary, self._text = Event, Summary, text_pb
+        goes_on = folder.is_dir() and any(folder.iterdir())
         self._writer: Any = EventFileWriter(str(folder))
-        if resume_step:
+        if goes_on:
             # Readers drop what they have of these steps.
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))

@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from config.logging import WandbConfig
-from logger.run_logger import Metrics
+from logger.run_logger import Metrics, parse_record
 
 RUN_ID = "wandb_run_id"
 STEP = "trainer/step"
@@ -31,6 +31,9 @@ CONNECT_SECONDS = 5.0
 
 Mode = Literal["online", "offline"]
 
+_MODES = {each: each for each in ("online", "offline", "disabled")} | {"run": "online", "dryrun": "offline"}
+"""What WANDB_MODE may say, with the package's older words, and what it means."""
+
 
 @dataclass(frozen=True)
 class WandbRun:
@@ -43,6 +46,8 @@ class WandbRun:
     run_id: str
     values: Mapping[str, Any]
     """The resolved config."""
+    samples: tuple[tuple[int, str], ...] = ()
+    """Step and text of those from before, where a run goes on: the table replaces the one that the service has."""
 
     def artifacts(self) -> list[tuple[str, str, Path]]:
         """Name, type and place of the files that are asked for and there."""
@@ -68,7 +73,7 @@ class WandbLogger:
             Exception: whatever the package raises.
         """
         self._run = run
-        self._samples: list[tuple[int, str]] = []
+        self._samples = list(run.samples)
         mode, problem = run.mode, why_unreachable() if run.mode == "online" else None
         if problem is not None:
             mode = "offline"
@@ -140,7 +145,10 @@ def choose_mode(config: WandbConfig) -> tuple[Mode, str | None]:
 
     Without a key the package would ask for one, or raise: so that is found out here.
     """
-    if _wanted(config) == "offline":
+    wanted = _wanted(config)
+    if wanted not in _MODES.values():
+        return "offline", f"WANDB_MODE={wanted} is none of online, offline and disabled; {OFFLINE}"
+    if wanted == "offline":
         return "offline", None
     if has_key():
         return "online", None
@@ -148,7 +156,10 @@ def choose_mode(config: WandbConfig) -> tuple[Mode, str | None]:
 
 
 def _wanted(config: WandbConfig) -> str:
-    return config.mode if config.mode != "auto" else os.environ.get("WANDB_MODE", "online")
+    if config.mode != "auto":
+        return config.mode
+    asked = os.environ.get("WANDB_MODE") or "online"
+    return _MODES.get(asked, asked)
 
 
 def has_key() -> bool:
@@ -182,6 +193,13 @@ def why_unreachable() -> str | None:
 
 def _service() -> SplitResult:
     return urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+
+
+def samples_of(directory: Path) -> tuple[tuple[int, str], ...]:
+    """Step and text of each sample in a run's record."""
+    record = directory / "metrics.jsonl"
+    found = map(parse_record, record.read_bytes().split(b"\n") if record.is_file() else [])
+    return tuple((each["step"], str(each.get("text", ""))) for each in found if each and each.get("event") == "sample")
 
 
 def run_id_of(directory: Path, step: int) -> str:

@@ -161,13 +161,13 @@ def claimed(path: Path) -> Iterator[None]:
     """Only one sweep works in a directory.
 
     Raises:
-        ValueError: another one does.
+        GridError: another one does.
         OSError: the directory cannot be written.
     """
     path.mkdir(parents=True, exist_ok=True)
     with (path / ".lock").open("a") as lock:
         if not _lock(lock.fileno()):
-            raise ValueError(f"{path} is in use by another sweep; wait for it or stop it")
+            raise GridError(f"{path} is in use by another sweep; wait for it or stop it")
         yield
 
 

@@ -76,7 +76,7 @@ def read_training(directory: Path) -> Result:
         if _is_number(loss):
             curve.append((at, float(loss)))
         _take(numbers, "bound", values.get("val_nats_per_token"), values.get("val_standard_error"))
-        _take(numbers, "bits_per_byte", values.get("val_bits_per_byte"), None)
+        _take(numbers, "bits_per_byte", values.get("val_bits_per_byte"), values.get("val_bits_per_byte_standard_error"))
         _take(numbers, "tokens_per_second", values.get("tokens_per_second"), None)
     summary = read_json(directory / "summary.json")
     if summary:

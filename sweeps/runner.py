@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from logger import duration
 from profiling.cores import usable_cores
-from sweeps.grid import Point
+from sweeps.grid import GridError, Point
 from sweeps.kinds import ANSWERS
 from sweeps.processes import VISIBLE, Process, Signals, command_of, start, visible_gpus
 from sweeps.record import RunRecord, SweepDirectory, is_in_use
@@ -56,12 +56,12 @@ class Runner:
         """Run them all. Returns the signal that ended the sweep, if one did.
 
         Raises:
-            ValueError: a process of an earlier sweep still works on one of the runs.
+            GridError: a process of an earlier sweep still works on one of the runs.
             OSError: the record or a log cannot be written; runs under way were asked to stop.
         """
         for point in self._waiting:
             if is_in_use(self._sweep.run_path(point.name)):
-                raise ValueError(
+                raise GridError(
                     f"{self._sweep.run_path(point.name)} is in use by a process of an earlier sweep; wait for it or "
                     "stop it"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from diffusionlm.training.run_directory import open_run_directory
 from diffusionlm.training.runtime import memory_by_part, skips_on_device
 from diffusionlm.training.saving import resume, save, tell_failures
 from diffusionlm.training.setup import set_up_device
-from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.signals import StoppedError, StopRequest
 from diffusionlm.training.summary import Summary, render_summary
 from diffusionlm.training.validation import inference_weights
 from logger import RunLogger
@@ -69,8 +68,10 @@ def train(config: TrainConfig) -> TrainResult:
         complete = run.progress.step >= run.max_steps
         if complete and ranks.from_first(directory.summary.is_file):
             run.say(f"{directory.path} is complete; its summary again:")
-            summary = Summary.from_json(json.loads(directory.summary.read_text(encoding="utf-8")))
+            summary = Summary.read(directory.summary)
         else:
+            if ranks.is_first:
+                directory.summary.unlink(missing_ok=True)  # of fewer steps: its numbers are in the record as well
             logger = build_logger(run)
             tell_of_data(run, logger)
             with reported(run, logger):
@@ -81,8 +82,13 @@ def train(config: TrainConfig) -> TrainResult:
                         exit_code, at = 128 + stop.signal, run.progress.step
                         run.say(f"stopped after step {at} and saved; the same command goes on from there")
                         return TrainResult(run.progress.step, None, stop.signal)
-                    summary = summarise(run, logger)
+                    summary = summarise(run, logger, stop)
                     exit_code = 0
+                except StoppedError:
+                    assert stop.signal is not None
+                    exit_code = 128 + stop.signal
+                    run.say("all steps are done and saved; the same command makes the final evaluation")
+                    return TrainResult(run.progress.step, None, stop.signal)
                 finally:
                     run.saves.close()
                     logger.close(exit_code)

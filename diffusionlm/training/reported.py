@@ -36,6 +36,8 @@ def reported(run: Run, logger: RunLogger) -> Iterator[None]:
     else:
         if run.progress.step < run.max_steps:
             _note(run, "stopped", f"stopped after step {run.progress.step} and saved")
+        elif not run.directory.summary.is_file():
+            _note(run, "stopped", "stopped after the last step, which is saved, and before the final evaluation")
     finally:
         _report(run)
 

@@ -14,6 +14,7 @@ from diffusionlm.training.card import complete_card
 from diffusionlm.training.evaluate import Evaluation
 from diffusionlm.training.numbers import StepNumbers
 from diffusionlm.training.run import Run
+from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.summary import Summary
 from files.atomic import replace_text
 from logger import (
@@ -45,7 +46,7 @@ def build_logger(run: Run) -> RunLogger:
     values = plain(run.config, "config")
     copies = open_sinks(config, run.directory.path, step, values, tell)
     if config.console == "json":
-        copies.append(JsonConsole(sys.stdout))
+        copies.append(JsonConsole(sys.stdout, tell))
     return LoggerGroup(*copies, told)  # the record is closed last: what goes wrong with copies is in it
 
 
@@ -114,9 +115,13 @@ def evaluation_metrics(prefix: str, result: Evaluation) -> dict[str, float]:
     }
 
 
-def summarise(run: Run, logger: RunLogger) -> Summary:
-    """The final evaluation, kept in summary.json by the first rank, and logged for those who look on elsewhere."""
-    with run.judged():
+def summarise(run: Run, logger: RunLogger, stop: StopRequest) -> Summary:
+    """The final evaluation, kept in summary.json by the first rank, and logged for those who look on elsewhere.
+
+    Raises:
+        StoppedError: a signal ended it before there was a result; it can be made again.
+    """
+    with stop.at_once(), run.judged():
         evaluations, ngrams = run.validator.final(run.model, run.average)
     loaded = run.loader.state_dict()
     summary = Summary(

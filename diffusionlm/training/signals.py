@@ -8,7 +8,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,6 +19,10 @@ HANDLED = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 ECHO_SECONDS = 1.0
 """A batch system tells all processes of a job, and torchrun, which it tells as well, passes it on to its ranks: what
 reaches one of several ranks so soon after the first signal is the same request."""
+
+
+class StoppedError(Exception):
+    """A signal ended what had not to be finished."""
 
 
 class StopRequest:
@@ -36,6 +41,7 @@ class StopRequest:
         self._is_shared = is_shared
         self._received_at = 0.0
         self._before: dict[int, Any] = {}
+        self._is_at_once = False
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -45,6 +51,22 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Around what can be done again: there a signal ends it, also one that came before. Not with several ranks,
+        none of which may leave the others alone.
+
+        Raises:
+            StoppedError: a signal came.
+        """
+        self._is_at_once = not self._is_shared
+        try:
+            if self._is_at_once and self.received is not None:
+                raise StoppedError
+            yield
+        finally:
+            self._is_at_once = False
 
     def flags(self) -> list[float]:
         """Whether each of `HANDLED` was received here, 0 or 1."""
@@ -69,3 +91,5 @@ class StopRequest:
         self.received, self._received_at = number, now
         if not self._is_shared:
             self.signal = number
+        if self._is_at_once:
+            raise StoppedError

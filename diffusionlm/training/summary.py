@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,20 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         """Plain numbers."""
         return asdict(self)
+
+    @classmethod
+    def read(cls, path: Path) -> Summary:
+        """From its file.
+
+        Raises:
+            ValueError: it is damaged; names it and the remedy.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({error}): remove it, and the same command makes the final evaluation again"
+            ) from error
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Summary:

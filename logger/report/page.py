@@ -15,6 +15,9 @@ from logger.report.plots import Plot, main_plots, other_metrics
 from logger.report.reading import RunRecord, read_runs
 from logger.report.samples import samples
 
+_SAME_ROWS = {f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")}
+"""Keys of the data that change the order of training rows, or nothing."""
+
 
 def write_report(paths: Sequence[Path], output: Path) -> list[RunRecord]:
     """Read the runs and write their page, aside first. Returns what was read.
@@ -92,14 +95,15 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
         elif run.state == "failed":
             found.append(name + escape(run.events_of("failed")[-1].text))
         elif run.state == "ended":
-            found.append(f"{name}The run ended before its last step, and did not say why.")
+            before = "its final evaluation" if run.last_step == run.max_steps else "its last step"
+            found.append(f"{name}The run ended before {before}, and did not say why.")
     return found
 
 
 def _validation_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """Keys of the config that decide which text is scored."""
-    keys = {key for run in runs for key in run.config}
-    return sorted(key for key in keys if key.startswith("data.source") or key in ("validation.rows", "data.row_length"))
+    """Keys of the config that decide which text is scored, and in which rows."""
+    keys = {key for run in runs for key in run.config if key.startswith("data.")} - _SAME_ROWS
+    return sorted(keys | {"validation.rows", "validation.final_rows", "model.max_position_embeddings"})
 
 
 def _in_order(plots: list[Plot], comparable: bool) -> list[Plot]:

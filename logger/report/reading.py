@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from logger.report.series import Series
+from logger.run_logger import parse_record
 
 NUMBERS = (float, int)
 """What JSON has; true and false are 1 and 0."""
@@ -129,7 +130,7 @@ def _read_metrics(run: RunRecord, path: Path) -> None:
     columns: dict[str, tuple[array[float], array[float]]] = {}
     bad, is_cut = 0, False
     for line, is_whole in _lines(path):
-        record = _record(line)
+        record = parse_record(line)
         if record is None:
             is_cut = is_cut or not is_whole
             bad += is_whole
@@ -170,16 +171,6 @@ def _lines(path: Path) -> Iterator[tuple[str, bool]]:
         for line in file:
             if line.strip("\0 \n"):
                 yield line, line.endswith("\n")
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int or abs(record["step"]) > 2**53:
-        return None
-    return record
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -236,10 +227,14 @@ def _read_summary(run: RunRecord) -> None:
     except (OSError, ValueError) as error:
         run.notes.append(f"summary.json cannot be read: {error}")
         return
-    if isinstance(summary, dict):
-        run.summary = summary
-    else:
+    if not isinstance(summary, dict):
         run.notes.append("summary.json cannot be read: it holds no object")
+        return
+    step = _number(summary.get("step"))
+    if step < run.last_step:
+        run.notes.append(f"summary.json is of step {step:,.0f}, and the run went on: it is left out.")
+        return
+    run.summary = summary
 
 
 def _fingerprint(folder: Path) -> str | None:

@@ -96,7 +96,10 @@ def read_sample(event: Event) -> Sample | None:
             # The tokens before, if any, had no text alone: all of them make up the first character of this one.
             latest = max((each or 0 for each, _ in rest), default=0)
             known = [each for _, each in rest if each is not None]
-            pieces.append(Piece(text, latest or None, math.exp(min(0.0, sum(known))) if known else None))
+            size = 1 if latest and forward is None else len(text)
+            pieces.append(Piece(text[:size], latest or None, math.exp(min(0.0, sum(known))) if known else None))
+            if text[size:]:
+                pieces.append(Piece(text[size:]))
             rest = []
     return Sample(event.step, given, tuple(pieces))
 

@@ -30,8 +30,9 @@ def test_what_was_there_stays_where_the_disk_is_full(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, fails, full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         replace_bytes(path, b"new")
+    assert caught.value.filename == str(path)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["summary.json"]
 

@@ -161,3 +161,12 @@ def test_tokenizers_are_told_apart_by_their_files(tmp_path: Path) -> None:
         found.append(read_run(folder).tokenizer)
     assert found[0] == found[1] != found[2]
     assert read_run(write(tmp_path / "d", [step(1, loss=1.0)])).tokenizer is None
+
+
+def test_results_of_fewer_steps_are_not_those_of_the_run(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [step(2, loss=2.0), step(3, loss=1.0)])
+    (folder / "config.toml").write_text("[training]\nmax_steps = 9\n")
+    (folder / "summary.json").write_text(json.dumps({"step": 2, "evaluation": {"nats_per_token": 3.0}}))
+    run = read_run(folder)
+    assert (run.summary, run.state) == ({}, "ended")
+    assert any("summary.json is of step 2, and the run went on" in note for note in run.notes)

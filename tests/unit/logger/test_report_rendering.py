@@ -196,6 +196,21 @@ def test_runs_of_different_tokenizers_are_said_not_to_compare(tmp_path: Path) ->
     assert "tokenizers" not in same.words
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("[validation]\nfinal_rows = 2", True), ("[model]\nmax_position_embeddings = 8", True),
+        ('[data]\nrows = "padded"', True), ("[data]\nend_with_eos = false", True), ("[data]\nworkers = 2", False),
+        ("[validation]\ndraws = 2", False),
+    ],
+)  # fmt: skip
+def test_runs_that_are_judged_by_other_rows_are_said_to(other: str, said: bool, tmp_path: Path) -> None:
+    one, two = make_run(tmp_path / "a", steps=3), make_run(tmp_path / "b", steps=3)
+    with (two / "config.toml").open("a", encoding="utf-8") as file:
+        file.write(other + "\n")
+    assert ("their validation texts may differ" in page_of(one, two)[1].words) is said
+
+
 def test_unknown_metrics_have_a_section_of_their_own(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "quick", **{"temperature/cpu": 40.0, "phase": "<warm>", "void": None})
     with (folder / "metrics.jsonl").open("a") as file:

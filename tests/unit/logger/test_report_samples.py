@@ -72,3 +72,10 @@ def test_a_long_run_shows_some_of_its_steps_and_several_runs_share_a_slider() ->
     assert (steps[0], steps[-2], steps[-1]) == (1, 100, 5)
     assert html.count("<article") == 1 and 'max="7"' in html
     assert "<h4>long</h4>" in html and "<h4>other</h4>" in html
+
+
+def test_what_was_given_behind_half_a_character_stays_given() -> None:
+    logprobs = [None, 0.0, None]
+    sample = read_sample(event(tokens=["the", "", "\ufffd sat"], step_map=[None, 1, None], logprobs=logprobs))
+    assert sample is not None
+    assert sample.pieces == (Piece("the"), Piece("\ufffd", 1, 1.0), Piece(" sat"))

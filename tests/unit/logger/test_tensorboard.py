@@ -52,3 +52,13 @@ def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
     config = LoggingConfig(tensorboard=TensorBoardConfig(enabled=True))
     assert open_sinks(config, tmp_path, 0, {}, lambda at, text: told.append(text)) == []
     assert len(told) == 1 and "[logging.tensorboard]" in told[0] and "uv sync --extra tensorboard" in told[0]
+
+
+def test_a_run_that_begins_anew_in_its_folder_replaces_all(tmp_path: Path) -> None:
+    """As after a kill before the first checkpoint."""
+    for value, last in ((1.0, 5), (2.0, 3)):
+        logger = TensorBoardLogger(tmp_path)
+        for step in range(1, last + 1):
+            logger.metrics(step, {"loss": value})
+        logger.close()
+    assert scalars(tmp_path) == {"loss": [(1, 2.0), (2, 2.0), (3, 2.0)]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -214,3 +215,29 @@ def test_the_package_itself_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert log.stem == f"run-{(tmp_path / RUN_ID).read_text().strip()}"
     assert b"lr/hidden" in log.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode"), [("run", "online"), ("dryrun", "offline"), ("online", "online"), ("", "online")]
+)
+def test_what_the_environment_asks_for(asked: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0")
+    monkeypatch.setenv("WANDB_MODE", asked)
+    assert choose_mode(WandbConfig()) == (mode, None)
+
+
+def test_an_unknown_mode_is_named_and_nothing_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0")
+    monkeypatch.setenv("WANDB_MODE", "offlien")
+    mode, said = choose_mode(WandbConfig())
+    assert mode == "offline" and said is not None and said.startswith("WANDB_MODE=offlien is none of online, offline")
+
+
+def test_the_table_has_the_samples_from_before_a_run_went_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = [{"step": 1, "event": "sample", "text": "one"}, {"step": 1, "metrics": {"loss": 1.0}}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + "{half")
+    fake = FakeWandb()
+    (sink,), _ = open_with(fake, monkeypatch, tmp_path, step=1, artifacts=("samples",), mode="offline")
+    sink.event(2, "sample", "two")
+    sink.close(0)
+    assert ("log", {"samples": (["step", "text"], [[1, "one"], [2, "two"]])}) in fake.run.calls

@@ -147,8 +147,8 @@ def test_configs_of_the_points(base: Path) -> None:
 
 
 def test_texts_and_arrays_as_values(base: Path) -> None:
-    made = points_of(base, 'samples.infills=["a, [MASK:1]","b"],["c"]', "optimizer.kind=adamw,muon")
-    assert [each.samples.infills for each in made[::2]] == [("a, [MASK:1]", "b"), ("c",)]
+    made = points_of(base, 'samples.infills=["a, [MASK:1]","[MASK:2]b"],["[MASK:1]"]', "optimizer.kind=adamw,muon")
+    assert [each.samples.infills for each in made[::2]] == [("a, [MASK:1]", "[MASK:2]b"), ("[MASK:1]",)]
     assert [each.optimizer.kind for each in made] == ["adamw", "muon"] * 2
 
 

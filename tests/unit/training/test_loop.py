@@ -116,7 +116,7 @@ def test_a_directory_of_something_else_is_refused(config: TrainConfig) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": {"infills": ["no hole"]}}, r"samples\.infills = \['no hole'\]: .*\[MASK:n\]"),
+        ({"samples": {"infills": ["no hole [MASK:0]"]}}, r"samples\.infills = \['no hole \[MASK:0\]'\]: .*\[MASK:n\]"),
         ({"samples": {"infills": ["cat [MASK:40]"]}}, r"samples\.infills.*max_position_embeddings = 16; shorten"),
         (
             {"samples": {"infills": ["[MASK:2] cat"]}, "model": {"logit_alignment": "shifted"}},

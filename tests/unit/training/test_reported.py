@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.train import train_as_rank
 from config.train import TrainConfig
 from diffusionlm.training.loop import train
 from diffusionlm.training.reported import commit_of
@@ -44,6 +47,50 @@ def test_a_run_that_fails_says_so_in_its_record_and_on_its_page(
     assert events(config)[-1] == (0, "failed", "failed after step 0: the disk is <full>")
     page = (config.run.directory / "report.html").read_text(encoding="utf-8")
     assert 'class="state failed"' in page and "the disk is &lt;full&gt;" in page
+
+
+def test_a_complete_run_that_goes_on_has_no_results_until_its_new_end(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(config).summary is not None
+    longer = config.model_copy(
+        update={
+            "training": config.training.model_copy(update={"max_steps": 10}),
+            "checkpoint": config.checkpoint.model_copy(update={"config_change": "accept"}),
+        }
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("diffusionlm.training.loop.train_step", lambda *args: fail())
+        with pytest.raises(ValueError, match="no more"):
+            train(longer)
+    run = read_run(config.run.directory)
+    assert (run.summary, run.state) == ({}, "failed")
+    ended = train(longer)
+    assert ended.summary is not None and ended.summary.step == 10
+    assert read_run(config.run.directory).result("step") == 10
+
+
+def fail() -> None:
+    raise ValueError("no more")
+
+
+def test_a_damaged_summary_is_named_with_the_remedy(config: TrainConfig) -> None:
+    train(config)
+    summary = config.run.directory / "summary.json"
+    summary.write_text('{"step": 8', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"summary\.json cannot be read .*: remove it, and the same command"):
+        train(config)
+    summary.unlink()
+    assert train(config).summary is not None
+
+
+def test_nobody_has_to_read_standard_error(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert train_as_rank(config) == 0
+    assert read_run(config.run.directory).state == "complete"
 
 
 def test_a_page_that_cannot_be_written_is_an_event_and_not_the_end(

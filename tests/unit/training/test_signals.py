@@ -15,7 +15,9 @@ from diffusionlm.diffusion.objectives import DiffusionObjective
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train
-from diffusionlm.training.signals import HANDLED, StopRequest
+from diffusionlm.training.signals import HANDLED, StoppedError, StopRequest
+from diffusionlm.training.validation import Validator
+from logger.report import read_run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -81,3 +83,33 @@ def test_the_exit_code_is_128_and_the_signal(config: TrainConfig, monkeypatch: p
     monkeypatch.setattr(loop, "train", lambda _: loop.TrainResult(3, None, signal.SIGUSR1))
     path = config.run.directory.parent / "train.toml"
     assert main(["--config", str(path)]) == 128 + signal.SIGUSR1
+
+
+def test_what_can_be_made_again_ends_at_the_first_signal() -> None:
+    with StopRequest() as stop, pytest.raises(StoppedError), stop.at_once():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.signal == signal.SIGTERM
+    with pytest.raises(StoppedError), stop.at_once():
+        raise AssertionError("it came before")
+    shared = StopRequest(is_shared=True)
+    with shared.at_once():
+        shared._remember(signal.SIGTERM, None)
+    assert shared.received == signal.SIGTERM, "no rank leaves the others alone"
+
+
+def test_a_signal_in_the_final_evaluation_ends_it_and_the_command_makes_it_again(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def final(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validator, "final", final)
+        ended = train(config)
+    assert (ended.step, ended.stopped_by, ended.summary) == (8, signal.SIGTERM, None)
+    assert "all steps are done and saved; the same command makes the final evaluation" in capsys.readouterr().err
+    assert read_run(config.run.directory).state == "stopped"
+    again = train(config)
+    assert (again.step, again.stopped_by) == (8, None) and again.summary is not None
+    assert read_run(config.run.directory).state == "complete"

@@ -1,0 +1,49 @@
+"""metrics.jsonl, taken back to where a run goes on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from logger import JsonLinesLogger
+
+
+def after(path: Path, content: bytes, step: int) -> list[bytes]:
+    """The lines when a run that goes on from the step has said one more thing."""
+    path.write_bytes(content)
+    logger = JsonLinesLogger(path, step)
+    logger.event(step, "data", "again")
+    logger.close()
+    *lines, rest = path.read_bytes().split(b"\n")
+    assert rest == b"" and json.loads(lines.pop()) == {"step": step, "event": "data", "text": "again"}
+    return lines
+
+
+def test_what_comes_later_is_made_again(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "metrics": {"loss": 1.0}}).encode() for step in (1, 2, 3, 2, 4)]
+    assert after(tmp_path / "a", b"\n".join(lines) + b"\n", 2) == [lines[0], lines[1], lines[3]]
+    assert after(tmp_path / "a", b"", 0) == []
+
+
+def test_a_last_line_without_its_end_is_whole_or_dropped(tmp_path: Path) -> None:
+    whole, half = b'{"step": 1, "event": "x", "text": ""}', b'{"step": 1, "metr'
+    assert after(tmp_path / "a", whole + b"\n" + whole, 1) == [whole, whole]
+    assert after(tmp_path / "a", whole + b"\n" + half, 1) == [whole]
+
+
+@pytest.mark.parametrize("odd", [b"{}", b"123", b"[1]", b"null", b'{"step": "x"}', b"\xff\xfe", b"", b"no", b"\0\0"])
+def test_a_damaged_line_stays_and_stops_nothing(odd: bytes, tmp_path: Path) -> None:
+    whole = b'{"step": 1, "event": "x", "text": ""}'
+    assert after(tmp_path / "a", whole + b"\n" + odd + b"\n" + whole + b"\n", 1) == [whole, odd, whole]
+
+
+def test_values_stand_beside_the_words(tmp_path: Path) -> None:
+    logger = JsonLinesLogger(tmp_path / "metrics.jsonl")
+    logger.event(3, "sample", "a cat", {"filled": "cat", "step_map": [1, None]})
+    logger.close()
+    values = {"filled": "cat", "step_map": [1, None]}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 3, "event": "sample", "text": "a cat", "values": values,
+    }  # fmt: skip
