@@ -65,7 +65,7 @@ def build_table(sweep: SweepDirectory) -> Table:
         status = _status(run.status, result)
         rows.append(TableRow(run.name, values, status, run.seconds, tuple(run.error), run.jobs, result))
     if command != "train":
-        return Table(command, keys, tuple(rows), tuple(_notes_of_speed(rows)))
+        return Table(command, keys, tuple(rows), (*_notes_of_models(keys), *_notes_of_speed(rows)))
     by_bytes = any(key.startswith(_COMPARED_BY_BYTES) for key in keys)
     ranked = _ranked(rows, "bits_per_byte" if by_bytes else "bound")
     return Table(command, keys, tuple(ranked), tuple(_notes(keys, ranked, by_bytes)))
@@ -111,6 +111,12 @@ def _notes(keys: Sequence[str], rows: Sequence[TableRow], by_bytes: bool) -> lis
     if any(not row.result.is_final and row.result.numbers.get("bound") for row in rows):
         notes.append("Numbers of runs that are not done are those of their last validation.")
     return [*notes, *_notes_of_speed(rows)]
+
+
+def _notes_of_models(keys: Sequence[str]) -> list[str]:
+    if "model.path" not in keys:
+        return []
+    return ["The runs differ in their model: log-probabilities and tokens compare where the tokenizer is the same."]
 
 
 def _notes_of_speed(rows: Sequence[TableRow]) -> list[str]:

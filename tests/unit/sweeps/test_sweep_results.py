@@ -246,3 +246,9 @@ def test_the_page_of_inference_runs(tmp_path: Path) -> None:
     assert [text for tag, text in page.texts if tag == "pre"][:2] == ["given", "made"]
     assert "white space alone" in html
     assert "Outputs, side by side" in html
+
+
+@pytest.mark.parametrize(("key", "said"), [("model.path", True), ("generation.steps", False)])
+def test_models_of_other_tokens_do_not_compare(key: str, said: bool, tmp_path: Path) -> None:
+    notes = " ".join(build_table(sweep_of(tmp_path, "infer", key)).notes)
+    assert ("where the tokenizer is the same" in notes) is said
