@@ -103,7 +103,7 @@ every_steps = 1
 
 @pytest.fixture(scope="module")
 def uninterrupted(config: Path) -> Path:
-    result = run("--config", config)
+    result = run_here("--config", config)
     assert result.returncode == 0, result.stderr
     for part in (
         "validation bound",
@@ -167,7 +167,7 @@ def test_interrupted_runs_give_the_same_numbers_bit_for_bit(config: Path, uninte
     directory = tmp_path / "run"
     assert interrupt(config, directory, 4, signal.SIGINT, workers=1) == 130
     assert interrupt(config, directory, 20, signal.SIGKILL, workers=2) == -signal.SIGKILL
-    result = run("--config", config, "--set", f"run.directory={directory}")
+    result = run_here("--config", config, "--set", f"run.directory={directory}")
     assert result.returncode == 0, result.stderr
     assert "going on from" in result.stderr
     assert numbers(directory) == numbers(uninterrupted)
