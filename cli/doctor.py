@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, look, tell. Returns 1 where something is broken."""
     arguments = _parser().parse_args(argv)
     report = examine(arguments.directory, is_quick=arguments.quick, check_kernel=_check_kernel)
-    print(report.to_json() if arguments.json else render(report, shutil.get_terminal_size((110, 24)).columns))
+    text = report.to_json() if arguments.json else render(report, shutil.get_terminal_size((110, 24)).columns)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Whoever reads has enough; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if report.is_broken else 0
 
 

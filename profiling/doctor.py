@@ -20,7 +20,7 @@ Facts = dict[str, dict[str, str]]
 """Section -> name -> what is so."""
 
 TITLES = {"broken": "broken", "slow": "slow here", "note": "to know"}
-_TOOLS = ("git", "just", "tmux", "rsync", "ssh")
+_TOOLS = ("git", "just", "tmux", "ssh")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def examine(runs: Path, *, is_quick: bool, check_kernel: Callable[[], str]) -> R
         "software": _software(machine, torch, triton),
         "processor": _processor(machine, torch),
         "memory": _memory(machine),
-        "disk": _disk(machine, speeds),
+        "disk": _disk(machine),
         "GPU": _gpus(torch, known),
         "network": _network(machine),
         "services": services(os.environ, Path.home()),
@@ -82,7 +82,7 @@ def _try_kernel(torch: Torch, check_kernel: Callable[[], str]) -> tuple[str, Fin
         return f"{version}; {check_kernel()}", None
     except Exception as error:  # a compiler may raise anything
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        remedy = "pip install --force-reinstall triton, and a C compiler for it"
+        remedy = "uv sync --reinstall-package triton, and a C compiler for it"
         weight = "broken" if torch.gpus else "note"
         return f"{version}, does not work", Finding(weight, "Triton's kernel does not work", why, remedy)  # type: ignore[arg-type]
 
@@ -91,7 +91,7 @@ def _software(machine: Machine, torch: Torch, triton: str) -> dict[str, str]:
     return {
         "Python": machine.python,
         "uv": machine.uv or "not found",
-        "torch": f"{torch.version}, built for {torch.build}" if torch.version else f"missing: {torch.problem}",
+        "torch": f"{torch.version}, built for {torch.build}" if torch.version else f"cannot be used: {torch.problem}",
         "Triton": triton,
         "system": machine.system,
         "allocator": machine.allocator,
@@ -124,16 +124,13 @@ def _memory(machine: Machine) -> dict[str, str]:
     }
 
 
-def _disk(machine: Machine, speeds: Speeds) -> dict[str, str]:
+def _disk(machine: Machine) -> dict[str, str]:
     storage = machine.storage
-    facts = {
+    return {
         "runs": f"{storage.path} ({storage.kind}){'' if storage.is_writable else ', not writable'}",
         "free": size(storage.free),
         "open files": "no limit" if machine.open_files < 0 else f"{machine.open_files:,} at once (ulimit -n)",
     }
-    if speeds.fsync is not None:
-        facts["fsync"] = f"{1000 * speeds.fsync:.2g} ms for 4 KiB"
-    return facts
 
 
 def _gpus(torch: Torch, known: list[str]) -> dict[str, str]:
@@ -189,7 +186,7 @@ def _measured(speeds: Speeds) -> dict[str, str]:
     if speeds.bandwidth is not None:
         facts["memory"] = f"{speeds.bandwidth / 1e9:,.1f} GB/s read and written by a copy"
     if speeds.fsync is not None:
-        facts["fsync"] = f"{1000 * speeds.fsync:.2g} ms"
+        facts["fsync"] = f"{1000 * speeds.fsync:.2g} ms for 4 KiB"
     return facts
 
 

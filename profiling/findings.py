@@ -67,8 +67,11 @@ def find(machine: Machine, torch: Torch, missing: list[str], drivers: list[str],
 def _of_software(machine: Machine, torch: Torch, missing: list[str]) -> Iterator[Finding]:
     if machine.version < MIN_PYTHON:
         yield Finding("broken", f"Python {machine.version[0]}.{machine.version[1]}", "3.11 is the oldest", "uv sync")
-    if torch.version is None:
-        yield Finding("broken", "torch cannot be imported", torch.problem, "uv sync")
+    if torch.version is None and "torch" in missing:
+        yield Finding("broken", "torch is missing", torch.problem, "uv sync")
+    elif torch.version is None:
+        remedy = "uv sync --reinstall-package torch; --reinstall also replaces what torch needs"
+        yield Finding("broken", "torch cannot be used", torch.problem, remedy)
     others = [name for name in missing if name != "torch"]
     if others:
         yield Finding("broken", f"missing: {', '.join(others)}", "the project depends on them", "uv sync")

@@ -70,7 +70,7 @@ class Memory:
     limit: int | None
     """Of the control group; None: none below the machine's."""
     used: int | None
-    """By the control group."""
+    """By the control group, without the copies of files that it would give back."""
     shared_total: int | None
     """Of /dev/shm, through which NCCL joins the GPUs of a machine."""
     shared_free: int | None
@@ -176,13 +176,16 @@ def read_memory(root: Path) -> Memory:
             known[name] = 1024 * int(value.split()[0])
     limits = []
     for folder in group_folders(root, "memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        for limit_name, used_name, given_back in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit = number_of(folder / limit_name)
+            limit, used = number_of(folder / limit_name), number_of(folder / used_name)
             if limit is not None and limit < min(_NO_LIMIT, known.get("MemTotal", _NO_LIMIT)):
-                limits.append((limit, number_of(folder / used_name)))
+                # Of files that were read or written it keeps copies in memory, and gives that to whoever wants it.
+                copies = dict(line.split(maxsplit=1) for line in text_of(folder / "memory.stat").splitlines())
+                used = None if used is None else max(0, used - int(copies.get(given_back, 0)))
+                limits.append((limit, used))
     limit, used = min(limits, key=lambda pair: pair[0]) if limits else (None, None)
     shared = root / "dev/shm"
     room = shutil.disk_usage(shared) if shared.is_dir() else None

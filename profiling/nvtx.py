@@ -1,5 +1,6 @@
-"""Ranges for Nsight Systems. ``DIFFUSIONLM_NVTX`` says how many: ``coarse`` (the parts of a step), ``fine`` (each block
-as well) or ``verbose`` (attention and feed-forward of each block, too).
+"""Ranges for Nsight Systems. ``DIFFUSIONLM_NVTX`` says how many: ``coarse`` (the parts of a training step, and forwards
+that decode or judge), ``fine`` (in training each block as well) or ``verbose`` (attention and feed-forward of each
+block, too).
 
 Without the variable or without CUDA nothing happens, but for the coarse ranges while torch's profiler records: then
 they are rows of its table.
@@ -10,11 +11,24 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 Level = Literal["coarse", "fine", "verbose"]
 VARIABLE = "DIFFUSIONLM_NVTX"
+
+
+def asked_level() -> str | None:
+    """What the variable says; None: nothing.
+
+    Raises:
+        ValueError: it names no level.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    levels = get_args(Level)
+    if asked and asked not in levels:
+        raise ValueError(f"{VARIABLE} = {asked!r} is no level: set it to {', '.join(levels)}, or leave it out")
+    return asked or None
 
 
 def enabled(level: Level = "coarse") -> bool:
@@ -23,13 +37,9 @@ def enabled(level: Level = "coarse") -> bool:
     Raises:
         ValueError: the variable names no level.
     """
-    asked = os.environ.get(VARIABLE, "")
-    if not asked:
-        return False
+    asked = asked_level()
     levels = get_args(Level)
-    if asked not in levels:
-        raise ValueError(f"{VARIABLE} = {asked!r} is no level: set it to {', '.join(levels)}, or leave it out")
-    if levels.index(level) > levels.index(asked):
+    if asked is None or levels.index(level) > levels.index(asked):
         return False
     import torch
 
@@ -43,12 +53,6 @@ def range(name: str, level: Level = "coarse") -> contextlib.AbstractContextManag
     if level == "coarse" and _is_profiled():
         return _record_function(name)
     return contextlib.nullcontext()
-
-
-def mark(name: str, level: Level = "coarse") -> None:
-    """A named moment."""
-    if enabled(level):
-        _torch_nvtx().mark(name)
 
 
 @contextlib.contextmanager
@@ -67,8 +71,11 @@ def watch_modules(modules: dict[str, Any], level: Level) -> None:
         return
     nvtx = _torch_nvtx()
 
-    def begin(name: str) -> Any:
-        return lambda module, inputs: nvtx.range_push(name)
+    def begin(name: str) -> Callable[[Any, Any], None]:
+        def push(module: Any, inputs: Any) -> None:
+            nvtx.range_push(name)  # What it returns would take the place of the inputs.
+
+        return push
 
     def end(module: Any, inputs: Any, output: Any) -> None:
         nvtx.range_pop()

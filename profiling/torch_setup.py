@@ -34,9 +34,9 @@ class Torch:
     """The one that is installed."""
 
     version: str | None
-    """None: it cannot be imported."""
+    """None: it cannot be used."""
     problem: str
-    """Why it cannot be imported; empty: it can."""
+    """Why it cannot be used; empty: it can."""
     build: str = ""
     """``CUDA 13.2``, ``ROCm 6.4`` or ``CPU``."""
     threads: int = 0
@@ -55,7 +55,18 @@ def read_torch() -> Torch:
     try:
         torch: Any = importlib.import_module("torch")
     except Exception as error:  # a broken installation raises anything
-        return Torch(None, f"{type(error).__name__}: {error}".splitlines()[0])
+        return Torch(None, _first_line(error))
+    try:
+        return _asked(torch)
+    except Exception as error:  # one that is not whole as well
+        return Torch(None, f"{getattr(torch, '__file__', None) or 'its folder'} is not whole: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _asked(torch: Any) -> Torch:
     gpus, problem = _read_gpus(torch)
     return Torch(
         version=str(torch.__version__),

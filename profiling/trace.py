@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,13 +17,36 @@ PARTS = ("data", "forward", "backward", "optimizer")
 
 
 class StepProfiler:
-    """Profiles cycles of steps: wait, warm-up, active. Without active steps it does nothing."""
+    """Profiles cycles of steps: wait, warm-up, active. Without active steps it does nothing.
 
-    def __init__(self, config: ProfilerConfig, directory: Path, device: str = "cpu") -> None:
+    What cannot be written is said, once, and never ends a run.
+    """
+
+    def __init__(
+        self,
+        config: ProfilerConfig,
+        directory: Path,
+        device: str = "cpu",
+        first_step: int = 0,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        """
+        Args:
+            config: which steps.
+            directory: of the tables and traces; made with the first of them.
+            device: of the run.
+            first_step: steps that the run had made before.
+            tell: is told what was written, what could not be, and that nothing was.
+        """
         self.config = config
         self.directory = directory
         self.device = device
+        self.first_step = first_step
+        self.tell = tell
         self._profile: Any = None
+        self._numbers: list[int] = []
+        """Of the cycles that are over."""
+        self._has_failed = False
 
     def __enter__(self) -> StepProfiler:
         if self.config.active:
@@ -32,6 +56,9 @@ class StepProfiler:
             if self.device == "cuda":
                 activities.append(profiler.ProfilerActivity.CUDA)
             config = self.config
+            # Both were asked for: steps without a warm-up, and cycles that have each their own events.
+            for message in ("Profiler won't be using warmup", "(Warning: )?Profiler clears events"):
+                warnings.filterwarnings("ignore", message)
             schedule = profiler.schedule(
                 wait=config.wait, warmup=config.warmup, active=config.active, repeat=config.repeat
             )
@@ -49,19 +76,44 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._profile is not None:
+        if self._profile is None:
+            return
+        try:
             self._profile.stop()
+            if not self._numbers and error is None:
+                begin = self.first_step + self.config.wait + self.config.warmup + 1
+                self.tell(f"the profiler recorded nothing: the run ended before step {begin}, its first")
+        except Exception:
+            if error is None:  # else why the run ended matters more
+                raise
 
     def _write(self, profile: Any) -> None:
         """``trace-N.json`` (for Perfetto or chrome://tracing) and ``table-N.txt`` (the parts of a step, then its
-        operators); N is the step behind the cycle."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        number = profile.step_num
-        profile.export_chrome_trace(str(self.directory / f"trace-{number}.json"))
+        operators); N is the step of the run behind the cycle."""
+        number = self.first_step + profile.step_num
+        averages = profile.key_averages()
+        if number in self._numbers or all(row.key != "step" for row in averages):
+            return  # a cycle that had no whole step yet when the run ended
+        self._numbers.append(number)
+        trace, table = (self.directory / name for name in (f"trace-{number}.json", f"table-{number}.txt"))
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            trace.unlink(missing_ok=True)
+            profile.export_chrome_trace(str(trace))
+            if not trace.is_file():  # torch says so to nobody
+                raise FileNotFoundError(f"{trace} was not written")
+            table.write_text(self._table(averages), encoding="utf-8")
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self.tell(f"a profile could not be written: {error}; going on without")
+        else:
+            self.tell(f"profiled up to step {number}: {table} has the table, {trace.name} beside it the trace")
+
+    def _table(self, averages: Any) -> str:
         sort_by = "self_cuda_time_total" if self.device == "cuda" else "self_cpu_time_total"
-        table = profile.key_averages().table(sort_by=sort_by, row_limit=ROWS, max_name_column_width=60)
-        parts = part_table(profile.key_averages())
-        (self.directory / f"table-{number}.txt").write_text(f"{parts}{table}\n", encoding="utf-8")
+        table = averages.table(sort_by=sort_by, row_limit=ROWS, max_name_column_width=60)
+        return f"{part_table(averages)}{table}\n"
 
 
 def part_table(averages: Iterable[Any]) -> str:

@@ -116,6 +116,19 @@ def test_arrows_go_one_way(module: str) -> None:
         assert allowed, f"{PATHS[module].relative_to(ROOT)} ({room}) may not import {target}"
 
 
+def test_the_guide_has_the_same_arrows() -> None:
+    """Its table says the rooms of the package by their last name, and ``diffusionlm.*`` for all of them."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    told: dict[str, set[str]] = {}
+    for room, _, allowed in table:
+        told[room.strip("`")] = reached = set()
+        for name in allowed.partition(";")[0].replace("`", "").split(", "):
+            known: dict[str, set[str]] = {"nothing": set(), "everything": EVERYTHING - {"cli"}, "diffusionlm.*": CORE}
+            reached |= known.get(name, {name if name in EVERYTHING else f"diffusionlm.{name}"})
+    assert told == ARROWS
+
+
 @pytest.mark.parametrize("module", [name for name in TREES if name.split(".")[0] in TORCHLESS])
 def test_leaves_name_no_torch(module: str) -> None:
     assert not [target for target in imports(module) if target.split(".")[0] == "torch"]

@@ -11,9 +11,11 @@ from pathlib import Path
 from torch import Tensor
 
 from config.families import natural_family
+from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
 from diffusionlm.checkpoints.manifest import MANIFEST, Entries, entries_of
 from files.atomic import replace_text
+from profiling.flops import count_idle_parameters
 
 CARD = "README.md"
 TRAINING_HEADING = "## Training"
@@ -96,7 +98,9 @@ def write_card(
     if source is not None:
         made += _conversion_section(source)
     name = None if training is None else training.name
-    datasets = () if training is None else tuple(each.dataset for each in training.sources if each.dataset)
+    datasets = () if source is None else _datasets_of(_card_in(source))
+    if training is not None:
+        datasets += tuple(each.dataset for each in training.sources if each.dataset)
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _OUTSIDE]
     numbers = sum(weight.numel() for weight in weights.values())
     text = _card(config, numbers, entries_of(folder, files), made, name, datasets)
@@ -170,7 +174,7 @@ def _architecture(config: ModelConfig, family: str, numbers: int) -> dict[str, s
         "parameters": f"{numbers:,}",
         "layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
-        "feed-forward size": config.intermediate_size,
+        "feed-forward size": _feed_forward_size(config),
         "heads": f"{config.num_attention_heads} of {config.head_dim}",
         "key-value heads": config.num_key_value_heads,
         "context": f"{config.max_position_embeddings:,} tokens",
@@ -182,8 +186,17 @@ def _architecture(config: ModelConfig, family: str, numbers: int) -> dict[str, s
         "output that predicts token i": "i - 1" if config.logit_alignment == "shifted" else "i",
     }
     if config.num_experts:
+        active = numbers - count_idle_parameters(config)
+        rows["parameters"] = f"{numbers:,}, of which a token meets {active:,}"
         rows["experts"] = f"{config.num_experts_per_tok} of {config.num_experts} for each token"
     return {key: str(value) for key, value in rows.items()}
+
+
+def _feed_forward_size(config: ModelConfig) -> str:
+    is_sparse = {config.is_sparse(layer) for layer in range(config.num_hidden_layers)}
+    whole = [str(config.intermediate_size)] if False in is_sparse else []
+    experts = [f"{config.moe_intermediate_size} of each expert"] if True in is_sparse else []
+    return ", ".join(whole + experts)
 
 
 def _training_section(training: Training) -> str:
@@ -207,7 +220,8 @@ def _training_section(training: Training) -> str:
         f"{TRAINING_HEADING}\n\n{_table(rows)}\n\n"
         f"Data:\n\n| source | where | identity | share |\n|---|---|---|---|\n{data}\n\n"
         f"Objective:\n\n{_fenced(training.objective, 'toml')}\n\n"
-        f"Made again by, with the `config.toml` beside this file:\n\n{_fenced(training.command, 'bash')}\n\n"
+        "Made again by this, typed where the run was started, since relative paths begin there; DIR is where the run "
+        f"saved the model and its `config.toml`:\n\n{_fenced(training.command, 'bash')}\n\n"
     )
 
 
@@ -218,10 +232,7 @@ def _told(bound: Bound) -> str:
 
 def _conversion_section(source: Path) -> str:
     """What is known of a model that was converted, from the card of the other one."""
-    try:
-        card = (source / CARD).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        card = ""
+    card = _card_in(source)
     there = _section(card)
     if there is None:
         name = _plain(source.resolve().name)
@@ -234,6 +245,25 @@ def _conversion_section(source: Path) -> str:
     return f"{TRAINING_HEADING}\n\n{note}\n\n{body}\n\n"
 
 
+def _card_in(source: Path) -> str:
+    """Whosever it is; empty: there is none that can be read."""
+    try:
+        return (source / CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _datasets_of(card: str) -> tuple[str, ...]:
+    """Of the head of a card of ours."""
+    head = re.match(r"---\nlibrary_name: diffusionlm\n.*?^---$", card, re.DOTALL | re.MULTILINE)
+    named = re.search(r"^datasets: (\[.*\])$", head[0], re.MULTILINE) if head else None
+    try:
+        names = json.loads(named[1]) if named else []
+    except ValueError:  # Somebody wrote it anew.
+        return ()
+    return tuple(name for name in names if isinstance(name, str))
+
+
 def _section(card: str) -> str | None:
     """What a card of ours says of training, from its heading on; None: it is none, or says nothing."""
     if "library_name: diffusionlm" not in card:
@@ -243,12 +273,16 @@ def _section(card: str) -> str | None:
 
 
 def _use_section(config: ModelConfig) -> str:
-    shell = 'diffusionlm-infer --model . --prompt "..."'
+    """Commands that fit the context, and leave room for a prompt."""
+    context = config.max_position_embeddings
+    new = "" if context >= 2 * DEFAULT_NEW_TOKENS else f" --max-new-tokens {max(1, context // 2)}"
+    shell = f'diffusionlm-infer --model . --prompt "..."{new}'
     if config.block_length is None:
-        shell += '\ndiffusionlm-infer --model . --infill "before [MASK:6] after"'
+        hole = "before [MASK:6] after" if context >= 32 else f"a[MASK:{max(1, context // 4)}]b"
+        shell += f'\ndiffusionlm-infer --model . --infill "{hole}"'
     python = (
         'import diffusionlm\n\nmodel = diffusionlm.load_model(".")\ntokenizer = diffusionlm.load_tokenizer(".")\n'
-        "options = diffusionlm.GenerationConfig(max_new_tokens=32)\n"
+        f"options = diffusionlm.GenerationConfig(max_new_tokens={max(1, min(32, context // 2))})\n"
         'done = diffusionlm.generate(model, [tokenizer.encode("...")], options)\n'
         "print(tokenizer.decode(done[0].token_ids))"
     )

@@ -20,6 +20,7 @@ from diffusionlm.diffusion.corruption import choose_counts, counts_at, unit_numb
 from diffusionlm.diffusion.layout import Layout, target_places
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.models.transformer import Transformer
+from profiling import nvtx
 
 NUM_FRACTION_BINS = 10
 
@@ -256,7 +257,8 @@ def masked_nll(model: Transformer, layout: Layout, batch: Batch, masked_BL: NDAr
     places_R = target_places(draw, layout.alignment).numpy()
     draw = draw.to(model.lm_head.weight.device)
     score = Score(draw.targets_R, draw.weights_R, excluded_token=layout.mask_token)
-    scored = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
+    with nvtx.range("likelihood: forward"):
+        scored = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
     nll_R = scored.nll_R.double().cpu().numpy()
     if np.isnan(nll_R).any():
         raise ValueError(

@@ -25,6 +25,7 @@ from diffusionlm.inference.requests import Request
 from diffusionlm.models.cache import KeyValueCache, Slots
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal
 from diffusionlm.models.transformer import Transformer
+from profiling import nvtx
 
 
 def open_logits(
@@ -98,11 +99,12 @@ class Forwards:
         if self._is_guided:
             canvases += [_ungiven(request, span.visible) for request, span in zip(active, spans, strict=True)]
             spans, read = [*spans, *spans], [*read, *read]
-        if self._cache is None:
-            logits_RV = open_logits(self._model, canvases, read, self._block_length)
-        else:
-            self._hold(active)
-            logits_RV = self._cached(canvases, read, spans)
+        with nvtx.range(self._name(active, spans)):
+            if self._cache is None:
+                logits_RV = open_logits(self._model, canvases, read, self._block_length)
+            else:
+                self._hold(active)
+                logits_RV = self._cached(canvases, read, spans)
         for request, span in zip(active, spans, strict=False):
             request.kept, request.is_fresh = span.kept, False
         if not self._is_guided:
@@ -126,6 +128,12 @@ class Forwards:
         if self._cache is None or request.is_fresh:
             return Span(0, visible, visible, first)
         return Span(min(first, first_read), after if self._config.cache == "dual" else visible, visible, first)
+
+    def _name(self, active: Sequence[Request], spans: Sequence[Span]) -> str:
+        """Of a forward's range: one that fills the cache with a text from its first token on is a prefill."""
+        pairs = () if self._cache is None else zip(active, spans, strict=False)
+        fills = any(request.is_fresh and span.start == 0 for request, span in pairs)
+        return "decoding: prefill" if fills else "decoding: forward"
 
     def _hold(self, active: Sequence[Request]) -> None:
         """Give up the keys and values of requests that are done."""

@@ -25,6 +25,7 @@ from diffusionlm.inference.forwards import open_logits
 from diffusionlm.inference.policies import Look, Policy, build_policy
 from diffusionlm.inference.reading import CHUNK_BYTES
 from diffusionlm.models.transformer import Transformer
+from profiling import nvtx
 
 LOGITS_BYTES = 1 << 30
 """Budget for the logits of one forward, counted in fp32; a single text may need more."""
@@ -103,9 +104,9 @@ def sampler_likelihood(
         while waiting and len(active) < batch_size:
             active.append(waiting.pop())
         some = _within_budget(active, model.config.vocab_size)
-        logits_RV = open_logits(
-            model, [text.canvas_L for text in some], [text.open_positions() for text in some], block_length
-        )
+        canvases, places = [text.canvas_L for text in some], [text.open_positions() for text in some]
+        with nvtx.range("likelihood: forward"):
+            logits_RV = open_logits(model, canvases, places, block_length)
         num_scored += reader.read(logits_RV, some)
         active = [*active[len(some) :], *(text for text in some if text.blocks)]
         if on_progress is not None:

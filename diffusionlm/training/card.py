@@ -35,7 +35,7 @@ def describe_training(run: Run, bound: Bound | None) -> Training:
         ),
         objective=to_toml(config.objective),
         optimizer=config.optimizer.kind,
-        command=f"{command} --config config.toml --set run.directory=runs/again",
+        command=f"{command} --config DIR/config.toml --set run.directory=runs/again",
         tokenizer_fingerprint=run.tokenizer.fingerprint,
         init_from=None if init_from is None else str(init_from),
         ema_decay=config.training.ema_decay,

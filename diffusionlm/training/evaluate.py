@@ -22,6 +22,7 @@ from diffusionlm.diffusion.chance import Stream
 from diffusionlm.diffusion.layout import Layout
 from diffusionlm.diffusion.likelihood import NelboForwards, choose_masked, ratio_and_error
 from diffusionlm.models.transformer import Transformer
+from profiling import nvtx
 from tokenizer import Tokenizer
 
 FILL_FRACTIONS = (0.15, 0.50)
@@ -207,7 +208,8 @@ def fill_accuracy(
         masked = masked_BL[some]
         draw = layout.draw(batch.rows(some), masked, np.ones(masked.shape), num_targets=0, denominator=0.0)
         draw = draw.to(model.lm_head.weight.device)
-        logits_RV = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R).float()
+        with nvtx.range("filling: forward"):
+            logits_RV = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R).float()
         logits_RV[:, mask_token] = float("-inf")
         hits_R5 = logits_RV.topk(min(5, logits_RV.shape[1]), dim=1).indices == draw.targets_R[:, None]
         common = 0 if commonest is None else int((draw.targets_R == commonest).sum())

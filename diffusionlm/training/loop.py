@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from config.runtime import ProfilerConfig
 from config.train import TrainConfig
 from ddp.process_group import process_group
 from ddp.reductions import sum_on_device
@@ -58,6 +59,7 @@ def train(config: TrainConfig) -> TrainResult:
     Raises:
         ValueError: anything that the user can mend; names the key or file.
     """
+    nvtx.asked_level()  # No run begins with a level that there is not.
     with (
         process_group(config.parallel, set_up_device(config.run, config.runtime.keep_freed_memory).type) as ranks,
         open_run_directory(config, ranks) as directory,
@@ -104,9 +106,15 @@ def train(config: TrainConfig) -> TrainResult:
 def train_to_the_end(run: Run, logger: RunLogger, stop: StopRequest) -> None:
     """All steps, or those before a signal, with what goes on around them."""
     config = run.config
+
+    def tell(text: str) -> None:
+        logger.event(run.progress.step, "profile", text)
+
+    section = config.profiler if run.ranks.is_first else ProfilerConfig()
+    folder = run.directory.path / "profile"
     with (
         GarbageCollection(config.runtime.garbage_collection) as garbage,
-        StepProfiler(config.profiler, run.directory.path / "profile", run.device.type) as profiler,
+        StepProfiler(section, folder, run.device.type, run.progress.step, tell) as profiler,
     ):
 
         def after_step(step: int) -> None:

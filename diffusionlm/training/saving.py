@@ -10,7 +10,7 @@ from torch import Tensor
 
 from config.dump import to_toml
 from diffusionlm.checkpoints.huggingface import save_model
-from diffusionlm.checkpoints.model_card import write_card
+from diffusionlm.checkpoints.model_card import Bound, write_card
 from diffusionlm.data.parts import identity_of
 from diffusionlm.training.card import describe_training
 from diffusionlm.training.checkpoint import Saved
@@ -51,6 +51,7 @@ def snapshot_of(run: Run) -> Snapshot:
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
         "average_updates": run.average.updates if run.average else 0,
         "guard": run.guard.state_dict(),
+        "validated": run.validated and vars(run.validated),
         "world_size": run.ranks.world_size,
         "torch": torch.__version__,
     }
@@ -99,6 +100,8 @@ def resume(run: Run) -> None:
     run.batches.start_at(saved.state["loader"])
     run.guard.load_state_dict(saved.state["guard"])
     run.progress = Progress(**saved.state["progress"])
+    validated = saved.state.get("validated")  # Older checkpoints do not say.
+    run.validated = validated and Bound(**validated)
     run.flops.start_at(run.progress.step, run.progress.seconds)
     run.say(f"going on from {saved.path}")
 

@@ -18,6 +18,7 @@ from ddp.process_group import Ranks
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.training import loop
 from diffusionlm.training.run import Run
+from profiling.trace import StepProfiler
 from tests.distributed.forked import run_ranks, spawn_ranks
 
 DDP = {"strategy": "ddp", "bucket_mib": 0.002}
@@ -197,3 +198,24 @@ def stopping_after(step: int) -> Iterator[None]:
         yield
     finally:
         loop.agree_on_step = original
+
+
+def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -> None:
+    """All ranks would write the same files."""
+    profiler = {"active": 1, "wait": 0, "warmup": 0}
+    config = made(config, tmp_path / "two", parallel=DDP, profiler=profiler, training={"max_steps": 1})
+
+    def act(ranks: Ranks) -> list[int]:
+        asked = []
+
+        class Noted(StepProfiler):
+            def __enter__(self) -> StepProfiler:
+                asked.append(self.config.active)
+                return super().__enter__()
+
+        loop.StepProfiler = Noted  # type: ignore[misc]
+        training(config)(ranks)
+        return asked
+
+    assert run_ranks(act, tmp_path) == [[1], [0]]
+    assert sorted(path.name for path in (tmp_path / "two/profile").iterdir()) == ["table-1.txt", "trace-1.json"]

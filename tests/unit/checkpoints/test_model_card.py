@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from cli.infer import main
 from config.convert import ConvertConfig
 from diffusionlm.checkpoints import model_card
 from diffusionlm.checkpoints.convert import convert, plan_conversion
@@ -33,7 +36,7 @@ TRAINING = Training(
     ),
     objective='kind = "masked_diffusion"\n',
     optimizer="muon",
-    command="diffusionlm-train --config config.toml --set run.directory=runs/again",
+    command="diffusionlm-train --config DIR/config.toml --set run.directory=runs/again",
     tokenizer_fingerprint="f00d",
     bound=Bound(3.98765, 0.0184, 40),
 )
@@ -85,7 +88,7 @@ def test_what_a_run_says_of_its_model(tiny_model: MakeModel, tmp_path: Path) -> 
     assert said["tokenizer"] == "`f00d`" and said["began as"] == "random numbers"
     assert "| stories | a file of stories | files/train/0a1b | 75.0% |\n| web |" in card
     assert '```toml\nkind = "masked_diffusion"\n```' in card
-    assert "```bash\ndiffusionlm-train --config config.toml --set run.directory=runs/again\n```" in card
+    assert "```bash\ndiffusionlm-train --config DIR/config.toml --set run.directory=runs/again\n```" in card
     assert "--infill" not in card, "blocks are written one after the other"
 
 
@@ -99,6 +102,42 @@ def test_kinds_of_models(tiny_model: MakeModel, tmp_path: Path) -> None:
     assert rows(experts)["experts"] == "2 of 4 for each token"
 
 
+@pytest.mark.parametrize(("dense", "size"), [((), "8 of each expert"), ((1,), "40, 8 of each expert")])
+def test_a_mixture_says_what_a_token_meets(
+    dense: tuple[int, ...], size: str, tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    """Two of the four experts, each three matrices of 24 x 8, are idle in each layer that has some."""
+    model = tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=dense)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    said = rows(card_of(model, tmp_path))
+    assert said["feed-forward size"] == size
+    met = numbers - (2 - len(dense)) * 2 * 3 * 24 * 8
+    assert said["parameters"] == f"{numbers:,}, of which a token meets {met:,}"
+
+
+@pytest.mark.parametrize("context", [8, 16, 33, 256])
+def test_what_it_says_of_use_fits_the_context(
+    context: int, tokenizer: Tokenizer, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(
+        vocab_size=tokenizer.vocab_size,
+        mask_token_id=tokenizer.mask_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        max_position_embeddings=context,
+        begin_with_eos=True,
+    )
+    save_model_directory(model, tokenizer, tmp_path / "model")
+    _, shell, python = re.split("```(?:bash|python)\n", (tmp_path / "model" / "README.md").read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path / "model")
+    commands = shell.partition("```")[0].strip().splitlines()
+    assert len(commands) == 2
+    for command in commands:
+        main(shlex.split(command)[1:])
+    assert ("--max-new-tokens" in commands[0]) == (context < 128)
+    exec(python.partition("```")[0], {})
+
+
 def test_text_of_others_stays_text(tiny_model: MakeModel, tmp_path: Path) -> None:
     odd = "a|b\n## Use\n<script>x</script> `c` [d](e) \\ **f**"
     source = Source(odd, odd, odd, 1.0, 'x"]\nlicense: mit')
@@ -109,6 +148,12 @@ def test_text_of_others_stays_text(tiny_model: MakeModel, tmp_path: Path) -> Non
     assert f"| {escaped} | {escaped} | {escaped} | 100.0% |" in card
     assert f"# {escaped}, " in card and rows(card)["began as"] == escaped
     assert "`````toml\n````\n## Use\n`````" in card
+
+
+@pytest.mark.parametrize("line", ['datasets: ["a/b", 3', "datasets:\n- a/b", "datasets: [1]", ""])
+def test_a_head_that_somebody_wrote_anew_names_no_datasets(line: str) -> None:
+    assert model_card._datasets_of(f'---\nlibrary_name: diffusionlm\n{line}\n---\n\ndatasets: ["c/d"]\n') == ()
+    assert model_card._datasets_of(f'---\n{line}\ndatasets: ["a/b"]\n---\n') == ()
 
 
 def sealed(tiny_model: MakeModel, target: Path) -> Path:
@@ -178,6 +223,11 @@ def test_a_converted_model_tells_what_it_was(tiny_model: MakeModel, tokenizer: T
     card = (tmp_path / "half" / "README.md").read_text(encoding="utf-8")
     assert card.count("\n## Training\n") == card.count("\n## Use\n") == 1
     assert "Converted from first\\_try, " in card and rows(card)["tokens seen"] == "327,680"
+    assert front_matter(card)["datasets"] == ["someone/stories"]
+    assert "DIR is where the run saved the model and its `config.toml`:" in card, "there is none beside this card"
+    again = ConvertConfig(source=tmp_path / "half", target=tmp_path / "quarter")
+    convert(plan_conversion(again), again, lambda text: None)
+    assert front_matter((tmp_path / "quarter" / "README.md").read_text())["datasets"] == ["someone/stories"]
     weights = hashlib.sha256((tmp_path / "half" / "model.safetensors").read_bytes()).hexdigest()
     assert weights in rows(card)["model.safetensors"]
     os.remove(source / "README.md")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -100,8 +103,24 @@ def test_memory_of_a_control_group(tmp_path: Path) -> None:
     lay_out(tmp_path, {"sys/fs/cgroup/a/memory.max": "500000", "sys/fs/cgroup/a/memory.current": "200000"})
     read = machine.read_memory(tmp_path)
     assert (read.limit, read.used, read.free) == (500_000, 200_000, 300_000)
+    lay_out(tmp_path, {"sys/fs/cgroup/a/memory.stat": "anon 20000\nactive_file 7\ninactive_file 150000\n"})
+    assert (machine.read_memory(tmp_path).used, machine.read_memory(tmp_path).free) == (50_000, 450_000)
     lay_out(tmp_path, {"sys/fs/cgroup/a/memory.max": "9223372036854771712"})  # how version 1 says none
     assert machine.read_memory(tmp_path).limit is None
+
+
+def test_memory_of_a_control_group_of_version_1(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory/a/memory"
+    files = {
+        "proc/meminfo": "MemTotal: 1000 kB\n",
+        "proc/self/cgroup": "4:memory:/a\n",
+        f"{group}.limit_in_bytes": "500000",
+        f"{group}.usage_in_bytes": "200000",
+        f"{group}.stat": "inactive_file 1\ntotal_inactive_file 150000\n",
+    }
+    lay_out(tmp_path, files)
+    read = machine.read_memory(tmp_path)
+    assert (read.limit, read.used, read.free) == (500_000, 50_000, 450_000)
 
 
 def test_processor_and_storage(tmp_path: Path) -> None:
@@ -134,7 +153,7 @@ ON_CPU = replace(TORCH, gpus=())
     ("facts", "weight", "what", "remedy"),
     [
         ({"machine": replace(SOUND, version=(3, 10))}, "broken", "Python 3.10", "uv sync"),
-        ({"torch": Torch(None, "no such module")}, "broken", "torch cannot be imported", "uv sync"),
+        ({"torch": Torch(None, "OSError: libcudart")}, "broken", "torch cannot be used", "uv sync --reinstall-package"),
         ({"missing": ("torch", "numpy")}, "broken", "missing: numpy", "uv sync"),
         ({"machine": variables(DIFFUSIONLM_NVTX="loud")}, "broken", "DIFFUSIONLM_NVTX = 'loud'", "coarse, fine, verb"),
         ({"torch": replace(TORCH, gpus=(), gpu_problem="driver too old")}, "broken", "torch cannot use", "nvidia-smi"),
@@ -257,6 +276,7 @@ def test_the_command_as_json_and_its_exit_code(
     assert report["facts"]["services"]["Weights & Biases key"] == "present"
     assert report["facts"]["services"]["Hugging Face cache"] == str(tmp_path)
     assert "measured" not in report["facts"]
+    assert "rsync" not in report["facts"]["software"]["tools"]
     assert not report["broken"]
     monkeypatch.setenv("DIFFUSIONLM_NVTX", "loud")
     assert main(["--quick", "--directory", str(tmp_path)]) == 1
@@ -271,8 +291,43 @@ def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         patched.setitem(sys.modules, "torch", None)
         assert main(["--directory", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert "torch cannot be imported" in text
+    assert "torch cannot be used" in text
     assert "Traceback" not in text
+
+
+def test_missing_is_not_damaged() -> None:
+    """``uv sync`` leaves alone what is installed, whole or not."""
+    [missing] = found(torch=Torch(None, "no module"), missing=("torch",))
+    [damaged] = found(torch=Torch(None, "no module"))
+    assert (missing.what, missing.remedy) == ("torch is missing", "uv sync")
+    assert damaged.remedy.startswith("uv sync --reinstall-package torch;")
+
+
+def test_a_torch_that_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    shadow = ModuleType("torch")
+    shadow.__version__, shadow.__file__ = "2.9", "/here/torch.py"  # type: ignore[attr-defined]
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch", shadow)
+        read = torch_setup.read_torch()
+    assert read.version is None
+    assert read.problem == "/here/torch.py is not whole: AttributeError: module 'torch' has no attribute 'cuda'"
+
+
+def test_it_needs_no_package() -> None:
+    code = "import sys\nsys.modules.update(pydantic=None, torch=None, numpy=None)\nimport cli.doctor\nprint('it')"
+    root = Path(doctor.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
+    assert done.stdout == "it\n", done.stderr
+
+
+def test_whoever_reads_may_have_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("cli.doctor.examine", lambda *args, **options: doctor.Report({"a": {"b": "c"}}, []))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["--directory", str(tmp_path)]) == 0
+        out.write("what Python flushes at exit")
 
 
 @pytest.mark.parametrize(("gpus", "weight"), [((GPU,), "broken"), ((), "note")])
@@ -283,7 +338,17 @@ def test_a_kernel_that_fails(gpus: tuple[Gpu, ...], weight: str) -> None:
     shown, finding = doctor._try_kernel(replace(TORCH, gpus=gpus), fail)
     assert finding is not None
     assert (finding.weight, finding.why) == (weight, "RuntimeError: no compiler")
+    assert finding.remedy == "uv sync --reinstall-package triton, and a C compiler for it"
     assert shown.endswith("does not work")
+
+
+def test_what_was_measured_stands_in_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "read_machine", lambda runs: SOUND)
+    monkeypatch.setattr(doctor, "read_torch", lambda: TORCH)
+    monkeypatch.setattr(doctor, "drivers", list)
+    monkeypatch.setattr(doctor, "measure", lambda *args: Speeds(fsync=0.002))
+    facts = doctor.examine(tmp_path, is_quick=False, check_kernel=lambda: "it runs").facts
+    assert [section for section, named in facts.items() if "fsync" in named] == ["measured"]
 
 
 def test_lines_are_aligned_and_no_wider_than_asked() -> None:

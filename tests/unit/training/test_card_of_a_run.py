@@ -7,8 +7,13 @@ import tomllib
 from pathlib import Path
 
 from config.train import TrainConfig
-from diffusionlm.checkpoints.manifest import verify
-from diffusionlm.training.loop import train
+from diffusionlm.checkpoints.manifest import entries_of, verify
+from diffusionlm.training.loop import train, train_to_the_end
+from diffusionlm.training.run import build_run
+from diffusionlm.training.run_directory import open_run_directory
+from diffusionlm.training.saving import resume
+from diffusionlm.training.signals import StopRequest
+from logger import NoLogger
 
 
 def card_of(folder: Path) -> str:
@@ -46,3 +51,35 @@ def test_each_checkpoint_says_what_was_known_of_it(config: TrainConfig) -> None:
         assert part in card_of(last), part
     objective = card_of(last).split("```toml\n")[1].split("```")[0]
     assert tomllib.loads(objective)["kind"] == "masked_diffusion"
+
+
+def test_a_resumed_run_knows_the_last_validation(config: TrainConfig) -> None:
+    """The one of step 2, at step 3, and not any more what an older checkpoint does not say."""
+    values = config.model_dump(exclude_unset=True)
+    values["validation"] |= {"every_steps": 2, "rows": 8}
+    values["checkpoint"] |= {"every_steps": 1, "keep_last": 9}
+    config = TrainConfig.model_validate(values)
+    with open_run_directory(config) as directory, StopRequest() as stop:
+        run = build_run(config, directory)
+        run.max_steps = 3
+        train_to_the_end(run, NoLogger(), stop)
+        known = run.validated
+    assert known is not None and known.step == 2
+    with open_run_directory(config) as directory:
+        run = build_run(config, directory)
+        resume(run)
+        assert run.progress.step == 3 and run.validated == known
+        state = directory.path / "checkpoints/step-00000003/state.json"
+        values = json.loads(state.read_text(encoding="utf-8"))
+        del values["validated"]
+        reseal(state, json.dumps(values))
+        run.validated = None
+        resume(run)
+        assert run.validated is None
+
+
+def reseal(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    manifest = path.with_name("MANIFEST.json")
+    files = json.loads(manifest.read_text(encoding="utf-8"))["files"] | entries_of(path.parent, [path])
+    manifest.write_text(json.dumps({"files": files}), encoding="utf-8")

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from config.optimizer import AdamW, Lion, Muon
-from config.runtime import RuntimeConfig
+from config.runtime import ProfilerConfig, RuntimeConfig
 from config.train import TrainConfig
 from diffusionlm.diffusion.batch import Draw
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.compilation import chooses_blocks
 from diffusionlm.training.garbage import GarbageCollection
-from diffusionlm.training.loop import train, train_steps
+from diffusionlm.training.loop import train, train_steps, train_to_the_end
 from diffusionlm.training.numbers import NumbersInFlight, StepNumbers
 from diffusionlm.training.optim import Optimizers, build_optimizers
 from diffusionlm.training.prefetch import Prefetcher
@@ -218,6 +218,33 @@ def test_a_run_with_its_switches_and_a_profile(config: TrainConfig, tmp_path: Pa
     table = (tmp_path / "other" / "profile" / "table-4.txt").read_text(encoding="utf-8")
     rows = {line.split()[0] for line in table.splitlines() if line.strip()}
     assert {"aten::mm", "forward", "backward", "optimizer", "data"} <= rows
+    lines = (tmp_path / "other" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    [said] = [record for record in map(json.loads, lines) if record.get("event") == "profile"]
+    assert said["step"] == 4 and "table-4.txt has the table" in said["text"]
+
+
+def test_profiles_of_a_resumed_run_stand_beside_the_old_ones(config: TrainConfig) -> None:
+    profiler = ProfilerConfig(active=1, wait=0, warmup=0)
+    short, config = (
+        config.model_copy(
+            update={"profiler": profiler, "training": config.training.model_copy(update={"max_steps": n})}
+        )
+        for n in (1, 2)
+    )
+    with open_run_directory(config) as directory, StopRequest() as stop:
+        train_to_the_end(build_run(short, directory), Events(), stop)
+    train(config)
+    made = {path.name for path in (config.run.directory / "profile").iterdir()}
+    assert made == {"table-1.txt", "trace-1.json", "table-2.txt", "trace-2.json"}
+
+
+def test_a_level_of_ranges_that_there_is_not_is_refused_first(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFUSIONLM_NVTX", "loud")
+    with pytest.raises(ValueError, match="DIFFUSIONLM_NVTX = 'loud' is no level"):
+        train(config)
+    assert not config.run.directory.exists()
 
 
 def test_memory_is_told_by_part(config: TrainConfig, tmp_path: Path) -> None:
