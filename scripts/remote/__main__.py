@@ -6,16 +6,22 @@ begins with a dash and all after it go on as they are.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import signal
 import stat
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
+import environment
+from fetched import refuse_own_run
 from host import HERE, Host, LostError, StopError, connected
-from runs import ended, fetch_run, follow, start, table
+from runs import Launch, ended, fetch_run, follow, send_config, start, table
 from transfer import fetch, send
 from tree import send_tree
 
@@ -56,16 +62,27 @@ def bootstrap(host: Host, _: Arguments) -> int:
 def data(host: Host, arguments: Arguments) -> int:
     """Send a file or folder of this tree, or make data there as a config says."""
     if config := arguments.get("config"):
-        return host.in_terminal("execute", "diffusionlm-make-data", "--config", config, *arguments.split("extra"))
-    source = (HERE / arguments.get("path", "data")).resolve()
-    if not source.exists():
+        path = send_config(host, config)
+        return host.in_terminal("execute", "diffusionlm-make-data", "--config", path, *arguments.split("extra"))
+    if arguments.split("extra"):
+        raise StopError("extra= and options are for config=FILE, which makes data there: nothing was sent")
+    source = source_of(arguments.get("path", "data"))
+    send(host, source, source.relative_to(HERE).as_posix())
+    return 0
+
+
+def source_of(path: str) -> Path:
+    """What is sent: a file or folder of this tree, or a link there, whatever it names."""
+    source = Path(os.path.normpath(HERE / path))
+    if not (source.is_dir() or source.is_file()):
         raise StopError(
             f"path = {source} is not here: name a file or folder of this tree, or config=FILE makes data there"
         )
     if not source.is_relative_to(HERE) or source == HERE:
-        raise StopError(f"path = {source} is not in {HERE}: put it, or a copy, into data/")
-    send(host, source, source.relative_to(HERE).as_posix())
-    return 0
+        raise StopError(f"path = {source} is not in {HERE}: put it, or a link to it, into data/")
+    if source.relative_to(HERE).parts[0] == "env":
+        raise StopError(f"path = {source} holds secrets: just sync-env sends env/*.env, readable by their owner only")
+    return source
 
 
 def build(host: Host, arguments: Arguments) -> int:
@@ -79,36 +96,47 @@ def build(host: Host, arguments: Arguments) -> int:
 
 def send_env(host: Host, _: Arguments) -> int:
     """Send env/*.env, readable by their owner only."""
-    files = sorted((HERE / "env").glob("*.env"))
+    files = environment.files(HERE)
+    for file in files:
+        try:
+            environment.read(file)
+        except ValueError as error:
+            raise StopError(str(error)) from error
     if not files:
         print("env/ has no settings to send: cp env/wandb.env.example env/wandb.env and fill it in")
     for file in files:
         if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             print(f"others may read {file.relative_to(HERE)}: chmod 600 {shlex.quote(str(file))}", file=sys.stderr)
-        send(host, file, f"env/{file.name}", 0o600)
+        send(host, file, f"env/{file.name}")
     return 0
 
 
 def train(host: Host, arguments: Arguments) -> int:
     """Start a training in tmux."""
-    config = arguments.need("config", "just train config=config/resources/train.toml")
-    start(host, arguments.get("command", "diffusionlm-train"), config, arguments.split("extra"))
+    launch(host, arguments)
     return 0
+
+
+def launch(host: Host, arguments: Arguments) -> Launch:
+    """The training that is started."""
+    config = arguments.need("config", "just train config=config/resources/train.toml")
+    return start(host, arguments.get("command", "diffusionlm-train"), config, arguments.split("extra"))
 
 
 def auto_train(host: Host, arguments: Arguments) -> int:
     """All in one. Returns the exit code of the run."""
-    arguments.need("config", "just auto-train config=config/resources/train.toml")
+    config = arguments.need("config", "just auto-train config=config/resources/train.toml")
+    refuse_own_run(host, config, arguments.split("extra"))
     bootstrap(host, arguments)
     build(host, Arguments({"extra": arguments.get("build")}, []))
     if "data" in arguments.named or (HERE / "data").is_dir():
         data(host, Arguments({"path": arguments.get("data", "data")}, []))
     send_env(host, arguments)
-    train(host, arguments)
-    code = follow(host)
+    launched = launch(host, arguments)
+    code = follow(host, launched.name)
     print(f"the run ended with exit code {code}", flush=True)
     try:
-        fetch_run(host, ended(host)[1])
+        fetch_run(host, launched.directory)
     except LostError:
         raise
     except StopError as error:  # a run that failed early may have left nothing
@@ -119,7 +147,16 @@ def auto_train(host: Host, arguments: Arguments) -> int:
 
 def infer(host: Host, arguments: Arguments) -> int:
     """A command of the project, there."""
-    return host.in_terminal("execute", arguments.get("command", "diffusionlm-infer"), *arguments.split("args"))
+    words = arguments.split("args")
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        # Standard output is that of the command.
+        with contextlib.redirect_stdout(sys.stderr):
+            if name == "--config" and equals:
+                words[index] = f"--config={send_config(host, value)}"
+            elif index and words[index - 1] == "--config":
+                words[index] = send_config(host, word)
+    return host.in_terminal("execute", arguments.get("command", "diffusionlm-infer"), *words)
 
 
 def fetch_any(host: Host, arguments: Arguments) -> int:
@@ -133,7 +170,7 @@ def kill(host: Host, arguments: Arguments) -> int:
     seconds = arguments.get("wait", "120")
     if not seconds.isdecimal():
         raise StopError(f"wait = {seconds!r} is no number of seconds")
-    host.run("kill", seconds)
+    host.run("kill", int(seconds))
     return 0
 
 
@@ -161,37 +198,55 @@ def attach(host: Host, _: Arguments) -> int:
 
 def follow_last(host: Host, _: Arguments) -> int:
     """The output of the last launch."""
-    return follow(host)
+    return follow(host, ended(host).name)
 
 
-COMMANDS: dict[str, tuple[Callable[[Host, Arguments], int], tuple[str, ...]]] = {
-    "bootstrap-remote": (bootstrap, ()),
-    "data-remote": (data, ("path", "config", "extra")),
-    "build-remote": (build, ("extra",)),
-    "sync-env": (send_env, ()),
-    "train": (train, ("config", "extra", "command")),
-    "auto-train": (auto_train, ("config", "extra", "command", "data", "build")),
-    "infer": (infer, ("command", "args")),
-    "fetch": (fetch_any, ("any_file",)),
-    "kill-train": (kill, ("wait",)),
-    "status": (status, ()),
-    "list-runs": (list_runs, ()),
-    "nvitop": (nvitop, ()),
-    "attach-train": (attach, ()),
-    "follow-train": (follow_last, ()),
+@dataclass(frozen=True)
+class Command:
+    """A recipe: what does it, its arguments by name, and whether options go on to a command there."""
+
+    does: Callable[[Host, Arguments], int]
+    names: tuple[str, ...] = ()
+    options: bool = False
+
+    def usage(self, recipe: str) -> str:
+        """How it is called."""
+        words = [*(f"[{name}=...]" for name in self.names), *(["[--option ...]"] if self.options else [])]
+        return f"usage: {' '.join(['just', recipe, *words])}\n\n{self.does.__doc__}\ndocs/operate.md shows each."
+
+
+COMMANDS = {
+    "bootstrap-remote": Command(bootstrap),
+    "data-remote": Command(data, ("path", "config", "extra"), options=True),
+    "build-remote": Command(build, ("extra",), options=True),
+    "sync-env": Command(send_env),
+    "train": Command(train, ("config", "extra", "command"), options=True),
+    "auto-train": Command(auto_train, ("config", "extra", "command", "data", "build"), options=True),
+    "infer": Command(infer, ("command", "args"), options=True),
+    "fetch": Command(fetch_any, ("any_file",)),
+    "kill-train": Command(kill, ("wait",)),
+    "status": Command(status),
+    "list-runs": Command(list_runs),
+    "nvitop": Command(nvitop, options=True),
+    "attach-train": Command(attach),
+    "follow-train": Command(follow_last),
 }
-"""What each recipe does, and its arguments by name; the first may be given without its name."""
+"""What each recipe does; the first of its arguments may be given without its name."""
 
 
-def parse(words: list[str], names: tuple[str, ...]) -> Arguments:
+def parse(words: list[str], command: Command) -> Arguments:
     """Sort the words of a command.
 
     Raises:
-        StopError: one is neither an argument nor follows a dash.
+        StopError: one is neither an argument nor an option that goes on.
     """
     named: dict[str, str] = {}
+    names = command.names
+    known = ", ".join(f"{each}=" for each in names) or "none"
     for index, word in enumerate(words):
         if word.startswith("-"):
+            if not command.options:
+                raise StopError(f"{word} is not an option: there are none here, and these arguments: {known}")
             return Arguments(named, words[index + (word == "--") :])
         name, equals, value = word.partition("=")
         if equals and name in names:
@@ -199,9 +254,20 @@ def parse(words: list[str], names: tuple[str, ...]) -> Arguments:
         elif index == 0 and names and not re.match(r"\w+=", word):
             named[names[0]] = word
         else:
-            known = ", ".join(f"{each}=" for each in names) or "none"
             raise StopError(f"{word!r} is not an argument here (there are: {known}); options begin with a dash")
     return Arguments(named, [])
+
+
+def asks_for_help(words: list[str], command: Command) -> bool:
+    """Whether help is asked for; behind other words --help is for the command that options go on to."""
+    return any(word in ("-h", "--help") for word in (words[:1] if command.options else words))
+
+
+def leave(number: int, _: FrameType | None) -> None:
+    """End as a signal asks, and close the connection first; another does not disturb that."""
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def main(words: list[str]) -> int:
@@ -211,20 +277,27 @@ def main(words: list[str]) -> int:
             f"usage: python scripts/remote COMMAND [name=value ...]\ncommands: {', '.join(COMMANDS)}", file=sys.stderr
         )
         return 2
-    command, names = COMMANDS[words[0]]
+    recipe, *words = words
+    command = COMMANDS[recipe]
+    if asks_for_help(words, command):
+        print(command.usage(recipe))
+        return 0
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as below nohup
+            signal.signal(number, leave)
     try:
-        arguments = parse(words[1:], names)
+        arguments = parse(words, command)
         with connected(os.environ) as host:
-            return command(host, arguments)
+            return command.does(host, arguments)
     except StopError as error:
         if str(error):
-            print(f"{words[0]}: error: {error}", file=sys.stderr)
+            print(f"{recipe}: error: {error}", file=sys.stderr)
         return 255 if isinstance(error, LostError) else error.code
     except OSError as error:
-        print(f"{words[0]}: error: {error}", file=sys.stderr)
+        print(f"{recipe}: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nleft; a run in tmux goes on: just follow-train shows it, just kill-train ends it", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"\n{recipe}: left{f'; {error}' if str(error) else ''}", file=sys.stderr)
         return 130
 
 

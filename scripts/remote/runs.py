@@ -8,10 +8,11 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from host import HERE, LOST, Host, LostError, StopError, connect
+from host import HERE, Host, LostError, StopError, connect
 from transfer import fetch, listing, send
 from tree import is_tracked, tree
 
@@ -19,22 +20,34 @@ PAUSES = (1, 2, 4, 8, 16, 32, 60)
 """Seconds before each attempt to reach the machine again while a run is followed."""
 
 
-def start(host: Host, command: str, config: str, extra: list[str]) -> str:
-    """Check the config there and start its training in tmux. Returns the run directory.
+@dataclass(frozen=True)
+class Launch:
+    """A training that was started: its name, the run directory, and the exit code, if it ended with one."""
+
+    name: str
+    directory: str
+    code: int | None = None
+
+
+def start(host: Host, command: str, config: str, extra: list[str]) -> Launch:
+    """Check the config there and start its training in tmux.
 
     Raises:
         StopError: the config is nowhere or invalid, or a session runs already.
     """
     path = send_config(host, config)
-    directory = host.run("start", tree(), command, "--config", path, *extra, capture=True).decode().strip()
+    said = host.run("start", tree(), command, "--config", path, *extra, capture=True).decode()
+    name, directory, *_ = said.split("\n")
     print(f"{command} runs in tmux session {host.session} on {host.name}; its run directory is {directory}")
     print("just follow-train or just attach-train shows it, just kill-train ends it", flush=True)
-    return directory
+    return Launch(name, directory)
 
 
 def send_config(host: Host, config: str) -> str:
     """Send a config that lies here along with the run; its path there."""
     local = (HERE / config).resolve()
+    if local.is_dir():
+        raise StopError(f"config = {config} is a folder: name a file in it")
     if not local.is_file():
         if not listing(host, config):
             raise StopError(f"config = {config} is neither here nor in {host.name}:{host.root}")
@@ -48,27 +61,45 @@ def send_config(host: Host, config: str) -> str:
     return path
 
 
-def follow(host: Host) -> int:
-    """Show the output of the last launch until it ends. Returns its exit code.
+def follow(host: Host, name: str) -> int:
+    """Show the output of a launch until it ends. Returns its exit code.
+
+    Raises:
+        StopError: it ended without an exit code.
+        KeyboardInterrupt: Ctrl-C, which leaves the run alone.
+    """
+    try:
+        launch = watch(host, name)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt("the run goes on: just follow-train shows it, just kill-train ends it") from error
+    if launch.code is None:
+        raise StopError(
+            f"the run on {host.name} ended without an exit code: it was killed, or the machine fell; "
+            f"just fetch any_file={shlex.quote(launch.directory)} brings what it left",
+            1,
+        )
+    return launch.code
+
+
+def watch(host: Host, name: str) -> Launch:
+    """Show the output of a launch until it ends, and say how it ended.
 
     A lost connection is made again, and the output goes on where it stopped; the run does not notice.
     """
     seen = 0
     while True:
-        process = subprocess.Popen(host.command("follow", seen), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        while data := os.read(process.stdout.fileno(), 1 << 16):
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
-            seen += len(data)
-        if process.wait() == LOST:
+        try:
+            command = host.command("follow", name, seen)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            assert process.stdout is not None
+            while data := os.read(process.stdout.fileno(), 1 << 16):
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+                seen += len(data)
+            host.check(process.wait())
+            return ended(host, name)
+        except LostError:
             reconnect(host, "the run goes on there (just follow-train shows it again)")
-            continue
-        host.check(process.returncode)
-        code, _ = ended(host)
-        if code is None:
-            raise StopError(f"the run on {host.name} ended without an exit code: it was killed, or the machine fell", 1)
-        return code
 
 
 def reconnect(host: Host, meanwhile: str) -> None:
@@ -88,10 +119,10 @@ def reconnect(host: Host, meanwhile: str) -> None:
     raise LostError(f"{host.name} does not answer: {meanwhile}")
 
 
-def ended(host: Host) -> tuple[int | None, str]:
-    """Exit code of the last launch, if it has one, and its run directory."""
-    code, directory, *_ = host.run("ended", capture=True).decode().split("\n")
-    return int(code) if code else None, directory
+def ended(host: Host, name: str = "") -> Launch:
+    """What became of a launch; of the last one, if none is named."""
+    name, code, directory, *_ = host.run("ended", name, capture=True).decode().split("\n")
+    return Launch(name, directory, int(code) if code else None)
 
 
 def fetch_run(host: Host, directory: str) -> list[Path]:
@@ -112,9 +143,9 @@ def table(host: Host) -> str:
     for start_of in range(0, len(fields), 5):
         folder, written, newest, metrics, summary = fields[start_of : start_of + 5]
         records = [record for record in map(parsed, metrics.splitlines()) if record]
-        step = max((record.get("step", 0) for record in records), default=0)
-        losses = [record["metrics"]["loss"] for record in records if "loss" in record.get("metrics", {})]
-        bound = parsed(summary).get("evaluation", {}).get("nats_per_token")
+        step = max((number(record, "step") or 0 for record in records), default=0)
+        losses = [loss for record in records if (loss := number(record, "metrics", "loss")) is not None]
+        bound = number(parsed(summary), "evaluation", "nats_per_token")
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(int(written)))
         rows.append((folder, str(step), shown(losses[-1] if losses else None), shown(bound), newest or "-", when))
     if len(rows) == 1:
@@ -132,6 +163,13 @@ def parsed(line: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def shown(value: object) -> str:
+def number(record: object, *names: str) -> float | None:
+    """A number in a record, if there is one in that place."""
+    for name in names:
+        record = record.get(name) if isinstance(record, dict) else None
+    return record if isinstance(record, float | int) else None
+
+
+def shown(value: float | None) -> str:
     """A number in a table."""
-    return f"{value:.4f}" if isinstance(value, float | int) else "-"
+    return "-" if value is None else f"{value:.4f}"

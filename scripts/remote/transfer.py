@@ -7,7 +7,6 @@ goes on at its last byte; what arrived whole is not sent again; what changed mea
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import posixpath
 import re
@@ -16,10 +15,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from host import HERE, Host, LostError, StopError
+from fetched import RECORD, Fetched, digest, place, some
+from host import Host, LostError, StopError
 
 CHUNK = 1 << 18
 PART = re.compile(r"\.[0-9a-f]{12}\.part$")
+SECRET = re.compile(r"(^|/)env/[^/]+\.env$")
+"""Files that their owner alone may read, and whose digits are in no command line."""
+
+VANISHED = 3
+"""The exit code of ``read`` where there is no such file any more."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,19 @@ class Entry:
     @property
     def part(self) -> str:
         """Its path while it is on its way."""
-        return f"{self.path}.{self.hash[:12]}.part"
+        return f"{self.path}.{'0' * 12 if self.is_secret else self.hash[:12]}.part"
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether it holds settings and secrets; such a file is short, and always starts anew."""
+        return SECRET.search(self.path) is not None
 
 
 def listing(host: Host, *paths: str, which: str = "all") -> list[Entry]:
     """The files of paths on the remote machine; ``newest`` leaves out checkpoints that no link names."""
     found = []
-    for record in host.run("list", which, *paths, capture=True).decode().split("\0")[:-1]:
-        first, second, name = record.split("\t", 2)
+    for record in host.run("list", which, *paths, capture=True).split(b"\0")[:-1]:
+        first, second, name = os.fsdecode(record).split("\t", 2)
         is_link = first == "link"
         found.append(Entry(name, 0 if is_link else int(first), second, second if is_link else None))
     return found
@@ -50,55 +60,63 @@ def listing(host: Host, *paths: str, which: str = "all") -> list[Entry]:
 def fetch(host: Host, path: str, which: str = "all") -> list[Path]:
     """Bring a file or folder here, to the same place in this tree. Returns the files.
 
+    What is here and did not come from there is moved aside first, and named.
+
     Raises:
-        StopError: there is no such thing, or it changed on its way, or the connection was lost.
+        StopError: there is no such thing, or some of it changed on its way, or the connection was lost.
     """
     path, base = place(host, path)
-    entries = listing(host, path, which=which)
+    entries = [entry for entry in listing(host, path, which=which) if entry.path != RECORD]
     if not entries:
         raise StopError(f"{host.name}:{host.root} has no {path}: just list-runs shows its runs")
     for entry in entries:
         if not f"{entry.path}/".startswith(f"{path}/") or ".." in entry.path.split("/"):
             raise StopError(f"{host.name} names {entry.path}, which is not in {path}: nothing was fetched")
     done: list[Path] = []
-    for entry in entries:
-        target = base / entry.path.lstrip("/")
-        try:
-            fetch_one(host, entry, target)
-        except LostError as error:
-            raise LostError(
-                f"{error} after {len(done)} of {len(entries)} files; the same command goes on where it stopped"
-            ) from error
-        done.append(target)
+    changed: list[str] = []
+    fetched = Fetched(host)
+    try:
+        # Links last: they name what is whole then.
+        for entry in sorted(entries, key=lambda entry: entry.target is not None):
+            target = base / entry.path.lstrip("/")
+            if entry.target is not None:
+                if not changed:
+                    link(entry.target, entry.path, entries, target, fetched)
+            elif not fetch_one(host, entry, target, fetched):
+                changed.append(entry.path)
+                continue
+            done.append(target)
+    except LostError as error:
+        raise LostError(
+            f"{error} after {len(done)} of {len(entries)} files; the same command goes on where it stopped"
+        ) from error
+    finally:
+        fetched.close()
+    if changed:
+        raise StopError(
+            f"changed or gone on {host.name} while it was fetched: {some(changed)}; the rest is here, the links in it "
+            "as they were: run the same again"
+        )
     total = sum(entry.size for entry in entries)
     print(f"fetched {len(done)} files, {readable(total)}, to {base / path.lstrip('/')}", flush=True)
     return done
 
 
-def place(host: Host, path: str) -> tuple[str, Path]:
-    """The path under the root, or from /, and the local folder that it goes to."""
-    root = host.root.rstrip("/") + "/"
-    path = posixpath.normpath(path.removeprefix(root))
-    if not path or path == "." or path.split("/")[0] == "..":
-        raise StopError(f"any_file = {path!r} is not under {host.root}: name a file or folder there")
-    return path, HERE / "runs" / "fetched" if path.startswith("/") else HERE
-
-
-def fetch_one(host: Host, entry: Entry, target: Path) -> None:
-    """Bring one file, unless it is here."""
+def fetch_one(host: Host, entry: Entry, target: Path, fetched: Fetched) -> bool:
+    """Bring one file, unless it is here. Returns whether it is, as it was listed."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if entry.target is not None:
-        link(entry.target, target)
-        return
     if is_same(target, entry):
-        return
+        if entry.is_secret:
+            target.chmod(0o600)
+        return True
     part = target.with_name(posixpath.basename(entry.part))
     for stale in target.parent.glob("*.part"):
-        if PART.sub("", stale.name) == target.name and stale != part:
+        if PART.sub("", stale.name) == target.name and (stale != part or entry.is_secret):
             stale.unlink()
     kept = min(part.stat().st_size, entry.size) if part.exists() else 0
     command = host.command("read", entry.path, kept, entry.size - kept)
-    with part.open("r+b" if part.exists() else "wb") as file:
+    mode = 0o600 if entry.is_secret else 0o666
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
         file.truncate(kept)
         file.seek(kept)
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
@@ -109,74 +127,124 @@ def fetch_one(host: Host, entry: Entry, target: Path) -> None:
                 show(entry.path, kept, entry.size)
         file.flush()
         os.fsync(file.fileno())
-    host.check(process.returncode)
+    if process.returncode != VANISHED:
+        host.check(process.returncode)
     if not is_same(part, entry):
         part.unlink()
-        raise StopError(f"{entry.path} changed on {host.name} while it was fetched: run the same again")
+        return False
+    fetched.make_room(target)
     os.replace(part, target)
+    fetched.add(target, entry.hash)
+    return True
 
 
-def send(host: Host, source: Path, path: str, mode: int = 0o644) -> None:
-    """Send a file, or the files of a folder, to a path under the root. What is there already is not sent again."""
-    files = sorted(file for file in source.rglob("*") if file.is_file()) if source.is_dir() else [source]
-    files = [file for file in files if not PART.search(file.name)]
-    wanted = {}
-    for file in files:
-        target = f"{path}/{file.relative_to(source).as_posix()}" if source.is_dir() else path
-        wanted[file] = Entry(target, file.stat().st_size, digest(file))
+def send(host: Host, source: Path, path: str) -> None:
+    """Send a file, or the files of a folder, to a path under the root. What is there already is not sent again.
+
+    Links in a folder stay links where they name something in it; others are sent as what they name.
+    """
+    found = Found(source, path)
+    wanted = [(file, Entry(to, file.stat().st_size, digest(file))) for file, to in found.files]
+    links = [Entry(to, 0, target, target) for to, target in found.links]
     # The part of a single file lies beside it.
-    places = [path] if source.is_dir() else [path, wanted[source].part]
+    places = [path] if source.is_dir() else [path, *(entry.part for _, entry in wanted)]
     there = {entry.path: entry for entry in listing(host, *places)}
     sent = total = 0
-    for file, entry in wanted.items():
-        if there.get(entry.path) == entry:
-            continue
-        part = there.get(entry.part)
-        try:
-            send_one(host, file, entry, min(part.size, entry.size) if part else 0, mode)
-        except LostError as error:
-            raise LostError(
-                f"{error} after {sent} of {len(files)} files; the same command goes on where it stopped"
-            ) from error
-        sent, total = sent + 1, total + entry.size
-    print(f"sent {sent} files, {readable(total)}, to {host.name}:{host.root}/{path}; {len(files) - sent} were there")
+    try:
+        for file, entry in wanted:
+            if there.get(entry.path) == entry and not entry.is_secret:
+                continue
+            part = there.get(entry.part)
+            kept = min(part.size, entry.size) if part and not entry.is_secret else 0
+            send_one(host, file, entry, kept)
+            sent, total = sent + 1, total + entry.size
+        for entry in links:
+            if there.get(entry.path) != entry:
+                host.run("link", entry.path, entry.hash)
+                sent += 1
+    except LostError as error:
+        raise LostError(
+            f"{error} after {sent} of {len(wanted) + len(links)} files; the same command goes on where it stopped"
+        ) from error
+    if found.skipped:
+        print(f"left out, since they are neither files nor links to any: {some(found.skipped)}", file=sys.stderr)
+    same = len(wanted) + len(links) - sent
+    print(f"sent {sent} files, {readable(total)}, to {host.name}:{host.root}/{path}; {same} were there")
 
 
-def send_one(host: Host, file: Path, entry: Entry, kept: int, mode: int) -> None:
-    """Send what follows the first ``kept`` bytes."""
-    command = host.command("write", entry.path, entry.part, kept, entry.hash, f"{mode:o}")
-    with file.open("rb", buffering=0) as source:
+class Found:
+    """What is to be sent of a file or folder: files and links, each with its path there, and what is skipped."""
+
+    def __init__(self, source: Path, path: str) -> None:
+        self.files: list[tuple[Path, str]] = []
+        self.links: list[tuple[str, str]] = []
+        self.skipped: list[str] = []
+        self._source = source
+        self._look(source, path, [])
+
+    def _look(self, source: Path, path: str, above: list[str]) -> None:
+        if source.is_symlink() and source != self._source and self._holds(source):
+            self.links.append((path, os.readlink(source)))
+        elif source.is_dir() and not any(f"{each}/".startswith(f"{source.resolve()}/") for each in above):
+            for each in sorted(source.iterdir()):
+                self._look(each, f"{path}/{each.name}", [*above, str(source.resolve())])
+        elif source.is_file():
+            if not PART.search(source.name):
+                self.files.append((source, path))
+        else:
+            self.skipped.append(path)
+
+    def _holds(self, link: Path) -> bool:
+        """Whether the link names, from where it lies, something of the same folder."""
+        target = os.readlink(link)
+        inside = os.path.normpath(link.parent / target)
+        return not target.startswith("/") and link.exists() and Path(inside).is_relative_to(self._source)
+
+
+def send_one(host: Host, file: Path, entry: Entry, kept: int) -> None:
+    """Send its SHA-256, and what follows the first ``kept`` bytes."""
+    command = host.command("write", entry.path, kept, entry.size, "600" if entry.is_secret else "644")
+    # Where ssh ends first, its exit code says why.
+    with (
+        file.open("rb") as source,
+        contextlib.suppress(BrokenPipeError),
+        subprocess.Popen(command, stdin=subprocess.PIPE) as process,
+    ):
+        assert process.stdin is not None
+        process.stdin.write(f"{entry.hash}\n".encode())
         source.seek(kept)
-        with subprocess.Popen(command, stdin=source) as process:
-            while process.poll() is None:
-                # The position is that of ssh too.
-                show(entry.path, source.tell(), entry.size)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=1)
+        while data := source.read(CHUNK):
+            process.stdin.write(data)
+            kept += len(data)
+            show(entry.path, min(kept, entry.size), entry.size)
     host.check(process.returncode)
-    show(entry.path, entry.size, entry.size)
 
 
-def link(target: str, path: Path) -> None:
-    """A link as it is there, if it points to a place beside it."""
+def link(target: str, where: str, entries: list[Entry], path: Path, fetched: Fetched) -> None:
+    """A link as it is there, if it names something beside it that was listed."""
+    named = posixpath.normpath(posixpath.join(posixpath.dirname(where), target))
+    why = ""
     if target.startswith("/") or ".." in target.split("/"):
-        print(f"{path.name} -> {target} is left out: it points elsewhere", file=sys.stderr)
+        why = "it points elsewhere"
+    elif not any(f"{entry.path}/".startswith(f"{named}/") for entry in entries):
+        why = "what it names is not there, or not yet"
+    if why:
+        print(f"{path.name} -> {target} is left out: {why}", file=sys.stderr)
         return
+    if path.is_symlink() and os.readlink(path) == target:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fetched.make_room(path)
     aside = path.with_name(f"{path.name}.part")
     aside.unlink(missing_ok=True)
     aside.symlink_to(target)
     os.replace(aside, path)
+    fetched.add(path, target)
 
 
 def is_same(path: Path, entry: Entry) -> bool:
     """Whether the file has these bytes."""
     return path.is_file() and path.stat().st_size == entry.size and digest(path) == entry.hash
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def show(path: str, done: int, size: int) -> None:

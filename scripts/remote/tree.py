@@ -5,25 +5,27 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import subprocess
 import tarfile
 import tempfile
 from pathlib import Path
 from typing import IO
 
+from fetched import digest, some
 from host import HERE, Host, StopError
-from transfer import digest, readable
+from transfer import readable
 
 
 def git(*words: str) -> str:
     """What git says of this tree."""
     try:
-        done = subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *words], cwd=HERE, capture_output=True, check=False)
     except FileNotFoundError as error:
         raise StopError("git is not here: it tells which files belong to the project") from error
     if done.returncode:
-        raise StopError(f"git {words[0]} fails in {HERE}: {done.stderr.strip()}")
-    return done.stdout
+        raise StopError(f"git {words[0]} fails in {HERE}: {os.fsdecode(done.stderr).strip()}")
+    return os.fsdecode(done.stdout)
 
 
 def tracked() -> list[str]:
@@ -34,8 +36,11 @@ def tracked() -> list[str]:
     """
     paths = [path for path in git("ls-files", "-z").split("\0") if path and os.path.lexists(HERE / path)]
     for path in paths:
-        if "\n" in path or "\\" in path:
-            raise StopError(f"{path!r}: a tracked file with a line break or backslash in its name cannot be sent")
+        if re.search("[\n\\\\\udc80-\udcff]", path):
+            raise StopError(
+                f"{path!r}: a tracked file with a line break, a backslash or bytes that are not UTF-8 in its name "
+                "cannot be sent"
+            )
     return paths
 
 
@@ -69,7 +74,7 @@ def send_tree(host: Host) -> None:
         host.run("install", words, stdin=file)
     new = git("ls-files", "-z", "--others", "--exclude-standard").split("\0")[:-1]
     if new:
-        listed = ", ".join(new[:5]) + (", ..." if len(new) > 5 else "")
+        listed = some(new).encode(errors="backslashreplace").decode()
         print(f"not sent, since git does not track them: {listed} (git add names them)")
     print(f"sent {len(paths)} tracked files, {readable(size)}: {words}", flush=True)
 

@@ -14,3 +14,10 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
     """A machine with nothing but a home."""
     with machine(tmp_path_factory.mktemp("remote")) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def ready(remote: Remote) -> Remote:
+    """With the tree, and without anything installed."""
+    assert "tracked files" in remote.works("bootstrap-remote")
+    return remote

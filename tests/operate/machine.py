@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TREE = Path(__file__).parents[2]
-SECRET = "not for other eyes"
+# Of this process, since another on this machine may test the same.
+SECRET = f"not for other eyes {os.getpid()}"
 TINY = """
 [run]
 directory = "runs/a tiny one"
@@ -49,6 +50,42 @@ ngrams = false
 [checkpoint]
 every_steps = 2
 keep_last = 3
+"""
+
+STUB = """#!/usr/bin/env bash
+if [[ "$*" == *--print-config* ]]; then
+    [[ "$*" != *slow* ]] || sleep 1
+    printf '[run]\\ndirectory = "runs/stub"\\n'
+    exit
+fi
+mkdir -p runs/stub
+if [[ "$*" == *hold* ]]; then
+    echo held
+    until [[ -e "runs/stub/${!#}" || ! -d runs ]]; do sleep 0.05; done
+    exit 7
+fi
+if [[ "$*" == *deaf* ]]; then
+    trap '' TERM
+    setsid sleep 600 &
+    echo $! > runs/stub/rank
+    while [[ -d runs ]]; do sleep 0.1; done
+fi
+printf 'argument: %s\\n' "$@"
+[[ -z ${TOKEN-} ]] || echo "token: $TOKEN"
+lines=1
+end=0
+for word in "$@"; do
+    [[ $word != lines=* ]] || lines=${word#lines=}
+    [[ $word != end=* ]] || end=${word#end=}
+done
+trap 'echo saved; exit 143' TERM
+[[ "$*" != *nothing* ]] || { rm -r runs/stub; exit "$end"; }
+printf '{"step": 7, "metrics": {"loss": 2.5}}\\n{"step": 8, "metr' > runs/stub/metrics.jsonl
+for ((line = 1; line <= lines; line++)); do
+    echo "line $line"
+    sleep 0.1
+done
+exit "$end"
 """
 
 NAMES = r"REMOTE_.*|PRIME_HOST|WANDB_.*|TMUX.*|VIRTUAL_ENV|XDG_.*|PYTEST_.*"
@@ -168,3 +205,21 @@ def machine(folder: Path) -> Iterator[Remote]:
             yield Remote(folder / "server", here, home, tree, there)
         subprocess.run(["tmux", "kill-server"], env=there, capture_output=True)
     shutil.rmtree(home)  # gigabytes, where the cache is on another disk
+
+
+def install_stub(root: Path) -> None:
+    """Put the command that stands for a training into the root."""
+    path = root / ".venv" / "bin" / "stub"
+    path.write_text(STUB, encoding="utf-8")
+    path.chmod(0o755)
+
+
+def stub(lines: int = 1, end: int = 0) -> list[str]:
+    return ["config=tiny.toml", "command=stub", f"extra=lines={lines} end={end}"]
+
+
+def cut(machine: Remote, which: str, size: int) -> Path:
+    """Have the connection dropped after so many bytes."""
+    path = machine.folder / f"cut-{which}"
+    path.write_text(str(size), encoding="utf-8")
+    return path

@@ -10,10 +10,10 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import stat
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -21,32 +21,9 @@ import pytest
 
 import diffusionlm
 from diffusionlm.checkpoints.manifest import verify
-from tests.operate.machine import SECRET, TINY, Remote, until
+from tests.operate.machine import SECRET, TINY, TREE, Remote, install_stub, stub
 
 pytestmark = pytest.mark.operate
-
-STUB = """#!/usr/bin/env bash
-if [[ "$*" == *--print-config* ]]; then
-    printf '[run]\\ndirectory = "runs/stub"\\n'
-    exit
-fi
-printf 'argument: %s\\n' "$@"
-lines=1
-end=0
-for word in "$@"; do
-    [[ $word != lines=* ]] || lines=${word#lines=}
-    [[ $word != end=* ]] || end=${word#end=}
-done
-trap 'echo saved; exit 143' TERM
-[[ "$*" != *nothing* ]] || exit "$end"
-mkdir -p runs/stub
-printf '{"step": 7, "metrics": {"loss": 2.5}}\\n{"step": 8, "metr' > runs/stub/metrics.jsonl
-for ((line = 1; line <= lines; line++)); do
-    echo "line $line"
-    sleep 0.1
-done
-exit "$end"
-"""
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +58,8 @@ def trained(remote: Remote) -> tuple[Remote, subprocess.CompletedProcess[str], l
 def stubbed(trained: tuple[Remote, subprocess.CompletedProcess[str], list[str]]) -> Remote:
     """With a command that stands for a training."""
     machine = trained[0]
-    path = machine.root / ".venv" / "bin" / "stub"
-    path.write_text(STUB, encoding="utf-8")
-    path.chmod(0o755)
+    install_stub(machine.root)
     return machine
-
-
-def stub(lines: int = 1, end: int = 0) -> list[str]:
-    return ["config=tiny.toml", "command=stub", f"extra=lines={lines} end={end}"]
 
 
 # --- all in one
@@ -152,76 +123,80 @@ def test_a_machine_without_a_gpu(stubbed: Remote) -> None:
     assert "there is no NVIDIA GPU to watch" in stubbed.fails("nvitop")
 
 
-# --- a session
-
-
-def test_a_session_that_runs_is_left_alone_until_it_is_killed(stubbed: Remote) -> None:
-    stubbed.works("train", *stub(lines=3000))
-    session = stubbed.sessions()
-    assert session.startswith("diffusionlm ")
-    for words in (["train", *stub()], ["bootstrap-remote"], ["build-remote"]):
-        assert "tmux session diffusionlm runs already: just attach-train" in stubbed.fails(*words)
-    assert stubbed.sessions() == session
-    assert "diffusionlm runs" in stubbed.works("status")
-    text = stubbed.works("kill-train")
-    assert "asked it to finish its step and save" in text
-    assert "ended with exit code 143" in text
-    assert stubbed.sessions() == ""
-    done = stubbed.just("follow-train")
-    assert done.returncode == 143
-    assert done.stdout.splitlines()[-1] == "saved"
-    assert "no tmux session diffusionlm runs" in stubbed.works("kill-train")
-
-
-def test_a_training_that_does_not_listen_is_killed(stubbed: Remote) -> None:
-    stubbed.works("train", *stub(lines=3000))
-    pid = stubbed.root / ".remote" / "launches" / "last" / "pid"
-    until(lambda: pid.exists() and pid.read_text(encoding="utf-8"), "the training")
-    os.kill(int(pid.read_text(encoding="utf-8")), signal.SIGSTOP)
-    text = stubbed.works("kill-train", "wait=1")
-    assert "it did not end in 1 s" in text
-    assert stubbed.sessions() == ""
-    os.kill(int(pid.read_text(encoding="utf-8")), signal.SIGKILL)
-
-
-def test_attach_shows_the_session_and_leaves_it(stubbed: Remote) -> None:
-    assert "no tmux session diffusionlm runs" in stubbed.fails("attach-train")
-    stubbed.works("train", *stub(lines=3000))
-    words = ["script", "--quiet", "--return", "--command", "just attach-train", "/dev/null"]
-    environment = {**stubbed.environment, "TERM": "xterm"}
-    with subprocess.Popen(
-        words, cwd=stubbed.tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as terminal:
-        clients = ["tmux", "list-clients", "-t", "diffusionlm"]
-        until(lambda: subprocess.run(clients, env=stubbed.tmux, capture_output=True).stdout, "a client")
-        subprocess.run(["tmux", "detach-client", "-s", "diffusionlm"], env=stubbed.tmux, check=True)
-        output, _ = terminal.communicate(timeout=30)
-    assert terminal.returncode == 0
-    assert b"line 1" in output
-    assert stubbed.sessions().startswith("diffusionlm ")
-    stubbed.works("kill-train")
-
-
-def test_following_goes_on_after_a_lost_connection(stubbed: Remote) -> None:
-    stubbed.works("train", *stub(lines=15, end=7))
-    (stubbed.folder / "cut-output").write_text("120", encoding="utf-8")
-    done = stubbed.just("follow-train")
-    assert done.returncode == 7
-    assert "was lost, the run goes on there (just follow-train shows it again); again in 1 s" in done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("line")]
-    assert lines == [f"line {line}" for line in range(1, 16)]
-    assert not (stubbed.folder / "cut-output").exists()
-
-
 def test_auto_train_ends_as_the_run_does(stubbed: Remote) -> None:
     done = stubbed.just("auto-train", *stub(end=3), "data=tiny.toml")
     assert done.returncode == 3, done.stderr
     assert "the run ended with exit code 3" in done.stdout
     assert (stubbed.tree / "runs" / "stub" / "metrics.jsonl").is_file()
-    shutil.rmtree(stubbed.root / "runs" / "stub")
     done = stubbed.just("auto-train", "config=tiny.toml", "command=stub", "extra=nothing end=4")
     assert done.returncode == 4, done.stderr
     assert "has no runs/stub" in done.stderr
+
+
+# --- settings and secrets
+
+
+def with_settings(folder: Path, text: bytes) -> subprocess.CompletedProcess[bytes]:
+    """A command that prints its environment, NUL between variables."""
+    (folder / "env").mkdir()
+    (folder / "env" / "a b.env").write_bytes(text)
+    script = TREE / "scripts" / "remote" / "environment.py"
+    words = [sys.executable, "-I", str(script), str(shutil.which("env")), "-0"]
+    return subprocess.run(words, cwd=folder, env={"LC_ALL": "C"}, capture_output=True)
+
+
+def test_settings_are_values_and_not_programs(tmp_path: Path) -> None:
+    lines = [
+        b"# a comment\r",
+        b"",
+        b"PLAIN=abc$sekrit`id`\\n\r",
+        b"  export SINGLE='a  \"b\" $HOME' ",
+        b'DOUBLE="it\'s #1"',
+        b"EMPTY=",
+        b"NONE=''",
+        b"BYTES=\xff=\xc3\xbc",
+        b"command=lower",
+        b"LAST=1",
+    ]
+    done = with_settings(tmp_path, b"\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    assert dict(pair.split(b"=", 1) for pair in done.stdout.split(b"\0") if pair) == {
+        b"LC_ALL": b"C",
+        b"PLAIN": b"abc$sekrit`id`\\n",
+        b"SINGLE": b'a  "b" $HOME',
+        b"DOUBLE": b"it's #1",
+        b"EMPTY": b"",
+        b"NONE": b"",
+        b"BYTES": b"\xff=\xc3\xbc",
+        b"command": b"lower",
+        b"LAST": b"1",
+    }
+
+
+@pytest.mark.parametrize("line", ["A=b sekrit", "A='sekrit", "A=sekrit # b", "A='x'sekrit", "sekrit", "1A=sekrit"])
+def test_what_is_no_setting_is_named_without_its_value(tmp_path: Path, line: str) -> None:
+    done = with_settings(tmp_path, f"GOOD=1\n{line}\n".encode())
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert done.stderr.startswith(b"env/a b.env:2 is not NAME=VALUE: ")
+    assert b"sekrit" not in done.stderr
+
+
+def test_settings_that_are_no_settings_are_neither_sent_nor_used(stubbed: Remote) -> None:
+    bad = stubbed.tree / "env" / "z.env"
+    bad.write_text("TOKEN=abc sekrit\n", encoding="utf-8")
+    before = (stubbed.root / "env" / "wandb.env").stat().st_ino
+    assert stubbed.fails("sync-env").startswith("sync-env: error: env/z.env:1 is not NAME=VALUE: ")
+    assert sorted(os.listdir(stubbed.root / "env")) == ["wandb.env", "wandb.env.example"]
+    assert (stubbed.root / "env" / "wandb.env").stat().st_ino == before
+    there = stubbed.root / "env" / ".env"  # a name that a shell's * leaves out
+    bad.rename(there)
+    for words in (["train", *stub()], ["infer", "command=stub"]):
+        assert stubbed.fails(*words).startswith("env/.env:1 is not NAME=VALUE: ")
+    there.write_text("TOKEN='abc $sekrit'\n", encoding="utf-8")
+    assert "token: abc $sekrit\n" in stubbed.works("infer", "command=stub")
+    assert "env/.env env/wandb.env" in stubbed.works("status")
+    there.unlink()
 
 
 # --- arguments and settings
@@ -239,6 +214,12 @@ def test_arguments_arrive_as_they_are(stubbed: Remote) -> None:
     assert "command = nothing is not one of the project" in stubbed.fails("infer", "command=nothing")
 
 
+def test_help_needs_no_machine_and_does_nothing(remote: Remote) -> None:
+    text = remote.works("train", "--help", REMOTE_HOST="")
+    assert text.startswith("usage: just train [config=...] [extra=...] [command=...] [--option ...]\n")
+    assert remote.works("sync-env", "-h", REMOTE_HOST="").startswith("usage: just sync-env\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -248,6 +229,13 @@ def test_arguments_arrive_as_they_are(stubbed: Remote) -> None:
             "'confg=tiny.toml' is not an argument here (there are: config=, extra=, command=)",
         ),
         (["train", "tiny.toml", "extra=--set 'a"], "No closing quotation"),
+        (["train", "config/resources"], "config = config/resources is a folder: name a file in it"),
+        (
+            ["train", "config/resources/infer.toml", "command=diffusionlm-infer"],
+            "command = diffusionlm-infer has no run.directory, so it is no training: just infer executes it",
+        ),
+        (["sync-env", "-n"], "-n is not an option"),
+        (["data-remote", "tiny.toml", "--dry-run"], "extra= and options are for config=FILE"),
         (["train", "nowhere.toml"], "config = nowhere.toml is neither here nor in someone@127.0.0.1"),
         (["fetch", "any_file=../other"], "any_file = '../other' is not under"),
         (["fetch", "any_file=runs/nothing"], "has no runs/nothing: just list-runs"),
@@ -319,3 +307,10 @@ def test_roots_that_are_something_else(remote: Remote) -> None:
     line = remote.fails("bootstrap-remote", REMOTE_ROOT=str(remote.home / "thesis"))
     assert "holds other files: name a new or empty directory" in line
     assert os.listdir(remote.home / "thesis") == ["chapter"]
+    line = remote.fails("bootstrap-remote", REMOTE_ROOT="/proc/nothing")
+    assert "REMOTE_ROOT = /proc/nothing cannot be made: name a directory that may be written" in line
+    (remote.home / "half" / ".remote").mkdir(parents=True)
+    for name in ("data", "env", "runs"):
+        (remote.home / "half" / name).touch()
+    line = remote.fails("bootstrap-remote", REMOTE_ROOT="half")
+    assert f"REMOTE_ROOT = {remote.home / 'half'} cannot be written: mkdir: " in line

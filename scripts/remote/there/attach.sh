@@ -2,5 +2,8 @@
 # Show the session in this terminal; Ctrl-b d leaves it running.
 # shellcheck source=scripts/remote/there/prelude.sh
 : "${root:?}" "${session:?}"
-running || fail "no tmux session $session runs: just train config=FILE starts one, just status tells of the last"
+enter
+launch=$(last_launch || true)
+alive "$launch" || fail "no training runs in $root: just train config=FILE starts one, just status tells of the last"
+refuse_another "$launch"
 exec tmux attach-session -t "=$session"

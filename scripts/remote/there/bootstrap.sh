@@ -35,16 +35,16 @@ install_tmux() {
     fi
 }
 
-for tool in tar sha256sum find stat tail; do
+for tool in tar sha256sum find stat tail grep flock; do
     have "$tool" || fail "$tool is not there: install it"
 done
 [[ ! -e $root || -d $root ]] || fail "REMOTE_ROOT = $root is a file: name a directory"
-mkdir -p -- "$root" || fail "REMOTE_ROOT = $root cannot be made: name a directory that may be written"
+said=$(mkdir -p -- "$root" 2>&1) || fail "REMOTE_ROOT = $root cannot be made: name a directory that may be written (${said##*: })"
 cd -- "$root" || exit
 if [[ ! -d .remote && -n $(ls -A) ]]; then
     fail "REMOTE_ROOT = $root holds other files: name a new or empty directory"
 fi
-mkdir -p .remote/launches .tools/bin data runs env || fail "REMOTE_ROOT = $root cannot be written"
+said=$(mkdir -p .remote/launches .tools/bin data runs env 2>&1) || fail "REMOTE_ROOT = $root cannot be written: ${said%%$'\n'*}"
 
 have uv || install_uv
 if ! have just; then

@@ -10,5 +10,4 @@ if [[ $1 == */* || ! -x $command ]]; then
     fail "command = $1 is not one of the project: ${known[*]##*/}"
 fi
 shift
-source_env
-exec "$command" "$@"
+exec .venv/bin/python -I scripts/remote/environment.py "$command" "$@"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # The files of files or folders under the root: size, SHA-256 and path, or the target of a link, each ended by a NUL.
-# Nothing of what is not there. Arguments: "all", or "newest" for checkpoints that a link names only; the paths.
+# Nothing of what is not there, or goes meanwhile, as checkpoints of a run do. Arguments: "all", or "newest" for checkpoints that a link names only; the paths.
 # shellcheck source=scripts/remote/there/prelude.sh
 : "${root:?}" "${session:?}"
 enter
@@ -15,6 +15,8 @@ done
 wanted() {
     local folder name link
     [[ $1 != .lock && $1 != */.lock ]] || return 1
+    # What a run writes aside, and renames.
+    [[ ! $1 =~ (^|/)[^/]*\.tmp-(old|[0-9a-f]{8})(/|$) ]] || return 1
     [[ $2 == newest && $1 == */checkpoints/*/* ]] || return 0
     folder=${1%%/checkpoints/*}/checkpoints
     name=${1#"$folder"/}
@@ -35,14 +37,21 @@ given() {
 }
 
 # What was asked for by the name of a link is what it names.
-find -H "${paths[@]}" \( -type f -o -type l \) -print0 | LC_ALL=C sort -z | while IFS= read -r -d '' file; do
-    wanted "$file" "$which" || continue
-    if [[ -L $file ]] && ! given "$file"; then
-        printf 'link\t%s\t%s\0' "$(readlink -- "$file")" "$file"
-    else
-        size=$(stat -L -c %s -- "$file")
+find -H "${paths[@]}" -ignore_readdir_race \( -type f -o -type l \) -print0 | LC_ALL=C sort -z | {
+    links=()
+    while IFS= read -r -d '' file; do
+        wanted "$file" "$which" || continue
+        if [[ -L $file ]] && ! given "$file"; then
+            links+=("$file")
         # Of that many bytes, since a record may grow meanwhile.
-        hash=$(head -c "$size" -- "$file" | sha256sum)
-        printf '%s\t%s\t%s\0' "$size" "${hash%% *}" "$file"
-    fi
-done
+        elif size=$(stat -L -c %s -- "$file" 2>/dev/null) && hash=$(head -c "$size" -- "$file" 2>/dev/null | sha256sum); then
+            printf '%s\t%s\t%s\0' "$size" "${hash%% *}" "$file"
+        elif [[ -e $file ]]; then
+            fail "$file cannot be read"
+        fi
+    done
+    # As they are now: what they name did not go before it was listed.
+    for file in "${links[@]}"; do
+        ! target=$(readlink -- "$file") || printf 'link\t%s\t%s\0' "$target" "$file"
+    done
+}

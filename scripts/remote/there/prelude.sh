@@ -25,25 +25,34 @@ enter() {
     cd -- "$root"
 }
 
-running() {
-    have tmux && tmux has-session -t "=$session" 2>/dev/null
+# The folder of the last launch of this root. Fails where nothing was trained yet.
+last_launch() {
+    local name
+    name=$(readlink .remote/launches/last) && printf '.remote/launches/%s\n' "$name"
 }
 
-# For what would disturb a run that goes on.
+# What stands in the environment of every process of a launch, whatever its group or terminal, and of no other.
+mark_of() {
+    printf 'DIFFUSIONLM_LAUNCH=%s/%s\n' "$(pwd -P)" "$1"
+}
+
+# Whether a launch runs: its shell (run.sh) does, and that number is not another's by now.
+alive() {
+    [[ -n $1 && -s $1/shell ]] && grep -qszxF -- "$(mark_of "$1")" "/proc/$(<"$1/shell")/environ"
+}
+
+# For what would disturb a run that goes on in this root.
 refuse_running() {
-    ! running || fail "tmux session $session runs already: just attach-train or just follow-train shows it, \
-just kill-train ends it, REMOTE_SESSION=NAME with another REMOTE_ROOT trains beside it"
+    local launch
+    launch=$(last_launch) || return 0
+    ! alive "$launch" || fail "tmux session $(<"$launch/session") runs already: just attach-train or just \
+follow-train shows it, just kill-train ends it, REMOTE_SESSION=NAME with another REMOTE_ROOT trains beside it"
 }
 
-# The settings of env/*.env, for what is started from here; they are in no command line.
-source_env() {
-    local file
-    for file in env/*.env; do
-        if [[ -f $file ]]; then
-            set -a
-            # shellcheck source=/dev/null
-            source "$file"
-            set +a
-        fi
-    done
+# For what is meant for the session that was named, and no other.
+refuse_another() {
+    local its
+    its=$(<"$1/session")
+    [[ $its == "$session" ]] || fail "the training of $root runs in tmux session $its, not in $session: \
+set REMOTE_SESSION=$its"
 }

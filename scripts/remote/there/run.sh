@@ -11,21 +11,14 @@ trap : INT TERM HUP
 
 train() (
     trap - INT TERM HUP
-    for file in env/*.env; do
-        if [[ -f $file ]]; then
-            set -a
-            # shellcheck source=/dev/null
-            source "$file"
-            set +a
-        fi
-    done
     echo "$BASHPID" >"$launch/pid"
-    exec ".venv/bin/${command[0]}" "${command[@]:1}"
+    exec .venv/bin/python -I scripts/remote/environment.py ".venv/bin/${command[0]}" "${command[@]:1}"
 )
 
+# Of a disk that is full tee complains; how the training ends counts all the same.
 {
     code=0
     train 2>&1 || code=$?
     echo "$code" >"$launch/code.part"
-} | tee -i "$launch/log"
+} | tee -i "$launch/log" || true
 mv -- "$launch/code.part" "$launch/code"

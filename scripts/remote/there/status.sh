@@ -29,23 +29,23 @@ else
 fi
 gpus | sed '1s/^/GPU       /; 1!s/^/          /'
 settings=()
-for file in env/*.env; do
+for file in env/.env env/*.env; do
     [[ ! -f $file ]] || settings+=("$file")
 done
 printf 'env       %s\n' "${settings[*]:-no settings: just sync-env sends env/*.env}"
-if running; then
-    printf 'session   %s runs\n' "$session"
+launch=$(last_launch || true)
+if alive "$launch"; then
+    printf 'session   %s runs\n' "$(<"$launch/session")"
 else
     printf 'session   %s does not run\n' "$session"
 fi
-launch=.remote/launches/last
-if [[ -d $launch ]]; then
+if [[ -n $launch ]]; then
     mapfile -d '' -t command <"$launch/command"
     printf -v shown '%q ' "${command[@]}"
     printf 'last run  %s\n' "$shown"
     if [[ -e $launch/code ]]; then
         printf '          ended with exit code %s\n' "$(<"$launch/code")"
-    elif running; then
+    elif alive "$launch"; then
         printf '          goes on\n'
     else
         printf '          ended without an exit code: killed, or the machine went down\n'

@@ -1,0 +1,151 @@
+"""Where what is fetched goes, and what came that way: anything else here is moved aside before it is replaced.
+
+``runs/.fetched.json`` holds, for each file that was fetched, the SHA-256 that it had and the machine that it is from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import posixpath
+import shlex
+import shutil
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+from host import HERE, Host, StopError
+
+RECORD = "runs/.fetched.json"
+REPLACED = "runs/.replaced"
+
+
+class Fetched:
+    """What is known of earlier fetches, and what this one replaces."""
+
+    def __init__(self, host: Host) -> None:
+        self._origin = f"{host.name}:{host.root}"
+        self._known = read(HERE / RECORD)
+        self._new: dict[str, list[str]] = {}
+        self._aside = HERE / REPLACED / time.strftime("%Y%m%d-%H%M%S")
+        self._kept: list[str] = []
+
+    def knows(self, path: Path, contents: str) -> bool:
+        """Whether the file came from this machine with these contents: a SHA-256, or the target of a link."""
+        return self._known.get(named(path)) == [contents, self._origin]
+
+    def has_below(self, folder: Path) -> bool:
+        """Whether anything in the folder came from this machine."""
+        start = f"{named(folder)}/"
+        return any(name.startswith(start) and origin == self._origin for name, (_, origin) in self._known.items())
+
+    def make_room(self, path: Path) -> None:
+        """Move what is here out of the way, unless it was fetched and is as it was then."""
+        if not os.path.lexists(path):
+            return
+        contents = os.readlink(path) if path.is_symlink() else digest(path) if path.is_file() else ""
+        if self.knows(path, contents):
+            return
+        while not self._kept and self._aside.exists():  # of another fetch in this second
+            self._aside = self._aside.with_name(f"{self._aside.name}-")
+        kept = self._aside / named(path)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, kept)
+        self._kept.append(named(path))
+
+    def add(self, path: Path, contents: str) -> None:
+        """A file that was fetched now."""
+        self._new[named(path)] = [contents, self._origin]
+
+    def close(self) -> None:
+        """Write the record, and say what was moved."""
+        if self._new:
+            record = HERE / RECORD
+            record.parent.mkdir(parents=True, exist_ok=True)
+            aside = record.with_name(f"{record.name}.part")
+            aside.write_text(json.dumps(read(record) | self._new, indent=0) + "\n", encoding="utf-8")
+            os.replace(aside, record)
+        if self._kept:
+            what = "1 file" if len(self._kept) == 1 else f"{len(self._kept)} files"
+            where = f"{REPLACED}/{self._aside.name}"
+            print(
+                f"replaced {what} here that did not come from there, kept in {where}: {some(self._kept)}",
+                file=sys.stderr,
+            )
+
+
+def read(path: Path) -> dict[str, list[str]]:
+    """The record; what is damaged counts as not fetched, and so is kept."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in entries if isinstance(value, list) and len(value) == 2}
+
+
+def named(path: Path) -> str:
+    """A path of this tree in the record."""
+    return path.relative_to(HERE).as_posix()
+
+
+def place(host: Host, path: str) -> tuple[str, Path]:
+    """The path under the root, or from /, and the local folder that it goes to."""
+    if path.startswith("/"):
+        path = posixpath.normpath(path)
+        # What the root is from / is known there.
+        path = path.removeprefix(os.fsdecode(host.run("root", capture=True)).rstrip("/") + "/")
+    inside = posixpath.normpath(path)
+    if inside == "." or inside.split("/")[0] == "..":
+        raise StopError(f"any_file = {path!r} is not under {host.root}: name a file or folder there")
+    return inside, HERE / "runs" / "fetched" if inside.startswith("/") else HERE
+
+
+def refuse_own_run(host: Host, config: str, extra: list[str]) -> None:
+    """Before a run is made there that would be fetched over one of this machine.
+
+    Raises:
+        StopError: its directory is here, and is not one that was fetched.
+    """
+    directory = run_directory(config, extra)
+    if not directory:
+        return
+    path, base = place(host, directory)
+    folder = base / path.lstrip("/")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    metrics, fetched = folder / "metrics.jsonl", Fetched(host)
+    if not (fetched.knows(metrics, digest(metrics)) if metrics.is_file() else fetched.has_below(folder)):
+        raise StopError(
+            f"run.directory = {directory} is here already, and it is not as it was fetched from {host.name}: set "
+            f"another run.directory, or move {folder} away, or use just train, and then "
+            f"just fetch any_file={shlex.quote(directory)}, which keeps what it replaces"
+        )
+
+
+def run_directory(config: str, extra: list[str]) -> str:
+    """``run.directory`` by the config and the options; nothing where it cannot be told from here."""
+    directory = ""
+    # A config that lies only there, or one with mistakes, which the command there explains.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        directory = tomllib.loads((HERE / config).read_text(encoding="utf-8"))["run"]["directory"]
+    for before, word in zip(["", *extra], extra, strict=False):
+        key, equals, value = word.removeprefix("--set=").partition("=")
+        if equals and key.strip() == "run.directory" and (before == "--set" or word.startswith("--set=")):
+            directory = value.strip().strip("\"'")
+    is_plain = isinstance(directory, str) and not directory.startswith("~") and ".." not in directory.split("/")
+    return directory if is_plain else ""
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def some(names: list[str]) -> str:
+    """The first of many names."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
