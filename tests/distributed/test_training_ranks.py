@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(strategy: str, config: TrainC
     for stop, world_size in ((2, 1), (4, 2), (8, 1)):
         parallel = STRATEGIES[strategy] if world_size > 1 else {"strategy": "single"}
         part = made(config, tmp_path / "part", **sections, parallel=parallel)
-        with stopping_after(stop):
+        with stopping_after(stop) if stop < 8 else contextlib.nullcontext():
             if world_size == 1:
                 loop.train(part)
             else:
