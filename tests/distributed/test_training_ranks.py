@@ -81,8 +81,17 @@ def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float) -> None:
     )
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        pytest.param("ddp", ADAMW, id="ddp-adamw"),
+        pytest.param("ddp", MUON, id="ddp-muon", marks=pytest.mark.slow),
+        pytest.param("ddp, sharded", ADAMW, id="ddp, sharded-adamw", marks=pytest.mark.slow),
+        pytest.param("ddp, sharded", MUON, id="ddp, sharded-muon"),
+        pytest.param("fsdp", ADAMW, id="fsdp-adamw", marks=pytest.mark.slow),
+        pytest.param("fsdp", MUON, id="fsdp-muon"),
+    ],
+)
 def test_two_ranks_train_as_one(strategy: str, optimizer: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
     """With micro-batches of one row on each rank, so that target counts differ."""
     sections: dict[str, Any] = {"optimizer": optimizer, "training": {"micro_batch_size": 1}}
@@ -93,7 +102,7 @@ def test_two_ranks_train_as_one(strategy: str, optimizer: dict[str, Any], config
     check_equal(two, one, 2e-5)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ddp, sharded", "fsdp"])
 def test_two_ranks_train_in_bfloat16(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
     """With validation, samples and averages in between."""
     sections: dict[str, Any] = {
@@ -111,7 +120,7 @@ def test_two_ranks_train_in_bfloat16(strategy: str, config: TrainConfig, tmp_pat
     assert kinds.count("validation") == 2 and kinds.count("sample") == 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp, sharded", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp, sharded", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_other_numbers_of_ranks(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
     """One rank, two, one: each goes on where the last one stopped."""
     sections: dict[str, Any] = {"optimizer": ADAMW, "training": {"ema_decay": 0.5}}

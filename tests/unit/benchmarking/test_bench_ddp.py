@@ -27,6 +27,7 @@ def test_counters() -> None:
     assert minimum_bytes(100, 2) == 400 and minimum_bytes(100, 4) == 600
 
 
+@pytest.mark.slow  # three contestants, each of two ranks
 def test_contestants_agree_and_the_report_has_them_all(tmp_path: Path) -> None:
     def act(ranks: Ranks) -> tuple[list[float], str]:
         contestants = build_all(OPTIONS, ranks)

@@ -212,7 +212,7 @@ def test_an_interruption_after_any_chunk(
 KILLED = Path(__file__).with_name("killed_make_data.py")
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["bin", "parquet", pytest.param("dat", marks=pytest.mark.slow)])
 def test_sigkill_at_every_step(folder: Path, tmp_path: Path, kind: Format) -> None:
     """Before every write, fsync, rename and removal; what goes on is killed as well. One process, forked for each."""
     few = tmp_path / "few"
