@@ -19,31 +19,6 @@ from sweeps.grid import (
 )
 from sweeps.kinds import KINDS
 
-BASE = """
-[run]
-directory = "x"
-[model]
-hidden_size = 8
-num_hidden_layers = 1
-num_attention_heads = 1
-num_key_value_heads = 1
-head_dim = 8
-intermediate_size = 8
-max_position_embeddings = 8
-[data]
-source = "python-stdlib"
-[training]
-batch_size = 4
-max_steps = 10
-"""
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    path = tmp_path / "base.toml"
-    path.write_text(BASE)
-    return path
-
 
 @pytest.mark.parametrize(
     ("text", "values"),

@@ -19,23 +19,6 @@ from sweeps import processes, runner, sweep
 from sweeps.kinds import KINDS
 from sweeps.record import read_record
 
-BASE = """
-[run]
-directory = "x"
-[model]
-hidden_size = 8
-num_hidden_layers = 1
-num_attention_heads = 1
-num_key_value_heads = 1
-head_dim = 8
-intermediate_size = 8
-max_position_embeddings = 8
-[data]
-source = "python-stdlib"
-[training]
-batch_size = 4
-max_steps = 10
-"""
 RUN = """
 import json, os, pathlib, signal, sys, time, tomllib
 config = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
@@ -59,7 +42,7 @@ if rate != 7.0:
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A config; runs of it are the program above."""
 
     program = tmp_path / "program.py"
@@ -75,10 +58,8 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("MENDED", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "base.toml"
-    path.write_text(BASE)
     before = signal.getsignal(signal.SIGINT)
-    yield path
+    yield base
     assert signal.getsignal(signal.SIGINT) == before
 
 
