@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from files.lasting import forget
 from profiling.doctor import examine, render
 
 NAME = "diffusionlm-doctor"
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = report.to_json() if arguments.json else render(report, shutil.get_terminal_size((110, 24)).columns)
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # Whoever reads has enough; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        forget(sys.stdout)  # whoever reads has enough
     return 1 if report.is_broken else 0
 
 

@@ -12,7 +12,7 @@ from io import StringIO
 
 from config.command import friendly_errors, parse_command
 from config.train import RENAMED, TrainConfig
-from logger.lasting import lasting
+from files.lasting import lasting
 
 NAME = "diffusionlm-train"
 

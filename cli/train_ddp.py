@@ -11,7 +11,7 @@ from functools import partial
 from cli.train import add_arguments, train_as_rank
 from config.command import friendly_errors, parse_command
 from config.train import RENAMED, DistributedTrainConfig
-from logger.lasting import lasting
+from files.lasting import lasting
 
 NAME = "diffusionlm-train-ddp"
 

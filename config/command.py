@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from config.base import Section
 from config.dump import to_toml
 from config.load import ConfigError, json_schema, load_config
+from files.lasting import forget
 
 T = TypeVar("T", bound=Section)
 
@@ -125,8 +126,7 @@ def friendly_errors(name: str) -> Iterator[None]:
         print(f"{name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # Whoever read the output has enough of it; nothing is wrong. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        forget(sys.stdout)  # whoever read it has enough; nothing is wrong
         raise SystemExit(0) from None
     except (ValueError, OSError) as error:
         if _wants_traceback():

@@ -1,1 +1,1 @@
-"""Files that others read: written whole or not at all; pages that need nothing beside themselves. No torch."""
+"""Files that others read, written whole or not at all; pages of one file; streams that break. No torch."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from files.lasting import forget
 from logger.background import Tell
-from logger.lasting import forget
 from logger.run_logger import Metrics, metrics_line
 
 

@@ -145,13 +145,6 @@ def _kept(plots: Sequence[Plot], runs: Sequence[RunRecord]) -> list[Plot]:
     return [plot for plot in plots if plot.lines]
 
 
-def unknown_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """Metrics that are on none of the charts because they have no number at all, or are texts."""
-    keys = {key for run in runs for key, series in run.numbers.items() if series.is_empty}
-    has_numbers = {key for run in runs for key, series in run.numbers.items() if not series.is_empty}
-    return sorted((keys - has_numbers) | {key for run in runs for key in run.texts})
-
-
 def _training_loss(runs: Sequence[RunRecord]) -> Plot:
     plot = _plot(Kind("Training loss", "nats per token", "loss", log=False, is_smoothed=True), runs)
     for run in runs:

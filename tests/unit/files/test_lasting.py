@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from logger.lasting import lasting
+from files.lasting import lasting
 
 
 def test_what_can_be_written_is() -> None:
