@@ -19,7 +19,7 @@ import torch
 
 from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns
 from diffusionlm.models.attention import EAGER_MAX_LENGTH, Backend, DenseBackend, attend
-from diffusionlm.models.lowering import BFLOAT16_TILED_MIN_LENGTH, TILED_MAX_DENSITY, TILED_MIN_LENGTH, lower
+from diffusionlm.models.attention_backends import BFLOAT16_TILED_MIN_LENGTH, TILED_MAX_DENSITY, TILED_MIN_LENGTH, lower
 from diffusionlm.models.patterns import AttentionPattern, BlockCausal, BlockDiffusion
 from diffusionlm.models.tiled import BFLOAT16_TILE_LENGTH, TILE_LENGTH, cut, density
 from profiling.cores import usable_cores

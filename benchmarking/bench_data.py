@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 
 from benchmarking.harness import environment, markdown_list, markdown_table, say
-from benchmarking.train_contestants import Case, build_ours
+from benchmarking.implementations.training import Case, build_ours
 from config.bench_train import Shape
 from config.data import DataConfig, PythonStdlib, Shards, TextSource, TokenizerConfig
 from config.make_data import MakeDataConfig, OutputConfig
 from config.objective import MaskedDiffusion
 from diffusionlm.data.loader import LoaderPlan, batch_of
 from diffusionlm.data.make_data import make_data
-from diffusionlm.data.parts import open_parts, rows_of
+from diffusionlm.data.pipeline import open_parts, rows_of
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.data.workers import WorkerLoader
 from profiling.cores import usable_cores

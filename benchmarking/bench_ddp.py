@@ -32,10 +32,10 @@ from ddp.process_group import Ranks, process_group
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.background import Saves
-from diffusionlm.training.checkpoint import CheckpointStore
-from diffusionlm.training.saving_ranks import SavingRanks
-from diffusionlm.training.snapshot import Snapshot, take_snapshot
+from diffusionlm.training.checkpointing.async_checkpointer import Saves
+from diffusionlm.training.checkpointing.save_coordinator import SavingRanks
+from diffusionlm.training.checkpointing.staging import Snapshot, take_snapshot
+from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.spreading import units_of
 from profiling.memory import bytes_of
 

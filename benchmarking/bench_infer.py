@@ -34,12 +34,12 @@ from config.infer import InferModelConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import DTYPES, load_tokenizer
 from diffusionlm.checkpoints.loading import open_model
+from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.inference.blocks import block_causal_length
-from diffusionlm.inference.defaults import with_defaults
 from diffusionlm.inference.generate import Generation, Step, generate
+from diffusionlm.inference.settings import with_defaults
 from diffusionlm.models.init import OUTPUT_PROJECTIONS, init_weights
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.likelihood import evaluate_likelihood
 from files.atomic import replace_text
 from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth, release_freed_memory

@@ -11,7 +11,7 @@ import statistics
 import torch
 
 from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns
-from benchmarking.train_contestants import Case, build_ours
+from benchmarking.implementations.training import Case, build_ours
 from config.bench_train import Precision, Shape
 from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
 from profiling.cores import usable_cores

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns
-from diffusionlm.training.lion import Lion
-from diffusionlm.training.muon import Muon
+from diffusionlm.optim.lion import Lion
+from diffusionlm.optim.muon import Muon
 from profiling.cores import usable_cores
 
 Parameters = list[nn.Parameter]

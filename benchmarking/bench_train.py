@@ -28,8 +28,8 @@ from benchmarking.harness import (
     speedup,
     time_in_turns,
 )
-from benchmarking.matrix_products import StepProducts
-from benchmarking.train_contestants import (
+from benchmarking.implementations.matrix_products import StepProducts
+from benchmarking.implementations.training import (
     BUILDERS,
     MAX_GRAD_NORM,
     METHODS,

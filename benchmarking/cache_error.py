@@ -23,11 +23,11 @@ import torch
 from benchmarking.harness import environment, markdown_list, markdown_table, say
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
-from diffusionlm.inference.defaults import with_defaults
-from diffusionlm.inference.forwards import Forwards
 from diffusionlm.inference.generate import generate, prompt_requests
-from diffusionlm.inference.policies import build_policy
-from diffusionlm.inference.reading import Reader
+from diffusionlm.inference.model_runner import Forwards
+from diffusionlm.inference.sampling import Reader
+from diffusionlm.inference.settings import with_defaults
+from diffusionlm.inference.strategies import build_policy
 from diffusionlm.models.transformer import Transformer
 from profiling.cores import usable_cores
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from benchmarking.harness import markdown_table, say
 from config.model import ModelConfig
 from config.objective import Bernoulli, BlockDiffusion, Counts, Estimator
-from diffusionlm.diffusion.batch import Batch, DrawKey
+from diffusionlm.diffusion.noised_batch import Batch, DrawKey
 from diffusionlm.diffusion.objectives import build_objective
 
 SYMBOLS, LENGTH, STAY, ROWS = 8, 32, 0.8, 16

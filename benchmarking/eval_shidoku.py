@@ -16,7 +16,7 @@ from benchmarking.harness import environment, markdown_list, markdown_table, say
 from config.generation import GenerationConfig, RemaskingStrategy
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
 from diffusionlm.data.synthetic import UNKNOWN, is_shidoku, puzzle, shidoku_grids, solutions
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.diffusion.rng import Stream, generator
 from diffusionlm.inference.generate import infill
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer

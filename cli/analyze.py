@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command
 from config.analyze import AnalyzeConfig
-from config.command import FlagShorthand, ValueShorthand, friendly_errors, parse_command
 
 NAME = "diffusionlm-analyze"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from cli.arguments import ValueShorthand, friendly_errors, parse_command
 from config.bench_infer import BenchInferConfig
-from config.command import ValueShorthand, friendly_errors, parse_command
 
 NAME = "diffusionlm-bench-infer"
 

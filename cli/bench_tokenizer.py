@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cli.arguments import friendly_errors, parse_command
 from config.bench_tokenizer import BenchTokenizerConfig
-from config.command import friendly_errors, parse_command
 
 NAME = "diffusionlm-bench-tokenizer"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cli.arguments import friendly_errors, parse_command
 from config.bench_train import BenchTrainConfig
-from config.command import friendly_errors, parse_command
 
 NAME = "diffusionlm-bench-train"
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from config.command import ValueShorthand, friendly_errors, parse_command
+from cli.arguments import ValueShorthand, friendly_errors, parse_command
 from config.convert import ConvertConfig
 
 NAME = "diffusionlm-convert"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from config.command import FlagShorthand, ValueShorthand, friendly_errors, parse_command, toml_string
+from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command, toml_string
 from config.eval import EvalConfig
 
 NAME = "diffusionlm-eval"
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2)
     with friendly_errors(NAME):
         # Only now, so that --help and config errors do not wait for torch.
-        from diffusionlm.training.likelihood import evaluate_likelihood
+        from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 
         result = evaluate_likelihood(config)
         print(result.to_json() if config.output.format == "json" else result.to_text())

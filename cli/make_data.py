@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from config.command import friendly_errors, parse_command
+from cli.arguments import friendly_errors, parse_command
 from config.make_data import MakeDataConfig
 
 NAME = "diffusionlm-make-data"

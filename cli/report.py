@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.command import friendly_errors
+from cli.arguments import friendly_errors
 from logger.report import write_report
 
 NAME = "diffusionlm-report"

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 
-from config.command import friendly_errors, parse_command
+from cli.arguments import friendly_errors, parse_command
 from config.train import RENAMED, TrainConfig
-from files.lasting import lasting
+from files.resilient_stream import lasting
 
 NAME = "diffusionlm-train"
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             argv=argv,
         )
     if arguments.dry_run:
-        from profiling.plan import render_plan
+        from profiling.estimate import render_plan
 
         if is_first_rank():
             print(render_plan(config))

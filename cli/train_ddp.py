@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from functools import partial
 
+from cli.arguments import friendly_errors, parse_command
 from cli.train import add_arguments, train_as_rank
-from config.command import friendly_errors, parse_command
 from config.train import RENAMED, DistributedTrainConfig
-from files.lasting import lasting
+from files.resilient_stream import lasting
 
 NAME = "diffusionlm-train-ddp"
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with friendly_errors(NAME):
         check_nodes(arguments)
         if arguments.dry_run:
-            from profiling.plan import render_plan
+            from profiling.estimate import render_plan
 
             # Two, where only torch knows how many GPUs there are.
             local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks

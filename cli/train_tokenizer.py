@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from config.command import friendly_errors, parse_command
+from cli.arguments import friendly_errors, parse_command
 from config.train_tokenizer import TrainTokenizerConfig
 
 NAME = "diffusionlm-train-tokenizer"
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with friendly_errors(NAME):
         # Only now, so that --help and config errors do not wait for what it needs.
-        from diffusionlm.training.tokenizer_training import train_tokenizer
+        from cli.tokenizer_training import train_tokenizer
 
         print(train_tokenizer(config, sys.stderr).to_text())
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from config.parallel import DDP
 from ddp.buckets import Bucket, Unit, in_backward_order, plan_buckets, trained_by_unit
-from ddp.gradient_flow import GradientFlow
+from ddp.gradient_reducer import GradientFlow
 from ddp.process_group import Ranks
 from ddp.replicas import Replicated, broadcast_from_first
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.parallel import FSDP
+from ddp.all_to_all_rows import RowExchange, rows_of
 from ddp.buckets import Unit
 from ddp.process_group import Ranks
 from ddp.replicas import check_names
-from ddp.row_exchange import RowExchange, rows_of
 
 
 class FullySharded:

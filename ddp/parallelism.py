@@ -137,7 +137,7 @@ def apply_parallelism(
         case DDP() if ranks.is_alone:
             return Alone(model, ranks)
         case DDP(shard_optimizer=True):
-            from ddp.optimizer_state_sharding import ShardedDataParallel
+            from ddp.sharded_data_parallel import ShardedDataParallel
 
             return ShardedDataParallel(model, parallel, ranks, device, units, must_be_whole=must_be_whole)
         case DDP():

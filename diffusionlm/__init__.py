@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from config.generation import GenerationConfig
     from config.model import ModelConfig
     from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer, save_model_directory
-    from diffusionlm.diffusion.likelihood import LikelihoodEstimate, NelboReport, conditional_likelihood, nelbo
+    from diffusionlm.evaluation.nelbo import LikelihoodEstimate, NelboReport, conditional_likelihood, nelbo
+    from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
     from diffusionlm.inference.generate import Generation, generate, infill
-    from diffusionlm.inference.likelihood import SamplerReport, sampler_likelihood
     from diffusionlm.inference.streaming import stream
     from diffusionlm.models.init import init_weights
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
@@ -27,15 +27,15 @@ _HOMES = {
     "load_model": "diffusionlm.checkpoints.huggingface",
     "load_tokenizer": "diffusionlm.checkpoints.huggingface",
     "save_model_directory": "diffusionlm.checkpoints.huggingface",
-    "LikelihoodEstimate": "diffusionlm.diffusion.likelihood",
-    "NelboReport": "diffusionlm.diffusion.likelihood",
-    "conditional_likelihood": "diffusionlm.diffusion.likelihood",
-    "nelbo": "diffusionlm.diffusion.likelihood",
+    "LikelihoodEstimate": "diffusionlm.evaluation.nelbo",
+    "NelboReport": "diffusionlm.evaluation.nelbo",
+    "conditional_likelihood": "diffusionlm.evaluation.nelbo",
+    "nelbo": "diffusionlm.evaluation.nelbo",
     "Generation": "diffusionlm.inference.generate",
     "generate": "diffusionlm.inference.generate",
     "infill": "diffusionlm.inference.generate",
-    "SamplerReport": "diffusionlm.inference.likelihood",
-    "sampler_likelihood": "diffusionlm.inference.likelihood",
+    "SamplerReport": "diffusionlm.evaluation.sampler_likelihood",
+    "sampler_likelihood": "diffusionlm.evaluation.sampler_likelihood",
     "stream": "diffusionlm.inference.streaming",
     "init_weights": "diffusionlm.models.init",
     "Bidirectional": "diffusionlm.models.patterns",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from files.lasting import forget
+from files.resilient_stream import forget
 from logger.background import Tell
 from logger.run_logger import Metrics, metrics_line
 

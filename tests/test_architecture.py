@@ -1,24 +1,24 @@
-"""The plan of the house, held by a few lines of ast: who imports whom, and how large things may be."""
+"""The structure of the source: who imports whom, and how large things may be. Each test lists all violations."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
-ROOMS = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "files", "logger", "profiling", "sweeps", "tokenizer")
+TOP_LEVEL = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "files", "logger", "profiling", "tokenizer")
+CORE_NAMES = (
+    "checkpoints", "data", "diffusion", "evaluation", "inference", "kernels", "models", "optim", "training",
+)  # fmt: skip
+CORE = {f"diffusionlm.{name}" for name in CORE_NAMES}
+EVERYTHING = CORE | set(TOP_LEVEL)
+EVERYBODY_MAY_IMPORT = {"profiling", "files"}
 
-CORE = {
-    f"diffusionlm.{name}" for name in ("checkpoints", "data", "diffusion", "inference", "kernels", "models", "training")
-}
-EVERYTHING = CORE | set(ROOMS)
-
-ARROWS: dict[str, set[str]] = {
+ALLOWED_IMPORTS: dict[str, set[str]] = {
     "config": set(),
     "tokenizer": set(),
     "logger": set(),
@@ -29,10 +29,10 @@ ARROWS: dict[str, set[str]] = {
     "diffusionlm.models": {"diffusionlm.kernels"},
     "diffusionlm.diffusion": {"diffusionlm.models", "diffusionlm.kernels"},
     "diffusionlm.data": {"tokenizer", "diffusionlm.diffusion"},
+    "diffusionlm.optim": {"ddp", "diffusionlm.models"},
     "diffusionlm.checkpoints": {"tokenizer", "diffusionlm.models"},
     "diffusionlm.inference": {"tokenizer", "diffusionlm.models", "diffusionlm.diffusion"},
-    "diffusionlm.training": {
-        "config",
+    "diffusionlm.evaluation": {
         "ddp",
         "logger",
         "tokenizer",
@@ -40,169 +40,141 @@ ARROWS: dict[str, set[str]] = {
         "diffusionlm.data",
         "diffusionlm.diffusion",
         "diffusionlm.inference",
+        "diffusionlm.kernels",
         "diffusionlm.models",
+        "diffusionlm.optim",
     },
+    "diffusionlm.training": CORE - {"diffusionlm.kernels", "diffusionlm.training"}
+    | {"config", "ddp", "logger", "tokenizer"},
     "diffusionlm": CORE | {"tokenizer"},
-    "sweeps": {"config", "logger"},
     "benchmarking": CORE | {"config", "ddp", "diffusionlm", "logger", "tokenizer"},
     "cli": EVERYTHING - {"cli"},
 }
-"""Room -> rooms it may import, beside itself, config's sections, profiling and files."""
+"""Package -> packages it may import, beside itself, config's sections and ``EVERYBODY_MAY_IMPORT``."""
 
-NO_SECTIONS = {"config.command", "config.load"}
+NO_SECTIONS = {"config.load"}
 """What belongs to commands; every other file of config/ is a section, or what sections are made of."""
 
-TORCHLESS = ("config", "files", "tokenizer", "logger", "sweeps")
+WITHOUT_TORCH = ("config", "files", "tokenizer", "logger")
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS, MAX_INHERITANCE = 500, 60, 8, 2
 
 
-def modules() -> list[tuple[str, Path]]:
-    found = []
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
+def find_modules() -> dict[str, Path]:
+    """Dotted name -> file, of the whole source."""
+    modules = {}
+    for package in TOP_LEVEL:
+        for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
-            found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
-    return found
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
 
 
-MODULES = modules()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES}
-PATHS = dict(MODULES)
+PATHS = find_modules()
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in PATHS.items()}
 
 
-def room_of(module: str) -> str:
-    parts = module.split(".")
-    is_core = parts[0] == "diffusionlm" and len(parts) > 1 and f"diffusionlm.{parts[1]}" in ARROWS
-    return ".".join(parts[:2]) if is_core else parts[0]
+def package_of(module: str) -> str:
+    first_two = ".".join(module.split(".")[:2])
+    return first_two if first_two in CORE else module.split(".")[0]
 
 
-def imports(module: str) -> Iterator[str]:
-    """Every module that is named by an import, also inside functions and under TYPE_CHECKING."""
-    package = module if PATHS[module].name == "__init__.py" else module.rpartition(".")[0]
+def imports_of(module: str) -> Iterator[str]:
+    """Every module that an import statement names, also inside functions and under TYPE_CHECKING."""
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *([node.module] if node.module else [])])
+            assert not node.level, f"{module}: relative import"
             for alias in node.names:
-                full = f"{base}.{alias.name}"
-                yield full if full in TREES else base
+                full_name = f"{node.module}.{alias.name}"
+                yield full_name if full_name in TREES else str(node.module)
 
 
-def functions(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(TREES[module]):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+def test_imports_go_one_way() -> None:
+    unknown = {package_of(module) for module in TREES} - ALLOWED_IMPORTS.keys()
+    assert not unknown, "packages without a row in ALLOWED_IMPORTS"
+    violations = []
+    for module in TREES:
+        package = package_of(module)
+        allowed = ALLOWED_IMPORTS[package] | EVERYBODY_MAY_IMPORT | {package}
+        for target in imports_of(module):
+            is_section = target.split(".")[0] == "config" and target not in NO_SECTIONS
+            if target.split(".")[0] in TOP_LEVEL and not is_section and package_of(target) not in allowed:
+                violations.append(f"{module} -> {target}")
+    assert not violations
 
 
-def test_there_is_something_to_check() -> None:
-    assert len(MODULES) > 30
-    assert {room_of(name) for name in TREES} <= ARROWS.keys(), "a room without arrows: add it to the table"
-    assert "diffusionlm.diffusion.batch" in TREES
-    assert "diffusionlm.models.patterns" in set(imports("diffusionlm.diffusion.batch"))
+def test_some_packages_never_load_torch() -> None:
+    """Also not through an import of an import: ``--help`` and config errors answer at once."""
+    modules = [name for name in TREES if name.split(".")[0] in WITHOUT_TORCH]
+    assert not [name for name in modules if "torch" in {target.split(".")[0] for target in imports_of(name)}]
+    code = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\nprint('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["False"]
 
 
-@pytest.mark.parametrize("module", TREES)
-def test_arrows_go_one_way(module: str) -> None:
-    room = room_of(module)
-    for target in imports(module):
-        if target.split(".")[0] not in ROOMS:
-            continue
-        other = room_of(target)
-        section = other == "config" and target not in NO_SECTIONS
-        allowed = other == room or section or other in ("profiling", "files") or other in ARROWS[room]
-        assert allowed, f"{PATHS[module].relative_to(ROOT)} ({room}) may not import {target}"
+def test_sizes() -> None:
+    violations = []
+    for module, tree in TREES.items():
+        lines = len(PATHS[module].read_text(encoding="utf-8").splitlines())
+        if lines > MAX_FILE_LINES:
+            violations.append(f"{module}: {lines} lines")
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            length = (node.end_lineno or 0) - node.lineno + 1
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            num_arguments = len([argument for argument in arguments if argument.arg not in ("self", "cls")])
+            if length > MAX_FUNCTION_LINES:
+                violations.append(f"{module}.{node.name}: {length} lines")
+            if num_arguments > MAX_ARGUMENTS and package_of(module) != "diffusionlm.kernels":
+                violations.append(f"{module}.{node.name}: {num_arguments} arguments")
+    assert not violations
 
 
-def test_the_guide_has_the_same_arrows() -> None:
-    """Its table says the rooms of the package by their last name, and ``diffusionlm.*`` for all of them."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    told: dict[str, set[str]] = {}
-    for room, _, allowed in table:
-        told[room.strip("`")] = reached = set()
-        for name in allowed.partition(";")[0].replace("`", "").split(", "):
-            known: dict[str, set[str]] = {"nothing": set(), "everything": EVERYTHING - {"cli"}, "diffusionlm.*": CORE}
-            reached |= known.get(name, {name if name in EVERYTHING else f"diffusionlm.{name}"})
-    assert told == ARROWS
-
-
-@pytest.mark.parametrize("module", [name for name in TREES if name.split(".")[0] in TORCHLESS])
-def test_leaves_name_no_torch(module: str) -> None:
-    assert not [target for target in imports(module) if target.split(".")[0] == "torch"]
-
-
-@pytest.mark.parametrize("room", TORCHLESS)
-def test_leaves_load_no_torch(room: str) -> None:
-    """Also not through somebody else: --help and config errors answer at once."""
-    names = [name for name in TREES if name.split(".")[0] == room]
-    code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nprint('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False"]
-
-
-@pytest.mark.parametrize("module", TREES)
-def test_budgets(module: str) -> None:
-    lines = len(PATHS[module].read_text(encoding="utf-8").splitlines())
-    assert lines <= 500, f"{module} has {lines} lines"
-    for function in functions(module):
-        length = (function.end_lineno or 0) - function.lineno + 1
-        assert length <= 60, f"{module}.{function.name} has {length} lines"
-        if room_of(module) == "diffusionlm.kernels":
-            continue
-        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        count = len([each for each in arguments if each.arg not in ("self", "cls")])
-        assert count <= 8, f"{module}.{function.name} has {count} arguments"
-
-
-def bases() -> dict[str, list[str]]:
-    """Class name -> names of its bases, over the whole project; Protocols say what is needed and inherit nothing."""
-    found: dict[str, list[str]] = {}
+def test_inheritance_is_shallow() -> None:
+    """Counted over the project's own classes, by name."""
+    bases: dict[str, set[str]] = {}
     for tree in TREES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 plain = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
-                found[node.name] = [ast.unparse(base).rpartition(".")[2] for base in plain]
-    return found
-
-
-def test_inheritance_is_shallow() -> None:
-    project = bases()
+                bases.setdefault(node.name, set()).update(ast.unparse(base).rpartition(".")[2] for base in plain)
 
     def depth(name: str) -> int:
-        return max((1 + depth(base) for base in project[name] if base in project and base != name), default=0)
+        return max((1 + depth(base) for base in bases[name] if base in bases and base != name), default=0)
 
-    deep = {name: depth(name) for name in project if depth(name) > 2}
-    assert not deep
     assert depth("ModelConfig") == 2
+    assert not [name for name in bases if depth(name) > MAX_INHERITANCE]
 
 
-def test_no_drawer_for_odds_and_ends() -> None:
-    names = {"utils", "util", "helpers", "misc", "common"}
-    assert not [name for name in TREES if names & set(name.split("."))]
+def test_modules_do_nothing_at_import_and_have_telling_names() -> None:
+    """No calls, loops or assertions at the top level, no global that a function rebinds, no module for leftovers."""
+    leftovers = {"utils", "util", "helpers", "misc", "common"}
+    violations = [name for name in TREES if leftovers & set(name.split("."))]
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.If):
+                condition = ast.unparse(node.test)
+                if condition not in ("TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"):
+                    violations.append(f"{module}: if {condition}")
+                continue
+            is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            does_work = isinstance(node, ast.For | ast.While | ast.With | ast.Try | ast.Assert | ast.Delete)
+            if does_work or (isinstance(node, ast.Expr) and not is_docstring):
+                violations.append(f"{module}:{node.lineno} runs at import")
+        violations += [
+            f"{module}:{node.lineno} rebinds a global" for node in ast.walk(tree) if isinstance(node, ast.Global)
+        ]
+    assert not violations
 
 
-@pytest.mark.parametrize("module", TREES)
-def test_no_work_at_import(module: str) -> None:
-    """No bare calls, loops or assertions at the top level, and no mutable global that a function rebinds."""
-    for node in TREES[module].body:
-        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, ast.If):
-            test = ast.unparse(node.test)
-            assert test in ("TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"), f"{module}: if {test}"
-            continue
-        kinds = (ast.For, ast.While, ast.With, ast.Try, ast.Assert, ast.Delete)
-        assert not isinstance(node, kinds), f"{module}:{node.lineno} works at import"
-        assert is_docstring or not isinstance(node, ast.Expr), f"{module}:{node.lineno} calls at import"
-    rebound = [node.lineno for node in ast.walk(TREES[module]) if isinstance(node, ast.Global)]
-    assert not rebound, f"{module}:{rebound} rebinds a global"
-
-
-def test_no_tests_share_a_name() -> None:
+def test_test_files_have_different_names() -> None:
     """Without __init__.py files a basename stands for one module."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert sorted(set(names)) == sorted(names)
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
     assert not list((ROOT / "tests").rglob("__init__.py"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diffusionlm.data.sources import Reader
+from diffusionlm.data.reader import Reader
 
 DOCUMENTS_AT_ONCE = 64
 

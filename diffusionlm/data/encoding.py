@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from diffusionlm.data.sources import Reader, Tokens
+from diffusionlm.data.reader import Reader, Tokens
 from diffusionlm.data.windows import Pending, Windows
 
 CHUNK = 64

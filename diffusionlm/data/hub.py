@@ -11,9 +11,9 @@ from typing import Any
 
 from config.data import HubDataset
 from diffusionlm.data.found_files import FoundFile, find_files
+from diffusionlm.data.reader import Split
+from diffusionlm.data.record_source import WrittenSource
 from diffusionlm.data.records import Fault, checked
-from diffusionlm.data.sources import Split
-from diffusionlm.data.written import WrittenSource
 
 CACHE_MODULE = "datasets.packaged_modules.cache."
 """Where the library's builder lives that serves its local cache."""

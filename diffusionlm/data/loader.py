@@ -15,11 +15,11 @@ from config.model import ModelConfig
 from config.objective import Objective as ObjectiveConfig
 from diffusionlm.data.encoding import Encoder
 from diffusionlm.data.packing import Row, cut_at_random
-from diffusionlm.data.parts import Part, open_parts, rows_of
-from diffusionlm.data.sources import Position, Reader
-from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.data.pipeline import Part, open_parts, rows_of
+from diffusionlm.data.reader import Position, Reader
+from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.objectives import Objective, build_objective
+from diffusionlm.diffusion.rng import Stream, generator
 from tokenizer import Tokenizer
 
 

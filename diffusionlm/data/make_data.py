@@ -22,6 +22,7 @@ from typing import TextIO
 from config.make_data import MakeDataConfig
 from diffusionlm.data.corpus import first_documents
 from diffusionlm.data.meter import Meter, Say
+from diffusionlm.data.reader import DocumentSource, Position, Split, Tokens, open_source
 from diffusionlm.data.shard_index import (
     INDEX,
     PROGRESS,
@@ -35,8 +36,7 @@ from diffusionlm.data.shard_index import (
 )
 from diffusionlm.data.shard_progress import Progress, SplitProgress, begin_or_go_on, check_same, claimed, writing
 from diffusionlm.data.shard_writers import ShardWriter, aside, fsync, open_writer, publish, replace_text
-from diffusionlm.data.sources import DocumentSource, Position, Split, Tokens, open_source
-from diffusionlm.data.tokenising import Tokenisers
+from diffusionlm.data.tokenization import Tokenisers
 from diffusionlm.data.windows import Pending
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe

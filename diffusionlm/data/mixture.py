@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diffusionlm.data.packing import Row
-from diffusionlm.data.sources import Position, Reader
+from diffusionlm.data.reader import Position, Reader
 
 PASSES = 1 << 20
 """Most often that a part is read within one epoch of the mixture; its own epochs are counted through."""

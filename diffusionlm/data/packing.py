@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.data.sources import Position, Reader, Tokens
+from diffusionlm.data.reader import Position, Reader, Tokens
 from diffusionlm.data.windows import Pending, Windows
 
 NOTHING: Tokens = np.zeros(0, dtype=np.int32)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.diffusion.rng import Stream, generator
 
 ROUNDS = 16
 """Four suffice for large sets (Luby and Rackoff 1988); a handful of items mixes more slowly. Even, so

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, computed_field
 
-from diffusionlm.data.sources import Split
+from diffusionlm.data.reader import Split
 
 INDEX = "index.json"
 PROGRESS = "progress.json"

@@ -16,9 +16,9 @@ from pydantic import NonNegativeInt
 
 from config.dump import plain, render
 from config.make_data import MakeDataConfig
+from diffusionlm.data.reader import DocumentSource, Position, Split
 from diffusionlm.data.shard_index import PROGRESS, TOKENIZER, VERSION, Record, SplitIndex, check_sizes, read_record
 from diffusionlm.data.shard_writers import aside, replace_text
-from diffusionlm.data.sources import DocumentSource, Position, Split
 from tokenizer import Tokenizer
 
 LOCK = ".lock"

@@ -10,8 +10,8 @@ from typing import IO, Any, Protocol, assert_never
 
 import numpy as np
 
+from diffusionlm.data.reader import Split, Tokens
 from diffusionlm.data.shard_index import COLUMN, OFFSET, Dtype, FilePart, Format
-from diffusionlm.data.sources import Split, Tokens
 
 ASIDE = ".tmp"
 """Ending of a file that is being written."""

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from config.data import Shards
 from diffusionlm.data.permutation import KeyedPermutation
+from diffusionlm.data.reader import Position, Split, Tokens
 from diffusionlm.data.shard_index import COLUMN, OFFSET, TOKENIZER, Index, Shard, SplitIndex, check_sizes, read_index
-from diffusionlm.data.sources import Position, Split, Tokens
-from diffusionlm.diffusion.chance import Stream
+from diffusionlm.diffusion.rng import Stream
 
 KEY = "data.source.path"
 

@@ -28,8 +28,8 @@ from config.data import (
     ShidokuGrids,
     SyntheticText,
 )
-from diffusionlm.data.sources import Position, Split
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.data.reader import Position, Split
+from diffusionlm.diffusion.rng import Stream, generator
 
 BLOCK = 1_024
 """Documents that share one key of chance, and are drawn at once."""

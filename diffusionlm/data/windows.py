@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from diffusionlm.data.sources import Position, Reader
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.data.reader import Position, Reader
+from diffusionlm.diffusion.rng import Stream, generator
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from diffusionlm.data.loader import LoaderMetrics, LoaderPlan
-from diffusionlm.data.tokenising import Tokenisers, signals_held_back
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.data.tokenization import Tokenisers, signals_held_back
+from diffusionlm.diffusion.noised_batch import Draw
 
 SPAWN = get_context("spawn")
 """Forked children of a process with threads may hang, and CUDA does not survive a fork."""

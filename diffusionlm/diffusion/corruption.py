@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from config.objective import Bernoulli, Counts, Estimator, Unit, Weight
-from diffusionlm.diffusion.batch import Batch, DrawKey
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.diffusion.noised_batch import Batch, DrawKey
+from diffusionlm.diffusion.rng import Stream, generator
 from diffusionlm.diffusion.schedules import build_schedule
 from diffusionlm.models.patterns import document_offsets
 

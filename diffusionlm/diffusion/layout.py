@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from config.model import ModelConfig
-from diffusionlm.diffusion.batch import Batch, Draw
 from diffusionlm.diffusion.corruption import targets_without_mask_token
+from diffusionlm.diffusion.noised_batch import Batch, Draw
 from diffusionlm.models.patterns import Bidirectional, BlockDiffusion, Causal, document_offsets
 
 Alignment = Literal["same_position", "shifted"]

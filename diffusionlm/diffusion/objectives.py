@@ -18,10 +18,10 @@ from torch import Tensor
 from config.model import ModelConfig
 from config.objective import Bernoulli, BlockDiffusion, Counts, MaskedDiffusion, NextToken, Unit, Weight
 from config.objective import Objective as ObjectiveConfig
-from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
-from diffusionlm.diffusion.chance import Stream, generator
 from diffusionlm.diffusion.corruption import Noise, draw_noise, replacement_tokens, unit_numbers
 from diffusionlm.diffusion.layout import Layout
+from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
+from diffusionlm.diffusion.rng import Stream, generator
 from diffusionlm.kernels.cross_entropy import Score
 
 Per = Literal["targets", "rows", "masked", "masked_rows"]

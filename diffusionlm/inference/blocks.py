@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from config.generation import STRATEGIES, GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference.policies import build_policy
-from diffusionlm.inference.quotas import even_quotas
+from diffusionlm.inference.strategies import build_policy
+from diffusionlm.inference.unmasking_schedules import even_quotas
 
 DECIMALS_OF_EQUALS = 5
 """Confidences of positions that are alike differ by rounding in the model, less than this."""

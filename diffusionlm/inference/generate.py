@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from config.generation import STRATEGIES, GenerationConfig
 from diffusionlm.inference.blocks import block_causal_length, blocks_of, placeholder_token
-from diffusionlm.inference.defaults import with_defaults
-from diffusionlm.inference.forwards import Forwards
-from diffusionlm.inference.policies import build_policy
-from diffusionlm.inference.reading import Reader
+from diffusionlm.inference.model_runner import Forwards
 from diffusionlm.inference.requests import Request
+from diffusionlm.inference.sampling import Reader
+from diffusionlm.inference.settings import with_defaults
 from diffusionlm.inference.stopping import FinishReason, stop_tokens
+from diffusionlm.inference.strategies import build_policy
 from diffusionlm.models.transformer import Transformer
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.diffusion.rng import Stream, generator
 from diffusionlm.inference.blocks import Block, comparable
-from diffusionlm.inference.policies import Look, Policy
 from diffusionlm.inference.stopping import find_stop
+from diffusionlm.inference.strategies import Look, Policy
 
 
 @dataclass(frozen=True)

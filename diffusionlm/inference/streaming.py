@@ -14,10 +14,10 @@ from queue import SimpleQueue
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.blocks import block_causal_length
-from diffusionlm.inference.defaults import with_defaults
 from diffusionlm.inference.generate import Canvas, Step, generate
-from diffusionlm.inference.policies import build_policy
+from diffusionlm.inference.settings import with_defaults
 from diffusionlm.inference.stopping import stop_tokens
+from diffusionlm.inference.strategies import build_policy
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 

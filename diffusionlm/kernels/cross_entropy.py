@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from diffusionlm.kernels.chunked_loss import Backend, LoopResult, Plan, score_rows
+from diffusionlm.kernels.loss_types import LossRule, Score, Scored
 from diffusionlm.kernels.operator import score_rows_compiled
-from diffusionlm.kernels.row_loop import Backend, LoopResult, Plan, score_rows
-from diffusionlm.kernels.score import LossRule, Score, Scored
 
 __all__ = ["Backend", "Gradients", "Score", "Scored", "linear_cross_entropy"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diffusionlm.kernels.score import LossRule, RowScores
+from diffusionlm.kernels.loss_types import LossRule, RowScores
 
 MINUS_INFINITY = float("-inf")
 CPU_ROWS = 256

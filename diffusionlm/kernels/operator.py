@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diffusionlm.kernels.row_loop import LoopResult, Plan, score_rows
-from diffusionlm.kernels.score import LossRule, RowScores
+from diffusionlm.kernels.chunked_loss import LoopResult, Plan, score_rows
+from diffusionlm.kernels.loss_types import LossRule, RowScores
 
 
 @torch.library.custom_op("diffusionlm::linear_cross_entropy", mutates_args=("into",))

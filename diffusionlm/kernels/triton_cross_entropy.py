@@ -18,7 +18,7 @@ import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped,import-not-found,unused-ignore]
 from torch import Tensor
 
-from diffusionlm.kernels.score import LossRule, RowScores
+from diffusionlm.kernels.loss_types import LossRule, RowScores
 
 BLOCK = 16384
 """Logits read at once, a power of two: 16 for each thread of a full program leave room for temporaries. With one row on

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from config.model import ModelConfig
 from diffusionlm.kernels.cross_entropy import Score, Scored, linear_cross_entropy
 from diffusionlm.models.attention import Attention, Backend, Lowered, Scoring
+from diffusionlm.models.attention_backends import lower, lower_cached
 from diffusionlm.models.cache import Slots
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
-from diffusionlm.models.lowering import lower, lower_cached
 from diffusionlm.models.moe import Mixture, Routing, balance_loss
 from diffusionlm.models.patterns import AttentionPattern
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from diffusionlm.models.attention import attend_rows
-from diffusionlm.models.lowering import Lowering
+from diffusionlm.models.attention_backends import Lowering
 from diffusionlm.models.transformer import Block, Transformer
 
 KEPT = (

@@ -14,12 +14,12 @@ from config.runtime import ProfilerConfig
 from config.train import TrainConfig
 from ddp.process_group import process_group
 from ddp.reductions import sum_on_device
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.evaluation.validation import inference_weights
+from diffusionlm.optim.lr_schedule import lr_factor
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.garbage import GarbageCollection
-from diffusionlm.training.guard import account
-from diffusionlm.training.lr_schedule import lr_factor
 from diffusionlm.training.prefetch import Prefetcher
-from diffusionlm.training.reported import reported
 from diffusionlm.training.reporting import (
     build_logger,
     step_metrics,
@@ -29,16 +29,16 @@ from diffusionlm.training.reporting import (
     watched_metrics,
 )
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.run_directory import open_run_directory
+from diffusionlm.training.run_checkpoint import resume, save, tell_failures
+from diffusionlm.training.run_events import reported
 from diffusionlm.training.runtime import memory_by_part, skips_on_device
-from diffusionlm.training.saving import resume, save, tell_failures
 from diffusionlm.training.setup import set_up_device
 from diffusionlm.training.signals import StoppedError, StopRequest
+from diffusionlm.training.spike_guard import account
 from diffusionlm.training.summary import Summary, render_summary
-from diffusionlm.training.validation import inference_weights
 from logger import RunLogger
 from profiling import memory, nvtx
-from profiling.plan import planned_run
+from profiling.estimate import planned_run
 from profiling.trace import StepProfiler
 
 

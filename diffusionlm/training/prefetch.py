@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffusionlm.data.loader import LoaderMetrics, StepLoader
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
 
 
 @dataclass(frozen=True)

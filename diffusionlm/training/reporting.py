@@ -9,12 +9,12 @@ from typing import Any
 
 from config.dump import plain
 from diffusionlm.checkpoints.model_card import Bound
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.evaluation.evaluate import Evaluation
 from diffusionlm.training.card import complete_card
-from diffusionlm.training.evaluate import Evaluation
-from diffusionlm.training.numbers import StepNumbers
 from diffusionlm.training.run import Run
 from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step_metrics import StepNumbers
 from diffusionlm.training.summary import Summary
 from files.atomic import replace_text
 from logger import (

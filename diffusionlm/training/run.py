@@ -16,26 +16,26 @@ from ddp.parallelism import Parallelism
 from ddp.process_group import SINGLE, Ranks
 from diffusionlm.checkpoints.model_card import Bound
 from diffusionlm.data.loader import LoaderPlan, StepLoader, count_rows
-from diffusionlm.data.parts import Part, open_parts
+from diffusionlm.data.pipeline import Part, open_parts
 from diffusionlm.data.workers import WorkerLoader
 from diffusionlm.diffusion.objectives import Objective, build_objective, why_not_nelbo
+from diffusionlm.evaluation.validation import Samples, Validator
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.accounting import FlopAccount
-from diffusionlm.training.background import Saves
-from diffusionlm.training.ema import WeightAverage
-from diffusionlm.training.guard import SpikeGuard
-from diffusionlm.training.master_weights import MasterWeights
-from diffusionlm.training.numbers import NumbersInFlight
-from diffusionlm.training.optim import Optimizers, build_optimizers
+from diffusionlm.optim.build import Optimizers, build_optimizers
+from diffusionlm.optim.ema import WeightAverage
+from diffusionlm.optim.master_weights import MasterWeights
+from diffusionlm.training.checkpointing.async_checkpointer import Saves
+from diffusionlm.training.checkpointing.run_directory import RunDirectory
+from diffusionlm.training.checkpointing.save_coordinator import SavingRanks
+from diffusionlm.training.monitor import StepWatch
 from diffusionlm.training.prefetch import Prefetcher
-from diffusionlm.training.run_directory import RunDirectory
 from diffusionlm.training.runtime import prepare_model
-from diffusionlm.training.saving_ranks import SavingRanks
 from diffusionlm.training.setup import choose_precision, plan_model, prepare_tokenizer, set_up_device
-from diffusionlm.training.skipped import SkippedBatches
+from diffusionlm.training.skipped_batches import SkippedBatches
+from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.spreading import on_first, spread
-from diffusionlm.training.validation import Samples, Validator
-from diffusionlm.training.watch import StepWatch
+from diffusionlm.training.step_metrics import NumbersInFlight
+from diffusionlm.training.throughput import FlopAccount
 from tokenizer import Tokenizer
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from config.runtime import RuntimeConfig
 from diffusionlm.models.transformer import Block, Transformer
+from diffusionlm.optim.build import Optimizers
+from diffusionlm.optim.master_weights import MasterWeights, block_matrices
 from diffusionlm.training.activation_checkpointing import checkpoint_activations
-from diffusionlm.training.master_weights import MasterWeights, block_matrices
-from diffusionlm.training.optim import Optimizers
 from profiling import memory, nvtx
 
 Skipping = Callable[[Tensor], contextlib.AbstractContextManager[None]]

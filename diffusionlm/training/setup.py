@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,9 +25,8 @@ from diffusionlm.checkpoints.huggingface import (
 )
 from diffusionlm.checkpoints.manifest import verify, write_directory
 from diffusionlm.data.corpus import first_documents
-from diffusionlm.data.parts import Part, check_tokenizer, documents_of
+from diffusionlm.data.pipeline import Part, check_tokenizer
 from diffusionlm.data.shards import ShardDocuments
-from diffusionlm.data.sources import Tokens
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from profiling import memory
@@ -101,26 +99,6 @@ def _train_tokenizer(config: TokenizerConfig, parts: list[Part], say: Say) -> To
     if tokenizer.vocab_size < config.vocab_size:
         say(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
     return tokenizer
-
-
-def training_tokens(parts: list[Part], tokenizer: Tokenizer, limit: int, end_with_eos: bool = True) -> Tokens:
-    """The first tokens of the training documents, each ended by end-of-text or not, up to ``limit`` and a document.
-
-    Those of a mixture are there by their weights.
-    """
-    end = np.array([tokenizer.eos_token_id] if end_with_eos else [], dtype=np.int32)
-    total = sum(part.weight for part in parts)
-    documents: list[Tokens] = []
-    for part in parts:
-        reader = documents_of(part, tokenizer, window=0, seed=0)
-        wanted, position = limit * part.weight / total, None
-        while wanted > 0:
-            some, position = reader.read(0, position, 64)
-            documents += [each for tokens in some for each in (tokens, end)]
-            wanted -= sum(len(tokens) + len(end) for tokens in some)
-            if position is None:
-                break
-    return np.concatenate(documents)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ddp.buckets import Unit
 from ddp.parallelism import Parallelism, apply_parallelism
 from ddp.process_group import Ranks
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.optim import must_be_whole
+from diffusionlm.optim.build import must_be_whole
 
 
 def spread(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusionlm.training.evaluate import Evaluation, Fill
+from diffusionlm.evaluation.evaluate import Evaluation, Fill
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from files.atomic import replace_text
-from files.page import fill_template, script_json
 from logger.report import tables
 from logger.report.drawing import draw
 from logger.report.plots import Plot, main_plots, other_metrics
 from logger.report.reading import RunRecord, read_runs
 from logger.report.samples import samples
+from logger.report.template import fill_template, script_json
 
 _SAME_ROWS = {f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")}
 """Keys of the data that change the order of training rows, or nothing."""

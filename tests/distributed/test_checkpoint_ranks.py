@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ddp.process_group import SINGLE, Ranks
-from diffusionlm.training import training_state
-from diffusionlm.training.background import Saves
-from diffusionlm.training.checkpoint import CheckpointStore, Saved
-from diffusionlm.training.saving_ranks import SavingRanks
-from diffusionlm.training.snapshot import Snapshot, take_snapshot
+from diffusionlm.training.checkpointing import tensor_files
+from diffusionlm.training.checkpointing.async_checkpointer import Saves
+from diffusionlm.training.checkpointing.save_coordinator import SavingRanks
+from diffusionlm.training.checkpointing.staging import Snapshot, take_snapshot
+from diffusionlm.training.checkpointing.store import CheckpointStore, Saved
 from tests.distributed.forked import end_ranks, run_ranks
 
 SHAPES = {"long": (7, 3), "short": (1, 4), "bias": (5,)}
@@ -188,7 +188,7 @@ def test_a_full_disk_of_one_rank_fails_on_both(store: CheckpointStore, tmp_path:
 def test_ranks_that_do_not_share_a_disk_are_told_so(store: CheckpointStore, tmp_path: Path) -> None:
     def act(ranks: Ranks) -> str:
         if ranks.rank == 1:
-            real = training_state.entries_of
+            real = tensor_files.entries_of
 
             def elsewhere(folder: Path, files: Any) -> Any:
                 made = real(folder, files)
@@ -196,7 +196,7 @@ def test_ranks_that_do_not_share_a_disk_are_told_so(store: CheckpointStore, tmp_
                     file.unlink()
                 return made
 
-            training_state.entries_of = elsewhere  # type: ignore[attr-defined]
+            tensor_files.entries_of = elsewhere  # type: ignore[attr-defined]
         with pytest.raises(ValueError) as caught:
             save(store, ranks, 2)
         return str(caught.value)

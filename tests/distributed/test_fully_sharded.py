@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from config.optimizer import AdamW, Lion, Muon
 from config.parallel import FSDP
+from ddp.all_to_all_rows import RowExchange, rows_of
 from ddp.fully_sharded import FullySharded
 from ddp.process_group import Ranks
-from ddp.row_exchange import RowExchange, rows_of
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.optim.build import Optimizers, build_optimizers
+from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.training.activation_checkpointing import checkpoint_activations
-from diffusionlm.training.ema import WeightAverage
-from diffusionlm.training.optim import Optimizers, build_optimizers
 from diffusionlm.training.runtime import skips_on_device
 from tests.conftest import MakeConfig, MakeModel
 from tests.distributed.forked import run_ranks

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from config.parallel import DDP
-from ddp import optimizer_state_sharding
+from ddp import sharded_data_parallel
 from ddp.buckets import Bucket, Unit
 from ddp.data_parallel import DataParallel
-from ddp.optimizer_state_sharding import OwnPart, ShardedDataParallel
 from ddp.parallelism import Parallelism
 from ddp.process_group import Ranks
-from diffusionlm.training.muon import Muon
+from ddp.sharded_data_parallel import OwnPart, ShardedDataParallel
+from diffusionlm.optim.muon import Muon
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import (
@@ -214,9 +214,7 @@ def test_the_collective_of_gpus_gives_the_same(tmp_path: Path, monkeypatch: pyte
 
     def act(ranks: Ranks) -> None:
         exchanged = sharded(tower(), ranks)
-        monkeypatch.setattr(
-            optimizer_state_sharding, "OwnPart", lambda bucket, rank, by_exchange: OwnPart(bucket, rank)
-        )
+        monkeypatch.setattr(sharded_data_parallel, "OwnPart", lambda bucket, rank, by_exchange: OwnPart(bucket, rank))
         scattered = sharded(tower(), ranks)
         expected = train(exchanged, adamw(exchanged), 2, vocabulary=11)
         with recorded() as events:

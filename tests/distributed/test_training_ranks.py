@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from config.train import TrainConfig
 from ddp.process_group import Ranks
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
 from diffusionlm.training import loop
 from diffusionlm.training.run import Run
 from profiling.trace import StepProfiler

@@ -12,8 +12,8 @@ import pytest
 
 from ddp.process_group import SINGLE, Ranks
 from diffusionlm.data.packing import Row
+from diffusionlm.evaluation.evaluate import Evaluation, OverRanks, evaluate, here
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.evaluate import Evaluation, OverRanks, evaluate, here
 from tests.distributed.forked import run_ranks
 from tokenizer import Tokenizer, train_bpe
 

@@ -15,7 +15,7 @@ import zstandard
 from config.data import DataConfig, LocalFiles, TokenizerConfig
 from config.make_data import MakeDataConfig, OutputConfig
 from diffusionlm.data.make_data import make_data
-from diffusionlm.data.parts import open_parts, rows_of
+from diffusionlm.data.pipeline import open_parts, rows_of
 from tokenizer import load_tokenizer
 
 GUIDE = Path(__file__).parents[2] / "docs" / "data.md"

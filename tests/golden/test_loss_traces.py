@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from config.train import TrainConfig
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import denominator_of, train_step
 from diffusionlm.training.run import build_run
-from diffusionlm.training.run_directory import open_run_directory
 
 TRACES = Path(__file__).with_name("loss_traces.json")
 STEPS = 20

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffusionlm.kernels import chunking, cross_entropy, row_loop
+from diffusionlm.kernels import chunked_loss, chunking, cross_entropy
 from diffusionlm.kernels.chunking import chunk_rows
 from diffusionlm.kernels.cross_entropy import Score, linear_cross_entropy
 from tests.kernels.oracle import assert_scored, expect, inputs
@@ -134,17 +134,17 @@ def test_a_buffer_that_does_not_fit_is_refused(buffer: torch.Tensor) -> None:
 def test_what_is_frozen_costs_nothing(mode: dict[str, Any], frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, head, score = inputs(6, 9, 3)
     made: list[tuple[bool, bool]] = []
-    score_rows = row_loop.score_rows
+    score_rows = chunked_loss.score_rows
 
-    def spy(*arguments: Any) -> row_loop.LoopResult:
+    def spy(*arguments: Any) -> chunked_loss.LoopResult:
         result = score_rows(*arguments)
         made.append((result.grad_hidden_RD is not None, result.grad_head_VD is not None))
         return result
 
     monkeypatch.setattr(cross_entropy, "score_rows", spy)
     products: list[object] = []
-    add_product = row_loop.add_product
-    monkeypatch.setattr(row_loop, "add_product", lambda *a, **k: (products.append(a), add_product(*a, **k)))
+    add_product = chunked_loss.add_product
+    monkeypatch.setattr(chunked_loss, "add_product", lambda *a, **k: (products.append(a), add_product(*a, **k)))
     (hidden if frozen == "hidden" else head).requires_grad_(False)
     linear_cross_entropy(hidden, head, score, **mode).loss_sum.backward()
     assert made[-1] == (frozen == "head", frozen == "hidden")
@@ -179,8 +179,8 @@ def test_huge_logits() -> None:
 def test_backends(
     backend: Any, device: str, dtype: torch.dtype, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_loop, "_is_triton_installed", lambda: True)
-    assert row_loop.choose_backend(backend, device, dtype) == expected
+    monkeypatch.setattr(chunked_loss, "_is_triton_installed", lambda: True)
+    assert chunked_loss.choose_backend(backend, device, dtype) == expected
 
 
 def test_a_backend_that_cannot_run_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +190,13 @@ def test_a_backend_that_cannot_run_says_what_is_missing(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"computes in float32.*float64"):
         linear_cross_entropy(hidden, head, score, backend="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(row_loop, "_is_triton_installed", lambda: True)
+    monkeypatch.setattr(chunked_loss, "_is_triton_installed", lambda: True)
     with pytest.raises(ValueError, match="needs a CUDA device, and the tensors are on cpu"):
         linear_cross_entropy(hidden.float(), head.float(), score, backend="triton")
-    monkeypatch.setattr(row_loop, "_is_triton_installed", lambda: False)
+    monkeypatch.setattr(chunked_loss, "_is_triton_installed", lambda: False)
     with pytest.raises(ValueError, match="needs the package triton, which is not installed"):
         linear_cross_entropy(hidden.float(), head.float(), score, backend="triton")
-    assert row_loop.choose_backend("auto", "cuda", torch.float32) == "eager"
+    assert chunked_loss.choose_backend("auto", "cuda", torch.float32) == "eager"
     with pytest.raises(ValueError, match='gradients = "never" does not exist'):
         linear_cross_entropy(hidden, head, score, gradients="never")  # type: ignore[arg-type]
 

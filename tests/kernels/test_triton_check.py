@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffusionlm.kernels import check
+from diffusionlm.kernels import triton_check
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_the_kernel_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that it is put back
-    shown = check.check_triton()
+    shown = triton_check.check_triton()
     assert shown.startswith("the cross-entropy kernel ")
     assert ("interpreted" in shown) == (not torch.cuda.is_available())
-    monkeypatch.setattr(check, "_TOLERANCE", -1.0)
+    monkeypatch.setattr(triton_check, "_TOLERANCE", -1.0)
     with pytest.raises(ValueError, match="nats apart"):
-        check.check_triton()
+        triton_check.check_triton()

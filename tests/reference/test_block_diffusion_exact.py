@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from config.objective import BlockDiffusion, MaskedDiffusion
-from diffusionlm.diffusion.batch import Batch
 from diffusionlm.diffusion.layout import Layout
-from diffusionlm.diffusion.likelihood import masked_nll, nelbo
+from diffusionlm.diffusion.noised_batch import Batch
 from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.evaluation.nelbo import masked_nll, nelbo
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.models import patterns
 from diffusionlm.models.transformer import Transformer

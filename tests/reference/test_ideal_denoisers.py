@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from config.objective import Bernoulli, BlockDiffusion, Counts, MaskedDiffusion, NextToken
-from diffusionlm.diffusion.batch import Batch, DrawKey
-from diffusionlm.diffusion.likelihood import NUM_FRACTION_BINS, conditional_likelihood, nelbo
+from diffusionlm.diffusion.noised_batch import Batch, DrawKey
 from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
+from diffusionlm.evaluation.nelbo import NUM_FRACTION_BINS, conditional_likelihood, nelbo
 from tests.reference.enumeration import IdealTable, StandIn, assert_mean, table_config
 
 # ----------------------------------------------------------------------------------------------------------------------

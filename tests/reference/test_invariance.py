@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from config.objective import Bernoulli, BlockDiffusion, Counts, MaskedDiffusion, NextToken, Objective, Stage
-from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.layout import target_places
+from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from config.objective import BlockDiffusion as BlockDiffusionConfig
 from diffusionlm.diffusion import layout
-from diffusionlm.diffusion.batch import Batch, DrawKey
-from diffusionlm.diffusion.likelihood import NelboReport, nelbo
+from diffusionlm.diffusion.noised_batch import Batch, DrawKey
 from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.evaluation.nelbo import NelboReport, nelbo
 from diffusionlm.models.patterns import BlockDiffusion
 from diffusionlm.models.transformer import Transformer
 

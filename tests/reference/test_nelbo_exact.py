@@ -31,11 +31,11 @@ from config.objective import (
     Sigmoid,
     SquareRoot,
 )
-from diffusionlm.diffusion.batch import Batch, DrawKey
 from diffusionlm.diffusion.corruption import draw_noise
-from diffusionlm.diffusion.likelihood import conditional_likelihood, nelbo
+from diffusionlm.diffusion.noised_batch import Batch, DrawKey
 from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
 from diffusionlm.diffusion.schedules import build_schedule
+from diffusionlm.evaluation.nelbo import conditional_likelihood, nelbo
 from diffusionlm.models.transformer import Transformer
 from tests.reference.enumeration import assert_mean, exact_nelbo, exact_units
 

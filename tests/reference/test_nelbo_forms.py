@@ -27,10 +27,10 @@ from config.objective import (
     Sigmoid,
     SquareRoot,
 )
-from diffusionlm.diffusion.batch import Batch, DrawKey
-from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.diffusion.noised_batch import Batch, DrawKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.diffusion.schedules import build_schedule, elbo_weight
+from diffusionlm.evaluation.nelbo import nelbo
 from tests.reference.enumeration import (
     IdealTable,
     Places,

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.objective import Bernoulli, BlockDiffusion, Cosine, Linear, MaskedDiffusion
-from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.corruption import draw_noise, unit_numbers
+from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.models.transformer import Transformer
 from tests.reference.enumeration import PlainModel, spans

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.diffusion.rng import Stream, generator
 
 Array = NDArray[np.float64]
 LogitsOf = Callable[[Sequence[int]], Array]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
-from diffusionlm.inference.defaults import with_defaults
+from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import Generation, generate, infill
-from diffusionlm.inference.likelihood import sampler_likelihood
-from diffusionlm.inference.policies import build_policy
+from diffusionlm.inference.settings import with_defaults
+from diffusionlm.inference.strategies import build_policy
 from tests.reference.decoding.choosing import Array, best, even_counts, softmax
 from tests.reference.decoding.llada import by_factor, by_threshold
 from tests.reference.decoding.sdar import Rule

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarking.bench_attention import bench_blocks, pattern_step, prepare_step
-from diffusionlm.models import lowering
+from diffusionlm.models import attention_backends
 from diffusionlm.models.attention import Backend
 from diffusionlm.models.patterns import BlockDiffusion
 
@@ -28,13 +28,13 @@ def test_blocks_are_timed_in_every_precision_and_pattern() -> None:
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "tiled"])
 def test_steps_use_the_backend_asked_for(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Backend] = []
-    original = lowering.Lowering.choose
+    original = attention_backends.Lowering.choose
 
-    def spy(self: lowering.Lowering, q: torch.Tensor) -> Backend:
+    def spy(self: attention_backends.Lowering, q: torch.Tensor) -> Backend:
         used.append(original(self, q))
         return used[-1]
 
-    monkeypatch.setattr(lowering.Lowering, "choose", spy)
+    monkeypatch.setattr(attention_backends.Lowering, "choose", spy)
     pattern_step(BlockDiffusion(2), backend, 16, torch.float32, 32)()
     prepare_step(BlockDiffusion(2), backend, 16, torch.float32)()
     assert used == [backend] * 2

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarking.matrix_products import Factor, Product, StepProducts
-from benchmarking.train_contestants import Case, build_ours
+from benchmarking.implementations.matrix_products import Factor, Product, StepProducts
+from benchmarking.implementations.training import Case, build_ours
 from config.bench_train import Shape
 
 TINY = Shape(shape="tiny", num_hidden_layers=2, hidden_size=32, head_dim=16, vocab_size=64, max_position_embeddings=32)

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarking import train_contestants as module
-from benchmarking.train_contestants import BUILDERS, OURS, Case, Contestant, build_ours, build_transformers
+from benchmarking.implementations import training as module
+from benchmarking.implementations.training import BUILDERS, OURS, Case, Contestant, build_ours, build_transformers
 from config.bench_train import Precision, Shape
 from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
 from diffusionlm.training.run import Run

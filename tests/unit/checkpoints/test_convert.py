@@ -15,7 +15,7 @@ from config.model import ModelConfig
 from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.convert import convert, plan_conversion
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer, save_model_directory
-from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer

@@ -23,13 +23,13 @@ from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.data.loader import batch_of
 from diffusionlm.data.packing import Row
-from diffusionlm.data.parts import open_parts, rows_of
-from diffusionlm.diffusion.likelihood import nelbo
-from diffusionlm.inference.likelihood import sampler_likelihood
+from diffusionlm.data.pipeline import open_parts, rows_of
+from diffusionlm.evaluation.evaluate import bits_per_byte, bytes_of_rows
+from diffusionlm.evaluation.nelbo import nelbo
+from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
+from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.evaluate import bits_per_byte, bytes_of_rows
-from diffusionlm.training.likelihood import evaluate_likelihood
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[3]
@@ -325,7 +325,7 @@ def test_what_takes_long_shows_progress(
 ) -> None:
     run("--model", model_dir, "--data", data)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("diffusionlm.training.likelihood.SECONDS_WITHOUT_PROGRESS", 0.0)
+    monkeypatch.setattr("diffusionlm.evaluation.text_likelihood.SECONDS_WITHOUT_PROGRESS", 0.0)
     run("--model", model_dir, "--data", data, "--json")
     output = capsys.readouterr()
     assert "reading:" in output.err

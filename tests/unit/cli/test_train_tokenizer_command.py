@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
+from cli import tokenizer_training as module
+from cli.tokenizer_training import Progress
 from cli.train_tokenizer import main
 from config.data import LocalFiles, PythonStdlib
 from config.load import load_config
 from config.train import TrainConfig
 from config.train_tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import verify
-from diffusionlm.data.sources import open_source
-from diffusionlm.training import tokenizer_training as module
-from diffusionlm.training.tokenizer_training import Progress
+from diffusionlm.data.reader import open_source
 from tokenizer import load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[3]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from cli.arguments import friendly_errors, parse_command
 from config.base import PositiveInt, Section
-from config.command import friendly_errors, parse_command
 from config.load import load_config
 
 
@@ -152,6 +152,6 @@ def test_exit_codes_pass_through() -> None:
 
 
 def test_import_is_light() -> None:
-    code = "import sys, config.command; print({'torch', 'numpy', 'datasets'} & set(sys.modules))"
+    code = "import sys, cli.arguments; print({'torch', 'numpy', 'datasets'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"

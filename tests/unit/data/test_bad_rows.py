@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from config.data import LocalFiles
-from diffusionlm.data.sources import DocumentSource, open_source
+from diffusionlm.data.reader import DocumentSource, open_source
 
 Drain = Callable[..., list[Any]]
 

@@ -21,9 +21,9 @@ import zstandard
 
 from config.data import LocalFiles
 from diffusionlm.data import bytestreams, parquet_records
-from diffusionlm.data.files import format_of
 from diffusionlm.data.found_files import find_files
-from diffusionlm.data.sources import DocumentSource, Split, open_source
+from diffusionlm.data.local_files import format_of
+from diffusionlm.data.reader import DocumentSource, Split, open_source
 
 Drain = Callable[..., list[Any]]
 
@@ -246,7 +246,7 @@ def test_going_on_does_not_open_the_file_again(tmp_path: Path, monkeypatch: pyte
     folder = write(tmp_path / "data", TEXTS[:30], "jsonl", ".gz")
     source = opened(folder)
     opens: list[Path] = []
-    monkeypatch.setattr("diffusionlm.data.json_records.open_bytes", counting(opens, bytestreams.open_bytes))
+    monkeypatch.setattr("diffusionlm.data.file_formats.open_bytes", counting(opens, bytestreams.open_bytes))
     position: Any = None
     for _ in range(30):
         _, position = source.read(0, position, 1)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from config.data import HubDataset
-from diffusionlm.data.sources import DocumentSource, Split, open_source
+from diffusionlm.data.reader import DocumentSource, Split, open_source
 
 Drain = Callable[..., list[Any]]
 

@@ -12,9 +12,9 @@ from config.data import DataConfig, LocalFiles, PythonStdlib
 from config.model import ModelConfig
 from config.objective import MaskedDiffusion
 from diffusionlm.data.loader import Loader
-from diffusionlm.data.parts import Part, rows_of
-from diffusionlm.data.sources import open_source
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.data.pipeline import Part, rows_of
+from diffusionlm.data.reader import open_source
+from diffusionlm.diffusion.noised_batch import Draw
 from diffusionlm.diffusion.objectives import build_objective
 
 LENGTH, EOS, MASK = 16, 256, 257

@@ -15,9 +15,9 @@ from config.model import ModelConfig
 from config.objective import MaskedDiffusion
 from diffusionlm.data.loader import Loader, batch_of, count_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.data.parts import Part, rows_of
-from diffusionlm.data.sources import Reader, open_source
-from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
+from diffusionlm.data.pipeline import Part, rows_of
+from diffusionlm.data.reader import Reader, open_source
+from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.objectives import build_objective
 
 Drain = Callable[..., list[Any]]

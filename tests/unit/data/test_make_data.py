@@ -20,9 +20,9 @@ from config.make_data import MakeDataConfig, OutputConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data import shard_writers
 from diffusionlm.data.make_data import make_data, report
+from diffusionlm.data.reader import Split
 from diffusionlm.data.shard_index import Format
 from diffusionlm.data.shards import ShardDocuments
-from diffusionlm.data.sources import Split
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[3]
@@ -471,7 +471,7 @@ def test_tokenizers_that_do_not_do(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffusionlm.data.tokenising import Tokenisers
+    from diffusionlm.data.tokenization import Tokenisers
 
     submit = Tokenisers.submit
 

@@ -13,7 +13,7 @@ import pytest
 from config.data import DataConfig, LocalFiles, MarkovChain, MixturePart, PythonStdlib, Shards, TokenizerConfig
 from config.make_data import MakeDataConfig, OutputConfig
 from diffusionlm.data.make_data import make_data
-from diffusionlm.data.parts import Part, identity_of, open_parts, rows_of
+from diffusionlm.data.pipeline import Part, identity_of, open_parts, rows_of
 from diffusionlm.data.shards import ShardDocuments
 from tokenizer import Tokenizer, load_tokenizer, train_bpe
 

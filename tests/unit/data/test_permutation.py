@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diffusionlm.data.permutation import ROUNDS, KeyedPermutation
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.diffusion.rng import Stream, generator
 
 STREAM = Stream.DOCUMENT_ORDER
 

@@ -14,11 +14,11 @@ import pytest
 from config.data import Shards
 from diffusionlm.data import shards as shards_module
 from diffusionlm.data.permutation import KeyedPermutation
+from diffusionlm.data.reader import Split, Tokens
 from diffusionlm.data.shard_index import Dtype, Format, Index, Shard, SplitIndex, check_contents, read_index
 from diffusionlm.data.shard_writers import open_writer, publish
 from diffusionlm.data.shards import ShardDocuments, ShuffledShards
-from diffusionlm.data.sources import Split, Tokens
-from diffusionlm.diffusion.chance import Stream
+from diffusionlm.diffusion.rng import Stream
 
 EOS = 3
 FORMATS: tuple[Format, ...] = ("bin", "parquet", "dat")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from config.data import PythonStdlib
-from diffusionlm.data.sources import DocumentSource, StdlibSource, open_source
+from diffusionlm.data.reader import DocumentSource, StdlibSource, open_source
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from config.data import (
 )
 from diffusionlm.data import synthetic
 from diffusionlm.data.loader import Loader, batch_of
-from diffusionlm.data.parts import open_parts, rows_of
-from diffusionlm.data.sources import KnownEntropy, open_source
+from diffusionlm.data.pipeline import open_parts, rows_of
+from diffusionlm.data.reader import KnownEntropy, open_source
 from diffusionlm.data.synthetic import (
     BLOCK,
     GrammarLaw,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusionlm.data.tokenising import Tokenisers
+from diffusionlm.data.tokenization import Tokenisers
 from tokenizer import train_bpe
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +19,7 @@ def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
     """As in a script that has forgotten that it is run again by each process; nothing waits for it for ever."""
     script = tmp_path / "unguarded.py"
     script.write_text(
-        "from diffusionlm.data.tokenising import Tokenisers\n"
+        "from diffusionlm.data.tokenization import Tokenisers\n"
         "from tokenizer import Tokenizer\n"
         "many = {f'<special token number {number}>': 256 + number for number in range(10_000)}\n"
         "with Tokenisers(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as tokenisers:\n"

@@ -19,7 +19,7 @@ from config.model import ModelConfig
 from config.objective import BlockDiffusion
 from diffusionlm.data.loader import LoaderPlan, StepLoader
 from diffusionlm.data.workers import WorkerLoader
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
 from tokenizer import Tokenizer, train_bpe
 
 LENGTH = 16

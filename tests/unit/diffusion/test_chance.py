@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from diffusionlm.diffusion.chance import Stream, generator
+from diffusionlm.diffusion.rng import Stream, generator
 
 
 def test_equal_keys_give_equal_numbers_and_others_do_not() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from config.objective import Bernoulli, Counts, Estimator, Unit, Weight
-from diffusionlm.diffusion.batch import Batch, DrawKey
 from diffusionlm.diffusion.corruption import (
     Noise,
     choose_counts,
@@ -23,6 +22,7 @@ from diffusionlm.diffusion.corruption import (
     unit_levels,
     unit_numbers,
 )
+from diffusionlm.diffusion.noised_batch import Batch, DrawKey
 from diffusionlm.diffusion.schedules import build_schedule
 
 MASK, LENGTH, BLOCK = 50, 24, 5

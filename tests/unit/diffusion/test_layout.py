@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from config.model import ModelConfig
-from diffusionlm.diffusion.batch import Batch, Draw
 from diffusionlm.diffusion.layout import Alignment, Layout, target_places
+from diffusionlm.diffusion.noised_batch import Batch, Draw
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 
 MASK = 50

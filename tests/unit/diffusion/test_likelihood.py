@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from diffusionlm.diffusion import likelihood
-from diffusionlm.diffusion.likelihood import conditional_likelihood, nelbo
+from diffusionlm.evaluation import nelbo as nelbo_module
+from diffusionlm.evaluation.nelbo import conditional_likelihood, nelbo
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -177,13 +177,13 @@ def test_an_answer_token_by_token_is_exact(which: str, request: pytest.FixtureRe
 
 
 def test_what_is_exact_takes_one_forward_of_one_row(diffusion: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, seen = likelihood.masked_nll, list[tuple[int, ...]]()
+    original, seen = nelbo.masked_nll, list[tuple[int, ...]]()
 
     def noting(*args: object) -> np.ndarray:
         seen.append(args[3].shape)  # type: ignore[attr-defined]
         return original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(likelihood, "masked_nll", noting)
+    monkeypatch.setattr(nelbo_module, "masked_nll", noting)
     conditional_likelihood(diffusion, PROMPT, [4], num_draws=9)
     conditional_likelihood(diffusion, PROMPT, [4, 1], block_length=1, num_draws=9)
     assert seen == [(1, 4), (1, 5)]
@@ -206,13 +206,13 @@ def test_counts_of_masked_answer_tokens_are_uniform(
     diffusion: Transformer, monkeypatch: pytest.MonkeyPatch, tokens: int, draws: int
 ) -> None:
     """Where the published protocol's counts, rounded half to even, are not: each comes equally often, in every seed."""
-    original, seen = likelihood.masked_nll, list[np.ndarray]()
+    original, seen = nelbo.masked_nll, list[np.ndarray]()
 
     def noting(*args: object) -> np.ndarray:
         seen.append(args[3])  # type: ignore[arg-type]
         return original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(likelihood, "masked_nll", noting)
+    monkeypatch.setattr(nelbo_module, "masked_nll", noting)
     answer = [token % 5 for token in range(tokens)]
     for seed in range(3):
         seen.clear()

@@ -13,9 +13,9 @@ import torch
 
 from config.model import ModelConfig
 from config.objective import BlockDiffusion, Counts, MaskedDiffusion, NextToken
-from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.corruption import draw_noise, unit_numbers
 from diffusionlm.diffusion.layout import target_places
+from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.objectives import (
     Objective,
     block_length_at,

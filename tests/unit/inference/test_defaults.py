@@ -8,7 +8,7 @@ import pytest
 
 from config.generation import OPTION_KEYS, STRATEGIES, GenerationConfig, RemaskingStrategy
 from config.model import ModelConfig
-from diffusionlm.inference.defaults import with_defaults
+from diffusionlm.inference.settings import with_defaults
 
 
 def model_of(**values: Any) -> ModelConfig:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.evaluation.nelbo import nelbo
+from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import generate, infill
-from diffusionlm.inference.likelihood import sampler_likelihood
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 

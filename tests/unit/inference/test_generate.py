@@ -338,5 +338,5 @@ def test_a_broken_model_is_told(oracle: Oracle) -> None:
 def test_chunks_of_rows_change_nothing(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(temperature=1.0, denoising_steps=3)
     whole = generate(model, PROMPTS, config)
-    monkeypatch.setattr("diffusionlm.inference.reading.CHUNK_BYTES", 8 * VOCAB * 5)
+    monkeypatch.setattr("diffusionlm.inference.sampling.CHUNK_BYTES", 8 * VOCAB * 5)
     assert generate(model, PROMPTS, config) == whole

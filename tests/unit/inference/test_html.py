@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from cli.infer.answers import Answer, answers_of
+from cli.infer.inputs import Input, Request
+from cli.infer.replay_page import Frame, Recorder, Recording, chart, render_page, write_page
 from diffusionlm.inference.generate import Canvas, Generation, Step
-from diffusionlm.inference.html import Frame, Recorder, Recording, chart, render_page, write_page
-from diffusionlm.inference.inputs import Input, Request
-from diffusionlm.inference.outputs import Answer, answers_of
 from tokenizer import Tokenizer, train_bpe
 
 TEMPLATE = files("diffusionlm.inference").joinpath("replay.html").read_text(encoding="utf-8")

@@ -10,9 +10,9 @@ from typing import get_args
 
 import pytest
 
+from cli.infer.inputs import Input, Request, encode_inputs, read_inputs
 from config.infer import InputConfig
 from config.model import ModelConfig
-from diffusionlm.inference.inputs import Input, Request, encode_inputs, read_inputs
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, train_bpe
 
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
 from config.model import ModelConfig
-from diffusionlm.inference.defaults import with_defaults
-from diffusionlm.inference.policies import Look, Policy, build_policy, most_confident
+from diffusionlm.inference.settings import with_defaults
+from diffusionlm.inference.strategies import Look, Policy, build_policy, most_confident
 
 MODEL = ModelConfig(
     hidden_size=8,

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from diffusionlm.inference.quotas import (
+from diffusionlm.inference.unmasking_schedules import (
     block_quotas,
     dream_probabilities,
     dream_quotas,

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from config.generation import GenerationConfig, RemaskingStrategy
 from config.model import ModelConfig
-from diffusionlm.diffusion.likelihood import nelbo
-from diffusionlm.inference.defaults import with_defaults
+from diffusionlm.evaluation.nelbo import nelbo
+from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.likelihood import sampler_likelihood
-from diffusionlm.inference.policies import build_policy
+from diffusionlm.inference.settings import with_defaults
+from diffusionlm.inference.strategies import build_policy
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -264,8 +264,8 @@ def test_rows_do_not_depend_on_each_other(small: MakeModel, monkeypatch: pytest.
     shuffled = sampler_likelihood(model, tokens_BL[order], config=config, batch_size=2)
     assert shuffled.row_nats == pytest.approx([whole.row_nats[row] for row in order], abs=1e-9)
     assert shuffled.standard_error == pytest.approx(whole.standard_error, abs=1e-9)
-    monkeypatch.setattr("diffusionlm.inference.likelihood.CHUNK_BYTES", 8 * 4 * 5)
-    monkeypatch.setattr("diffusionlm.inference.likelihood.LOGITS_BYTES", 4 * 4 * 15)
+    monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.CHUNK_BYTES", 8 * 4 * 5)
+    monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.LOGITS_BYTES", 4 * 4 * 15)
     assert sampler_likelihood(model, tokens_BL, config=config).row_nats == pytest.approx(whole.row_nats, abs=1e-9)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from cli.infer import session
+from cli.infer.inputs import Input
+from cli.infer.session import answer
 from config.generation import GenerationConfig
 from config.infer import InferConfig, InputConfig, OutputConfig
-from diffusionlm.inference import session
-from diffusionlm.inference.inputs import Input
-from diffusionlm.inference.session import answer
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
 

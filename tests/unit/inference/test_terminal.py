@@ -7,10 +7,10 @@ import math
 
 import pytest
 
+from cli.infer.answers import answers_of
+from cli.infer.inputs import Input, Kind, Request
+from cli.infer.terminal import LiveView, print_answer, wrapped
 from diffusionlm.inference.generate import Canvas, Generation, Step
-from diffusionlm.inference.inputs import Input, Kind, Request
-from diffusionlm.inference.outputs import answers_of
-from diffusionlm.inference.terminal import LiveView, print_answer, wrapped
 from tokenizer import Tokenizer, train_bpe
 
 ERASE = "\x1b[{}A\r\x1b[J"

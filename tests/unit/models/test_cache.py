@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from config.model import LinearRope, ModelConfig
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.models.attention import Scoring, attend, attend_cached
+from diffusionlm.models.attention_backends import lower_cached
 from diffusionlm.models.cache import KeyValueCache, Slots
 from diffusionlm.models.layers import rotate
-from diffusionlm.models.lowering import lower_cached
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,

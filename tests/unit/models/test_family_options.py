@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from config.model import LinearRope, Llama3Rope, ModelConfig
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.models.attention import Backend, Scoring, attend
+from diffusionlm.models.attention_backends import Lowering, lower
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate, soft_cap
-from diffusionlm.models.lowering import Lowering, lower
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,

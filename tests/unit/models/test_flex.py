@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from diffusionlm.models.attention import Backend
+from diffusionlm.models.attention_backends import lower
 from diffusionlm.models.flex import block_mask, count_visible
-from diffusionlm.models.lowering import lower
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from config.model import ModelConfig
+from diffusionlm.models.attention_backends import lower
 from diffusionlm.models.init import init_weights
-from diffusionlm.models.lowering import lower
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 

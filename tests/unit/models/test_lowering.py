@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from diffusionlm.models import lowering
+from diffusionlm.models import attention_backends
 from diffusionlm.models.attention import Backend
-from diffusionlm.models.lowering import lower
+from diffusionlm.models.attention_backends import lower
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,
@@ -170,15 +170,15 @@ def test_auto_takes_tiles_where_they_skip_enough(monkeypatch: pytest.MonkeyPatch
     assert choice(Bidirectional(), 1024, window=100) == "tiled"
     assert choice(Bidirectional(), 1024, window=1024) == "sdpa"
     assert choice(DenseBias(torch.zeros(1024, 1024)), 1024) == "sdpa"
-    monkeypatch.setattr(lowering, "cut", None)
+    monkeypatch.setattr(attention_backends, "cut", None)
     assert choice(Bidirectional(), 1024) == "sdpa", "tiles were made for nothing"
     assert choice(Causal(), 64) == "sdpa", "tiles were made for nothing"
 
 
 def test_what_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = lowering.cut
-    monkeypatch.setattr(lowering, "cut", lambda *arguments: (made.append(1), original(*arguments))[1])
+    original = attention_backends.cut
+    monkeypatch.setattr(attention_backends, "cut", lambda *arguments: (made.append(1), original(*arguments))[1])
     attention = lower(BlockDiffusion(4), 512, "cpu")
     for _ in range(3):
         attention(*tensors(512))

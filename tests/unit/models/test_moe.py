@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.model import Architecture, ModelConfig
-from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.models import moe
 from diffusionlm.models.init import init_weights

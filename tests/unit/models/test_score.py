@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffusionlm.kernels import chunking, row_loop
+from diffusionlm.kernels import chunked_loss, chunking
 from diffusionlm.kernels.chunking import chunk_rows
 from diffusionlm.kernels.cross_entropy import Score, Scored, linear_cross_entropy
 from diffusionlm.models.patterns import Bidirectional
@@ -121,8 +121,8 @@ def test_no_gradient_is_made_without_grad_mode(monkeypatch: pytest.MonkeyPatch) 
     """Validation scores under no_grad: three matrix products where one is needed would make it three times as dear."""
     hidden, head = torch.randn(6, 24, requires_grad=True), torch.randn(19, 24, requires_grad=True)
     made: list[object] = []
-    original = row_loop.add_product
-    monkeypatch.setattr(row_loop, "add_product", lambda *a, **k: (made.append(a), original(*a, **k))[1])
+    original = chunked_loss.add_product
+    monkeypatch.setattr(chunked_loss, "add_product", lambda *a, **k: (made.append(a), original(*a, **k))[1])
     score = Score(torch.arange(6), torch.ones(6))
     linear_cross_entropy(hidden, head, score)
     assert len(made) == 1

@@ -10,7 +10,7 @@ import torch
 
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.models import transformer
-from diffusionlm.models.lowering import Lowering
+from diffusionlm.models.attention_backends import Lowering
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 

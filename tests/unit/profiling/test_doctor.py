@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from cli.doctor import main
-from profiling import cores, doctor, findings, machine, quick_checks, torch_setup
-from profiling.findings import Finding, find
+from cli.doctor import findings, main, report
+from cli.doctor.findings import Finding, find
+from profiling import cores, machine, quick_checks, torch_setup
 from profiling.machine import Machine, Memory, Network, Processor, Storage
 from profiling.quick_checks import Speeds
 from profiling.torch_setup import Gpu, Torch
@@ -258,7 +258,7 @@ def test_fsync_where_nothing_can_be_written(tmp_path: Path) -> None:
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No look at the real network or driver."""
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
-    monkeypatch.setattr(doctor, "drivers", list)
+    monkeypatch.setattr(report, "drivers", list)
 
 
 @pytest.mark.usefixtures("offline")
@@ -315,13 +315,13 @@ def test_a_torch_that_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_needs_no_package() -> None:
     code = "import sys\nsys.modules.update(pydantic=None, torch=None, numpy=None)\nimport cli.doctor\nprint('it')"
-    root = Path(doctor.__file__).parents[1]
+    root = Path(report.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
     assert done.stdout == "it\n", done.stderr
 
 
 def test_whoever_reads_may_have_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("cli.doctor.examine", lambda *args, **options: doctor.Report({"a": {"b": "c"}}, []))
+    monkeypatch.setattr("cli.doctor.examine", lambda *args, **options: report.Report({"a": {"b": "c"}}, []))
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as out:
@@ -335,7 +335,7 @@ def test_a_kernel_that_fails(gpus: tuple[Gpu, ...], weight: str) -> None:
     def fail() -> str:
         raise RuntimeError("no compiler\nlong trace")
 
-    shown, finding = doctor._try_kernel(replace(TORCH, gpus=gpus), fail)
+    shown, finding = report._try_kernel(replace(TORCH, gpus=gpus), fail)
     assert finding is not None
     assert (finding.weight, finding.why) == (weight, "RuntimeError: no compiler")
     assert finding.remedy == "uv sync --reinstall-package triton, and a C compiler for it"
@@ -343,18 +343,18 @@ def test_a_kernel_that_fails(gpus: tuple[Gpu, ...], weight: str) -> None:
 
 
 def test_what_was_measured_stands_in_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "read_machine", lambda runs: SOUND)
-    monkeypatch.setattr(doctor, "read_torch", lambda: TORCH)
-    monkeypatch.setattr(doctor, "drivers", list)
-    monkeypatch.setattr(doctor, "measure", lambda *args: Speeds(fsync=0.002))
-    facts = doctor.examine(tmp_path, is_quick=False, check_kernel=lambda: "it runs").facts
+    monkeypatch.setattr(report, "read_machine", lambda runs: SOUND)
+    monkeypatch.setattr(report, "read_torch", lambda: TORCH)
+    monkeypatch.setattr(report, "drivers", list)
+    monkeypatch.setattr(report, "measure", lambda *args: Speeds(fsync=0.002))
+    facts = report.examine(tmp_path, is_quick=False, check_kernel=lambda: "it runs").facts
     assert [section for section, named in facts.items() if "fsync" in named] == ["measured"]
 
 
 def test_lines_are_aligned_and_no_wider_than_asked() -> None:
     facts = {"a": {"x": "short", "longer name": "word " * 40}}
-    report = doctor.Report(facts, [Finding("slow", "w " * 90, "y", "r")])
-    lines = doctor.render(report, 60).splitlines()
+    finished = report.Report(facts, [Finding("slow", "w " * 90, "y", "r")])
+    lines = report.render(finished, 60).splitlines()
     assert max(map(len, lines)) <= 60
     assert lines[1] == "  x            short"
     assert lines[3].startswith(" " * 15 + "word")

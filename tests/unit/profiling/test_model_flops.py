@@ -11,12 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config.model import ModelConfig
 from config.objective import BlockDiffusion as BlockDiffusionObjective
-from diffusionlm.diffusion.batch import Batch, Draw, DrawKey
+from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.accounting import FlopAccount, draw_flops, visible_keys
+from diffusionlm.training.throughput import FlopAccount, draw_flops, visible_keys
 from profiling.flops import PEAKS, Kept, Pattern, Plan, peak_flops, plan_run, step_flops, visible_pairs
 
 MakeModel = Callable[..., Transformer]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from config.train import TrainConfig
-from sweeps.grid import (
+from cli.sweep.commands import KINDS
+from cli.sweep.grid import (
     GridError,
     Setting,
     combinations,
@@ -17,7 +17,7 @@ from sweeps.grid import (
     short_keys,
     split_values,
 )
-from sweeps.kinds import KINDS
+from config.train import TrainConfig
 
 
 @pytest.mark.parametrize(

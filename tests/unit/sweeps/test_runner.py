@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.sweep import main
-from sweeps import processes, runner, sweep
-from sweeps.kinds import KINDS
-from sweeps.record import read_record
+from cli.sweep import main, processes, runner
+from cli.sweep import run as sweep_run
+from cli.sweep.commands import KINDS
+from cli.sweep.record import read_record
 
 RUN = """
 import json, os, pathlib, signal, sys, time, tomllib
@@ -266,4 +266,4 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
 
 
 def test_sections_of_a_sweep_are_those_of_its_command() -> None:
-    assert sweep.KINDS.keys() == {"train", "infer"}
+    assert sweep_run.KINDS.keys() == {"train", "infer"}

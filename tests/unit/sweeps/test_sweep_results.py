@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from sweeps.kinds import KINDS
-from sweeps.page import render_page
-from sweeps.record import RunRecord, SweepDirectory
-from sweeps.results import Measured, last_metrics, read_answers, read_training
-from sweeps.table import Table, build_table, render_json_lines, render_markdown, render_text
+from cli.sweep.commands import KINDS
+from cli.sweep.page import render_page
+from cli.sweep.record import RunRecord, SweepDirectory
+from cli.sweep.results import Measured, last_metrics, read_answers, read_training
+from cli.sweep.table import Table, build_table, render_json_lines, render_markdown, render_text
 
 
 def write_lines(path: Path, *records: Any, tail: str = "") -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffusionlm.kernels.cross_entropy import Score, Scored
-from diffusionlm.models.lowering import Lowering
+from diffusionlm.models.attention_backends import Lowering
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.activation_checkpointing import checkpoint_activations

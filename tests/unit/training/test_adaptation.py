@@ -106,7 +106,7 @@ def test_with_shifted_outputs_and_blocks_of_one_the_loss_is_that_of_the_source(q
     import transformers
 
     from diffusionlm.checkpoints.huggingface import load_tokenizer
-    from diffusionlm.data.parts import open_parts, rows_of
+    from diffusionlm.data.pipeline import open_parts, rows_of
 
     config = recipe(qwen3, tmp_path, "shifted", block_length=1)
     train(config)

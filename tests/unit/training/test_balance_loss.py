@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from config.train import TrainConfig
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
 from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import denominator_of, train, train_step
-from diffusionlm.training.numbers import StepNumbers
 from diffusionlm.training.reporting import step_metrics
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.run_directory import open_run_directory
+from diffusionlm.training.step_metrics import StepNumbers
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
 

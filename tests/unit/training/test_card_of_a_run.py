@@ -8,10 +8,10 @@ from pathlib import Path
 
 from config.train import TrainConfig
 from diffusionlm.checkpoints.manifest import entries_of, verify
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train, train_to_the_end
 from diffusionlm.training.run import build_run
-from diffusionlm.training.run_directory import open_run_directory
-from diffusionlm.training.saving import resume
+from diffusionlm.training.run_checkpoint import resume
 from diffusionlm.training.signals import StopRequest
 from logger import NoLogger
 

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from diffusionlm.checkpoints.manifest import MANIFEST, entries_of, files_in, verify
-from diffusionlm.training.background import Saves
-from diffusionlm.training.checkpoint import CheckpointStore
-from diffusionlm.training.snapshot import Snapshot, take_snapshot
-from diffusionlm.training.training_state import TrainingState, write_training_state
+from diffusionlm.training.checkpointing.async_checkpointer import Saves
+from diffusionlm.training.checkpointing.staging import Snapshot, take_snapshot
+from diffusionlm.training.checkpointing.store import CheckpointStore
+from diffusionlm.training.checkpointing.tensor_files import TrainingState, write_training_state
 from files.atomic import replace_text
 
 WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]

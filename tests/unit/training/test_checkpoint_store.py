@@ -15,9 +15,9 @@ from ddp.parallelism import Alone
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.manifest import MANIFEST, verify, write_directory
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.checkpoint import CheckpointStore, Saved
-from diffusionlm.training.snapshot import Snapshot, take_snapshot
-from diffusionlm.training.training_state import TrainingState
+from diffusionlm.training.checkpointing.staging import Snapshot, take_snapshot
+from diffusionlm.training.checkpointing.store import CheckpointStore, Saved
+from diffusionlm.training.checkpointing.tensor_files import TrainingState
 
 MakeModel = Callable[..., Transformer]
 WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from config.optimizer import AdamW, Lion, Muon
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.optim import Optimizers, build_optimizers
+from diffusionlm.optim.build import Optimizers, build_optimizers
 
 MakeModel = Callable[..., Transformer]
 WIDE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 16}

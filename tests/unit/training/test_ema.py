@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.ema import WeightAverage
+from diffusionlm.optim.ema import WeightAverage
 
 MakeModel = Callable[..., Transformer]
 

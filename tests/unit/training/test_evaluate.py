@@ -11,8 +11,8 @@ import torch
 
 from diffusionlm.data.loader import batch_of
 from diffusionlm.data.packing import Row
+from diffusionlm.evaluation.evaluate import entropy, evaluate, fill_accuracy
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.evaluate import entropy, evaluate, fill_accuracy
 from tokenizer import Tokenizer, train_bpe
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from config.train import TrainConfig
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
 from diffusionlm.diffusion.objectives import DiffusionObjective
 from diffusionlm.kernels.cross_entropy import Score
-from diffusionlm.training.guard import Numbers, SpikeGuard, account
 from diffusionlm.training.loop import train
-from diffusionlm.training.skipped import SkippedBatches, read_skipped
+from diffusionlm.training.skipped_batches import SkippedBatches, read_skipped
+from diffusionlm.training.spike_guard import Numbers, SpikeGuard, account
 from logger import NoLogger
 from logger.run_logger import Metrics
 

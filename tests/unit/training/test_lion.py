@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffusionlm.training.lion import Lion
+from diffusionlm.optim.lion import Lion
 
 
 def transcribed(weight: float, gradients: list[float], rates: list[float], betas: tuple[float, float]) -> list[float]:

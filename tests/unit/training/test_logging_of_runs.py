@@ -20,8 +20,8 @@ from diffusionlm.inference.generate import infill
 from diffusionlm.inference.text import parse_infill
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train
-from diffusionlm.training.numbers import StepNumbers
 from diffusionlm.training.reporting import watched_metrics
+from diffusionlm.training.step_metrics import StepNumbers
 from tests.unit.logger.test_weights_and_biases import FakeWandb
 
 

@@ -11,7 +11,7 @@ import pytest
 from config.train import TrainConfig
 from diffusionlm.diffusion.objectives import DiffusionObjective
 from diffusionlm.kernels.cross_entropy import Score
-from diffusionlm.training.checkpoint import CheckpointStore
+from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.loop import train
 
 
@@ -96,7 +96,7 @@ def test_accumulation_gives_the_same_step(config: TrainConfig, tmp_path: Path) -
 
 
 def test_two_processes_do_not_share_a_directory(config: TrainConfig) -> None:
-    from diffusionlm.training.run_directory import open_run_directory
+    from diffusionlm.training.checkpointing.run_directory import open_run_directory
 
     with (
         open_run_directory(config),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from config.optimizer import Schedule
-from diffusionlm.training.lr_schedule import lr_factor
+from diffusionlm.optim.lr_schedule import lr_factor
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import torch
 
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
+from diffusionlm.optim.master_weights import join, split
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import denominator_of, train, train_step
-from diffusionlm.training.master_weights import join, split
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.run_directory import open_run_directory
-from diffusionlm.training.saving import save
+from diffusionlm.training.run_checkpoint import save
 from logger import LoggerGroup
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffusionlm.training import muon
-from diffusionlm.training.muon import COEFFICIENTS, AdjustLr, Muon, orthogonalise, product_dtype, rate_factor, stacks
+from diffusionlm.optim import muon
+from diffusionlm.optim.muon import COEFFICIENTS, AdjustLr, Muon, orthogonalise, product_dtype, rate_factor, stacks
 
 SHAPES = [(6, 6), (12, 5), (5, 12), (1, 7), (7, 1)]
 

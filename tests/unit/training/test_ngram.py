@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from diffusionlm.training.ngram import DISCOUNT, NgramModel, max_order
+from diffusionlm.evaluation.ngram import DISCOUNT, NgramModel, max_order
 
 VOCAB = 7
 

@@ -16,15 +16,15 @@ from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
 from diffusionlm.data.loader import Loader
-from diffusionlm.data.parts import open_parts
-from diffusionlm.diffusion.batch import Draw
-from diffusionlm.diffusion.likelihood import nelbo
+from diffusionlm.data.pipeline import open_parts
+from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.evaluation.nelbo import nelbo
+from diffusionlm.evaluation.validation import Validator
 from diffusionlm.inference.generate import generate
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import denominator_of, train, train_step
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.run_directory import open_run_directory
 from diffusionlm.training.summary import Summary, render_summary
-from diffusionlm.training.validation import Validator
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 BLOCKS = {"kind": "block_diffusion", "block_length": [1, 4, 16]}

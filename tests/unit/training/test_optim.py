@@ -14,7 +14,7 @@ from torch import nn
 from config.optimizer import AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.optim import Optimizers, build_optimizers, must_be_whole
+from diffusionlm.optim.build import Optimizers, build_optimizers, must_be_whole
 
 MakeModel = Callable[..., Transformer]
 CONFIGS = [AdamW(weight_decay=0.3), Lion(weight_decay=0.3), Muon(weight_decay=0.2, rest=AdamW(weight_decay=0.1))]

@@ -12,11 +12,11 @@ import pytest
 from cli.train import main
 from config.train import TrainConfig
 from diffusionlm.diffusion.objectives import DiffusionObjective
+from diffusionlm.evaluation.validation import Validator
 from diffusionlm.kernels.cross_entropy import Score
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train
 from diffusionlm.training.signals import HANDLED, StoppedError, StopRequest
-from diffusionlm.training.validation import Validator
 from logger.report import read_run
 
 

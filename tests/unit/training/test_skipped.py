@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
 from diffusionlm.models.patterns import Bidirectional, BlockDiffusion
-from diffusionlm.training import skipped
-from diffusionlm.training.skipped import SkippedBatches, read_skipped
+from diffusionlm.training import skipped_batches
+from diffusionlm.training.skipped_batches import SkippedBatches, read_skipped
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def test_the_first_step_of_a_run_begins_at_no_position(batches: SkippedBatches, 
 
 
 def test_memory_is_bounded(batches: SkippedBatches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped, "MAX_HELD", 3)
+    monkeypatch.setattr(skipped_batches, "MAX_HELD", 3)
     for step in range(1, 6):
         batches.hold(step, draws(), {})
     batches.release(5)
@@ -128,7 +128,7 @@ def test_memory_is_bounded(batches: SkippedBatches, monkeypatch: pytest.MonkeyPa
 def test_the_newest_records_of_each_rank_are_kept(
     batches: SkippedBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skipped, "MAX_RECORDS", 2)
+    monkeypatch.setattr(skipped_batches, "MAX_RECORDS", 2)
     other = SkippedBatches(tmp_path / "skipped", letters, seed=11, rank=0)
     other.hold(1, draws(), {})
     other.record(Numbers(1))

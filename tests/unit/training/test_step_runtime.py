@@ -16,18 +16,18 @@ from torch import nn
 from config.optimizer import AdamW, Lion, Muon
 from config.runtime import ProfilerConfig, RuntimeConfig
 from config.train import TrainConfig
-from diffusionlm.diffusion.batch import Draw
+from diffusionlm.diffusion.noised_batch import Draw
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.optim.build import Optimizers, build_optimizers
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.compilation import chooses_blocks
 from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.loop import train, train_steps, train_to_the_end
-from diffusionlm.training.numbers import NumbersInFlight, StepNumbers
-from diffusionlm.training.optim import Optimizers, build_optimizers
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.run_directory import open_run_directory
 from diffusionlm.training.runtime import memory_by_part, skips_on_device
 from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step_metrics import NumbersInFlight, StepNumbers
 from logger import LoggerGroup
 from logger.run_logger import Metrics
 

@@ -12,14 +12,14 @@ import torch
 from config.logging import LoggingConfig
 from ddp.parallelism import Alone
 from ddp.process_group import SINGLE
-from diffusionlm.diffusion.batch import Batch, Draw
 from diffusionlm.diffusion.layout import Alignment, Layout
-from diffusionlm.kernels.score import Score
+from diffusionlm.diffusion.noised_batch import Batch, Draw
+from diffusionlm.kernels.loss_types import Score
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.master_weights import MasterWeights
+from diffusionlm.optim.master_weights import MasterWeights
+from diffusionlm.training.monitor import SHARES, StepWatch, sums_by_share
 from diffusionlm.training.norms import ActivationNorms, told, weight_norms
-from diffusionlm.training.watch import SHARES, StepWatch, sums_by_share
 from tests.conftest import MakeModel
 
 B, L = 3, 10

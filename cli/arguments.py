@@ -1,0 +1,145 @@
+"""What the commands share: their arguments for the config, and errors without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from config.base import Section
+from config.dump import to_toml
+from config.load import ConfigError, json_schema, load_config
+from files.resilient_stream import forget
+
+T = TypeVar("T", bound=Section)
+
+TRACEBACK_VARIABLE = "DIFFUSIONLM_TRACEBACK"
+
+
+def parse_command(
+    config_class: type[T],
+    *,
+    name: str,
+    description: str,
+    example: str,
+    config_required: bool = True,
+    renamed: Mapping[str, str] | None = None,
+    extra: Callable[[argparse.ArgumentParser], None] | None = None,
+    argv: Sequence[str] | None = None,
+) -> tuple[T, argparse.Namespace]:
+    """Parse the command line of a command and load its config.
+
+    `example` is shown at the end of `--help`, `extra` may add arguments of the command's own, and
+    `renamed` is that of `load_config`. Without `config_required` the defaults alone are a config.
+    Exits with 2 and a message if there is no valid config.
+    """
+    parser = _parser(config_class, name, description, example)
+    if extra is not None:
+        extra(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.config is None and config_required:
+        parser.error("no config given: add --config FILE.toml")
+    try:
+        config = load_config(config_class, arguments.config, arguments.overrides, renamed=renamed)
+    except ConfigError as error:
+        parser.exit(2, f"{name}: error: {error}\n")
+    if arguments.print_config:
+        sys.stdout.write(to_toml(config))
+        parser.exit(0)
+    return config, arguments
+
+
+def _parser(config_class: type[Section], name: str, description: str, example: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description=description,
+        epilog=f"example:\n{example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # An abbreviation would change its meaning when another argument is added.
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE.toml", type=Path, help="the config of the run")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override one value of the config; may be repeated, the last one wins",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the config with all values, and exit")
+    parser.add_argument(
+        "--schema",
+        action=_PrintSchema,
+        nargs=0,
+        const=config_class,
+        help="print the JSON schema of the config, and exit",
+    )
+    return parser
+
+
+class ValueShorthand(argparse.Action):
+    """An argument whose text is the value of the key `const`, so that --print-config shows it."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.overrides = [*namespace.overrides, f"{self.const}={toml_string(values)}"]
+
+
+class FlagShorthand(argparse.Action):
+    """An argument that stands for the override `const`."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.overrides = [*namespace.overrides, self.const]
+
+
+def toml_string(text: str) -> str:
+    """A basic string of TOML; JSON's differ in one character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+class _PrintSchema(argparse.Action):
+    """Prints the schema while arguments are parsed, so that no other argument is required."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        sys.stdout.write(json_schema(self.const) + "\n")
+        parser.exit(0)
+
+
+@contextmanager
+def friendly_errors(name: str) -> Iterator[None]:
+    """End the command with a message in place of a traceback when the user or the system is at fault.
+
+    This concerns ValueError and OSError (a missing file, no permission, a full disk), which exit
+    with 1, and Ctrl-C, which exits with 130. Other errors are bugs and keep their traceback, and so do these with
+    DIFFUSIONLM_TRACEBACK=1 in the environment. Also works as a decorator.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if _wants_traceback():
+            raise
+        print(f"{name}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        forget(sys.stdout)  # whoever read it has enough; nothing is wrong
+        raise SystemExit(0) from None
+    except (ValueError, OSError) as error:
+        if _wants_traceback():
+            raise
+        print(f"{name}: error: {_message(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _wants_traceback() -> bool:
+    return os.environ.get(TRACEBACK_VARIABLE) == "1"
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    return str(error) or type(error).__name__

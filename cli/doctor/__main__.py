@@ -1,0 +1,4 @@
+from cli.doctor import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

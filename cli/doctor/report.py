@@ -1,0 +1,228 @@
+"""What ``diffusionlm-doctor`` tells: the machine, what is broken, and what will be slow here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.doctor.findings import Finding, find, size
+from profiling.machine import Machine, read_machine
+from profiling.quick_checks import Speeds, measure
+from profiling.torch_setup import Torch, drivers, missing_packages, read_torch, version_of
+
+Facts = dict[str, dict[str, str]]
+"""Section -> name -> what is so."""
+
+TITLES = {"broken": "broken", "slow": "slow here", "note": "to know"}
+_TOOLS = ("git", "just", "tmux", "ssh")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Facts and findings."""
+
+    facts: Facts
+    findings: list[Finding]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether anything will not work."""
+        return any(finding.weight == "broken" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """One object."""
+        value = {"facts": self.facts, "findings": [asdict(each) for each in self.findings], "broken": self.is_broken}
+        return json.dumps(value, indent=1, ensure_ascii=False)
+
+
+def examine(runs: Path, *, is_quick: bool, check_kernel: Callable[[], str]) -> Report:
+    """Look at everything.
+
+    Args:
+        runs: where runs would be written; the directory need not be there.
+        is_quick: measure nothing, and try no kernel.
+        check_kernel: tries Triton's kernel, and says how it ran; raises what went wrong.
+    """
+    machine, torch = read_machine(runs), read_torch()
+    known, missing = drivers(), missing_packages()
+    has_torch = torch.version is not None
+    speeds = Speeds() if is_quick else measure(machine.storage.path, machine.processor.granted, has_torch)
+    findings = find(machine, torch, missing, known, speeds)
+    triton, problem = ("not tried (--quick)", None) if is_quick else _try_kernel(torch, check_kernel)
+    if problem is not None:
+        findings = sorted([problem, *findings], key=lambda each: each.weight != "broken")
+    facts = {
+        "software": _software(machine, torch, triton),
+        "processor": _processor(machine, torch),
+        "memory": _memory(machine),
+        "disk": _disk(machine),
+        "GPU": _gpus(torch, known),
+        "network": _network(machine),
+        "services": services(os.environ, Path.home()),
+        **({} if speeds == Speeds() else {"measured": _measured(speeds)}),
+    }
+    return Report(facts, findings)
+
+
+def _try_kernel(torch: Torch, check_kernel: Callable[[], str]) -> tuple[str, Finding | None]:
+    version = version_of("triton")
+    if torch.version is None:
+        return version or "not installed", None
+    if version is None:
+        remedy = "install it with torch's build for the GPU"
+        why = "the loss of a large vocabulary runs in torch's operators"
+        return "not installed", Finding("slow", "triton is missing", why, remedy) if torch.gpus else None
+    try:
+        return f"{version}; {check_kernel()}", None
+    except Exception as error:  # a compiler may raise anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        remedy = "uv sync --reinstall-package triton, and a C compiler for it"
+        weight = "broken" if torch.gpus else "note"
+        return f"{version}, does not work", Finding(weight, "Triton's kernel does not work", why, remedy)  # type: ignore[arg-type]
+
+
+def _software(machine: Machine, torch: Torch, triton: str) -> dict[str, str]:
+    return {
+        "Python": machine.python,
+        "uv": machine.uv or "not found",
+        "torch": f"{torch.version}, built for {torch.build}" if torch.version else f"cannot be used: {torch.problem}",
+        "Triton": triton,
+        "system": machine.system,
+        "allocator": machine.allocator,
+        "tools": ", ".join(f"{name}{'' if shutil.which(name) else ' (missing)'}" for name in _TOOLS),
+        "environment": ", ".join(f"{key}={value}" for key, value in machine.variables.items()) or "nothing set",
+    }
+
+
+def _processor(machine: Machine, torch: Torch) -> dict[str, str]:
+    processor = machine.processor
+    quota = "no limit" if processor.quota is None else f"{processor.quota:g} cores"
+    facts = {
+        "model": processor.model,
+        "cores": f"{processor.cores}, {processor.usable} usable; quota of the control group: {quota}",
+        "load": "unknown" if processor.load is None else f"{processor.load:.1f} over the last minute",
+        "features": ", ".join(processor.features) or "none that matter here",
+    }
+    if torch.version:
+        facts["torch's threads"] = f"{torch.threads} in an operator, {torch.interop_threads} between operators"
+        facts["torch's kernels"] = f"{torch.capability}; bfloat16 products in hardware: {_yes(torch.has_bfloat16)}"
+    return facts
+
+
+def _memory(machine: Machine) -> dict[str, str]:
+    memory = machine.memory
+    return {
+        "machine": f"{_size(memory.total)}, {_size(memory.available)} available",
+        "control group": "no limit" if memory.limit is None else f"{_size(memory.limit)}, {_size(memory.used)} used",
+        "/dev/shm": f"{_size(memory.shared_total)}, {_size(memory.shared_free)} free",
+    }
+
+
+def _disk(machine: Machine) -> dict[str, str]:
+    storage = machine.storage
+    return {
+        "runs": f"{storage.path} ({storage.kind}){'' if storage.is_writable else ', not writable'}",
+        "free": size(storage.free),
+        "open files": "no limit" if machine.open_files < 0 else f"{machine.open_files:,} at once (ulimit -n)",
+    }
+
+
+def _gpus(torch: Torch, known: list[str]) -> dict[str, str]:
+    facts = {
+        f"GPU {index}": f"{gpu.name}, {size(gpu.free)} of {size(gpu.memory)} free, capability "
+        f"{gpu.capability[0]}.{gpu.capability[1]}, bfloat16: {_yes(gpu.has_bfloat16)}"
+        for index, gpu in enumerate(torch.gpus)
+    }
+    if known:
+        facts["driver"] = "; ".join(dict.fromkeys(line.partition(",")[0] for line in known))
+    return facts or {"GPU": "none"}
+
+
+def _network(machine: Machine) -> dict[str, str]:
+    network = machine.network
+    return {
+        "name": f"{network.hostname}, {network.address or 'which nobody knows'}",
+        "interfaces": ", ".join(network.interfaces) or "unknown",
+    }
+
+
+def services(environment: Mapping[str, str], home: Path) -> dict[str, str]:
+    """Caches and keys; of a key it is told whether it is there, and nothing else."""
+    hub = Path(environment.get("HF_HOME") or home / ".cache" / "huggingface")
+    keys = {
+        "Hugging Face token": bool(environment.get("HF_TOKEN")) or (hub / "token").is_file(),
+        "Weights & Biases key": bool(environment.get("WANDB_API_KEY")) or _in_netrc(home, "api.wandb.ai"),
+    }
+    installed = [f"{name} {version_of(name) or '(missing)'}" for name in ("wandb", "tensorboard")]
+    return {
+        "Hugging Face cache": f"{hub}{'' if hub.is_dir() else ' (not there yet)'}",
+        **{name: "present" if is_there else "none" for name, is_there in keys.items()},
+        "loggers": ", ".join(installed),
+    }
+
+
+def _in_netrc(home: Path, machine: str) -> bool:
+    try:
+        return machine in (home / ".netrc").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _measured(speeds: Speeds) -> dict[str, str]:
+    facts = {}
+    if speeds.float32 is not None and speeds.bfloat16 is not None:
+        facts["float32 products"] = f"{speeds.float32 / 1e9:,.0f} GFLOP/s on one thread"
+        ratio = speeds.bfloat16 / speeds.float32
+        facts["bfloat16 products"] = f"{speeds.bfloat16 / 1e9:,.0f} GFLOP/s on one thread, {ratio:.2f} of float32's"
+        if speeds.float32_all is not None and speeds.threads > 1:
+            gain = speeds.float32_all / speeds.float32
+            facts["threads"] = f"{speeds.threads} do {gain:.2f} times the products of one"
+    if speeds.bandwidth is not None:
+        facts["memory"] = f"{speeds.bandwidth / 1e9:,.1f} GB/s read and written by a copy"
+    if speeds.fsync is not None:
+        facts["fsync"] = f"{1000 * speeds.fsync:.2g} ms for 4 KiB"
+    return facts
+
+
+def render(report: Report, width: int) -> str:
+    """For a terminal of so many columns."""
+    column = max(len(name) for facts in report.facts.values() for name in facts)
+    lines = []
+    for section, facts in report.facts.items():
+        lines += ["", section]
+        for name, value in facts.items():
+            lines += _wrapped(f"  {name:<{column}}  ", value, width)
+    for weight, title in TITLES.items():
+        chosen = [finding for finding in report.findings if finding.weight == weight]
+        if not chosen:
+            continue
+        lines += ["", f"{title}:"]
+        for finding in chosen:
+            lines += _wrapped("  - ", finding.what, width)
+            lines += _wrapped("      why:    ", finding.why, width)
+            lines += _wrapped("      remedy: ", finding.remedy, width)
+    if not report.is_broken:
+        slow = sum(finding.weight == "slow" for finding in report.findings)
+        lines += ["", "nothing is broken" + (f"; {slow} to mend for speed" if slow else ", nothing is slow")]
+    return "\n".join(lines[1:])
+
+
+def _wrapped(head: str, text: str, width: int) -> list[str]:
+    """The text behind its head, further lines below the text."""
+    room = max(40, width - len(head))
+    parts = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+    return [f"{head if index == 0 else ' ' * len(head)}{part}" for index, part in enumerate(parts)]
+
+
+def _size(value: int | None) -> str:
+    return "unknown" if value is None else size(value)
+
+
+def _yes(value: Any) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,203 @@
+"""``diffusionlm-infer``: continue prompts, answer chats and fill holes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command, toml_string
+from config.infer import InferConfig
+
+if TYPE_CHECKING:
+    from cli.infer.inputs import Input
+    from tokenizer import ChatTemplate
+
+NAME = "diffusionlm-infer"
+
+EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
+  {NAME} --model runs/quickstart --infill "def area(r):\\n    return [MASK:6]\\n" --html replay.html
+  {NAME} --model DIR --chat "Why is the sky blue?" --max-new-tokens 128
+  {NAME} --model DIR --chat        # a chat in the terminal
+  {NAME} --model DIR --prompts prompts.jsonl --output answers.jsonl --batch-size 32
+  {NAME} --config config/resources/infer.toml --temperature 0.8 --json | jq .metrics"""
+
+_ESCAPE = re.compile(r"\\([nt\\])")
+_ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, load the config, decode, print."""
+    config, _ = parse_command(
+        InferConfig,
+        name=NAME,
+        description="Continue prompts, answer chats and fill holes with a masked diffusion language model.",
+        example=EXAMPLE,
+        config_required=False,
+        extra=_add_shorthands,
+        argv=argv,
+    )
+    with friendly_errors(NAME):
+        _run(config, _asked(config))
+
+
+def _asked(config: InferConfig) -> list[Input]:
+    """The inputs; ends the command with 2 where something about them or the output is wrong before any model is
+    loaded."""
+    from cli.infer.answers import check_targets
+    from cli.infer.inputs import read_inputs
+
+    try:
+        if config.model.path is None:
+            raise ValueError("no model given: add --model DIR, or path to [model] of the config")
+        check_targets(config.output)
+        return read_inputs(config.input)
+    except ValueError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    print(f"{NAME}: error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _add_shorthands(parser: argparse.ArgumentParser) -> None:
+    """Arguments that stand for overrides, so that --print-config shows what they do."""
+    parser.set_defaults(raw=False, prompts=[], infills=[], chats=[])
+    group = parser.add_argument_group(
+        "shorthands for --set; \\n, \\t and \\\\ are read as escapes in prompts, chats and infills"
+    )
+    group.add_argument(
+        "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="model, checkpoint or run"
+    )
+    group.add_argument("--prompt", metavar="TEXT", action=_Text, dest="prompts", help="continue this; may be repeated")
+    group.add_argument(
+        "--infill", metavar="TEXT", action=_Text, dest="infills", help="fill its [MASK:n] holes; may be repeated"
+    )
+    group.add_argument("--raw", action=_Raw, nargs=0, help="take backslashes in these texts as they are")
+    group.add_argument(
+        "--prompts",
+        metavar="FILE",
+        action=ValueShorthand,
+        const="input.prompts_file",
+        help="one prompt a line, or in .jsonl prompts, messages and infills; - is standard input",
+    )
+    group.add_argument(
+        "--chat",
+        metavar="TEXT",
+        action=_Text,
+        nargs="?",
+        dest="chats",
+        help="answer this; may be repeated; without a text, a chat in the terminal",
+    )
+    group.add_argument(
+        "--system", metavar="TEXT", action=ValueShorthand, const="input.system", help="what the system says in chats"
+    )
+    group.add_argument("--seed", metavar="N", action=_Number, const="input.seed", help="of the first request")
+    group.add_argument("--batch-size", metavar="N", action=_Number, const="input.batch_size", help="decoded together")
+    _add_generation(group)
+    _add_output(group)
+
+
+def _add_generation(group: argparse._ArgumentGroup) -> None:
+    numbers = {
+        "max-new-tokens": ("N", "max_new_tokens", "new tokens of a prompt or chat"),
+        "temperature": ("X", "temperature", "of the tokens' choice; 0 is greedy"),
+        "steps": ("N", "steps", "forwards over all blocks"),
+        "block-length": ("N", "block_length", "tokens of a block"),
+    }
+    for name, (metavar, key, text) in numbers.items():
+        group.add_argument(f"--{name}", metavar=metavar, action=_Number, const=f"generation.{key}", help=text)
+    group.add_argument(
+        "--strategy",
+        metavar="NAME",
+        action=ValueShorthand,
+        const="generation.remasking_strategy",
+        help="which positions become final after a forward",
+    )
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--show", action=FlagShorthand, nargs=0, const="output.show=true", help="show every forward")
+    group.add_argument(
+        "--json", action=FlagShorthand, nargs=0, const='output.format="json"', help="one JSON object a request"
+    )
+    group.add_argument(
+        "--output", metavar="FILE", action=ValueShorthand, const="output.file", help="a new file for the JSON lines"
+    )
+    group.add_argument(
+        "--html",
+        metavar="FILE",
+        action=ValueShorthand,
+        const="output.html",
+        help="a page that replays the decoding in a browser",
+    )
+
+
+class _Number(argparse.Action):
+    """The value of the key `const`, not quoted."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.overrides = [*namespace.overrides, f"{self.const}={values}"]
+
+
+class _Text(argparse.Action):
+    """One more prompt, chat or infill; together they take the place of the config's."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if values is None:
+            namespace.overrides = [*namespace.overrides, "input.interactive=true"]
+            return
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), values])
+        _override_texts(namespace, self.dest)
+
+
+class _Raw(argparse.Action):
+    """Also for the texts that came before it."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        namespace.raw = True
+        for dest in ("prompts", "chats", "infills"):
+            if getattr(namespace, dest):
+                _override_texts(namespace, dest)
+
+
+def _override_texts(namespace: argparse.Namespace, dest: str) -> None:
+    texts = [text if namespace.raw else _unescaped(text) for text in getattr(namespace, dest)]
+    value = ", ".join(toml_string(text) for text in texts)
+    namespace.overrides = [*namespace.overrides, f"input.{dest}=[{value}]"]
+
+
+def _unescaped(text: str) -> str:
+    """``\\n``, ``\\t`` and ``\\\\`` as a newline, a tab and a backslash; other backslashes stay."""
+    return _ESCAPE.sub(lambda match: _ESCAPED[match[1]], text)
+
+
+def _run(config: InferConfig, inputs: list[Input]) -> None:
+    # Only now, so that --help and config errors do not wait for torch.
+    from cli.infer.conversation import converse
+    from cli.infer.session import answer
+    from diffusionlm.checkpoints.huggingface import load_tokenizer
+    from diffusionlm.checkpoints.loading import open_model
+
+    assert config.model.path is not None
+    chats = config.input.interactive or any(each.kind == "chat" for each in inputs)
+    template = _template(config) if chats else None
+    tokenizer = load_tokenizer(config.model.path)
+    model = open_model(config.model)
+    if config.input.interactive:
+        converse(model, tokenizer, config, template)
+    else:
+        answer(model, tokenizer, inputs, config, template)
+
+
+def _template(config: InferConfig) -> ChatTemplate | None:
+    """How chats are written: as the config names it, else as the checkpoint brings it along."""
+    from diffusionlm.checkpoints.huggingface import resolve_model_directory
+    from tokenizer import CHAT_TEMPLATES, load_chat_template
+
+    assert config.model.path is not None
+    if config.input.chat_template is not None:
+        return CHAT_TEMPLATES[config.input.chat_template]
+    return load_chat_template(config.model.path) or load_chat_template(resolve_model_directory(config.model.path))

@@ -1,0 +1,4 @@
+from cli.infer import main
+
+if __name__ == "__main__":
+    main()

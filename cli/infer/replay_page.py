@@ -1,0 +1,274 @@
+"""A page that replays decodings in a browser, forward by forward. It is one file and asks for no other.
+
+What the page shows stands in `replay.html`; here are the numbers for it, the parts that can be read without a script,
+and the charts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from cli.infer.answers import Answer
+from cli.infer.inputs import Request
+from diffusionlm.inference.generate import Canvas, Step
+from diffusionlm.inference.text import canvas_pieces
+from files.atomic import replace_text
+from logger.report.template import fill_template, script_json
+from tokenizer import Tokenizer
+
+_MAIN_SETTINGS = ("remasking_strategy", "attention", "block_length", "denoising_steps", "steps", "temperature", "cache")
+_NAMES = {"remasking_strategy": "strategy", "denoising_steps": "steps per block"}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What one forward changed in a canvas."""
+
+    length: int
+    """Of the canvas, in tokens, hidden ones included."""
+    settled: tuple[tuple[int, int, float], ...]
+    """Position, token id and log-probability in nats, of positions that became text, or another text."""
+    masked: tuple[int, ...]
+    """Positions that became masks again."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.settled and not self.masked
+
+
+@dataclass
+class Recording:
+    """The changes of one request's canvas."""
+
+    request: Request
+    start: Canvas | None = None
+    """As it was before the first forward."""
+    last: Canvas | None = None
+    frames: list[Frame] = field(default_factory=list)
+
+    def add(self, canvas: Canvas) -> None:
+        """Take down what a forward changed."""
+        before = self.last
+        if before is None:
+            is_masked = self.request.is_new(len(canvas.token_ids))
+            before = self.start = Canvas(canvas.token_ids, tuple(is_masked), (math.nan,) * len(is_masked))
+        self.frames.append(_frame(before, canvas))
+        self.last = canvas
+
+    def frames_of(self, num_forwards: int) -> list[Frame]:
+        """One for each of the request's forwards.
+
+        The batch may have had more: those that came after this request's end, and those that it took no part in.
+        """
+        frames = list(self.frames)
+        if sum(not frame.is_empty for frame in frames) == num_forwards:
+            return [frame for frame in frames if not frame.is_empty]
+        while len(frames) > num_forwards and frames[-1].is_empty:
+            frames.pop()
+        return frames
+
+
+class Recorder:
+    """Takes down the forwards of one batch; to be given to ``generate`` or ``infill`` as ``on_step``."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.recordings = [Recording(request) for request in requests]
+
+    def __call__(self, step: Step) -> None:
+        for recording, canvas in zip(self.recordings, step.canvases, strict=True):
+            recording.add(canvas)
+
+
+def _frame(before: Canvas, after: Canvas) -> Frame:
+    settled, masked = [], []
+    for position, (token, is_masked) in enumerate(zip(after.token_ids, after.is_masked, strict=True)):
+        is_known = position < len(before.token_ids)
+        was_masked = before.is_masked[position] if is_known else True
+        if is_masked and not was_masked:
+            masked.append(position)
+        elif not is_masked and (was_masked or token != before.token_ids[position]):
+            settled.append((position, token, after.logprobs[position]))
+    return Frame(len(after.token_ids), tuple(settled), tuple(masked))
+
+
+def write_page(
+    path: Path,
+    tokenizer: Tokenizer,
+    model_name: str,
+    settings: Mapping[str, Any],
+    replays: Sequence[tuple[Recording, Answer]],
+) -> None:
+    """Write the page aside and rename it.
+
+    Args:
+        settings: of the generation, as they were used.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_text(path, render_page(tokenizer, model_name, settings, replays))
+
+
+def render_page(
+    tokenizer: Tokenizer,
+    model_name: str,
+    settings: Mapping[str, Any],
+    replays: Sequence[tuple[Recording, Answer]],
+) -> str:
+    """The page's HTML."""
+    sections, data = [], []
+    for index, (recording, answer) in enumerate(replays):
+        frames = recording.frames_of(answer.result.num_forwards)
+        sections.append(_section(index, tokenizer, recording, answer, frames))
+        data.append(_data(recording, answer, frames))
+    names = [answer.request.name for _, answer in replays]
+    parts = {
+        "title": escape(f"{model_name}: a replay"),
+        "model": escape(model_name),
+        "main": _terms({key: settings.get(key) for key in _MAIN_SETTINGS}),
+        "settings": _terms(settings),
+        "tabs": _tabs(names),
+        "requests": "\n".join(sections),
+        "data": script_json({"tokens": _tokens(tokenizer, data), "requests": data}),
+    }
+    return fill_template("cli.infer", "replay.html", parts)
+
+
+def _terms(settings: Mapping[str, Any]) -> str:
+    """Settings as terms of a list, without those that are not set."""
+    return "".join(
+        f"<div><dt>{escape(_NAMES.get(key, key.replace('_', ' ')))}</dt><dd>{escape(_written(value))}</dd></div>"
+        for key, value in settings.items()
+        if value is not None
+    )
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_written, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _tabs(names: Sequence[str]) -> str:
+    if len(names) < 2:
+        return ""
+    tabs = "".join(
+        f'<button type="button" role="tab" id="tab{index}" aria-controls="request{index}">{escape(name)}</button>'
+        for index, name in enumerate(names)
+    )
+    return f'<nav class="tabs" role="tablist" aria-label="Requests" hidden>{tabs}</nav>'
+
+
+def _section(index: int, tokenizer: Tokenizer, recording: Recording, answer: Answer, frames: Sequence[Frame]) -> str:
+    """A request as it can be read without a script: its numbers, its text, its chart."""
+    result = answer.result
+    facts = {
+        "finished by": {"stop": "a stop token", "length": "its length"}[result.finish_reason],
+        "new tokens": f"{answer.num_tokens:,}",
+        "forwards": f"{result.num_forwards:,}",
+        "tokens per forward": f"{result.tokens_per_forward:.2f}",
+        "probability (geometric mean)": "" if answer.mean_logprob is None else f"{math.exp(answer.mean_logprob):.1%}",
+        "seconds": f"{answer.batch.seconds:.2f}" + f" (batch of {answer.batch.size})" * (answer.batch.size > 1),
+        "seed": str(answer.request.seed),
+    }
+    terms = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items() if value)
+    return (
+        f'<section class="request" id="request{index}" aria-label="{escape(answer.request.name)}">'
+        f"<h2>{escape(answer.request.name)}</h2>"
+        f'<dl class="facts">{terms}</dl>'
+        f'<div class="canvas" lang="">{_final_text(tokenizer, recording, answer)}</div>'
+        f"{chart(frames)}</section>"
+    )
+
+
+def _final_text(tokenizer: Tokenizer, recording: Recording, answer: Answer) -> str:
+    """The whole text, what was given apart from what is new."""
+    request, ids = recording.request, answer.result.token_ids
+    if request.source.kind != "infill":
+        ids = (*request.token_ids, *ids)
+    shown, is_new = ids[request.hidden :], request.is_new(len(ids))[request.hidden :]
+    pieces = canvas_pieces(shown, [False] * len(shown), is_new, tokenizer)
+    return "".join(f'<span class="{"new" if new else "given"}">{escape(text)}</span>' for text, new in pieces)
+
+
+def _data(recording: Recording, answer: Answer, frames: Sequence[Frame]) -> dict[str, Any]:
+    """A request's canvases for the script; positions count from the first token that is shown."""
+    hidden = recording.request.hidden
+    start = recording.start
+    ids = recording.request.token_ids if start is None else start.token_ids
+    is_masked = (False,) * len(ids) if start is None else start.is_masked
+    is_infill = answer.request.source.kind == "infill"
+    end = None if is_infill else len(answer.request.token_ids) - hidden + len(answer.result.token_ids)
+    return {
+        "start": [-1 if masked else token for token, masked in zip(ids[hidden:], is_masked[hidden:], strict=True)],
+        "new": [int(new) for new in answer.request.is_new(max([len(ids), *(each.length for each in frames)]))[hidden:]],
+        "end": end,
+        "frames": [
+            {
+                "length": frame.length - hidden,
+                "settled": [[position - hidden, token, _probability(p)] for position, token, p in frame.settled],
+                "masked": [position - hidden for position in frame.masked],
+            }
+            for frame in frames
+        ],
+    }
+
+
+def _probability(logprob: float) -> float | None:
+    return None if math.isnan(logprob) else round(math.exp(min(logprob, 0.0)), 5)
+
+
+def _tokens(tokenizer: Tokenizer, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The tokens that occur, by id: a text, {"special": text}, or {"bytes": hex} where they are no text alone."""
+    ids = {token for request in requests for token in request["start"] if token >= 0}
+    ids |= {token for request in requests for frame in request["frames"] for _, token, _ in frame["settled"]}
+    special = {token: text for text, token in tokenizer.special_tokens.items()}
+    return {str(token): _token(tokenizer, token, special) for token in sorted(ids)}
+
+
+def _token(tokenizer: Tokenizer, token: int, special: Mapping[int, str]) -> Any:
+    if token in special:
+        return {"special": special[token]}
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return {"bytes": data.hex()}
+
+
+_CHART_HEIGHT = 48.0
+
+
+def chart(frames: Sequence[Frame]) -> str:
+    """Bars of the tokens that each forward settled, and, hanging down, of those that it masked again. Inline SVG."""
+    if not frames:
+        return ""
+    most = max(1, *(len(frame.settled) for frame in frames))
+    fewest = max(len(frame.masked) for frame in frames)
+    scale = _CHART_HEIGHT / (most + fewest)
+    base = most * scale
+    bars = []
+    for number, frame in enumerate(frames, 1):
+        up, down = len(frame.settled), len(frame.masked)
+        again = f", {down} masked again" if down else ""
+        bars.append(
+            f'<g class="bar"><title>forward {number}: {up} settled{again}</title>'
+            f'<rect class="hit" x="{number - 1}" y="0" width="1" height="{_CHART_HEIGHT:g}"/>'
+            f'<rect class="up" x="{number - 0.9:g}" y="{base - up * scale:.2f}" width="0.8" height="{up * scale:.2f}"/>'
+            + (f'<rect class="down" x="{number - 0.9:g}" y="{base:.2f}" width="0.8" height="{down * scale:.2f}"/>')
+            * bool(down)
+            + "</g>"
+        )
+    below = " (below the line: masked again)" if fewest else ""
+    widest = "1 token" if most == 1 else f"{most} tokens"
+    return (
+        f'<figure class="chart"><figcaption>Tokens settled per forward{below}; at most {widest}</figcaption>'
+        f'<svg viewBox="0 0 {len(frames)} {_CHART_HEIGHT:g}" style="max-width:{3 * len(frames)}rem" '
+        f'preserveAspectRatio="none" role="img" '
+        f'aria-label="Tokens settled per forward">{"".join(bars)}</svg></figure>'
+    )

@@ -1,0 +1,180 @@
+"""What came of a run, from its files. Half lines and missing files are no errors: a run may be under way."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from cli.sweep.commands import ANSWERS
+
+_CURVE_POINTS = 200
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number, and its standard error where that is known."""
+
+    value: float
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Numbers and texts of a run; what it has not come to yet is missing."""
+
+    numbers: dict[str, Measured] = field(default_factory=dict)
+    """By the name of a column."""
+    texts: tuple[tuple[str, str], ...] = ()
+    """What was given, and what the model made of it."""
+    curve: tuple[tuple[int, float], ...] = ()
+    """Step and smoothed training loss."""
+    step: int | None = None
+    """The last one that is known; None: of an inference run, or before the first."""
+    is_final: bool = False
+
+
+TRAIN_COLUMNS = {
+    "bound": "bound, nats per token",
+    "bits_per_byte": "bits per byte",
+    "tokens_per_second": "tokens/s",
+}
+INFER_COLUMNS = {
+    "tokens_per_second": "tokens/s",
+    "tokens_per_forward": "tokens per forward",
+    "forwards": "forwards",
+    "mean_logprob": "mean log-probability",
+}
+
+
+def read_result(command: str, directory: Path) -> Result:
+    """Of a run of this command."""
+    return read_training(directory) if command == "train" else read_answers(directory)
+
+
+def read_training(directory: Path) -> Result:
+    """From ``summary.json``, and from ``metrics.jsonl`` where the run is not at its end."""
+    curve: list[tuple[int, float]] = []
+    samples: dict[int, list[tuple[str, str]]] = {}
+    numbers: dict[str, Measured] = {}
+    step = None
+    for line in json_lines(directory / "metrics.jsonl"):
+        at, values = line.get("step"), line.get("metrics")
+        if not isinstance(at, int):
+            continue
+        if line.get("event") == "sample":
+            told = line.get("values")
+            pair = (told.get("given"), told.get("filled")) if isinstance(told, dict) else ("", line.get("text", ""))
+            samples.setdefault(at, []).append((str(pair[0]), str(pair[1])))
+        if not isinstance(values, dict):
+            continue
+        step = at
+        loss = values.get("loss_smooth", values.get("loss"))
+        if _is_number(loss):
+            curve.append((at, float(loss)))
+        _take(numbers, "bound", values.get("val_nats_per_token"), values.get("val_standard_error"))
+        _take(numbers, "bits_per_byte", values.get("val_bits_per_byte"), values.get("val_bits_per_byte_standard_error"))
+        _take(numbers, "tokens_per_second", values.get("tokens_per_second"), None)
+    summary = read_json(directory / "summary.json")
+    if summary:
+        step = summary.get("step", step)
+        _take_summary(numbers, summary)
+    texts = samples[max(samples)] if samples else []
+    return Result(numbers, tuple(texts), tuple(_thinned(curve)), step, bool(summary))
+
+
+def _take_summary(numbers: dict[str, Measured], summary: dict[str, Any]) -> None:
+    evaluation = summary.get("evaluation", {})
+    # What a run said on its way is not its end, even where the end is not finite.
+    for name in ("bound", "bits_per_byte"):
+        numbers.pop(name, None)
+    _take(numbers, "bound", evaluation.get("nats_per_token"), evaluation.get("standard_error"))
+    error = evaluation.get("bits_per_byte_standard_error")
+    _take(numbers, "bits_per_byte", evaluation.get("bits_per_byte"), error)
+    tokens, seconds = summary.get("tokens_seen"), summary.get("seconds")
+    if _is_number(tokens) and _is_number(seconds) and seconds > 0:
+        numbers["tokens_per_second"] = Measured(tokens / seconds)
+
+
+def read_answers(directory: Path) -> Result:
+    """From the JSON lines of ``diffusionlm-infer``."""
+    texts, logprobs = [], []
+    tokens = forwards = seconds = 0.0
+    for line in json_lines(directory / ANSWERS):
+        text, metrics = line.get("text", {}), line.get("metrics", {})
+        texts.append((str(text.get("prompt", "")), str(text.get("output", ""))))
+        tokens += metrics.get("num_tokens", 0)
+        forwards += metrics.get("num_forwards", 0)
+        # The seconds are those of a batch, and each of its answers tells them.
+        seconds += metrics.get("seconds", 0.0) / max(1, metrics.get("batch_size", 1))
+        if _is_number(metrics.get("mean_logprob")):
+            logprobs.append((metrics["mean_logprob"], metrics.get("num_tokens", 0)))
+    numbers: dict[str, Measured] = {}
+    if texts:
+        numbers["forwards"] = Measured(forwards)
+        _take(numbers, "tokens_per_second", tokens / seconds if seconds else None, None)
+        _take(numbers, "tokens_per_forward", tokens / forwards if forwards else None, None)
+        weight = sum(count for _, count in logprobs)
+        _take(numbers, "mean_logprob", sum(a * b for a, b in logprobs) / weight if weight else None, None)
+    return Result(numbers, tuple(texts), is_final=bool(texts))
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, without those that cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object; empty where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def last_metrics(path: Path, size: int = 16_384) -> tuple[int, dict[str, Any]] | None:
+    """Step and numbers of the last line of a run's record that has a loss; its end alone is read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - size))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+            if "loss" in record["metrics"]:
+                return int(record["step"]), record["metrics"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _take(numbers: dict[str, Measured], name: str, value: Any, error: Any) -> None:
+    if _is_number(value):
+        numbers[name] = Measured(float(value), float(error) if _is_number(error) else None)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _thinned(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Few enough points for a small picture, the last one among them."""
+    stride = max(1, -(-len(curve) // _CURVE_POINTS))
+    return curve[::-1][::stride][::-1]

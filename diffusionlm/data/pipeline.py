@@ -1,0 +1,154 @@
+"""From ``[data]`` to rows: its sources, each with its weight, and the readers over them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from config.data import DataConfig, Shards
+from diffusionlm.data.encoding import Encoder, InlineEncoder, encoded
+from diffusionlm.data.mixture import MixedRows
+from diffusionlm.data.packing import Frame, PackedRows, PaddedRows, Row, best_fit_rows
+from diffusionlm.data.reader import MENDED, DocumentSource, Reader, Split, Tokens, open_source
+from diffusionlm.data.shards import ShardDocuments, ShuffledShards
+from diffusionlm.data.windows import shuffled
+from diffusionlm.diffusion.rng import Stream
+from tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of a run's data."""
+
+    name: str
+    weight: float
+    source: DocumentSource | ShardDocuments
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Rows left out or mended so far, counted by reason."""
+        return {} if isinstance(self.source, ShardDocuments) else self.source.skipped
+
+    @property
+    def num_skipped(self) -> int:
+        """Rows left out so far."""
+        return sum(count for reason, count in self.skipped.items() if not reason.startswith(MENDED))
+
+
+def open_parts(config: DataConfig, split: Split) -> list[Part]:
+    """The sources of a split.
+
+    Raises:
+        ValueError: nothing to read; names the path or dataset.
+    """
+    opened = []
+    for index, part in enumerate(config.parts):
+        section = part.source
+        source = ShardDocuments.open(section, split) if isinstance(section, Shards) else open_source(section, split)
+        opened.append(Part(part.name or f"{section.kind}-{index}", part.weight, source))
+    names = [part.name for part in opened]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ValueError(f"data.mixture: two parts are called {double!r}: give each a name of its own")
+    return opened
+
+
+def identity_of(parts: list[Part]) -> str:
+    """Changes when the documents of a source do, or their weights."""
+    if len(parts) == 1:
+        return parts[0].source.identity
+    told = "\n".join(f"{part.name} {part.weight} {part.source.identity}" for part in parts)
+    return f"mixture/{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+
+
+def check_tokenizer(parts: list[Part], tokenizer: Tokenizer) -> None:
+    """See that shards were made with this tokenizer.
+
+    Raises:
+        ValueError: with another one.
+    """
+    for part in parts:
+        source = part.source
+        if isinstance(source, ShardDocuments) and source.tokenizer_fingerprint != tokenizer.fingerprint:
+            raise ValueError(
+                f"data: the shards of {part.name} were made with another tokenizer, the one in "
+                f"{source.tokenizer_directory}: set tokenizer.path to it, or make the shards again with the run's"
+            )
+
+
+def documents_of(
+    part: Part, tokenizer: Tokenizer, window: int, seed: int, key: tuple[int, ...] = (), encoder: Encoder | None = None
+) -> Reader[Tokens]:
+    """The tokens of a source's documents, shuffled within windows of so many (0, 1: in their order)."""
+    source = part.source
+    if isinstance(source, ShardDocuments):
+        return ShuffledShards(source, seed, window > 1, key)
+    texts: Reader[str] = source
+    if window > 1:
+        texts = shuffled(texts, window, seed, Stream.DOCUMENT_ORDER, *key)
+    return encoded(texts, encoder or InlineEncoder(tokenizer.encode))
+
+
+def rows_of(
+    parts: list[Part],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    row_length: int,
+    seed: int,
+    *,
+    repeat: bool = True,
+    encoder: Encoder | None = None,
+) -> Reader[Row]:
+    """The rows of all parts: documents shuffled, cut into rows, rows shuffled.
+
+    Args:
+        repeat: parts of a mixture begin again until each was read once.
+        encoder: who tokenises; None: this process.
+
+    Raises:
+        ValueError: no end-of-text token, rows too short, or shards of another tokenizer.
+    """
+    check_tokenizer(parts, tokenizer)
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-text token, which rows are padded with; give one that has")
+    frame = Frame(row_length, tokenizer.eos_token_id, config.begin_with_eos, config.end_with_eos)
+    readers: list[Reader[Row]] = []
+    for index, part in enumerate(parts):
+        key = (index,) if len(parts) > 1 else ()
+        documents = documents_of(part, tokenizer, config.document_shuffle_window, seed, key, encoder)
+        rows: Reader[Row]
+        match config.rows:
+            case "packed":
+                rows = PackedRows(documents, frame)
+            case "best_fit":
+                rows = best_fit_rows(documents, frame, config.packing_window)
+            case "padded":
+                rows = PaddedRows(documents, frame)
+        if config.row_shuffle_window > 1:
+            rows = shuffled(rows, config.row_shuffle_window, seed, Stream.ROW_ORDER, *key)
+        readers.append(rows)
+    if len(readers) == 1:
+        return readers[0]
+    return MixedRows(readers, [part.weight for part in parts], [part.name for part in parts], repeat)
+
+
+def training_tokens(parts: list[Part], tokenizer: Tokenizer, limit: int, end_with_eos: bool = True) -> Tokens:
+    """The first tokens of the training documents, each ended by end-of-text or not, up to ``limit`` and a document.
+
+    Those of a mixture are there by their weights.
+    """
+    end = np.array([tokenizer.eos_token_id] if end_with_eos else [], dtype=np.int32)
+    total = sum(part.weight for part in parts)
+    documents: list[Tokens] = []
+    for part in parts:
+        reader = documents_of(part, tokenizer, window=0, seed=0)
+        wanted, position = limit * part.weight / total, None
+        while wanted > 0:
+            some, position = reader.read(0, position, 64)
+            documents += [each for tokens in some for each in (tokens, end)]
+            wanted -= sum(len(tokens) + len(end) for tokens in some)
+            if position is None:
+                break
+    return np.concatenate(documents)

@@ -1,0 +1,145 @@
+"""Processes that do nothing but tokenise. No torch, so that they are small and start at once."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffusionlm.data.reader import Tokens
+from diffusionlm.data.windows import Pending
+from tokenizer import Tokenizer
+
+SPAWN = get_context("spawn")
+"""Forked children of a process with threads may hang."""
+
+CHUNKS_AHEAD = 2
+"""Chunks in flight for each process: one in work, one waiting."""
+
+
+class Tokenisers:
+    """An `Encoder` of some processes, or without any, of this one; a context, which ends them.
+
+    They end with the pipe to them as well, so that none outlives this process, whatever ends it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, processes: int) -> None:
+        self._tokenizer = tokenizer
+        self._wanted = processes
+        self._started: list[tuple[Any, Connection]] = []
+        self._idle: queue.SimpleQueue[tuple[Any, Connection]] = queue.SimpleQueue()
+        # A thread for each process: both ends of a pipe may be busy writing to each other.
+        self._threads = ThreadPoolExecutor(max(1, processes))
+
+    @property
+    def ahead(self) -> int:
+        """Chunks that are worth handing over before they are needed."""
+        return CHUNKS_AHEAD * self._wanted
+
+    def __enter__(self) -> Tokenisers:
+        try:
+            with signals_held_back():
+                self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process, _connection in self._started:
+            process.kill()  # they have nothing to lose, and hold back gentler signals
+        for process, _connection in self._started:
+            process.join()
+        self._threads.shutdown()
+        for _process, connection in self._started:
+            connection.close()
+
+    def submit(self, texts: list[str]) -> Pending[Tokens]:
+        """Take over a chunk. What comes back waits for its tokens.
+
+        Raises:
+            ValueError: (when waiting) a text that has no UTF-8 form, or the process was killed.
+        """
+        if not self._wanted:
+            return lambda: _cut(*_flat(self._tokenizer, texts))
+        return self._threads.submit(self._call, texts).result
+
+    def _start(self) -> None:
+        for number in range(self._wanted):
+            ours, theirs = SPAWN.Pipe()
+            process = SPAWN.Process(target=_serve, args=(theirs,), name=f"tokeniser {number}", daemon=True)
+            process.start()
+            theirs.close()
+            self._started.append((process, ours))
+        tokenizer = pickle.dumps(self._tokenizer, pickle.HIGHEST_PROTOCOL)
+        for process, connection in self._started:
+            self._threads.submit(self._hand_over, process, connection, tokenizer)
+
+    def _hand_over(self, process: Any, connection: Connection, tokenizer: bytes) -> None:
+        """Not as an argument of the process: to one that ends while it starts, `start` would write for ever."""
+        with contextlib.suppress(OSError):  # its first chunk tells
+            connection.send_bytes(tokenizer)
+        self._idle.put((process, connection))
+
+    def _call(self, texts: list[str]) -> list[Tokens]:
+        process, connection = self._idle.get()
+        try:
+            connection.send(texts)
+            answer = connection.recv()
+        except (EOFError, OSError):
+            process.join()
+            raise ValueError(
+                f"a process that tokenises ended (exit code {process.exitcode}); if the system ran out of memory, "
+                "use fewer workers"
+            ) from None
+        finally:
+            self._idle.put((process, connection))
+        if isinstance(answer, Exception):
+            raise answer
+        return _cut(*answer)
+
+
+def _serve(connection: Connection) -> None:
+    """What a process does."""
+    with contextlib.suppress(EOFError, OSError):  # nobody is there any more
+        tokenizer: Tokenizer = connection.recv()
+        while True:
+            texts = connection.recv()
+            try:
+                connection.send(_flat(tokenizer, texts))
+            except ValueError as error:
+                connection.send(ValueError(str(error)))
+
+
+def _flat(tokenizer: Tokenizer, texts: list[str]) -> tuple[Tokens, NDArray[np.int64]]:
+    """Ids of all texts, and how many each has: two arrays are sent faster than one for each text."""
+    documents = [tokenizer.encode(text) for text in texts]
+    lengths = np.fromiter(map(len, documents), np.int64, len(documents))
+    return np.fromiter(chain.from_iterable(documents), np.int32, int(lengths.sum())), lengths
+
+
+def _cut(ids: Tokens, lengths: NDArray[np.int64]) -> list[Tokens]:
+    return [ids[start:end] for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
+
+
+@contextlib.contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Processes that start now never see Ctrl-C, SIGTERM and SIGUSR1, which reach the whole group of processes: whoever
+    started them decides when they end. This process sees them behind the block."""
+    resource_tracker.ensure_running()  # else the first process to start brings it along, and that lets signals through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

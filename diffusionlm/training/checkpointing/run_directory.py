@@ -1,0 +1,120 @@
+"""The directory of a run: whose it is, what lies in it, and that only one process writes there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from config.dump import differences, to_toml
+from config.load import ConfigError, load_config
+from config.train import TrainConfig
+from ddp.process_group import SINGLE, Ranks
+from diffusionlm.training.checkpointing.store import CheckpointStore
+from files.atomic import replace_text
+
+FREE_SECTIONS = ("logging", "samples", "checkpoint", "profiler", "parallel")
+"""Sections that may change between the parts of a run: they do not touch its numbers, or only their rounding."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """``config.toml``, ``tokenizer/``, ``checkpoints/``, ``metrics.jsonl`` and ``summary.json``."""
+
+    path: Path
+    store: CheckpointStore
+
+    @property
+    def tokenizer(self) -> Path:
+        """Directory of the run's tokenizer."""
+        return self.path / "tokenizer"
+
+    @property
+    def metrics(self) -> Path:
+        """The record of the run."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The final numbers."""
+        return self.path / "summary.json"
+
+
+@contextlib.contextmanager
+def open_run_directory(config: TrainConfig, ranks: Ranks = SINGLE) -> Iterator[RunDirectory]:
+    """Claim the directory for this config and these ranks, whose first one holds it.
+
+    Raises:
+        ValueError: it holds another run (the differences are listed), something else, or a process that runs now; or it
+            cannot be written.
+    """
+    path, kept = config.run.directory, config.checkpoint
+    store = CheckpointStore(path / "checkpoints", kept.keep_last, kept.keep_best, kept.keep_every_steps)
+    run = RunDirectory(path, store)
+    with contextlib.ExitStack() as stack:
+        ranks.from_first(lambda: stack.enter_context(_claimed(config, run)))
+        yield run
+
+
+@contextlib.contextmanager
+def _claimed(config: TrainConfig, run: RunDirectory) -> Iterator[None]:
+    path = run.path
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"run.directory = {path} is a file; name another directory")
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"run.directory = {path} is in use by another process; wait for it or stop it") from error
+        _check_owner(config, run)
+        replace_text(path / "config.toml", to_toml(config))
+        yield
+
+
+def _check_owner(config: TrainConfig, run: RunDirectory) -> None:
+    saved = run.path / "config.toml"
+    has_checkpoints = bool(run.store.steps())
+    if has_checkpoints and config.checkpoint.resume == "never":
+        raise ValueError(
+            f'run.directory = {run.path} already holds a run, and checkpoint.resume = "never"; '
+            'name another directory, or set checkpoint.resume = "auto" to go on with it'
+        )
+    if not saved.exists():
+        foreign = sorted(path.name for path in run.path.iterdir() if path.name != ".lock")
+        if foreign:
+            raise ValueError(
+                f"run.directory = {run.path} is not empty and not a run (it holds {', '.join(foreign[:5])}); "
+                "name another"
+            )
+        return
+    changes = _changes(saved, config)
+    if not changes:
+        return
+    if not has_checkpoints:  # nothing was trained yet, so there is nothing to lose
+        shutil.rmtree(run.tokenizer, ignore_errors=True)
+        shutil.rmtree(run.path / "skipped", ignore_errors=True)
+        run.metrics.unlink(missing_ok=True)
+    elif config.checkpoint.config_change == "refuse":
+        listed = "\n  ".join(changes)
+        raise ValueError(
+            f"run.directory = {run.path} already holds a run with another config:\n  {listed}\n"
+            'name another directory, or set checkpoint.config_change = "accept" to go on with the new one'
+        )
+
+
+def _changes(saved: Path, config: TrainConfig) -> list[str]:
+    """What differs between the saved config and this one, apart from what may."""
+    try:
+        before = load_config(TrainConfig, saved)
+    except ConfigError as error:
+        return [f"{saved} is not valid any more: {error}"]
+    free = {name: getattr(config, name) for name in FREE_SECTIONS}
+    workers = {"workers": config.data.workers, "prefetch_steps": config.data.prefetch_steps}
+    free["data"] = before.data.model_copy(update=workers)
+    free["run"] = before.run.model_copy(update={"directory": config.run.directory, "threads": config.run.threads})
+    free["runtime"] = config.runtime.model_copy(update={"weights": before.runtime.weights})
+    return differences(before.model_copy(update=free), config)

@@ -1,0 +1,37 @@
+"""Streams that a run outlives."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+
+from files.resilient_stream import lasting
+
+
+def test_what_can_be_written_is() -> None:
+    inner = io.StringIO()
+    stream = lasting(inner)
+    print("text", file=stream, flush=True)
+    assert inner.getvalue() == "text\n" and not stream.isatty()
+
+
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
+def test_a_reader_that_goes_away_is_no_error(buffered: bool) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="utf-8") as inner:
+        inner.reconfigure(write_through=not buffered)
+        stream = lasting(inner)
+        print("one", file=stream, flush=True)
+        assert os.read(reader, 10) == b"one\n"
+        os.close(reader)
+        for _ in range(3):
+            print("two", file=stream, flush=True)
+    assert inner.closed, "what was left to write went nowhere, and raised nothing"
+
+
+def test_neither_is_a_full_disk() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as inner:
+        print("one", file=lasting(inner), flush=True)
+    assert inner.closed
