@@ -17,11 +17,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns
-from diffusionlm.models.attention import EAGER_MAX_LENGTH, Backend, DenseBackend, attend
-from diffusionlm.models.attention_backends import BFLOAT16_TILED_MIN_LENGTH, TILED_MAX_DENSITY, TILED_MIN_LENGTH, lower
+from benchmarking.harness import (
+    collect_environment,
+    markdown_list,
+    markdown_table,
+    print_message,
+    speedup,
+    time_in_turns,
+)
+from diffusionlm.models.attention import EAGER_MAX_LENGTH, AttentionBackend, DenseBackend, attend
+from diffusionlm.models.attention_backends import (
+    BFLOAT16_TILED_MIN_LENGTH,
+    TILED_MAX_DENSITY,
+    TILED_MIN_LENGTH,
+    prepare_attention,
+)
 from diffusionlm.models.patterns import AttentionPattern, BlockCausal, BlockDiffusion
-from diffusionlm.models.tiled import BFLOAT16_TILE_LENGTH, TILE_LENGTH, cut, density
+from diffusionlm.models.tiled import BFLOAT16_TILE_LENGTH, TILE_LENGTH, build_tiles, tile_density
 from profiling.cores import usable_cores
 
 LENGTHS = (128, 256, 512, 1024)
@@ -49,14 +61,19 @@ def attention_step(backend: DenseBackend, length: int, dtype: torch.dtype, token
 
 
 def pattern_step(
-    pattern: AttentionPattern, backend: Backend, length: int, dtype: torch.dtype, tokens: int, device: str = "cpu"
+    pattern: AttentionPattern,
+    backend: AttentionBackend,
+    length: int,
+    dtype: torch.dtype,
+    tokens: int,
+    device: str = "cpu",
 ) -> Step:
     """Forward and backward of a pattern over ``tokens`` positions in rows of ``length``.
 
     Mask or tiles are made before: the layers of a forward share them.
     """
     q, k, v, grad = _tensors(length, dtype, tokens, device)
-    attention = lower(pattern, length, device, backend)
+    attention = prepare_attention(pattern, length, device, backend)
 
     def step() -> None:
         torch.autograd.grad(attention(q, k, v), (q, k, v), grad)
@@ -66,13 +83,13 @@ def pattern_step(
     return step
 
 
-def prepare_step(pattern: AttentionPattern, backend: Backend, length: int, dtype: torch.dtype) -> Step:
+def prepare_step(pattern: AttentionPattern, backend: AttentionBackend, length: int, dtype: torch.dtype) -> Step:
     """What is made once per forward: mask or tiles."""
     q = torch.zeros(1, 1, 1, HEAD_DIM, dtype=dtype)
     keys = torch.zeros(1, length, 1, HEAD_DIM, dtype=dtype)
 
     def step() -> None:
-        lower(pattern, length, "cpu", backend)(q, keys, keys)
+        prepare_attention(pattern, length, "cpu", backend)(q, keys, keys)
 
     return step
 
@@ -91,14 +108,14 @@ def bench_attention(lengths: Sequence[int], *, rounds: int, warmup: int, tokens:
     for dtype in PRECISIONS:
         name = str(dtype).removeprefix("torch.")
         for length in lengths:
-            say(f"{name}, {length} tokens a row")
-            contestants: dict[str, Step] = {
+            print_message(f"{name}, {length} tokens a row")
+            implementations: dict[str, Step] = {
                 backend: attention_step(backend, length, dtype, tokens) for backend in BACKENDS
             }
-            seconds = time_in_turns(contestants, rounds=rounds, warmup=warmup)
+            seconds = time_in_turns(implementations, rounds=rounds, warmup=warmup)
             ratio = speedup(seconds["eager"], seconds["sdpa"])
-            times = [_milliseconds(seconds[backend]) for backend in BACKENDS]
-            rows.append([name, str(length), *times, f"{ratio.of_medians:.2f}", ratio.within_rounds()])
+            times = [_format_median_ms(seconds[backend]) for backend in BACKENDS]
+            rows.append([name, str(length), *times, f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()])
     header = ["precision", "tokens a row", "eager ms", "SDPA ms", "eager's speedup", "in a round [quartiles]"]
     return markdown_table(header, rows)
 
@@ -111,10 +128,10 @@ def bench_blocks(cases: Sequence[tuple[int, int]], *, rounds: int, warmup: int, 
     rows = []
     for dtype, make, (length, block) in itertools.product(PRECISIONS, PATTERNS, cases):
         pattern = make(block)
-        positions = length * pattern.streams
+        positions = length * pattern.positions_per_token
         name = [str(dtype).removeprefix("torch."), make.__name__, str(length), str(block)]
-        say(", ".join(name))
-        backends: tuple[Backend, ...] = (*BACKENDS, "tiled")
+        print_message(", ".join(name))
+        backends: tuple[AttentionBackend, ...] = (*BACKENDS, "tiled")
         steps: dict[str, Step] = {
             backend: pattern_step(pattern, backend, positions, dtype, tokens) for backend in backends
         }
@@ -124,10 +141,12 @@ def bench_blocks(cases: Sequence[tuple[int, int]], *, rounds: int, warmup: int, 
         once = {"mask": prepare_step(pattern, dense, positions, dtype)}
         once["tiles"] = prepare_step(pattern, "tiled", positions, dtype)
         before = time_in_turns(once, rounds=rounds, warmup=warmup)
-        skipped = 1 - density(cut(pattern.intervals(positions), pattern.streams, dtype), positions)
-        times = [_milliseconds(seconds[backend]) for backend in backends]
-        times += [_milliseconds(before[made]) for made in ("mask", "tiles")]
-        rows.append([*name, f"{skipped:.1%}", *times, f"{ratio.of_medians:.2f}", ratio.within_rounds()])
+        skipped = 1 - tile_density(
+            build_tiles(pattern.intervals(positions), pattern.positions_per_token, dtype), positions
+        )
+        times = [_format_median_ms(seconds[backend]) for backend in backends]
+        times += [_format_median_ms(before[made]) for made in ("mask", "tiles")]
+        rows.append([*name, f"{skipped:.1%}", *times, f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()])
     header = ["precision", "pattern", "tokens a row", "block length", "pairs skipped"]
     header += ["eager ms", "SDPA ms", "tiled ms", "mask ms", "tiles ms", "tiled's speedup", "in a round [quartiles]"]
     return markdown_table(header, rows)
@@ -138,9 +157,9 @@ def bench_cuda(block_lengths: Sequence[int], *, rounds: int, warmup: int, length
     rows = []
     for pattern in (make(block) for make in PATTERNS for block in block_lengths):
         name = [type(pattern).__name__, str(pattern.block_length)]
-        say(", ".join(["GPU", *name]))
-        positions = length * pattern.streams
-        backends: tuple[Backend, ...] = ("sdpa", "flex")
+        print_message(", ".join(["GPU", *name]))
+        positions = length * pattern.positions_per_token
+        backends: tuple[AttentionBackend, ...] = ("sdpa", "flex")
         seconds = time_in_turns(
             {
                 backend: pattern_step(pattern, backend, positions, torch.bfloat16, 2 * positions, "cuda")
@@ -150,13 +169,13 @@ def bench_cuda(block_lengths: Sequence[int], *, rounds: int, warmup: int, length
             warmup=warmup,
         )
         ratio = speedup(seconds["flex"], seconds["sdpa"])
-        times = [_milliseconds(seconds[backend]) for backend in backends]
-        rows.append([*name, *times, f"{ratio.of_medians:.2f}", ratio.within_rounds()])
+        times = [_format_median_ms(seconds[backend]) for backend in backends]
+        rows.append([*name, *times, f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()])
     header = ["pattern", "block length", "SDPA ms", "flex ms", "flex's speedup", "in a round [quartiles]"]
     return markdown_table(header, rows)
 
 
-def _milliseconds(seconds: Sequence[float]) -> str:
+def _format_median_ms(seconds: Sequence[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.2f}"
 
 
@@ -170,7 +189,7 @@ def main() -> None:
         parser.error("--rounds must be at least 2 and --threads at least 1")
     torch.set_num_threads(arguments.threads)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    where = environment(threads=arguments.threads, packages=["torch"], accelerator=gpu)
+    where = collect_environment(threads=arguments.threads, packages=["torch"], accelerator=gpu)
     where["each call"] = f"forward and backward, {TOKENS} positions, {HEADS} heads of {HEAD_DIM}"
     where["EAGER_MAX_LENGTH"] = f"{EAGER_MAX_LENGTH} (bfloat16 on a CPU)"
     where["tiles"] = f"of about {TILE_LENGTH} queries, in bfloat16 {BFLOAT16_TILE_LENGTH}"

@@ -15,21 +15,21 @@ from pathlib import Path
 
 import torch
 
-from benchmarking.harness import environment, markdown_list, markdown_table, say
-from benchmarking.implementations.training import Case, build_ours
-from config.bench_train import Shape
+from benchmarking.harness import collect_environment, markdown_list, markdown_table, print_message
+from benchmarking.implementations.training import TrainCase, build_ours
+from config.bench_train import BenchShape
 from config.data import DataConfig, PythonStdlib, Shards, TextSource, TokenizerConfig
-from config.make_data import MakeDataConfig, OutputConfig
-from config.objective import MaskedDiffusion
-from diffusionlm.data.loader import LoaderPlan, batch_of
+from config.make_data import MakeDataConfig, MakeDataOutputConfig
+from config.objective import MaskedDiffusionConfig
+from diffusionlm.data.loader import LoaderSpec, collate_rows
 from diffusionlm.data.make_data import make_data
-from diffusionlm.data.pipeline import open_parts, rows_of
+from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.data.workers import WorkerLoader
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer
 
-MODEL = Shape(
+MODEL = BenchShape(
     name="quickstart",
     hidden_size=128,
     num_hidden_layers=4,
@@ -44,30 +44,32 @@ MODEL = Shape(
 
 STDLIB = PythonStdlib()
 
-Pull = Callable[[], int]
+ReadStep = Callable[[], int]
 """Takes one step's data and says how many tokens there were."""
 
 
-def rows_pull(config: DataConfig, tokenizer: Tokenizer, row_length: int, batch_size: int) -> Pull:
+def open_row_stream(config: DataConfig, tokenizer: Tokenizer, row_length: int, batch_size: int) -> ReadStep:
     """Rows, stacked; no noise."""
-    reader = rows_of(open_parts(config, "train"), config, tokenizer, row_length, seed=0)
+    reader = build_row_reader(open_components(config, "train"), config, tokenizer, row_length, seed=0)
     epoch, position = 0, None
 
     def pull() -> int:
         nonlocal epoch, position
         rows, position = reader.read(epoch, position, batch_size)
         epoch += position is None
-        return batch_of(rows).tokens_BL.numel() if rows else 0
+        return collate_rows(rows).tokens_BL.numel() if rows else 0
 
     return pull
 
 
 @contextlib.contextmanager
-def draws_pull(config: DataConfig, tokenizer: Tokenizer, row_length: int, batch_size: int) -> Iterator[Pull]:
+def open_noised_batch_reader(
+    config: DataConfig, tokenizer: Tokenizer, row_length: int, batch_size: int
+) -> Iterator[ReadStep]:
     """Rows and noise, as a training step takes them."""
     ids = {"vocab_size": tokenizer.vocab_size, "mask_token_id": tokenizer.mask_token_id}
-    model = MODEL.complete().model_copy(update=ids)
-    plan = LoaderPlan(config, tokenizer, row_length, MaskedDiffusion(), model, batch_size, batch_size, seed=0)
+    model = MODEL.to_model_config().model_copy(update=ids)
+    plan = LoaderSpec(config, tokenizer, row_length, MaskedDiffusionConfig(), model, batch_size, batch_size, seed=0)
     loader = WorkerLoader(plan) if config.workers else plan.open()
     step = 0
 
@@ -83,7 +85,7 @@ def draws_pull(config: DataConfig, tokenizer: Tokenizer, row_length: int, batch_
         loader.close()
 
 
-def tokens_per_second(pull: Pull, seconds: float) -> float:
+def tokens_per_second(pull: ReadStep, seconds: float) -> float:
     """After a first step, which fills the windows of the shuffles."""
     pull()
     started, tokens = time.perf_counter(), 0
@@ -104,9 +106,9 @@ def bench_data(
     """The table."""
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
-        output = OutputConfig(directory=Path(folder) / "shards", workers=0)
+        output = MakeDataOutputConfig(directory=Path(folder) / "shards", workers=0)
         tokenizer_config = TokenizerConfig(vocab_size=MODEL.vocab_size)
-        make_data(MakeDataConfig(source=source, tokenizer=tokenizer_config, output=output), say)
+        make_data(MakeDataConfig(source=source, tokenizer=tokenizer_config, output=output), print_message)
         documents = ShardDocuments.open(Shards(path=output.directory), "train")
         tokenizer = load_tokenizer(documents.tokenizer_directory)
         text, shards = DataConfig(source=source), DataConfig(source=Shards(path=output.directory))
@@ -117,13 +119,13 @@ def bench_data(
                     if name == "shards" and workers == 2:
                         continue  # there is nothing to tokenise
                     what = f"draws from {name}, " + (f"{workers} workers" if workers != 1 else "1 worker")
-                    say(f"round {number + 1} of {rounds}: {what}")
+                    print_message(f"round {number + 1} of {rounds}: {what}")
                     chosen = config.model_copy(update={"workers": workers})
-                    with draws_pull(chosen, tokenizer, row_length, batch_size) as pull:
+                    with open_noised_batch_reader(chosen, tokenizer, row_length, batch_size) as pull:
                         rates.setdefault(what, []).append(tokens_per_second(pull, seconds))
-                pull = rows_pull(config, tokenizer, row_length, batch_size)
+                pull = open_row_stream(config, tokenizer, row_length, batch_size)
                 rates.setdefault(f"rows from {name}, no noise", []).append(tokens_per_second(pull, seconds))
-            train = build_ours(Case(MODEL, "bfloat16", "cpu", threads, seed=0)).step
+            train = build_ours(TrainCase(MODEL, "bfloat16", "cpu", threads, seed=0)).step
 
             def step(train: Callable[[], object] = train) -> int:
                 train()
@@ -142,7 +144,7 @@ def bench_data(
         header = ["what", "tokens/s, median of the rounds", "times the training step's, in a round"]
         corpus = f"{source.kind}, {documents.num_tokens:,} tokens in {len(documents):,} documents"
     about = {
-        **environment(threads=threads, packages=["torch", "numpy"]),
+        **collect_environment(threads=threads, packages=["torch", "numpy"]),
         "rows": f"{batch_size} of {row_length} tokens a step, packed; {corpus}",
         "rounds": f"{rounds}, {seconds:g} s of each in turn; the training step has the processor alone",
     }

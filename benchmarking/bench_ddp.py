@@ -23,24 +23,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns
+from benchmarking.harness import (
+    collect_environment,
+    markdown_list,
+    markdown_table,
+    print_message,
+    speedup,
+    time_in_turns,
+)
 from config.model import ModelConfig
-from config.parallel import DDP, FSDP, ManyRanks
+from config.parallel import DDP, FSDP, MultiProcessOptions
 from ddp.launch import launch
 from ddp.parallelism import Parallelism, apply_parallelism
-from ddp.process_group import Ranks, process_group
+from ddp.process_group import World, process_group
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.checkpointing.async_checkpointer import Saves
-from diffusionlm.training.checkpointing.save_coordinator import SavingRanks
-from diffusionlm.training.checkpointing.staging import Snapshot, take_snapshot
+from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
+from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
-from diffusionlm.training.spreading import units_of
-from profiling.memory import bytes_of
+from diffusionlm.training.spreading import parameter_units
+from profiling.memory import count_tensor_bytes
 
 NAME = "bench_ddp"
-OURS: dict[str, ManyRanks] = {
+OURS: dict[str, MultiProcessOptions] = {
     "ours, ddp": DDP(shard_optimizer=False, backend="gloo"),
     "ours, ddp, optimizer sharded": DDP(backend="gloo"),
     "ours, fsdp": FSDP(backend="gloo"),
@@ -53,7 +60,7 @@ MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Options:
+class DistributedBenchOptions:
     """What is measured."""
 
     hidden_size: int = 256
@@ -91,7 +98,7 @@ class Options:
 
 
 @dataclass
-class Contestant:
+class DistributedImplementation:
     """A model on this rank, and how it takes a step."""
 
     step: Callable[[], Tensor]
@@ -112,46 +119,50 @@ class Contestant:
     def optimizer_bytes(self) -> int:
         """Of this rank."""
         kept = (value for state in self.optimizer.state.values() for value in state.values())
-        return bytes_of(_local(value) for value in kept if isinstance(value, torch.Tensor))
+        return count_tensor_bytes(_to_local(value) for value in kept if isinstance(value, torch.Tensor))
 
 
-def _local(value: Tensor) -> Tensor:
+def _to_local(value: Tensor) -> Tensor:
     to_local = getattr(value, "to_local", None)
     return value if to_local is None else to_local()
 
 
-def loss_of(model: Callable[..., Tensor], tokens_BL: Tensor, ranks: Ranks) -> Tensor:
+def compute_loss(model: Callable[..., Tensor], tokens_BL: Tensor, ranks: World) -> Tensor:
     """This rank's part of the mean over all ranks: the sum over ranks is the loss."""
     logits_BLV = model(tokens_BL, pattern=Bidirectional())
     total = torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL.flatten(), reduction="sum")
     return total / (tokens_BL.numel() * ranks.world_size)
 
 
-def build_ours(options: Options, parallel: ManyRanks, ranks: Ranks, tokens_BL: Tensor) -> Contestant:
+def build_ours(
+    options: DistributedBenchOptions, parallel: MultiProcessOptions, ranks: World, tokens_BL: Tensor
+) -> DistributedImplementation:
     """By `apply_parallelism`, as the training loop does it."""
     if isinstance(parallel, DDP):
         parallel = parallel.model_copy(update={"bucket_mib": options.bucket_mib})
     assert isinstance(parallel, DDP | FSDP)
     model = options.model()
     spread = apply_parallelism(
-        model, parallel, ranks, torch.device("cpu"), units_of(model), must_be_whole=lambda name: False
+        model, parallel, ranks, torch.device("cpu"), parameter_units(model), requires_whole_matrix=lambda name: False
     )
-    optimizer = torch.optim.AdamW(spread.trained().values(), lr=1e-3)
+    optimizer = torch.optim.AdamW(spread.trainable_parameters().values(), lr=1e-3)
 
     def step() -> Tensor:
         with spread.backward(is_last=True):
-            loss = loss_of(model, tokens_BL, ranks)
+            loss = compute_loss(model, tokens_BL, ranks)
             loss.backward()  # type: ignore[no-untyped-call]
         spread.clip(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        spread.start_gather()
+        spread.start_weight_gather()
         return loss.detach()
 
-    return Contestant(step, spread.wait_weights, optimizer, spread)
+    return DistributedImplementation(step, spread.wait_for_weights, optimizer, spread)
 
 
-def build_torch(options: Options, name: str, ranks: Ranks, tokens_BL: Tensor) -> Contestant:
+def build_torch(
+    options: DistributedBenchOptions, name: str, ranks: World, tokens_BL: Tensor
+) -> DistributedImplementation:
     """As torch's documentation has it: gradients are means over ranks, so each rank's loss is that of its own rows."""
     model: Any = options.model()
     if name == TORCH_DDP:
@@ -167,17 +178,17 @@ def build_torch(options: Options, name: str, ranks: Ranks, tokens_BL: Tensor) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> Tensor:
-        loss = loss_of(model, tokens_BL, ranks)
+        loss = compute_loss(model, tokens_BL, ranks)
         (loss * ranks.world_size).backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    return Contestant(step, lambda: None, optimizer)
+    return DistributedImplementation(step, lambda: None, optimizer)
 
 
-def build_all(options: Options, ranks: Ranks) -> dict[str, Contestant]:
+def build_all(options: DistributedBenchOptions, ranks: World) -> dict[str, DistributedImplementation]:
     """All of them, on the same rows."""
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens_BL = torch.randint(0, options.vocab_size, (options.rows, options.length), generator=generator)
@@ -194,13 +205,13 @@ def loopback_bytes(text: str) -> int:
     raise ValueError("/proc/net/dev names no interface lo, whose bytes were to be counted")
 
 
-def wire_bytes(contestant: Contestant, ranks: Ranks, steps: int) -> float:
+def wire_bytes(implementation: DistributedImplementation, ranks: World, steps: int) -> float:
     """Sent by a rank in a step, with what TCP adds. Whatever else on the machine talks to itself is counted too."""
     counters = Path("/proc/net/dev")
     ranks.barrier()
     before = loopback_bytes(counters.read_text(encoding="ascii")) if ranks.is_first else 0
     ranks.barrier()
-    contestant.turn(steps)
+    implementation.turn(steps)
     ranks.barrier()
     after = loopback_bytes(counters.read_text(encoding="ascii")) if ranks.is_first else 0
     return (after - before) / (steps * ranks.world_size)
@@ -212,7 +223,7 @@ def minimum_bytes(parameters: int, ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class Stall:
+class CheckpointStall:
     """Seconds that training stands still for a checkpoint."""
 
     copy: float
@@ -223,23 +234,23 @@ class Stall:
     """Until training goes on, where it waits for the disk."""
 
 
-def checkpoint_stall(contestant: Contestant, ranks: Ranks, folder: Path) -> Stall:
+def checkpoint_stall(implementation: DistributedImplementation, ranks: World, folder: Path) -> CheckpointStall:
     """Medians of three saves each."""
-    parallel = contestant.parallel
+    parallel = implementation.parallel
     assert parallel is not None
-    group = SavingRanks.join(ranks, 60.0)
-    names: dict[Tensor, str] = {parameter: name for name, parameter in parallel.trained().items()}
+    group = SaveCoordinator.join(ranks, 60.0)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parallel.trainable_parameters().items()}
 
-    def snapshot(step: int) -> Snapshot:
+    def snapshot(step: int) -> StagedCheckpoint:
         state = {
             f"{names[parameter]}.{key}": value
-            for parameter, values in contestant.optimizer.state.items()
+            for parameter, values in implementation.optimizer.state.items()
             for key, value in values.items()
         }
-        weights = dict(parallel.whole_parameters())
-        return take_snapshot(step, _write_weights, {}, weights, parallel.state_for_saving(state))
+        weights = dict(parallel.iterate_whole_parameters())
+        return stage_checkpoint(step, _write_weights, {}, weights, parallel.to_checkpoint_state(state))
 
-    def timed(saves: Saves, step: int) -> tuple[float, float]:
+    def timed(saves: AsyncCheckpointer, step: int) -> tuple[float, float]:
         ranks.barrier()
         begun = time.perf_counter()
         taken = snapshot(step)
@@ -251,11 +262,11 @@ def checkpoint_stall(contestant: Contestant, ranks: Ranks, folder: Path) -> Stal
 
     measured = {}
     for index, background in enumerate((True, False)):
-        saves = Saves(CheckpointStore(folder / str(index), 1), group, background=background)
+        saves = AsyncCheckpointer(CheckpointStore(folder / str(index), 1), group, background=background)
         measured[background] = [timed(saves, step) for step in range(1, 4)]
     copies = [copy for each in measured.values() for copy, _ in each]
     stalls = {background: statistics.median(whole for _, whole in each) for background, each in measured.items()}
-    return Stall(statistics.median(copies), stalls[True], stalls[False])
+    return CheckpointStall(statistics.median(copies), stalls[True], stalls[False])
 
 
 def _write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -264,31 +275,33 @@ def _write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
 
 
-def measure(options: Options, ranks: Ranks, folder: Path) -> str:
+def measure(options: DistributedBenchOptions, ranks: World, folder: Path) -> str:
     """On every rank: all contestants in turn. Returns the report on the first rank."""
-    contestants = build_all(options, ranks)
-    tell = say if ranks.is_first else lambda text: None
+    implementations = build_all(options, ranks)
+    tell = print_message if ranks.is_first else lambda text: None
 
-    def turn(contestant: Contestant) -> None:
-        contestant.turn(options.steps)
+    def turn(implementation: DistributedImplementation) -> None:
+        implementation.turn(options.steps)
         ranks.barrier()
 
     # Early: many steps on one batch make rounding large.
-    losses = {name: ranks.sum(float(each.turn(FIRST_STEPS)))[0] for name, each in contestants.items()}
-    turns = {name: partial(turn, contestant) for name, contestant in contestants.items()}
+    losses = {name: ranks.sum(float(each.turn(FIRST_STEPS)))[0] for name, each in implementations.items()}
+    turns = {name: partial(turn, implementation) for name, implementation in implementations.items()}
     seconds = time_in_turns(
         turns, rounds=options.rounds, warmup=options.warmup, after_round=lambda number, _: tell(f"round {number}")
     )
-    wire = {name: wire_bytes(contestant, ranks, options.steps) for name, contestant in contestants.items()}
-    held = {name: max(ranks.gather(each.optimizer_bytes())) for name, each in contestants.items()}
-    stalls = {name: checkpoint_stall(contestants[name], ranks, folder / str(index)) for index, name in enumerate(OURS)}
+    wire = {name: wire_bytes(implementation, ranks, options.steps) for name, implementation in implementations.items()}
+    held = {name: max(ranks.all_gather_objects(each.optimizer_bytes())) for name, each in implementations.items()}
+    stalls = {
+        name: checkpoint_stall(implementations[name], ranks, folder / str(index)) for index, name in enumerate(OURS)
+    }
     parameters = sum(parameter.numel() for parameter in options.model().parameters())
     least = minimum_bytes(parameters, ranks.world_size)
     rows = []
-    for name in contestants:
+    for name in implementations:
         peer = TORCH_FSDP if "fsdp" in name.lower() else TORCH_DDP
         speed = options.rows * options.length * ranks.world_size * options.steps / statistics.median(seconds[name])
-        ratio = speedup(seconds[name], seconds[peer]).within_rounds() if name != peer else "-"
+        ratio = speedup(seconds[name], seconds[peer]).format_ratio() if name != peer else "-"
         size = f"{held[name] / MEBIBYTE:.2f}"
         rows.append([name, f"{speed:,.0f}", ratio, size, f"{wire[name] / MEBIBYTE:.2f}", f"{losses[name]:.6f}"])
     header = ["", "tok/s", "speed over torch's [quartiles]", "optimizer MiB a rank", "sent MiB", "loss"]
@@ -303,14 +316,14 @@ def measure(options: Options, ranks: Ranks, folder: Path) -> str:
     return f"{about}\n\n{markdown_table(header, rows)}\n\n{table}"
 
 
-def act(options: Options) -> int:
+def run_rank(options: DistributedBenchOptions) -> int:
     """What each rank runs."""
     torch.set_num_threads(1)
     with process_group(DDP(backend="gloo"), "cpu") as ranks, tempfile.TemporaryDirectory() as own:
-        folder = Path(ranks.from_first(lambda: own))
+        folder = Path(ranks.run_on_first(lambda: own))
         report = measure(options, ranks, folder)
         if ranks.is_first:
-            print(f"{report}\n\n{markdown_list(environment(threads=1, packages=['torch']))}", flush=True)
+            print(f"{report}\n\n{markdown_list(collect_environment(threads=1, packages=['torch']))}", flush=True)
         ranks.barrier()
     return 0
 
@@ -324,8 +337,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rounds < 2 or arguments.hidden_size % 8 or arguments.hidden_size < 8 or arguments.rows < 1:
         parser.error("--rounds must be at least 2, --hidden-size a multiple of 8, --rows at least 1")
-    options = Options(rounds=arguments.rounds, hidden_size=arguments.hidden_size, rows=arguments.rows)
-    return launch(partial(act, options), options.ranks, name=NAME)
+    options = DistributedBenchOptions(rounds=arguments.rounds, hidden_size=arguments.hidden_size, rows=arguments.rows)
+    return launch(partial(run_rank, options), options.ranks, name=NAME)
 
 
 if __name__ == "__main__":

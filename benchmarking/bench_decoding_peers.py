@@ -32,11 +32,11 @@ import torch
 
 from benchmarking.bench_infer import Prompts, random_model, random_prompts
 from benchmarking.harness import (
-    environment,
+    collect_environment,
     is_installed,
     markdown_list,
     markdown_table,
-    say,
+    print_message,
     speedup,
     time_in_turns,
 )
@@ -64,7 +64,7 @@ NEW_TOKENS = 128
 STEPS = 4
 """Denoising steps of a block, beside recomputing everything: one for each token."""
 TOKENS_PER_FORWARD = 3
-STUB_BLOCKS = (3, 12)
+PARALLEL_BLOCK_LENGTHS = (3, 12)
 """Block lengths beside next tokens."""
 
 SHARED_KEYS = (
@@ -82,13 +82,13 @@ SHARED_KEYS = (
 )
 """Of our config and of a Qwen3's."""
 
-Call = Callable[[], list[list[int]]]
+DecodeCall = Callable[[], list[list[int]]]
 """Decodes the batch: the new tokens of each request."""
 
 
-def cached_blocks(
+def build_block_cache_call(
     model: Transformer, prompts: Prompts, new_tokens: int, block_length: int, steps: int, forwards: int
-) -> Call:
+) -> DecodeCall:
     """Ours: block diffusion with the cache of finished blocks.
 
     Args:
@@ -115,7 +115,7 @@ def cached_blocks(
 
 
 @torch.inference_mode()
-def recompute_everything(
+def decode_without_cache(
     model: Transformer, prompts: Prompts, new_tokens: int, block_length: int, steps: int
 ) -> list[list[int]]:
     """Block diffusion as it is written down: a forward of the whole canvas for each step, the most confident tokens of
@@ -139,7 +139,7 @@ def recompute_everything(
     return new_BN
 
 
-def as_causal(model: Transformer) -> Any:
+def convert_to_qwen3(model: Transformer) -> Any:
     """The same weights as a Qwen3 of transformers."""
     # By name and untyped: the group `bench` need not be installed to run or to check this file.
     transformers: Any = importlib.import_module("transformers")
@@ -152,7 +152,7 @@ def as_causal(model: Transformer) -> Any:
     return peer
 
 
-def next_tokens(peer: Any, prompts: Prompts, new_tokens: int) -> Call:
+def build_autoregressive_call(peer: Any, prompts: Prompts, new_tokens: int) -> DecodeCall:
     """One token a forward, greedily, with the peer's cache; logits of the last position alone."""
     prompts_BP = torch.tensor(prompts)
     seen_BP = torch.ones_like(prompts_BP)
@@ -173,7 +173,7 @@ def next_tokens(peer: Any, prompts: Prompts, new_tokens: int) -> Call:
     return call
 
 
-def against_recomputing(model: Transformer, prompts: Prompts, new_tokens: int) -> dict[str, Call]:
+def compare_with_recomputation(model: Transformer, prompts: Prompts, new_tokens: int) -> dict[str, DecodeCall]:
     """The cache of blocks, and no cache; checked to give the same tokens.
 
     Raises:
@@ -181,31 +181,33 @@ def against_recomputing(model: Transformer, prompts: Prompts, new_tokens: int) -
     """
     length = model.config.block_length
     assert length is not None
-    ours = cached_blocks(model, prompts, new_tokens, length, STEPS, new_tokens // length * STEPS)
-    theirs: Call = partial(recompute_everything, model, prompts, new_tokens, length, STEPS)
+    ours = build_block_cache_call(model, prompts, new_tokens, length, STEPS, new_tokens // length * STEPS)
+    theirs: DecodeCall = partial(decode_without_cache, model, prompts, new_tokens, length, STEPS)
     if ours() != theirs():
         raise ValueError("the cache of blocks and recomputing everything gave different tokens: they are not the same")
     return {f"block cache, {length} steps a block of {length}": ours, "recomputing everything": theirs}
 
 
-def against_next_tokens(model: Transformer, peer: Any, prompts: Prompts, new_tokens: int) -> dict[str, Call]:
+def compare_with_autoregressive(
+    model: Transformer, peer: Any, prompts: Prompts, new_tokens: int
+) -> dict[str, DecodeCall]:
     """Three tokens a forward, and one."""
     forwards = math.ceil(new_tokens / TOKENS_PER_FORWARD)
     calls = {
-        f"block cache, 3 tokens a forward, blocks of {length}": cached_blocks(
+        f"block cache, 3 tokens a forward, blocks of {length}": build_block_cache_call(
             model, prompts, new_tokens, length, length // TOKENS_PER_FORWARD, forwards
         )
-        for length in STUB_BLOCKS
+        for length in PARALLEL_BLOCK_LENGTHS
     }
-    return calls | {"transformers, next tokens": next_tokens(peer, prompts, new_tokens)}
+    return calls | {"transformers, next tokens": build_autoregressive_call(peer, prompts, new_tokens)}
 
 
-def measure(calls: Mapping[str, Call], batch_size: int, new_tokens: int, rounds: int) -> list[list[str]]:
+def measure(calls: Mapping[str, DecodeCall], batch_size: int, new_tokens: int, rounds: int) -> list[list[str]]:
     """Rows of the table: each contestant beside the last one, the peer."""
 
     def after_round(number: int, seconds: Mapping[str, float]) -> None:
         shown = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
-        say(f"batch {batch_size}: round {number}/{rounds}: {shown}")
+        print_message(f"batch {batch_size}: round {number}/{rounds}: {shown}")
 
     seconds = time_in_turns(calls, rounds=rounds, warmup=0, after_round=after_round)
     *ours, peer = calls
@@ -214,23 +216,23 @@ def measure(calls: Mapping[str, Call], batch_size: int, new_tokens: int, rounds:
     for name in ours:
         ratio = speedup(seconds[name], seconds[peer])
         cells = [name, peer, str(batch_size), speed[name], speed[peer]]
-        rows.append([*cells, f"{ratio.of_medians:.2f}", ratio.within_rounds()])
+        rows.append([*cells, f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()])
     return rows
 
 
 def compare(batch_sizes: list[int], rounds: int, peers: list[str]) -> str:
     """The table of all comparisons."""
     model, rows = random_model(SHAPE, seed=0), []
-    causal = as_causal(model) if "transformers" in peers else None
+    causal = convert_to_qwen3(model) if "transformers" in peers else None
     for batch_size in batch_sizes:
         prompts = random_prompts(SHAPE, PROMPT_LENGTH, batch_size, seed=0)
         if "recomputing" in peers:
-            say(f"batch {batch_size}: the same tokens?")
-            calls = against_recomputing(model, prompts, NEW_TOKENS)
+            print_message(f"batch {batch_size}: the same tokens?")
+            calls = compare_with_recomputation(model, prompts, NEW_TOKENS)
             rows += measure(calls, batch_size, NEW_TOKENS, rounds)
         if causal is not None:
-            calls = against_next_tokens(model, causal, prompts, NEW_TOKENS)
-            say(f"batch {batch_size}: warm-up")
+            calls = compare_with_autoregressive(model, causal, prompts, NEW_TOKENS)
+            print_message(f"batch {batch_size}: warm-up")
             for call in calls.values():
                 call()
             rows += measure(calls, batch_size, NEW_TOKENS, rounds)
@@ -251,11 +253,11 @@ def main() -> None:
         parser.error("--rounds must be at least 2, --threads and --batch-sizes at least 1")
     peers = list(arguments.peers)
     if "transformers" in peers and not is_installed("transformers"):
-        say("transformers is not installed, so its rows are left out; uv sync --group bench installs it")
+        print_message("transformers is not installed, so its rows are left out; uv sync --group bench installs it")
         peers.remove("transformers")
     torch.set_num_threads(arguments.threads)
     packages = ["torch", *(["transformers"] if "transformers" in peers else [])]
-    where = environment(threads=arguments.threads, packages=packages)
+    where = collect_environment(threads=arguments.threads, packages=packages)
     where["model"] = (
         f"{SHAPE.num_hidden_layers} layers, hidden {SHAPE.hidden_size}, {SHAPE.num_attention_heads} heads "
         f"({SHAPE.num_key_value_heads} of keys and values) of {SHAPE.head_dim}, SwiGLU {SHAPE.intermediate_size}, "

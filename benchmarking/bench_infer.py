@@ -19,28 +19,28 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarking.harness import (
-    environment,
-    in_fresh_process,
+    collect_environment,
     markdown_list,
     markdown_table,
-    say,
+    print_message,
+    run_in_fresh_process,
     speedup,
     time_in_turns,
 )
-from config.bench_infer import BenchInferConfig, BenchModel, BenchSection, Cell, ValidationSection
+from config.bench_infer import BenchCell, BenchInferConfig, BenchInferSection, BenchModel, BenchValidationSection
 from config.eval import EvalConfig, EvalDataConfig, NelboConfig
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import DTYPES, load_tokenizer
-from diffusionlm.checkpoints.loading import open_model
+from diffusionlm.checkpoints.loading import load_configured_model
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.inference.blocks import block_causal_length
-from diffusionlm.inference.generate import Generation, Step, generate
-from diffusionlm.inference.settings import with_defaults
+from diffusionlm.inference.generate import DecodingStep, Generation, generate
+from diffusionlm.inference.settings import fill_defaults
 from diffusionlm.models.init import OUTPUT_PROJECTIONS, init_weights
 from diffusionlm.models.transformer import Transformer
-from files.atomic import replace_text
+from files.atomic import write_text_atomic
 from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth, release_freed_memory
 
@@ -62,7 +62,7 @@ with the model loaded."""
 
 
 @dataclass(frozen=True)
-class Counts:
+class DecodingCounts:
     """What a cell does, whatever the time that it takes."""
 
     forwards: int
@@ -78,13 +78,13 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Result:
+class CellResult:
     """A cell as measured."""
 
-    cell: Cell
-    counts: Counts
+    cell: BenchCell
+    counts: DecodingCounts
     seconds: list[float]
-    over_first: str
+    speed_over_first: str
     """Speed over the first cell of the batch size, within rounds."""
     peak_bytes: int | None
     bits_per_byte: float | None
@@ -119,7 +119,7 @@ class Result:
 
 
 @dataclass
-class MaskWatch:
+class MaskRatioRecorder:
     """Notes before each forward how much of each request's current block is masked."""
 
     prompt_lengths: Sequence[int]
@@ -134,7 +134,7 @@ class MaskWatch:
     def __post_init__(self) -> None:
         self.shares = [[1.0] for _ in self.prompt_lengths]
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: DecodingStep) -> None:
         for shares, prompt_length, canvas in zip(self.shares, self.prompt_lengths, step.canvases, strict=True):
             is_masked = canvas.is_masked[prompt_length:]
             # Positions that a growing canvas does not have yet are masked, too.
@@ -162,12 +162,12 @@ def build_model(config: BenchModel) -> Transformer:
     """
     torch.set_num_threads(config.threads or usable_cores())
     if config.path is not None:
-        return open_model(config)
+        return load_configured_model(config)
     assert config.shape is not None
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError('model.device = "cuda", but torch finds no CUDA device here: use "cpu" or "auto"')
     device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
-    return random_model(config.shape.complete(), config.seed).to(device, DTYPES[config.dtype])
+    return random_model(config.shape.to_model_config(), config.seed).to(device, DTYPES[config.dtype])
 
 
 def random_model(config: ModelConfig, seed: int) -> Transformer:
@@ -175,10 +175,10 @@ def random_model(config: ModelConfig, seed: int) -> Transformer:
     and the tokens depend on what attention sees."""
     model = Transformer(config)
     init_weights(model, seed)
-    chance = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith(OUTPUT_PROJECTIONS):
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=chance)
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=rng)
     return model.eval()
 
 
@@ -197,20 +197,20 @@ def build_prompts(config: BenchInferConfig, model: ModelConfig, batch_size: int)
         return random_prompts(model, config.bench.prompt_length, batch_size, config.bench.seed)
     assert config.model.path is not None
     tokenizer = load_tokenizer(config.model.path)
-    texts = [[*model.beginning, *tokenizer.encode(text)] for text in config.bench.prompts]
+    texts = [[*model.prefix_ids, *tokenizer.encode(text)] for text in config.bench.prompts]
     return [texts[index % len(texts)] for index in range(batch_size)]
 
 
-def _seeds(bench: BenchSection, batch_size: int) -> list[int]:
+def _seeds(bench: BenchInferSection, batch_size: int) -> list[int]:
     return list(range(bench.seed, bench.seed + batch_size))
 
 
-def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, seeds: Sequence[int]) -> Counts:
+def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, seeds: Sequence[int]) -> DecodingCounts:
     """Decode once, and count."""
-    filled = with_defaults(generation, model.config)
+    filled = fill_defaults(generation, model.config)
     causal_length = block_causal_length(filled, model.config)
     assert filled.max_new_tokens is not None
-    watch = MaskWatch(
+    watch = MaskRatioRecorder(
         [len(prompt) for prompt in prompts],
         filled.max_new_tokens,
         filled.block_length if causal_length is None else causal_length,
@@ -222,7 +222,7 @@ def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, se
         done = generate(model, prompts, generation, seeds, watch)
     finally:
         counting.remove()
-    return Counts(
+    return DecodingCounts(
         forwards=len(calls),
         new_tokens=sum(len(one.token_ids) for one in done),
         request_forwards=tuple(one.num_forwards for one in done),
@@ -231,16 +231,18 @@ def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, se
     )
 
 
-def measure_peak(config: BenchInferConfig, cell: Cell) -> int:
+def measure_peak(config: BenchInferConfig, cell: BenchCell) -> int:
     """Peak memory of one call in bytes, above the loaded model, measured in a process of its own.
 
     Raises:
         ValueError: the process was killed.
     """
-    return in_fresh_process(_peak_here, config, cell, what=f'"{cell.label}"', key="grid.batch_sizes")
+    return run_in_fresh_process(
+        _measure_peak_in_process, config, cell, description=f'"{cell.label}"', key="grid.batch_sizes"
+    )
 
 
-def _peak_here(config: BenchInferConfig, cell: Cell) -> int:
+def _measure_peak_in_process(config: BenchInferConfig, cell: BenchCell) -> int:
     model = build_model(config.model)
     prompts = build_prompts(config, model.config, cell.batch_size)
     generate(model, prompts[:1], cell.generation.model_copy(update={"max_new_tokens": WARM_UP_TOKENS}))
@@ -250,7 +252,7 @@ def _peak_here(config: BenchInferConfig, cell: Cell) -> int:
     return peak.bytes()
 
 
-def measure_bounds(config: BenchModel, validation: ValidationSection, cells: Sequence[Cell]) -> list[float]:
+def measure_bounds(config: BenchModel, validation: BenchValidationSection, cells: Sequence[BenchCell]) -> list[float]:
     """Bound on the bits per byte of the validation text for each cell, measured once for each way of attention."""
     data = EvalDataConfig(**{name: getattr(validation, name) for name in EvalDataConfig.model_fields})
     loaded = InferModelConfig(**{name: getattr(config, name) for name in InferModelConfig.model_fields})
@@ -261,7 +263,7 @@ def measure_bounds(config: BenchModel, validation: ValidationSection, cells: Seq
         is_bidirectional = attention == "bidirectional"
         length = None if is_bidirectional else cell.generation.block_length
         if (attention, length) not in done:
-            say(f"bound, {'bidirectional' if is_bidirectional else f'blocks of {length}'}")
+            print_message(f"bound, {'bidirectional' if is_bidirectional else f'blocks of {length}'}")
             likelihood = NelboConfig(
                 block_length=length,
                 bidirectional=is_bidirectional,
@@ -290,31 +292,36 @@ def bench_infer(config: BenchInferConfig) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
     model = build_model(config.model)
     if config.model.path is not None and config.model.shape is not None:
-        say(f"model: {config.model.path}; model.shape plays no part")
-    cells = _filled(config.cells(), model.config)
-    where = _environment(config, model)
+        print_message(f"model: {config.model.path}; model.shape plays no part")
+    cells = _with_model_defaults(config.cells(), model.config)
+    where = _describe_conditions(config, model)
     prompts = {size: build_prompts(config, model.config, size) for size in config.grid.batch_sizes}
     counts, calls = [], {}
     for number, cell in enumerate(cells, 1):
-        say(f"counting {number}/{len(cells)}: {cell.label}")
-        counts.append(_counted(config, model, prompts[cell.batch_size], cell))
-        calls[cell.label] = _call(model, prompts[cell.batch_size], cell.generation, config.bench)
+        print_message(f"counting {number}/{len(cells)}: {cell.label}")
+        counts.append(_count_cell(config, model, prompts[cell.batch_size], cell))
+        calls[cell.label] = _build_decode_call(model, prompts[cell.batch_size], cell.generation, config.bench)
 
     def after_round(number: int, seconds: Mapping[str, float]) -> None:
         for count_, (label, value) in zip(counts, seconds.items(), strict=True):
-            say(f"round {number}/{config.bench.rounds}: {label}: {count_.new_tokens / value:,.1f} tok/s")
+            print_message(f"round {number}/{config.bench.rounds}: {label}: {count_.new_tokens / value:,.1f} tok/s")
 
     seconds = time_in_turns(calls, rounds=config.bench.rounds, warmup=config.bench.warmup, after_round=after_round)
     peaks: list[int | None] = [None] * len(cells)
     for index, cell in enumerate(cells if config.bench.memory else []):
-        say(f"memory {index + 1}/{len(cells)}: {cell.label}")
+        print_message(f"memory {index + 1}/{len(cells)}: {cell.label}")
         peaks[index] = measure_peak(config, cell)
     bounds: list[float | None] = [None] * len(cells)
     if config.validation is not None:
         bounds = [*measure_bounds(config.model, config.validation, cells)]
     results = [
-        Result(
-            cell, counts[index], seconds[cell.label], _over_first(cells, index, seconds), peaks[index], bounds[index]
+        CellResult(
+            cell,
+            counts[index],
+            seconds[cell.label],
+            _speed_over_first(cells, index, seconds),
+            peaks[index],
+            bounds[index],
         )
         for index, cell in enumerate(cells)
     ]
@@ -324,11 +331,11 @@ def bench_infer(config: BenchInferConfig) -> str:
             "environment": where,
             "cells": [result.to_json() for result in results],
         }
-        replace_text(path, json.dumps(record, indent=2) + "\n")
+        write_text_atomic(path, json.dumps(record, indent=2) + "\n")
     return report(results, where)
 
 
-def _filled(cells: Sequence[Cell], model: ModelConfig) -> list[Cell]:
+def _with_model_defaults(cells: Sequence[BenchCell], model: ModelConfig) -> list[BenchCell]:
     """The cells with the defaults of the model's family.
 
     Raises:
@@ -337,29 +344,29 @@ def _filled(cells: Sequence[Cell], model: ModelConfig) -> list[Cell]:
     filled = []
     for cell in cells:
         try:
-            generation = with_defaults(cell.generation, model)
+            generation = fill_defaults(cell.generation, model)
         except ValueError as error:
             raise ValueError(f'cell "{cell.label}": {error}') from None
         filled.append(cell.model_copy(update={"generation": generation}))
     return filled
 
 
-def _counted(config: BenchInferConfig, model: Transformer, prompts: Prompts, cell: Cell) -> Counts:
+def _count_cell(config: BenchInferConfig, model: Transformer, prompts: Prompts, cell: BenchCell) -> DecodingCounts:
     try:
         return count(model, prompts, cell.generation, _seeds(config.bench, cell.batch_size))
     except ValueError as error:
         raise ValueError(f'cell "{cell.label}": {error}') from None
 
 
-def _call(
-    model: Transformer, prompts: Prompts, generation: GenerationConfig, bench: BenchSection
+def _build_decode_call(
+    model: Transformer, prompts: Prompts, generation: GenerationConfig, bench: BenchInferSection
 ) -> Callable[[], list[Generation]]:
     """A call of a cell; generations are lists of numbers, so that the device is done when it returns."""
     seeds = _seeds(bench, len(prompts))
     return lambda: generate(model, prompts, generation, seeds)
 
 
-def _environment(config: BenchInferConfig, model: Transformer) -> dict[str, str]:
+def _describe_conditions(config: BenchInferConfig, model: Transformer) -> dict[str, str]:
     """What the numbers need beside them."""
     is_cuda = model.lm_head.weight.is_cuda
     accelerator = torch.cuda.get_device_name() if is_cuda else None
@@ -371,23 +378,23 @@ def _environment(config: BenchInferConfig, model: Transformer) -> dict[str, str]
         f"({shape.num_key_value_heads} of keys and values) of {shape.head_dim}, vocabulary {shape.vocab_size:,}, "
         f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters, {config.model.dtype}",
         "requests": f"{prompts} and {bench.new_tokens} new ones each",
-        **environment(threads=torch.get_num_threads(), packages=["torch"], accelerator=accelerator),
+        **collect_environment(threads=torch.get_num_threads(), packages=["torch"], accelerator=accelerator),
     }
     return where | {"rounds": f"{bench.rounds} after {bench.warmup} of warm-up"}
 
 
-def _over_first(cells: Sequence[Cell], index: int, seconds: Mapping[str, list[float]]) -> str:
+def _speed_over_first(cells: Sequence[BenchCell], index: int, seconds: Mapping[str, list[float]]) -> str:
     first = next(cell for cell in cells if cell.batch_size == cells[index].batch_size)
     if first is cells[index]:
         return "1"
-    return speedup(seconds[cells[index].label], seconds[first.label]).within_rounds()
+    return speedup(seconds[cells[index].label], seconds[first.label]).format_ratio()
 
 
 def _quartiles(seconds: Sequence[float]) -> list[float]:
     return statistics.quantiles(seconds, n=4, method="inclusive")
 
 
-def report(results: Sequence[Result], where: Mapping[str, str]) -> str:
+def report(results: Sequence[CellResult], where: Mapping[str, str]) -> str:
     """Table, method and conditions."""
     header = ["policy", "block", "cache", "batch", "latency, s", "tok/s", "over the first", "forwards", "forwards/s"]
     header += ["tok/forward", "mask ratio"]
@@ -399,7 +406,7 @@ def report(results: Sequence[Result], where: Mapping[str, str]) -> str:
         low, middle, high = _quartiles(result.seconds)
         row = [result.cell.policy, str(generation.block_length or "all"), str(generation.cache)]
         row += [str(result.cell.batch_size), f"{middle:.3f} [{low:.3f}, {high:.3f}]"]
-        row += [f"{counts.new_tokens / result.latency:,.1f}", result.over_first, f"{counts.forwards:,}"]
+        row += [f"{counts.new_tokens / result.latency:,.1f}", result.speed_over_first, f"{counts.forwards:,}"]
         row += [f"{counts.forwards / result.latency:,.1f}", f"{counts.tokens_per_forward:.2f}"]
         row += [f"{counts.mask_ratio:.2f}"]
         row += [] if result.peak_bytes is None else [f"{result.peak_bytes / MEBIBYTE:,.1f} MiB"]

@@ -26,28 +26,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarking.harness import (
-    environment,
-    in_fresh_process,
+    collect_environment,
     is_installed,
     markdown_list,
     markdown_table,
-    say,
+    print_message,
+    run_in_fresh_process,
     speedup,
     time_in_turns,
 )
-from diffusionlm.kernels.cross_entropy import Score, linear_cross_entropy
+from diffusionlm.kernels.cross_entropy import LossInputs, linear_cross_entropy
 from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth
 
 OURS = "diffusionlm"
-IGNORED = -100
+IGNORE_INDEX = -100
 """Target of a position that is not scored."""
 ERROR_POSITIONS = 256
 """Positions over which gradients are compared with those in float64."""
 
 
 @dataclass(frozen=True)
-class Case:
+class HeadCase:
     """A head and the rows that it gets."""
 
     positions: int
@@ -71,87 +71,87 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Data:
+class HeadInputs:
     """The tensors of a case."""
 
     hidden_PD: Tensor
     head_VD: Tensor
     targets_P: Tensor
     """`IGNORED` where nothing is scored."""
-    rows_R: Tensor
+    positions_N: Tensor
 
     @property
-    def targets_R(self) -> Tensor:
+    def targets_N(self) -> Tensor:
         """Of the scored rows."""
-        return self.targets_P[self.rows_R]
+        return self.targets_P[self.positions_N]
 
 
-Loss = Callable[[Data], Tensor]
+LossFunction = Callable[[HeadInputs], Tensor]
 """Sum of the scored rows' losses, with gradient."""
 
 
-def make_data(case: Case) -> Data:
+def make_inputs(case: HeadCase) -> HeadInputs:
     """Random tensors, the same for all contestants; logits have a standard deviation of one."""
-    chance = torch.Generator().manual_seed(0)
-    hidden = torch.randn(case.positions, case.width, generator=chance)
-    head = torch.randn(case.vocab, case.width, generator=chance) / case.width**0.5
-    targets = torch.randint(0, case.vocab, (case.positions,), generator=chance)
-    order = torch.randperm(case.positions, generator=chance)
-    targets[order[: case.positions - case.scored]] = IGNORED
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(case.positions, case.width, generator=rng)
+    head = torch.randn(case.vocab, case.width, generator=rng) / case.width**0.5
+    targets = torch.randint(0, case.vocab, (case.positions,), generator=rng)
+    order = torch.randperm(case.positions, generator=rng)
+    targets[order[: case.positions - case.scored]] = IGNORE_INDEX
     rows = order[case.positions - case.scored :].sort().values
     hidden, head = (each.to(case.device, case.dtype).requires_grad_() for each in (hidden, head))
-    return Data(hidden, head, targets.to(case.device), rows.to(case.device))
+    return HeadInputs(hidden, head, targets.to(case.device), rows.to(case.device))
 
 
-def fused(**mode: Any) -> Loss:
+def make_fused_loss(**mode: Any) -> LossFunction:
     """Ours, on the scored rows alone."""
 
-    def loss(data: Data) -> Tensor:
-        rows_RD = data.hidden_PD if len(data.rows_R) == len(data.hidden_PD) else data.hidden_PD[data.rows_R]
-        targets_R = data.targets_R
-        weights_R = torch.ones(targets_R.shape, device=targets_R.device)
-        return linear_cross_entropy(rows_RD, data.head_VD, Score(targets_R, weights_R), **mode).loss_sum
+    def loss(data: HeadInputs) -> Tensor:
+        rows_RD = data.hidden_PD if len(data.positions_N) == len(data.hidden_PD) else data.hidden_PD[data.positions_N]
+        targets_N = data.targets_N
+        weights_N = torch.ones(targets_N.shape, device=targets_N.device)
+        return linear_cross_entropy(rows_RD, data.head_VD, LossInputs(targets_N, weights_N), **mode).loss_sum
 
     return loss
 
 
-def full_logits(data: Data) -> Tensor:
+def full_logits_loss(data: HeadInputs) -> Tensor:
     """All logits at once, then in fp32: what most training loops do."""
     logits_PV = (data.hidden_PD @ data.head_VD.T).float()
-    return F.cross_entropy(logits_PV, data.targets_P, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits_PV, data.targets_P, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def _torch_fused(data: Data) -> Tensor:
+def torch_fused_loss(data: HeadInputs) -> Tensor:
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(
-        data.hidden_PD, data.head_VD, data.targets_P, reduction="sum", ignore_index=IGNORED, options=options
+        data.hidden_PD, data.head_VD, data.targets_P, reduction="sum", ignore_index=IGNORE_INDEX, options=options
     )
 
 
-def _liger() -> Loss:
+def make_liger_loss() -> LossFunction:
     fused_loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORED, reduction="sum"
+        ignore_index=IGNORE_INDEX, reduction="sum"
     )
     return lambda data: fused_loss(data.head_VD, data.hidden_PD, data.targets_P)
 
 
-def build_losses(device: str, *, compiles: bool) -> dict[str, Loss]:
+def build_losses(device: str, *, compiles: bool) -> dict[str, LossFunction]:
     """The contestants that can run here; ours first, and twice."""
-    losses: dict[str, Loss] = {
-        OURS: fused(),
-        f"{OURS}, gradients recomputed": fused(gradients="recompute"),
-        "full logits": full_logits,
+    losses: dict[str, LossFunction] = {
+        OURS: make_fused_loss(),
+        f"{OURS}, gradients recomputed": make_fused_loss(gradients="recompute"),
+        "full logits": full_logits_loss,
     }
     if compiles:
-        losses["full logits, torch.compile"] = torch.compile(full_logits)
+        losses["full logits, torch.compile"] = torch.compile(full_logits_loss)
     if hasattr(F, "linear_cross_entropy"):
-        losses["F.linear_cross_entropy"] = _torch_fused
+        losses["F.linear_cross_entropy"] = torch_fused_loss
     if device == "cuda" and is_installed("liger_kernel"):
-        losses["Liger"] = _liger()
+        losses["Liger"] = make_liger_loss()
     return losses
 
 
-def step(loss: Loss, data: Data) -> tuple[Tensor, Tensor]:
+def step(loss: LossFunction, data: HeadInputs) -> tuple[Tensor, Tensor]:
     """Forward and backward; the gradients of hidden states and head, when they are there."""
     grad_hidden, grad_head = torch.autograd.grad(loss(data), (data.hidden_PD, data.head_VD))
     if grad_head.device.type == "cuda":
@@ -159,68 +159,70 @@ def step(loss: Loss, data: Data) -> tuple[Tensor, Tensor]:
     return grad_hidden, grad_head
 
 
-def measure_error(case: Case, loss: Loss) -> float:
+def measure_error(case: HeadCase, loss: LossFunction) -> float:
     """Distance of the gradients from those in float64 over the length of these, the greater of the two, over the first
     `ERROR_POSITIONS` positions."""
     few = min(ERROR_POSITIONS, case.positions)
-    data = make_data(replace(case, positions=few, scored=min(few, case.scored)))
+    data = make_inputs(replace(case, positions=few, scored=min(few, case.scored)))
     exact = replace(
         data,
         hidden_PD=data.hidden_PD.detach().double().requires_grad_(),
         head_VD=data.head_VD.detach().double().requires_grad_(),
     )
     exact_loss = F.cross_entropy(
-        exact.hidden_PD @ exact.head_VD.T, exact.targets_P, ignore_index=IGNORED, reduction="sum"
+        exact.hidden_PD @ exact.head_VD.T, exact.targets_P, ignore_index=IGNORE_INDEX, reduction="sum"
     )
     theirs = torch.autograd.grad(exact_loss, (exact.hidden_PD, exact.head_VD))
     pairs = zip(step(loss, data), theirs, strict=True)
     return max(float((ours.double() - their).norm() / their.norm()) for ours, their in pairs)
 
 
-def measure_peak(case: Case, name: str, *, compiles: bool) -> int:
+def measure_peak(case: HeadCase, name: str, *, compiles: bool) -> int:
     """Peak memory of a contestant in bytes over its inputs and the two gradients, in a process of its own.
 
     Raises:
         ValueError: the process was killed.
     """
-    return in_fresh_process(_peak_here, case, name, compiles, what=name, key="the case's positions")
+    return run_in_fresh_process(
+        _measure_peak_in_process, case, name, compiles, description=name, key="the case's positions"
+    )
 
 
-def _peak_here(case: Case, name: str, compiles: bool) -> int:
+def _measure_peak_in_process(case: HeadCase, name: str, compiles: bool) -> int:
     torch.set_num_threads(case.threads)
     loss = build_losses(case.device, compiles=compiles)[name]
     # A first small step loads what libraries load at first use.
-    step(loss, make_data(replace(case, positions=8, scored=4, vocab=512)))
-    data = make_data(case)
+    step(loss, make_inputs(replace(case, positions=8, scored=4, vocab=512)))
+    data = make_inputs(case)
     gc.collect()
     peak = PeakGrowth(case.device)
     gradients = step(loss, data)
     return peak.bytes() - sum(each.numel() * each.element_size() for each in gradients)
 
 
-def bench_case(case: Case, *, rounds: int, warmup: int, compiles: bool) -> list[list[str]]:
+def bench_case(case: HeadCase, *, rounds: int, warmup: int, compiles: bool) -> list[list[str]]:
     """Rows of the table: each contestant's time in turns, memory and error."""
     losses = build_losses(case.device, compiles=compiles)
-    data = make_data(case)
-    say(f"{case}: time")
+    data = make_inputs(case)
+    print_message(f"{case}: time")
     # On a CPU, the processor's time: of a machine that others use too, it tells more.
     clock = time.process_time if case.device == "cpu" else time.perf_counter
-    contestants = {name: partial(step, loss, data) for name, loss in losses.items()}
-    seconds = time_in_turns(contestants, rounds=rounds, warmup=warmup, clock=clock)
-    del data, contestants
+    implementations = {name: partial(step, loss, data) for name, loss in losses.items()}
+    seconds = time_in_turns(implementations, rounds=rounds, warmup=warmup, clock=clock)
+    del data, implementations
     rows = []
     for name, loss in losses.items():
-        say(f"{case}: memory and error of {name}")
+        print_message(f"{case}: memory and error of {name}")
         median = statistics.median(seconds[name])
         ratio = speedup(seconds[name], seconds["full logits"])
         peak = measure_peak(case, name, compiles=compiles) / 2**20
         rate = f"{case.teraflops / median:.3g}"
-        numbers = [f"{1e3 * median:,.1f}", rate, ratio.within_rounds(), f"{peak:,.0f}"]
+        numbers = [f"{1e3 * median:,.1f}", rate, ratio.format_ratio(), f"{peak:,.0f}"]
         rows.append([str(case), name, *numbers, f"{measure_error(case, loss):.1e}"])
     return rows
 
 
-def bench_kernels(cases: Sequence[Case], *, rounds: int, warmup: int, compiles: bool) -> str:
+def bench_kernels(cases: Sequence[HeadCase], *, rounds: int, warmup: int, compiles: bool) -> str:
     """Markdown table of all cases; progress on stderr."""
     header = ["scored of positions x hidden x vocabulary", "way", "ms", "useful TFLOP/s"]
     header += ["speedup over full logits, in a round [quartiles]", "peak MiB", "error of gradients"]
@@ -228,11 +230,11 @@ def bench_kernels(cases: Sequence[Case], *, rounds: int, warmup: int, compiles: 
     return markdown_table(header, [row for rows in measured for row in rows])
 
 
-def default_cases(device: str, threads: int) -> list[Case]:
+def default_cases(device: str, threads: int) -> list[HeadCase]:
     """What is measured on a device."""
     if device == "cuda":
-        return [Case(16384, 8192, 2048, 151936, torch.bfloat16, device, threads)]
-    return [Case(4096, 4096, 256, 32768, dtype, device, threads) for dtype in (torch.float32, torch.bfloat16)]
+        return [HeadCase(16384, 8192, 2048, 151936, torch.bfloat16, device, threads)]
+    return [HeadCase(4096, 4096, 256, 32768, dtype, device, threads) for dtype in (torch.float32, torch.bfloat16)]
 
 
 def main() -> None:
@@ -248,7 +250,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     packages = ["torch", *(package for package in ("triton", "liger_kernel") if is_installed(package))]
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    where = environment(threads=arguments.threads, packages=packages, accelerator=gpu)
+    where = collect_environment(threads=arguments.threads, packages=packages, accelerator=gpu)
     where["each call"] = "forward and backward, sum over the scored rows; " + (
         "milliseconds are the processor's, of all threads" if device == "cpu" else "milliseconds on the clock"
     )

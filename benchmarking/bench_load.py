@@ -27,7 +27,14 @@ from typing import Any
 
 import torch
 
-from benchmarking.harness import environment, is_installed, markdown_list, markdown_table, say, speedup
+from benchmarking.harness import (
+    collect_environment,
+    is_installed,
+    markdown_list,
+    markdown_table,
+    print_message,
+    speedup,
+)
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.models.transformer import Transformer
@@ -62,7 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadMeasurement:
     """One load, as measured in its process."""
 
     seconds: float
@@ -107,19 +114,19 @@ def resident(text: str) -> dict[str, int]:
 
 
 @dataclass
-class Watch:
+class MemorySampler:
     """Looks every two milliseconds how much anonymous memory there is."""
 
     peak: int = 0
     _end: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self._end.wait(0.002):
             self.peak = max(self.peak, resident(STATUS.read_text())["RssAnon"])
 
-    def __enter__(self) -> Watch:
-        self._thread = threading.Thread(target=self._look, daemon=True)
+    def __enter__(self) -> MemorySampler:
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
         return self
 
@@ -145,7 +152,7 @@ def touch(parameters: Iterable[torch.Tensor]) -> None:
         parameter.detach().flatten()[:: PAGE // parameter.element_size()].sum()
 
 
-def measure(library: str, directory: Path, dtype: str) -> Load:
+def measure(library: str, directory: Path, dtype: str) -> LoadMeasurement:
     """Load once in this process."""
     load = loader(library, dtype)
     with TemporaryDirectory() as tiny:
@@ -153,14 +160,14 @@ def measure(library: str, directory: Path, dtype: str) -> Load:
         touch(load(Path(tiny)).parameters())
     gc.collect()
     before = resident(STATUS.read_text())
-    with Watch() as watch:
+    with MemorySampler() as watch:
         start = time.perf_counter()
         model = load(directory)
         loaded = time.perf_counter()
         touch(model.parameters())
         end = time.perf_counter()
     after = resident(STATUS.read_text())
-    return Load(
+    return LoadMeasurement(
         seconds=loaded - start,
         seconds_with_touch=end - start,
         anonymous=after["RssAnon"] - before["RssAnon"],
@@ -171,7 +178,7 @@ def measure(library: str, directory: Path, dtype: str) -> Load:
     )
 
 
-def in_fresh_process(library: str, directory: Path, dtype: str, threads: int) -> Load:
+def measure_in_fresh_process(library: str, directory: Path, dtype: str, threads: int) -> LoadMeasurement:
     """`measure` there.
 
     Raises:
@@ -182,28 +189,30 @@ def in_fresh_process(library: str, directory: Path, dtype: str, threads: int) ->
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"{library} did not load {directory}: {done.stderr.strip()}")
-    return Load(**json.loads(done.stdout.splitlines()[-1]))
+    return LoadMeasurement(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def measure_in_turns(launch: Callable[[str], Load], *, rounds: int, warmup: int) -> dict[str, list[Load]]:
+def measure_in_turns(
+    launch: Callable[[str], LoadMeasurement], *, rounds: int, warmup: int
+) -> dict[str, list[LoadMeasurement]]:
     """A B A B ..., of which the first ``warmup`` rounds do not count.
 
     Raises:
         ValueError: they did not load the same.
     """
-    loads: dict[str, list[Load]] = {OURS: [], THEIRS: []}
+    loads: dict[str, list[LoadMeasurement]] = {OURS: [], THEIRS: []}
     for index in range(warmup + rounds):
         pair = {library: launch(library) for library in loads}
-        check_same(pair)
+        check_equal_parameters(pair)
         times = ", ".join(f"{library} {load.seconds_with_touch:.2f} s" for library, load in pair.items())
-        say(f"round {index - warmup + 1}/{rounds}: {times}" if index >= warmup else f"warm-up: {times}")
+        print_message(f"round {index - warmup + 1}/{rounds}: {times}" if index >= warmup else f"warm-up: {times}")
         if index >= warmup:
             for library, load in pair.items():
                 loads[library].append(load)
     return loads
 
 
-def check_same(pair: Mapping[str, Load]) -> None:
+def check_equal_parameters(pair: Mapping[str, LoadMeasurement]) -> None:
     """Compare how many parameters there are, and their sum.
 
     Raises:
@@ -217,7 +226,7 @@ def check_same(pair: Mapping[str, Load]) -> None:
         )
 
 
-def table(loads: Mapping[str, list[Load]], size: int) -> str:
+def table(loads: Mapping[str, list[LoadMeasurement]], size: int) -> str:
     """Medians of each, and how they compare within a round. ``size``: bytes of the weights' files."""
     rows = []
     for library, found in loads.items():
@@ -228,7 +237,7 @@ def table(loads: Mapping[str, list[Load]], size: int) -> str:
         shares = [f"{statistics.median(each) / size:.2f}" for each in memory]
         times = [[getattr(x, name) for x in found] for name in ("seconds", "seconds_with_touch")]
         theirs = [[getattr(x, name) for x in loads[THEIRS]] for name in ("seconds", "seconds_with_touch")]
-        ratios = [speedup(b, a).within_rounds() for a, b in zip(times, theirs, strict=True)]
+        ratios = [speedup(b, a).format_ratio() for a, b in zip(times, theirs, strict=True)]
         rows.append([library, *(f"{each:.2f}" for each in seconds), *ratios, *shares])
     header = ["library", "load s", "load and touch s", "load over theirs", "load and touch over theirs"]
     header += ["anonymous / file", "its peak / file", "mapped / file"]
@@ -238,14 +247,14 @@ def table(loads: Mapping[str, list[Load]], size: int) -> str:
 def report(directory: Path, arguments: argparse.Namespace) -> str:
     """The table, and what it needs beside it."""
 
-    def launch(library: str) -> Load:
-        return in_fresh_process(library, directory, arguments.dtype, arguments.threads)
+    def launch(library: str) -> LoadMeasurement:
+        return measure_in_fresh_process(library, directory, arguments.dtype, arguments.threads)
 
     loads = measure_in_turns(launch, rounds=arguments.rounds, warmup=1)
     size = file_bytes(directory)
     facts = {
         "weights": f"{size:,} bytes, {loads[OURS][0].parameters:,} parameters, loaded as {arguments.dtype}",
-        **environment(threads=arguments.threads, packages=["torch", "transformers", "safetensors"]),
+        **collect_environment(threads=arguments.threads, packages=["torch", "transformers", "safetensors"]),
         "rounds": f"{arguments.rounds} after 1 of warm-up, each load in a process of its own",
     }
     return f"{table(loads, size)}\n\n{markdown_list(facts)}"
@@ -276,7 +285,7 @@ def main() -> None:
     with TemporaryDirectory() as temporary:
         directory = arguments.directory or Path(temporary) / "model"
         if not (directory / "config.json").is_file():
-            say(f"making {directory}")
+            print_message(f"making {directory}")
             write_model(directory, arguments.shape)
         try:
             print(report(directory, arguments))

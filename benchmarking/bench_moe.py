@@ -21,16 +21,16 @@ import torch
 from torch import nn
 
 from benchmarking.harness import (
-    environment,
+    collect_environment,
     is_installed,
     markdown_list,
     markdown_table,
-    say,
+    print_message,
     speedup,
     time_in_turns,
 )
 from config.model import ModelConfig
-from diffusionlm.models.moe import Mixture
+from diffusionlm.models.moe import MoE
 from profiling.cores import usable_cores
 
 THEIRS = ("eager", "grouped_mm")
@@ -42,7 +42,7 @@ Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Case:
+class MoECase:
     """A mixture, and how many tokens it gets."""
 
     tokens: int
@@ -58,15 +58,15 @@ class Case:
 
 
 CASES = (
-    Case(2048, 256, 128, 16, 2),
-    Case(1024, 512, 192, 64, 8),
-    Case(512, 1024, 384, 32, 4),
-    Case(512, 2048, 768, 16, 8),
-    Case(64, 512, 192, 64, 8),
+    MoECase(2048, 256, 128, 16, 2),
+    MoECase(1024, 512, 192, 64, 8),
+    MoECase(512, 1024, 384, 32, 4),
+    MoECase(512, 2048, 768, 16, 8),
+    MoECase(64, 512, 192, 64, 8),
 )
 
 
-def build_ours(case: Case) -> Mixture:
+def build_ours(case: MoECase) -> MoE:
     """Ours, all weights random."""
     config = ModelConfig(
         hidden_size=case.hidden_size,
@@ -81,7 +81,7 @@ def build_ours(case: Case) -> Mixture:
         num_experts_per_tok=case.chosen,
         moe_intermediate_size=case.intermediate_size,
     )
-    mixture = Mixture(config)
+    mixture = MoE(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in mixture.parameters():
@@ -89,7 +89,7 @@ def build_ours(case: Case) -> Mixture:
     return mixture
 
 
-def build_theirs(case: Case, ours: Mixture, implementation: str) -> nn.Module:
+def build_theirs(case: MoECase, ours: MoE, implementation: str) -> nn.Module:
     """Theirs with our weights, which it stacks."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -112,7 +112,7 @@ def build_theirs(case: Case, ours: Mixture, implementation: str) -> nn.Module:
     return made  # type: ignore[no-any-return]
 
 
-def step_of(mixture: nn.Module, case: Case, dtype: torch.dtype, *, backward: bool) -> Step:
+def build_step(mixture: nn.Module, case: MoECase, dtype: torch.dtype, *, backward: bool) -> Step:
     """One forward of the tokens, and the gradients of them and of all weights if asked for."""
     mixture = mixture.to(dtype)
     generator = torch.Generator().manual_seed(1)
@@ -129,20 +129,20 @@ def step_of(mixture: nn.Module, case: Case, dtype: torch.dtype, *, backward: boo
     return step
 
 
-def bench_moe(cases: Sequence[Case], *, rounds: int, warmup: int) -> str:
+def bench_moe(cases: Sequence[MoECase], *, rounds: int, warmup: int) -> str:
     """Markdown table, one call of each contestant in turn."""
     rows = []
     for dtype, case, backward in itertools.product(PRECISIONS, cases, (False, True)):
         name = [str(dtype).removeprefix("torch."), str(case), "forward and backward" if backward else "forward"]
-        say(", ".join(name))
+        print_message(", ".join(name))
         ours = build_ours(case)
         theirs = {each: build_theirs(case, ours, each) for each in THEIRS}
-        steps = {each: step_of(mixture, case, dtype, backward=backward) for each, mixture in theirs.items()}
+        steps = {each: build_step(mixture, case, dtype, backward=backward) for each, mixture in theirs.items()}
         seconds = time_in_turns(
-            {"ours": step_of(ours, case, dtype, backward=backward), **steps}, rounds=rounds, warmup=warmup
+            {"ours": build_step(ours, case, dtype, backward=backward), **steps}, rounds=rounds, warmup=warmup
         )
         times = [f"{1e3 * statistics.median(seconds[each]):.2f}" for each in ("ours", *THEIRS)]
-        ratios = [speedup(seconds["ours"], seconds[each]).within_rounds() for each in THEIRS]
+        ratios = [speedup(seconds["ours"], seconds[each]).format_ratio() for each in THEIRS]
         rows.append([*name, *times, *ratios])
     header = ["precision", "tokens and experts", "call", "ours ms", *(f"{each} ms" for each in THEIRS)]
     header += [f"speed over {each} [quartiles]" for each in THEIRS]
@@ -163,7 +163,9 @@ def main() -> None:
         parser.error("transformers is not installed, which this compares with: uv sync --group bench")
     torch.set_num_threads(arguments.threads)
     table = bench_moe(CASES, rounds=arguments.rounds, warmup=3)
-    print(f"{table}\n\n{markdown_list(environment(threads=arguments.threads, packages=['torch', 'transformers']))}")
+    print(
+        f"{table}\n\n{markdown_list(collect_environment(threads=arguments.threads, packages=['torch', 'transformers']))}"
+    )
 
 
 if __name__ == "__main__":

@@ -10,13 +10,20 @@ import statistics
 
 import torch
 
-from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns
-from benchmarking.implementations.training import Case, build_ours
-from config.bench_train import Precision, Shape
-from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
+from benchmarking.harness import (
+    collect_environment,
+    markdown_list,
+    markdown_table,
+    print_message,
+    speedup,
+    time_in_turns,
+)
+from benchmarking.implementations.training import TrainCase, build_ours
+from config.bench_train import BenchShape, Precision
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
 from profiling.cores import usable_cores
 
-SHAPE = Shape(
+SHAPE = BenchShape(
     name="256 wide",
     batch_size=16,
     hidden_size=256,
@@ -32,9 +39,9 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 BASELINE = "masked diffusion"
 
 OBJECTIVES: dict[str, Objective] = {
-    BASELINE: MaskedDiffusion(),
-    "next token": NextToken(),
-    **{f"block diffusion, {length}": BlockDiffusion(block_length=length) for length in (1, 4, 16, 64)},
+    BASELINE: MaskedDiffusionConfig(),
+    "next token": NextTokenConfig(),
+    **{f"block diffusion, {length}": BlockDiffusionConfig(block_length=length) for length in (1, 4, 16, 64)},
 }
 
 
@@ -42,17 +49,15 @@ def report(*, rounds: int, warmup: int, threads: int, device: str) -> str:
     """Markdown table of the median step of each objective, one step of each in turn."""
     rows = []
     for precision in PRECISIONS:
-        say(f"{precision}: {rounds} rounds")
-        case = Case(SHAPE, precision, device, threads, seed=0)
-        contestants = {name: build_ours(case, objective).step for name, objective in OBJECTIVES.items()}
-        seconds = time_in_turns(contestants, rounds=rounds, warmup=warmup)
+        print_message(f"{precision}: {rounds} rounds")
+        case = TrainCase(SHAPE, precision, device, threads, seed=0)
+        implementations = {name: build_ours(case, objective).step for name, objective in OBJECTIVES.items()}
+        seconds = time_in_turns(implementations, rounds=rounds, warmup=warmup)
         for name, times in seconds.items():
             # How many times as long as the baseline: the speed of the baseline over that of this one.
             cost = speedup(seconds[BASELINE], times)
             step = statistics.median(times)
-            rows.append(
-                [name, precision, f"{1e3 * step:.1f}", f"{case.shape.tokens / step:,.0f}", cost.within_rounds()]
-            )
+            rows.append([name, precision, f"{1e3 * step:.1f}", f"{case.shape.tokens / step:,.0f}", cost.format_ratio()])
     header = ["objective", "precision", "ms a step", "tokens/s", "times masked diffusion [quartiles]"]
     return markdown_table(header, rows)
 
@@ -67,7 +72,7 @@ def main() -> None:
     if arguments.rounds < 2 or arguments.threads < 1:
         parser.error("--rounds must be at least 2 and --threads at least 1")
     torch.set_num_threads(arguments.threads)
-    where = environment(threads=arguments.threads, packages=["torch"])
+    where = collect_environment(threads=arguments.threads, packages=["torch"])
     where["shape"] = f"{SHAPE.tokens} tokens a step in rows of {SHAPE.max_position_embeddings}, 4 layers, width 256"
     print(report(rounds=arguments.rounds, warmup=2, threads=arguments.threads, device=arguments.device))
     print(f"\n{markdown_list(where)}")

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarking.harness import environment, markdown_list, markdown_table, say, speedup, time_in_turns
+from benchmarking.harness import (
+    collect_environment,
+    markdown_list,
+    markdown_table,
+    print_message,
+    speedup,
+    time_in_turns,
+)
 from diffusionlm.optim.lion import Lion
 from diffusionlm.optim.muon import Muon
 from profiling.cores import usable_cores
@@ -27,7 +34,7 @@ Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Case:
+class OptimizerCase:
     """Matrices: how many of each shape."""
 
     name: str
@@ -36,13 +43,13 @@ class Case:
 
 
 CASES = (
-    Case("quickstart", ((16, 128, 128), (8, 384, 128), (4, 128, 384))),
-    Case("4 layers of 512", ((16, 512, 512), (8, 1408, 512), (4, 512, 1408))),
-    Case("64 experts of 256 x 64", ((128, 64, 256), (64, 256, 64))),
+    OptimizerCase("quickstart", ((16, 128, 128), (8, 384, 128), (4, 128, 384))),
+    OptimizerCase("4 layers of 512", ((16, 512, 512), (8, 1408, 512), (4, 512, 1408))),
+    OptimizerCase("64 experts of 256 x 64", ((128, 64, 256), (64, 256, 64))),
 )
 
 
-def make_parameters(case: Case) -> Parameters:
+def make_parameters(case: OptimizerCase) -> Parameters:
     """Random matrices with gradients, the same at each call."""
     generator = torch.Generator().manual_seed(0)
     made = []
@@ -54,7 +61,7 @@ def make_parameters(case: Case) -> Parameters:
     return made
 
 
-def ours_and_theirs(kind: str, ours: Parameters, theirs: Parameters) -> tuple[Step, Step]:
+def build_steps(kind: str, ours: Parameters, theirs: Parameters) -> tuple[Step, Step]:
     """One step of each."""
     one: torch.optim.Optimizer
     other: torch.optim.Optimizer
@@ -67,17 +74,17 @@ def ours_and_theirs(kind: str, ours: Parameters, theirs: Parameters) -> tuple[St
     return one.step, other.step
 
 
-def bench_optimizers(cases: Sequence[Case], *, rounds: int, warmup: int, clock: Callable[[], float]) -> str:
+def bench_optimizers(cases: Sequence[OptimizerCase], *, rounds: int, warmup: int, clock: Callable[[], float]) -> str:
     """Markdown table, one step of each in turn, and how far Muon's weights are from torch's after all of them."""
     rows = []
     for kind, their_name in (("Muon", "torch.optim.Muon"), ("Lion", "torch.optim.AdamW")):
         for case in cases:
-            say(f"{kind}, {case.name}")
+            print_message(f"{kind}, {case.name}")
             ours, theirs = make_parameters(case), make_parameters(case)
-            one, other = ours_and_theirs(kind, ours, theirs)
+            one, other = build_steps(kind, ours, theirs)
             seconds = time_in_turns({"ours": one, "theirs": other}, rounds=rounds, warmup=warmup, clock=clock)
             times = [f"{1e3 * statistics.median(each):.2f}" for each in seconds.values()]
-            ratio = speedup(seconds["ours"], seconds["theirs"]).within_rounds()
+            ratio = speedup(seconds["ours"], seconds["theirs"]).format_ratio()
             apart = max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
             rows.append(
                 [kind, case.name, times[0], their_name, times[1], ratio, f"{apart:g}" if kind == "Muon" else "-"]
@@ -97,7 +104,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     table = bench_optimizers(CASES, rounds=arguments.rounds, warmup=3, clock=clock)
-    print(f"{table}\n\n{markdown_list(environment(threads=arguments.threads, packages=['torch']))}")
+    print(f"{table}\n\n{markdown_list(collect_environment(threads=arguments.threads, packages=['torch']))}")
 
 
 if __name__ == "__main__":

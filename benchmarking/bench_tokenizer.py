@@ -20,11 +20,11 @@ from typing import Any
 
 from benchmarking.harness import (
     Seconds,
-    environment,
+    collect_environment,
     is_installed,
     markdown_list,
     markdown_table,
-    say,
+    print_message,
     speedup,
     time_in_turns,
 )
@@ -167,9 +167,9 @@ def measure(
         return run
 
     def after_round(number: int, seconds: Mapping[str, float]) -> None:
-        check_same(label, {name: as_list(value) for name, value in returned.items()})
+        check_equal_outputs(label, {name: as_list(value) for name, value in returned.items()})
         times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
-        say(f"{label}: round {number}/{bench.rounds}: {times}")
+        print_message(f"{label}: round {number}/{bench.rounds}: {times}")
 
     kept = {name: keeping(name, call) for name, call in calls.items()}
     return time_in_turns(
@@ -177,7 +177,7 @@ def measure(
     )
 
 
-def check_same(label: str, returned: Mapping[str, list[Any]]) -> None:
+def check_equal_outputs(label: str, returned: Mapping[str, list[Any]]) -> None:
     """Compare what the contestants returned with what ours did.
 
     Raises:
@@ -204,16 +204,16 @@ def measure_vocabulary(corpus: Corpus, vocab_size: int, bench: BenchTokenizerSec
     def encoding_cold(name: str) -> Callable[[], object]:
         # All are loaded before the clock starts, and kept so that none is freed under it.
         fresh, turn = [load(name, tokenizer) for _ in range(bench.warmup + bench.rounds)], count()
-        return lambda: encode_all(fresh[next(turn)], texts)
+        return lambda: encode_texts(fresh[next(turn)], texts)
 
     def encoding_warm(name: str) -> Callable[[], object]:
-        return lambda: encode_all(warm[name], texts)
+        return lambda: encode_texts(warm[name], texts)
 
     def decoding(name: str) -> Callable[[], object]:
         return lambda: list(map(warm[name].decode, ids))
 
     tasks: list[tuple[str, Callable[[], dict[str, Callable[[], object]]], Callable[[Any], list[Any]]]] = [
-        ("training", lambda: trainers, merges_of),
+        ("training", lambda: trainers, extract_merges),
         ("encoding, cold", lambda: {name: encoding_cold(name) for name in names}, list),
         ("encoding, warm", lambda: {name: encoding_warm(name) for name in names}, list),
         ("decoding", lambda: {name: decoding(name) for name in names}, list),
@@ -225,13 +225,13 @@ def measure_vocabulary(corpus: Corpus, vocab_size: int, bench: BenchTokenizerSec
     return results
 
 
-def encode_all(codec: Codec, texts: Sequence[str]) -> list[Sequence[int]]:
+def encode_texts(codec: Codec, texts: Sequence[str]) -> list[Sequence[int]]:
     """Ids of each text."""
     encode = codec.encode
     return [encode(text) for text in texts]
 
 
-def merges_of(trained: Any) -> list[Any]:
+def extract_merges(trained: Any) -> list[Any]:
     """Merges of a tokenizer of ours or of `tokenizers`, best first."""
     if isinstance(trained, Tokenizer):
         return [[bytes_to_chars(left), bytes_to_chars(right)] for left, right in trained.merges]
@@ -252,7 +252,7 @@ def bench_tokenizer(config: BenchTokenizerConfig) -> str:
     check_peers(bench.peers)
     os.environ.update(ONE_THREAD)
     corpus = Corpus.read(config)
-    where = environment(threads=1, packages=["regex", *bench.peers])
+    where = collect_environment(threads=1, packages=["regex", *bench.peers])
     where["threads"] = "one of each contestant" + where["threads"].removeprefix("1 of torch")
     where["rounds"] = f"{bench.rounds} after {bench.warmup} of warm-up"
     if folder is not None:
@@ -308,7 +308,7 @@ def _row(result: TokenizerSpeed, names: Sequence[str]) -> list[str]:
     for peer in names[1:]:
         if peer in result.seconds:
             ratio = speedup(result.seconds[OURS], result.seconds[peer])
-            row += [f"{ratio.of_medians:.2f}", ratio.within_rounds()]
+            row += [f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()]
         else:
             row += ["-", "-"]
     return row

@@ -19,12 +19,12 @@ import torch
 
 from benchmarking.harness import (
     Seconds,
-    environment,
-    in_fresh_process,
+    collect_environment,
     is_installed,
     markdown_list,
     markdown_table,
-    say,
+    print_message,
+    run_in_fresh_process,
     speedup,
     time_in_turns,
 )
@@ -34,17 +34,17 @@ from benchmarking.implementations.training import (
     MAX_GRAD_NORM,
     METHODS,
     OURS,
-    Case,
+    TrainCase,
     build_ours,
     count_parameters,
 )
-from config.bench_train import BenchSection, BenchTrainConfig, Shape
+from config.bench_train import BenchShape, BenchTrainConfig, BenchTrainSection
 from config.runtime import RuntimeConfig
 from profiling.cores import usable_cores
 from profiling.flops import peak_flops
-from profiling.memory import PeakGrowth, bytes_of, keep_freed_memory, release_freed_memory
+from profiling.memory import PeakGrowth, count_tensor_bytes, keep_freed_memory, release_freed_memory
 
-PRODUCTS = "matrix products"
+MATRIX_PRODUCTS = "matrix products"
 """What takes its turn with the contestants: the matrix products of our step, and nothing else."""
 MEMORY_STEPS = 3
 """The first makes the optimizer's state, the others have their peak with it."""
@@ -72,10 +72,10 @@ built; not the sum of the parts, since gradients come as activations go."""
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainResult:
     """A case as measured, by contestant."""
 
-    case: Case
+    case: TrainCase
     seconds: Seconds
     """Of the contestants, and of the matrix products."""
     memory: dict[str, dict[str, int]]
@@ -107,7 +107,7 @@ class Result:
         lines: list[dict[str, Any]] = []
         for name, times in self.seconds.items():
             measured: dict[str, Any] = {"seconds": [round(value, 6) for value in times]}
-            if name == PRODUCTS:
+            if name == MATRIX_PRODUCTS:
                 measured |= {"count": self.products.count, "flops": self.products.flops}
             else:
                 measured |= {"parameters": self.parameters[name], "bytes": self.memory[name]}
@@ -117,74 +117,76 @@ class Result:
         return "".join(json.dumps(line) + "\n" for line in lines)
 
 
-def measure_case(case: Case, names: list[str], *, rounds: int, warmup: int) -> Result:
+def measure_case(case: TrainCase, names: list[str], *, rounds: int, warmup: int) -> TrainResult:
     """Speed in this process, then memory in fresh ones."""
-    say(f"{case.label}: warm-up")
+    print_message(f"{case.label}: warm-up")
     # Not of the contestant itself: on CUDA its blocks are compiled, and compiled code shows no products.
     watched = build_ours(case, runtime=RuntimeConfig(compile="none"))
     watched.step()
     products = StepProducts.of(watched.step)
     del watched
-    contestants = {name: BUILDERS[name](case) for name in names}
-    parameters = {name: count_parameters(each.model.parameters()) for name, each in contestants.items()}
-    flops = contestants[OURS].flops
+    implementations = {name: BUILDERS[name](case) for name in names}
+    parameters = {name: count_parameters(each.model.parameters()) for name, each in implementations.items()}
+    flops = implementations[OURS].flops
     assert flops is not None
 
     def after_round(number: int, seconds: Mapping[str, float]) -> None:
         speeds = ", ".join(f"{name} {case.shape.tokens / seconds[name]:,.0f} tok/s" for name in names)
-        say(f"{case.label}: round {number}/{rounds}: {speeds}")
+        print_message(f"{case.label}: round {number}/{rounds}: {speeds}")
 
-    turns = {name: contestant.step for name, contestant in contestants.items()}
+    turns = {name: implementation.step for name, implementation in implementations.items()}
     seconds = time_in_turns(
-        {**turns, PRODUCTS: products.replay(case.device)}, rounds=rounds, warmup=warmup, after_round=after_round
+        {**turns, MATRIX_PRODUCTS: products.replay(case.device)}, rounds=rounds, warmup=warmup, after_round=after_round
     )
-    del contestants, turns
+    del implementations, turns
     gc.collect()
     memory = {}
     for name in names:
         memory[name] = measure_memory(case, name)
-        say(f"{case.label}: peak memory of {name} {_mebibytes(memory[name]['peak'])}")
-    return Result(case, seconds, memory, parameters, products, flops)
+        print_message(f"{case.label}: peak memory of {name} {_format_mebibytes(memory[name]['peak'])}")
+    return TrainResult(case, seconds, memory, parameters, products, flops)
 
 
-def measure_memory(case: Case, name: str) -> dict[str, int]:
+def measure_memory(case: TrainCase, name: str) -> dict[str, int]:
     """Memory of a contestant in bytes, by `MEMORY_PARTS`, measured in a process of its own.
 
     Raises:
         ValueError: the process was killed.
     """
-    return in_fresh_process(memory_here, case, name, what=f"{name} ({case.label})", key="shapes.batch_size")
+    return run_in_fresh_process(
+        measure_memory_in_process, case, name, description=f"{name} ({case.label})", key="shapes.batch_size"
+    )
 
 
-def memory_here(case: Case, name: str) -> dict[str, int]:
+def measure_memory_in_process(case: TrainCase, name: str) -> dict[str, int]:
     """The same in this process, which must be a fresh one."""
     torch.set_num_threads(case.threads)
     # A first step of a tiny model loads what libraries load at first use.
-    BUILDERS[name](replace(case, shape=_tiny(case.shape))).step()
+    BUILDERS[name](replace(case, shape=_tiny_shape(case.shape))).step()
     release_freed_memory()
     whole = PeakGrowth(case.device)
-    contestant = BUILDERS[name](case)
+    implementation = BUILDERS[name](case)
     for _ in range(MEMORY_STEPS):
-        contestant.step()
+        implementation.step()
     peak = whole.bytes()
-    weights = list(contestant.model.parameters())
+    weights = list(implementation.model.parameters())
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
-    gradients = bytes_of(weight.grad for weight in weights)
+    gradients = count_tensor_bytes(weight.grad for weight in weights)
     release_freed_memory()
     rise = PeakGrowth(case.device)
-    contestant.step()
-    kept = (value for each in contestant.optimizers for state in each.state.values() for value in state.values())
+    implementation.step()
+    kept = (value for each in implementation.optimizers for state in each.state.values() for value in state.values())
     return {
-        "weights": bytes_of(weights),
+        "weights": count_tensor_bytes(weights),
         "gradients": gradients,
-        "optimizer": bytes_of(value for value in kept if isinstance(value, torch.Tensor)),
+        "optimizer": count_tensor_bytes(value for value in kept if isinstance(value, torch.Tensor)),
         "activations": rise.bytes(),
         "peak": peak,
     }
 
 
-def _tiny(shape: Shape) -> Shape:
+def _tiny_shape(shape: BenchShape) -> BenchShape:
     least = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 64, "batch_size": 2}
     return shape.model_copy(update=least | {"max_position_embeddings": min(16, shape.max_position_embeddings)})
 
@@ -199,22 +201,22 @@ def bench_train(config: BenchTrainConfig) -> str:
         ValueError: a peer or a device that is not there.
     """
     bench = config.bench
-    device, threads = check_machine(bench)
-    left_out = why_left_out(bench, device)
+    device, threads = select_device(bench)
+    skipped_peers = find_skipped_peers(bench, device)
     cases = [
-        Case(shape, precision, device, threads, bench.seed, bench.objective(name))
+        TrainCase(shape, precision, device, threads, bench.seed, bench.objective(name))
         for shape in config.shapes
         for name in bench.objectives
         for precision in bench.precisions
     ]
-    names = [OURS, *(peer for peer in bench.peers if peer not in left_out)]
+    names = [OURS, *(peer for peer in bench.peers if peer not in skipped_peers)]
     folder = config.output.directory
     torch.set_num_threads(threads)
     if device == "cpu" and bench.keep_freed_memory:
         keep_freed_memory()
     accelerator = torch.cuda.get_device_name() if device == "cuda" else None
     packages = ["torch", *_packages(names)]
-    where = environment(threads=threads, packages=packages, accelerator=accelerator)
+    where = collect_environment(threads=threads, packages=packages, accelerator=accelerator)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "training_speed.jsonl").write_text("", encoding="utf-8")
@@ -223,13 +225,13 @@ def bench_train(config: BenchTrainConfig) -> str:
         results.append(measure_case(case, names, rounds=bench.rounds, warmup=bench.warmup))
         _append(folder, results[-1])
     where["rounds"] = f"{bench.rounds} after {bench.warmup} of warm-up"
-    text = report(results, left_out, where)
+    text = report(results, skipped_peers, where)
     if folder is not None:
         (folder / "training_speed.md").write_text(text + "\n", encoding="utf-8")
     return text
 
 
-def check_machine(bench: BenchSection) -> tuple[str, int]:
+def select_device(bench: BenchTrainSection) -> tuple[str, int]:
     """Device and number of threads.
 
     Raises:
@@ -247,7 +249,7 @@ def check_machine(bench: BenchSection) -> tuple[str, int]:
     return device, bench.threads or usable_cores()
 
 
-def why_left_out(bench: BenchSection, device: str) -> dict[str, str]:
+def find_skipped_peers(bench: BenchTrainSection, device: str) -> dict[str, str]:
     """Peers of the config that cannot take part here, and why."""
     if "liger" not in bench.peers:
         return {}
@@ -264,28 +266,35 @@ def _packages(names: list[str]) -> list[str]:
     return [*(["transformers"] if names[1:] else []), *(["liger-kernel"] if "liger" in names else [])]
 
 
-def _append(folder: Path | None, result: Result) -> None:
+def _append(folder: Path | None, result: TrainResult) -> None:
     if folder is not None:
         with (folder / "training_speed.jsonl").open("a", encoding="utf-8") as file:
             file.write(result.json_lines())
 
 
-def report(results: list[Result], left_out: Mapping[str, str], where: dict[str, str]) -> str:
+def report(results: list[TrainResult], skipped_peers: Mapping[str, str], where: dict[str, str]) -> str:
     """Tables, methods and conditions."""
-    shapes = {result.case.shape.name: _describe(result) for result in results}
-    methods = {name: METHODS[name] for name in results[0].names} | dict(left_out)
-    parts = [_speeds(results), METHOD, _shares(results), METHOD_OF_PRODUCTS, _memory(results), METHOD_OF_MEMORY]
+    shapes = {result.case.shape.name: _describe_shape(result) for result in results}
+    methods = {name: METHODS[name] for name in results[0].names} | dict(skipped_peers)
+    parts = [
+        _format_speeds(results),
+        METHOD,
+        _format_product_shares(results),
+        METHOD_OF_PRODUCTS,
+        _format_memory(results),
+        METHOD_OF_MEMORY,
+    ]
     return "\n\n".join([*parts, markdown_list(methods | shapes | where)])
 
 
 HEADER = ["shape", "objective", "precision"]
 
 
-def _row(case: Case) -> list[str]:
+def _row(case: TrainCase) -> list[str]:
     return [case.shape.name, case.objective_label, case.precision]
 
 
-def _speeds(results: list[Result]) -> str:
+def _format_speeds(results: list[TrainResult]) -> str:
     names = results[0].names
     header = [*HEADER, *[f"{name} tok/s" for name in names]]
     header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", "in a round [quartiles]")]
@@ -293,11 +302,13 @@ def _speeds(results: list[Result]) -> str:
     for result in results:
         ratios = [speedup(result.seconds[OURS], result.seconds[peer]) for peer in names[1:]]
         row = _row(result.case) + [f"{result.tokens_per_second(name):,.0f}" for name in names]
-        rows.append(row + [cell for ratio in ratios for cell in (f"{ratio.of_medians:.2f}", ratio.within_rounds())])
+        rows.append(
+            row + [cell for ratio in ratios for cell in (f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio())]
+        )
     return markdown_table(header, rows)
 
 
-def _shares(results: list[Result]) -> str:
+def _format_product_shares(results: list[TrainResult]) -> str:
     header = [
         *HEADER,
         "step, ms",
@@ -309,35 +320,35 @@ def _shares(results: list[Result]) -> str:
     ]
     rows = []
     for result in results:
-        step, alone = (statistics.median(result.seconds[name]) for name in (OURS, PRODUCTS))
+        step, alone = (statistics.median(result.seconds[name]) for name in (OURS, MATRIX_PRODUCTS))
         # The speed of the step over that of its products is the share of their time in its own.
-        share = speedup(result.seconds[OURS], result.seconds[PRODUCTS]).within_rounds()
+        share = speedup(result.seconds[OURS], result.seconds[MATRIX_PRODUCTS]).format_ratio()
         row = [*_row(result.case), f"{1e3 * step:,.1f}", f"{1e3 * alone:,.1f}", share]
         row += [
             f"{result.flops / 1e9:,.1f}",
             f"{result.flops / step / 1e9:,.0f}",
-            _utilisation(result.case, result.flops / step),
+            _format_mfu(result.case, result.flops / step),
         ]
         rows.append(row)
     return markdown_table(header, rows)
 
 
-def _utilisation(case: Case, flops_per_second: float) -> str:
+def _format_mfu(case: TrainCase, flops_per_second: float) -> str:
     """MFU, where there is a peak to compare with."""
     peak = peak_flops(torch.cuda.get_device_name()) if case.device == "cuda" else None
     return f"{flops_per_second / peak:.1%}" if peak is not None and case.precision == "bfloat16" else "no peak known"
 
 
-def _memory(results: list[Result]) -> str:
+def _format_memory(results: list[TrainResult]) -> str:
     rows = [
-        [*_row(result.case), name, *(_mebibytes(result.memory[name][part]) for part in MEMORY_PARTS)]
+        [*_row(result.case), name, *(_format_mebibytes(result.memory[name][part]) for part in MEMORY_PARTS)]
         for result in results
         for name in result.names
     ]
     return markdown_table([*HEADER, "contestant", *MEMORY_PARTS], rows)
 
 
-def _describe(result: Result) -> str:
+def _describe_shape(result: TrainResult) -> str:
     shape = result.case.shape
     head = "tied" if shape.tie_word_embeddings else "untied"
     return (
@@ -348,5 +359,5 @@ def _describe(result: Result) -> str:
     )
 
 
-def _mebibytes(size: int) -> str:
+def _format_mebibytes(size: int) -> str:
     return f"{size / MEBIBYTE:,.0f} MiB"

@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarking.harness import environment, markdown_list, markdown_table, say
+from benchmarking.harness import collect_environment, markdown_list, markdown_table, print_message
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
-from diffusionlm.inference.generate import generate, prompt_requests
-from diffusionlm.inference.model_runner import Forwards
-from diffusionlm.inference.sampling import Reader
-from diffusionlm.inference.settings import with_defaults
-from diffusionlm.inference.strategies import build_policy
+from diffusionlm.inference.generate import generate, prepare_prompts
+from diffusionlm.inference.model_runner import ModelRunner
+from diffusionlm.inference.sampling import TokenSampler
+from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.strategies import build_strategy
 from diffusionlm.models.transformer import Transformer
 from profiling.cores import usable_cores
 
@@ -35,7 +35,7 @@ CACHES = ("prefix", "dual")
 
 
 @dataclass(frozen=True)
-class Errors:
+class CacheErrors:
     """Of one cache, over all forwards."""
 
     kl: float
@@ -49,39 +49,42 @@ class Errors:
 
 
 @torch.inference_mode()
-def measure(model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> Errors:
+def measure(model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> CacheErrors:
     """Decode with the config's cache and compare each forward with one that has none."""
-    config = with_defaults(config, model.config)
-    policy = build_policy(config)
-    requests = prompt_requests(model, prompts, config)
-    plain = Forwards(model, config.model_copy(update={"cache": "none"}), requests)
-    cached = Forwards(model, config, requests)
-    forbidden = torch.tensor([model.config.mask_token])
-    reader = Reader(config, policy, forbidden)
+    config = fill_defaults(config, model.config)
+    strategy = build_strategy(config)
+    requests = prepare_prompts(model, prompts, config)
+    plain = ModelRunner(model, config.model_copy(update={"cache": "none"}), requests)
+    cached = ModelRunner(model, config, requests)
+    forbidden_token_ids = torch.tensor([model.config.mask_token])
+    token_sampler = TokenSampler(config, strategy, forbidden_token_ids)
     kl, same, rows, read, forwards = 0.0, 0, 0, 0.0, 0
     while True:
         for request in requests:
-            request.prepare(policy)
+            request.prepare_step(strategy)
         active = [request for request in requests if not request.is_done]
         if not active:
             break
-        spans = [cached.span(request) for request in active]
-        read += sum((span.end - span.start) / len(each.tokens_L) for span, each in zip(spans, active, strict=True))
-        forwards += len(active)
-        logits_RV = cached(active)
-        ours_RV, true_RV = (
-            each.double().index_fill(1, forbidden, float("-inf")).log_softmax(dim=1)
-            for each in (logits_RV, plain(active))
+        spans = [cached.input_slice(request) for request in active]
+        read += sum(
+            (input_slice.end - input_slice.start) / len(each.tokens_L)
+            for input_slice, each in zip(spans, active, strict=True)
         )
-        kl += float((true_RV.exp() * (true_RV - ours_RV).nan_to_num()).sum())
-        same += int((ours_RV.argmax(dim=1) == true_RV.argmax(dim=1)).sum())
-        rows += len(ours_RV)
-        for request, proposal in zip(active, reader.propose(logits_RV, active), strict=True):
-            request.settle(proposal, policy, ())
+        forwards += len(active)
+        logits_NV = cached(active)
+        ours_NV, true_NV = (
+            each.double().index_fill(1, forbidden_token_ids, float("-inf")).log_softmax(dim=1)
+            for each in (logits_NV, plain(active))
+        )
+        kl += float((true_NV.exp() * (true_NV - ours_NV).nan_to_num()).sum())
+        same += int((ours_NV.argmax(dim=1) == true_NV.argmax(dim=1)).sum())
+        rows += len(ours_NV)
+        for request, predictions in zip(active, token_sampler.sample_predictions(logits_NV, active), strict=True):
+            request.commit(predictions, strategy, ())
     right = generate(model, prompts, config.model_copy(update={"cache": "none"}))
     pairs = zip(requests, right, strict=True)
     agreement = [np.mean(request.tokens_L[request.new] == np.array(done.token_ids)) for request, done in pairs]
-    return Errors(kl / rows, same / rows, float(np.mean(agreement)), read / forwards)
+    return CacheErrors(kl / rows, same / rows, float(np.mean(agreement)), read / forwards)
 
 
 def main() -> None:
@@ -99,12 +102,12 @@ def main() -> None:
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
     ids = tokenizer.encode(arguments.data.read_text(encoding="utf-8"))
     size = arguments.prompt_length
-    prompts = [[*model.config.beginning, *ids[start : start + size]] for start in range(0, len(ids) - size, size)]
+    prompts = [[*model.config.prefix_ids, *ids[start : start + size]] for start in range(0, len(ids) - size, size)]
     prompts = prompts[: arguments.prompts]
     lines = []
     for block_length in arguments.block_lengths:
         for cache in CACHES:
-            say(f"blocks of {block_length}, {cache}")
+            print_message(f"blocks of {block_length}, {cache}")
             config = GenerationConfig(
                 attention="bidirectional",
                 max_new_tokens=arguments.new_tokens,
@@ -116,7 +119,7 @@ def main() -> None:
             shares = [f"{100 * share:.1f} %" for share in (found.same_best, found.same_tokens, found.read)]
             lines.append([str(block_length), cache, f"{found.kl:.4f}", *shares])
     header = ["block length", "cache", "KL, nats", "same best token", "same answer", "inputs of a forward"]
-    facts = environment(threads=arguments.threads, packages=["torch"])
+    facts = collect_environment(threads=arguments.threads, packages=["torch"])
     print(f"{markdown_table(header, lines)}\n\n{markdown_list(facts)}")
 
 

@@ -18,21 +18,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarking.harness import markdown_table, say
+from benchmarking.harness import markdown_table, print_message
 from config.model import ModelConfig
-from config.objective import Bernoulli, BlockDiffusion, Counts, Estimator
-from diffusionlm.diffusion.noised_batch import Batch, DrawKey
+from config.objective import BlockDiffusionConfig, Estimator, FixedCountMasking, IndependentMasking
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 
 SYMBOLS, LENGTH, STAY, ROWS = 8, 32, 0.8, 16
 BLOCKS = (1, 2, 4, 8, 16, 32)
 
 ESTIMATORS: dict[str, Estimator] = {
-    "Bernoulli 1/p, uniform t": Bernoulli(times="uniform"),
-    "Bernoulli 1/p, antithetic t": Bernoulli(times="antithetic"),
-    "Bernoulli 1/p, stratified t": Bernoulli(times="stratified"),
-    "counts": Counts(),
-    "counts, complementary pairs (two forwards)": Counts(complementary=True),
+    "Bernoulli 1/p, uniform t": IndependentMasking(times="uniform"),
+    "Bernoulli 1/p, antithetic t": IndependentMasking(times="antithetic"),
+    "Bernoulli 1/p, stratified t": IndependentMasking(times="stratified"),
+    "counts": FixedCountMasking(),
+    "counts, complementary pairs (two forwards)": FixedCountMasking(complementary=True),
 }
 
 Floats = NDArray[np.float64]
@@ -48,13 +48,13 @@ def transition_powers() -> Floats:
     return np.stack(powers)
 
 
-def sample_rows(rows: int, chance: np.random.Generator) -> NDArray[np.int64]:
+def sample_rows(rows: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Rows of the chain; [B, L]."""
     x = np.empty((rows, LENGTH), dtype=np.int64)
-    x[:, 0] = chance.integers(SYMBOLS, size=rows)
+    x[:, 0] = rng.integers(SYMBOLS, size=rows)
     for i in range(1, LENGTH):
-        other = (x[:, i - 1] + chance.integers(1, SYMBOLS, size=rows)) % SYMBOLS
-        x[:, i] = np.where(chance.random(rows) < STAY, x[:, i - 1], other)
+        other = (x[:, i - 1] + rng.integers(1, SYMBOLS, size=rows)) % SYMBOLS
+        x[:, i] = np.where(rng.random(rows) < STAY, x[:, i - 1], other)
     return x
 
 
@@ -80,22 +80,22 @@ def cross_entropies(x_BL: NDArray[np.int64], masked_BL: NDArray[np.bool_], block
     return np.where(masked_BL, -np.log(before * behind / np.where(has_right, total, 1.0)), 0.0)
 
 
-def losses(estimator: Estimator, block: int, draws: int) -> Floats:
+def sample_losses(estimator: Estimator, block: int, draws: int) -> Floats:
     """The loss in nats per token of one fixed batch, once for each draw."""
     powers = transition_powers()
     x = sample_rows(ROWS, np.random.default_rng(0))
     tokens = torch.from_numpy(x)
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    objective = build_objective(BlockDiffusion(block_length=block, estimator=estimator), _vocabulary())
+    batch = CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    objective = build_objective(BlockDiffusionConfig(block_length=block, estimator=estimator), _vocabulary())
     values = np.empty(draws)
     for step in range(draws):
-        draw = objective.draw(batch, DrawKey(0, step, 0, ROWS))
+        draw = objective.build_noised_batch(batch, NoiseKey(0, step, 0, ROWS))
         S, copies = draw.inputs_BS.shape[1], len(draw.inputs_BS) // ROWS
         masked = np.zeros((copies * ROWS, LENGTH), dtype=np.bool_)
-        rows, places = draw.rows_R.numpy() // S, draw.rows_R.numpy() % S
+        rows, places = draw.positions_N.numpy() // S, draw.positions_N.numpy() % S
         masked[rows, places] = True
         ce = cross_entropies(np.tile(x, (copies, 1)), masked, block, powers)
-        values[step] = float((ce[rows, places] * draw.weights_R.numpy()).sum() / draw.denominator)
+        values[step] = float((ce[rows, places] * draw.weights_N.numpy()).sum() / draw.denominator)
     return values
 
 
@@ -113,10 +113,10 @@ def report(blocks: Sequence[int], draws: int) -> str:
     rows = []
     reference: dict[int, float] = {}
     for name, estimator in ESTIMATORS.items():
-        say(name)
+        print_message(name)
         cells = []
         for block in blocks:
-            values = losses(estimator, block, draws)
+            values = sample_losses(estimator, block, draws)
             variance = values.var(ddof=1)
             reference.setdefault(block, variance)
             error = math.sqrt(variance / draws)

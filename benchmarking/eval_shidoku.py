@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarking.harness import environment, markdown_list, markdown_table, say
+from benchmarking.harness import collect_environment, markdown_list, markdown_table, print_message
 from config.generation import GenerationConfig, RemaskingStrategy
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
-from diffusionlm.data.synthetic import UNKNOWN, is_shidoku, puzzle, shidoku_grids, solutions
-from diffusionlm.diffusion.rng import Stream, generator
+from diffusionlm.data.synthetic import EMPTY_CELL, find_solutions, is_shidoku, puzzle, shidoku_grids
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.generate import infill
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
@@ -26,7 +26,7 @@ CELLS, BATCH = 16, 256
 
 
 @dataclass(frozen=True)
-class Task:
+class PuzzleSet:
     """Puzzles that are decoded alike."""
 
     name: str
@@ -34,27 +34,27 @@ class Task:
     temperature: float
 
 
-def tasks(count: int, givens: int) -> list[Task]:
+def build_puzzle_sets(count: int, givens: int) -> list[PuzzleSet]:
     """Empty grids, and puzzles with one and with several solutions."""
-    chance = generator(0, Stream.SYNTHETIC, givens)
+    rng = keyed_rng(0, RngStream.SYNTHETIC, givens)
     grids = shidoku_grids()
-    drawn = [puzzle(grids[chance.integers(len(grids))], givens, chance) for _ in range(count)]
-    unique = [text for text in drawn if len(solutions(text)) == 1]
-    several = [text for text in drawn if len(solutions(text)) > 1]
+    drawn = [puzzle(grids[rng.integers(len(grids))], givens, rng) for _ in range(count)]
+    unique = [text for text in drawn if len(find_solutions(text)) == 1]
+    several = [text for text in drawn if len(find_solutions(text)) > 1]
     return [
-        Task("from nothing, temperature 1", [UNKNOWN * CELLS] * count, 1.0),
-        Task(f"{givens} givens, one solution, greedy", unique, 0.0),
-        Task(f"{givens} givens, several solutions, greedy", several, 0.0),
+        PuzzleSet("from nothing, temperature 1", [EMPTY_CELL * CELLS] * count, 1.0),
+        PuzzleSet(f"{givens} givens, one solution, greedy", unique, 0.0),
+        PuzzleSet(f"{givens} givens, several solutions, greedy", several, 0.0),
     ]
 
 
-def completed(model: Transformer, tokenizer: Tokenizer, task: Task, order: RemaskingStrategy) -> list[str]:
+def complete_puzzles(model: Transformer, tokenizer: Tokenizer, task: PuzzleSet, order: RemaskingStrategy) -> list[str]:
     """The grids, one cell a forward."""
     config = GenerationConfig(remasking_strategy=order, temperature=task.temperature)
-    begin = model.config.beginning
+    begin = model.config.prefix_ids
     canvases = []
     for text in task.puzzles:
-        cells = [[model.config.mask_token] if cell == UNKNOWN else tokenizer.encode(cell) for cell in text]
+        cells = [[model.config.mask_token] if cell == EMPTY_CELL else tokenizer.encode(cell) for cell in text]
         canvases.append([*begin, *(token for cell in cells for token in cell)])
     done: list[str] = []
     for first in range(0, len(canvases), BATCH):
@@ -66,16 +66,16 @@ def completed(model: Transformer, tokenizer: Tokenizer, task: Task, order: Remas
 
 def keeps_givens(text: str, grid: str) -> bool:
     """The grid has the puzzle's digits where they were."""
-    return all(given in (UNKNOWN, cell) for given, cell in zip(text, grid, strict=True))
+    return all(given in (EMPTY_CELL, cell) for given, cell in zip(text, grid, strict=True))
 
 
 def report(model: Transformer, tokenizer: Tokenizer, *, count: int, givens: int) -> str:
     """Markdown table of the shares of valid grids."""
     rows = []
-    for task in tasks(count, givens):
+    for task in build_puzzle_sets(count, givens):
         for order in ORDERS:
-            say(f"{task.name}, {order}")
-            grids = completed(model, tokenizer, task, order)
+            print_message(f"{task.name}, {order}")
+            grids = complete_puzzles(model, tokenizer, task, order)
             pairs = zip(task.puzzles, grids, strict=True)
             right = sum(is_shidoku(grid) and keeps_givens(text, grid) for text, grid in pairs)
             share = right / max(1, len(grids))
@@ -101,7 +101,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     print(report(model, tokenizer, count=arguments.count, givens=arguments.givens))
-    print(f"\n{markdown_list(environment(threads=arguments.threads, packages=['torch']))}")
+    print(f"\n{markdown_list(collect_environment(threads=arguments.threads, packages=['torch']))}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ Seconds = dict[str, list[float]]
 
 
 def time_in_turns(
-    contestants: Mapping[str, Callable[[], object]],
+    implementations: Mapping[str, Callable[[], object]],
     *,
     rounds: int,
     warmup: int,
@@ -40,9 +40,9 @@ def time_in_turns(
     A call must not return before its work is done. The first ``warmup`` rounds do not count; ``after_round`` gets the
     number of each other one, from 1, and its seconds.
     """
-    seconds: Seconds = {name: [] for name in contestants}
+    seconds: Seconds = {name: [] for name in implementations}
     for index in range(warmup + rounds):
-        for name, call in contestants.items():
+        for name, call in implementations.items():
             start = clock()
             call()
             elapsed = clock() - start
@@ -53,7 +53,9 @@ def time_in_turns(
     return seconds
 
 
-def in_fresh_process(measure: Callable[..., _Measured], *arguments: object, what: str, key: str) -> _Measured:
+def run_in_fresh_process(
+    measure: Callable[..., _Measured], *arguments: object, description: str, key: str
+) -> _Measured:
     """``measure(*arguments)`` in a process of its own, whose memory nothing else has used.
 
     Args:
@@ -69,7 +71,7 @@ def in_fresh_process(measure: Callable[..., _Measured], *arguments: object, what
             return pool.submit(measure, *arguments).result()
         except BrokenProcessPool:
             raise ValueError(
-                f"{what} was killed while its memory was measured; if the machine ran out of memory, lower {key}"
+                f"{description} was killed while its memory was measured; if the machine ran out of memory, lower {key}"
             ) from None
 
 
@@ -77,18 +79,18 @@ def in_fresh_process(measure: Callable[..., _Measured], *arguments: object, what
 class Speedup:
     """How many times as fast one contestant is as another."""
 
-    of_medians: float
+    ratio_of_medians: float
     """Ratio of the median times."""
-    paired: float
+    median_ratio: float
     """Median of the ratios within each round: what slows a whole round cancels."""
     low: float
     """First quartile of these."""
     high: float
     """Third quartile."""
 
-    def within_rounds(self) -> str:
+    def format_ratio(self) -> str:
         """The paired ratio with its quartiles, for a table."""
-        return f"{self.paired:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.median_ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def speedup(ours: Sequence[float], theirs: Sequence[float]) -> Speedup:
@@ -98,7 +100,7 @@ def speedup(ours: Sequence[float], theirs: Sequence[float]) -> Speedup:
     return Speedup(statistics.median(theirs) / statistics.median(ours), middle, low, high)
 
 
-def cpu_model() -> str:
+def read_cpu_model() -> str:
     """Name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
@@ -111,7 +113,7 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def command_line() -> str:
+def format_command_line() -> str:
     """The command that runs, as one would type it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
@@ -123,14 +125,14 @@ def version(package: str) -> str:
     return getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package)
 
 
-def environment(*, threads: int, packages: Iterable[str], accelerator: str | None = None) -> dict[str, str]:
+def collect_environment(*, threads: int, packages: Iterable[str], accelerator: str | None = None) -> dict[str, str]:
     """What a number needs beside it to be measured again."""
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     versions = [f"{package} {version(package)}" for package in packages]
     return {
-        "command": f"`{command_line()}`",
+        "command": f"`{format_command_line()}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "CPU": cpu_model(),
+        "CPU": read_cpu_model(),
         **({} if accelerator is None else {"accelerator": accelerator}),
         "threads": f"{threads} of torch; the process may use {usable_cores()} cores; load average at the start {load}",
         "software": ", ".join([f"Python {platform.python_version()}", *versions, platform.platform(terse=True)]),
@@ -148,6 +150,6 @@ def markdown_list(items: Mapping[str, str]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in items.items())
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """A line of progress on stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Names, shapes and values of two model directories: what maps to what, and how much they differ.",
         example=EXAMPLE,
         config_required=False,
-        extra=_add_shorthands,
+        add_arguments=_add_shorthands,
         argv=argv,
     )
     if config.a is None:
@@ -32,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2)
     with friendly_errors(NAME):
         # Only now, so that --help and config errors do not wait for torch.
-        from diffusionlm.checkpoints.analyze import analyze, describe, render
+        from diffusionlm.checkpoints.analyze import analyze, format_analysis, format_directory
 
         if config.b is None:
-            print(describe(config.a, config.max_rows))
+            print(format_directory(config.a, config.max_rows))
             return
         result = analyze(config.a, config.b, values=config.values)
-        print(result.to_json() if config.format == "json" else render(result, config.max_rows))
+        print(result.to_json() if config.format == "json" else format_analysis(result, config.max_rows))
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:

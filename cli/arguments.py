@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from config.base import Section
 from config.dump import to_toml
 from config.load import ConfigError, json_schema, load_config
-from files.resilient_stream import forget
+from files.resilient_stream import discard_pending_output
 
 T = TypeVar("T", bound=Section)
 
@@ -28,8 +28,8 @@ def parse_command(
     description: str,
     example: str,
     config_required: bool = True,
-    renamed: Mapping[str, str] | None = None,
-    extra: Callable[[argparse.ArgumentParser], None] | None = None,
+    key_hints: Mapping[str, str] | None = None,
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> tuple[T, argparse.Namespace]:
     """Parse the command line of a command and load its config.
@@ -38,14 +38,14 @@ def parse_command(
     `renamed` is that of `load_config`. Without `config_required` the defaults alone are a config.
     Exits with 2 and a message if there is no valid config.
     """
-    parser = _parser(config_class, name, description, example)
-    if extra is not None:
-        extra(parser)
+    parser = _build_parser(config_class, name, description, example)
+    if add_arguments is not None:
+        add_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.config is None and config_required:
         parser.error("no config given: add --config FILE.toml")
     try:
-        config = load_config(config_class, arguments.config, arguments.overrides, renamed=renamed)
+        config = load_config(config_class, arguments.config, arguments.overrides, key_hints=key_hints)
     except ConfigError as error:
         parser.exit(2, f"{name}: error: {error}\n")
     if arguments.print_config:
@@ -54,7 +54,7 @@ def parse_command(
     return config, arguments
 
 
-def _parser(config_class: type[Section], name: str, description: str, example: str) -> argparse.ArgumentParser:
+def _build_parser(config_class: type[Section], name: str, description: str, example: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=name,
         description=description,
@@ -126,12 +126,12 @@ def friendly_errors(name: str) -> Iterator[None]:
         print(f"{name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
-        forget(sys.stdout)  # whoever read it has enough; nothing is wrong
+        discard_pending_output(sys.stdout)  # whoever read it has enough; nothing is wrong
         raise SystemExit(0) from None
     except (ValueError, OSError) as error:
         if _wants_traceback():
             raise
-        print(f"{name}: error: {_message(error)}", file=sys.stderr)
+        print(f"{name}: error: {_format_error(error)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
@@ -139,7 +139,7 @@ def _wants_traceback() -> bool:
     return os.environ.get(TRACEBACK_VARIABLE) == "1"
 
 
-def _message(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     return str(error) or type(error).__name__

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name=NAME,
         description="Measure tokens per second, forwards and memory of decoding, all cells of a grid in turn.",
         example=EXAMPLE,
-        extra=_add_shorthands,
+        add_arguments=_add_shorthands,
         argv=argv,
     )
     with friendly_errors(NAME):

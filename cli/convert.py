@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Write a model directory anew: another dtype, other shards, or with a mask token for diffusion.",
         example=EXAMPLE,
         config_required=False,
-        extra=_add_arguments,
+        add_arguments=_add_arguments,
         argv=argv,
     )
     missing = next((name for name in ("source", "target") if getattr(config, name) is None), None)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         plan = plan_conversion(config)
         if arguments.dry_run:
-            print("\n".join(plan.steps))
+            print("\n".join(plan.descriptions))
             return
         convert(plan, config, print)
         print(f"next: uv run diffusionlm-analyze {plan.source} {config.target}")

@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Nats per token, perplexity and bits per byte of a text, each with its standard error.",
         example=EXAMPLE,
         config_required=False,
-        extra=_add_shorthands,
+        add_arguments=_add_shorthands,
         argv=argv,
     )
-    problem = _missing(config)
+    problem = _find_missing_option(config)
     if problem is not None:
         print(f"{NAME}: error: {problem}", file=sys.stderr)
         raise SystemExit(2)
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(result.to_json() if config.output.format == "json" else result.to_text())
 
 
-def _missing(config: EvalConfig) -> str | None:
+def _find_missing_option(config: EvalConfig) -> str | None:
     if config.model.path is None:
         return "no model given: add --model DIR, or path to [model] of the config"
     if config.data.source is None:
@@ -55,11 +55,11 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="model, checkpoint or run"
     )
-    group.add_argument("--data", metavar="FILE", action=_Files, help="file, directory or glob, all of it")
+    group.add_argument("--data", metavar="FILE", action=_FilesShorthand, help="file, directory or glob, all of it")
     group.add_argument("--json", action=FlagShorthand, nargs=0, const='output.format="json"', help="one JSON object")
 
 
-class _Files(argparse.Action):
+class _FilesShorthand(argparse.Action):
     """A source of files, in place of the config's."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:

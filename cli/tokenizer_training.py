@@ -16,7 +16,7 @@ from tqdm import tqdm
 from config.data import PythonStdlib
 from config.dump import to_toml
 from config.train_tokenizer import TrainTokenizerConfig
-from diffusionlm.checkpoints.manifest import write_directory
+from diffusionlm.checkpoints.manifest import write_directory_atomically
 from diffusionlm.data.corpus import first_documents
 from diffusionlm.data.reader import DocumentSource, open_source
 from logger import console_style
@@ -33,7 +33,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass
-class Amount:
+class TextVolume:
     """Documents and their bytes."""
 
     documents: int = 0
@@ -54,10 +54,10 @@ class TokenizerResult:
 
     config: TrainTokenizerConfig
     tokenizer: Tokenizer
-    learnt_from: Amount
+    training_text: TextVolume
     skipped: dict[str, int]
     """Training documents left out, counted by reason."""
-    held_out: Amount
+    held_out: TextVolume
     held_out_tokens: int
     """Without end-of-text tokens."""
 
@@ -74,13 +74,17 @@ class TokenizerResult:
         lines = [("tokenizer", f"{size}, {' '.join(tokenizer.special_tokens)}; pattern {wanted.pattern}")]
         if missing:
             lines.append(("", f"{missing:,} fewer than asked for: the text has no more pairs to merge"))
-        lines.append(("learnt from", str(self.learnt_from)))
+        lines.append(("learnt from", str(self.training_text)))
         if self.skipped:
             lines.append(("skipped", ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.items())))
-        lines += [("held out", self._measured()), ("written to", str(directory)), ("next", self._next_command())]
+        lines += [
+            ("held out", self._format_compression()),
+            ("written to", str(directory)),
+            ("next", self._next_command()),
+        ]
         return "\n".join(f"{name:<12}  {value}" for name, value in lines)
 
-    def _measured(self) -> str:
+    def _format_compression(self) -> str:
         if self.bytes_per_token is None:
             return "the source has no validation documents to measure it on"
         return f"{self.bytes_per_token:.3f} bytes per token, on {self.held_out} of the validation split"
@@ -94,7 +98,7 @@ class TokenizerResult:
         return command if same else f"{command}, with your text as [data.source]"
 
 
-class Progress:
+class ProgressMeter:
     """How far one phase after the other is: a bar where someone watches, else a line now and then and at its end."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -107,7 +111,7 @@ class Progress:
         """The next phase."""
         self.close()
         self._name, self._unit, self._total = name, unit, total
-        self._done, self._told = 0, time.monotonic()
+        self._done, self._last_line_at = 0, time.monotonic()
         if self._has_bar:
             self._bar = tqdm(
                 desc=name, unit=f" {unit}", total=total, unit_scale=True, file=self._stream, dynamic_ncols=True
@@ -118,19 +122,19 @@ class Progress:
         self._done = done
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
-        elif time.monotonic() - self._told > SECONDS_BETWEEN_LINES:
-            self._tell()
+        elif time.monotonic() - self._last_line_at > SECONDS_BETWEEN_LINES:
+            self._print_line()
 
     def close(self) -> None:
         """The phase is over."""
         if self._bar is not None:
             self._bar.close()
         elif self._name:
-            self._tell()
+            self._print_line()
         self._bar, self._name = None, ""
 
-    def _tell(self) -> None:
-        self._told = time.monotonic()
+    def _print_line(self) -> None:
+        self._last_line_at = time.monotonic()
         of_all = "" if self._total is None else f" of {self._total:,}"
         print(f"{self._name}: {self._done:,}{of_all} {self._unit}", file=self._stream, flush=True)
 
@@ -144,8 +148,8 @@ def train_tokenizer(config: TrainTokenizerConfig, stream: TextIO) -> TokenizerRe
     check_output(config.output.directory)
     try:
         source, held_out = open_source(config.source, "train"), open_source(config.source, "validation")
-        learnt_from, measured = Amount(), Amount()
-        tokenizer = _learn(config, source, learnt_from, stream)
+        training_text, measured = TextVolume(), TextVolume()
+        tokenizer = _train_on_documents(config, source, training_text, stream)
         tokens = 0
         for text in first_documents(held_out, MAX_HELD_OUT_BYTES):
             measured.add(text)
@@ -157,8 +161,8 @@ def train_tokenizer(config: TrainTokenizerConfig, stream: TextIO) -> TokenizerRe
         save_tokenizer(tokenizer, folder)
         (folder / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
 
-    write_directory(config.output.directory, write)
-    return TokenizerResult(config, tokenizer, learnt_from, dict(source.skipped), measured, tokens)
+    write_directory_atomically(config.output.directory, write)
+    return TokenizerResult(config, tokenizer, training_text, dict(source.skipped), measured, tokens)
 
 
 def check_output(directory: Path) -> None:
@@ -181,7 +185,9 @@ def check_output(directory: Path) -> None:
         raise ValueError(f"output.directory = {directory} holds something else ({shown}); {another}")
 
 
-def _learn(config: TrainTokenizerConfig, source: DocumentSource, amount: Amount, stream: TextIO) -> Tokenizer:
+def _train_on_documents(
+    config: TrainTokenizerConfig, source: DocumentSource, amount: TextVolume, stream: TextIO
+) -> Tokenizer:
     wanted = config.tokenizer
     workers = config.output.workers
     num_merges = wanted.vocab_size - 256 - len(wanted.special_tokens)
@@ -189,7 +195,7 @@ def _learn(config: TrainTokenizerConfig, source: DocumentSource, amount: Amount,
     first = next(texts, None)
     if first is None:
         raise ValueError(f"[source] has no training documents ({source.provenance}); give it text to learn from")
-    with closing(Progress(stream)) as progress:
+    with closing(ProgressMeter(stream)) as progress:
 
         def counted() -> Iterator[str]:
             progress.begin("reading", "bytes")

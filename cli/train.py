@@ -11,12 +11,12 @@ from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 
 from cli.arguments import friendly_errors, parse_command
-from config.train import RENAMED, TrainConfig
-from files.resilient_stream import lasting
+from config.train import KEY_HINTS, TrainConfig
+from files.resilient_stream import resilient
 
 NAME = "diffusionlm-train"
 
-SECONDS_OF_THE_FIRST = 2.0
+RANK_ZERO_HEAD_START_SECONDS = 2.0
 """How long other ranks leave it to the first one to say what is wrong."""
 
 
@@ -32,17 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             name=NAME,
             description="Train a masked diffusion language model.",
             example=f"{NAME} --config config/resources/train.toml --set training.max_steps=200",
-            renamed=RENAMED,
-            extra=add_arguments,
+            key_hints=KEY_HINTS,
+            add_arguments=add_arguments,
             argv=argv,
         )
     if arguments.dry_run:
-        from profiling.estimate import render_plan
+        from profiling.estimate import format_run_estimate
 
         if is_first_rank():
-            print(render_plan(config))
+            print(format_run_estimate(config))
         return 0
-    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}"), _said_once():
+    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}"), _report_error_once():
         code = train_as_rank(config)
         return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
     return 1
@@ -56,19 +56,19 @@ def train_as_rank(config: TrainConfig) -> int:
     # Only now, so that --help and config errors do not wait for torch.
     from diffusionlm.training.loop import train
 
-    with redirect_stderr(lasting(sys.stderr)):
+    with redirect_stderr(resilient(sys.stderr)):
         result = train(config)
-    return 0 if result.stopped_by is None else 128 + result.stopped_by
+    return 0 if result.stop_signal is None else 128 + result.stop_signal
 
 
 @contextmanager
-def _said_once() -> Iterator[None]:
+def _report_error_once() -> Iterator[None]:
     """Wait with an error of another rank than the first. If that one has it, too, torchrun ends this one now."""
     try:
         yield
     except (ValueError, OSError):
         if not is_first_rank():
-            time.sleep(SECONDS_OF_THE_FIRST)
+            time.sleep(RANK_ZERO_HEAD_START_SECONDS)
         raise
 
 

@@ -10,8 +10,8 @@ from functools import partial
 
 from cli.arguments import friendly_errors, parse_command
 from cli.train import add_arguments, train_as_rank
-from config.train import RENAMED, DistributedTrainConfig
-from files.resilient_stream import lasting
+from config.train import KEY_HINTS, DistributedTrainConfig
+from files.resilient_stream import resilient
 
 NAME = "diffusionlm-train-ddp"
 
@@ -27,18 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         name=NAME,
         description="Train a masked diffusion language model on several ranks: one for each GPU, or two on a CPU.",
         example=EXAMPLE,
-        renamed=RENAMED,
-        extra=_add_arguments,
+        key_hints=KEY_HINTS,
+        add_arguments=_add_arguments,
         argv=argv,
     )
     with friendly_errors(NAME):
         check_nodes(arguments)
         if arguments.dry_run:
-            from profiling.estimate import render_plan
+            from profiling.estimate import format_run_estimate
 
             # Two, where only torch knows how many GPUs there are.
             local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
-            print(render_plan(config.plain(), local_ranks * arguments.nodes))
+            print(format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes))
             return 0
         # Only now, so that --help and config errors do not wait for torch.
         from ddp.launch import Nodes, count_local_ranks, launch
@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         local_ranks = count_local_ranks(config.parallel, config.run.device)
         config.rows_per_rank(local_ranks * nodes.count)
         restarts = config.parallel.max_restarts
-        act = partial(train_as_rank, config.plain())
-        with redirect_stderr(lasting(sys.stderr)):  # the ranks go on where nobody listens
+        act = partial(train_as_rank, config.to_train_config())
+        with redirect_stderr(resilient(sys.stderr)):  # the ranks go on where nobody listens
             return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)
     return 1
 

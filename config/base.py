@@ -42,7 +42,7 @@ class Section(BaseModel):
         """Reject fields whose None could not be written to TOML and read back."""
         super().__pydantic_init_subclass__(**kwargs)
         for name, field in cls.model_fields.items():
-            if NoneType in alternatives(field.annotation) and field.get_default() is not None:
+            if NoneType in union_members(field.annotation) and field.get_default() is not None:
                 raise TypeError(f"{cls.__name__}.{name} may be None, so None must be its default (TOML has no null)")
 
 
@@ -77,10 +77,10 @@ IntTuple = Annotated[tuple[int, ...], Field(strict=False)]
 FloatTuple = Annotated[tuple[float, ...], Field(strict=False)]
 
 
-def alternatives(annotation: Any) -> tuple[Any, ...]:
+def union_members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union without `Annotated` wrappers; any other type is its only alternative."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
-        return tuple(kind for member in get_args(annotation) for kind in alternatives(member))
+        return tuple(kind for member in get_args(annotation) for kind in union_members(member))
     return (annotation,)

@@ -14,11 +14,11 @@ from config.model import Architecture, ModelConfig
 
 Cache = Literal["none", "prefix", "dual", "block"]
 
-OWN_KEYS = {"max_new_tokens": "bench.new_tokens", "total_length": "bench.new_tokens", "cache": "grid.caches"}
+BENCHMARK_KEYS = {"max_new_tokens": "bench.new_tokens", "total_length": "bench.new_tokens", "cache": "grid.caches"}
 """Keys of a policy's generation that the benchmark sets, and where."""
 
 
-class RandomModel(Architecture):
+class RandomModelShape(Architecture):
     """``[model.shape]``: a model of random weights. Speed does not depend on them, but how many tokens a confidence
     threshold settles does."""
 
@@ -27,7 +27,7 @@ class RandomModel(Architecture):
     block_length: PositiveInt | None = None
     """Blocks that the model is for; with them attention is block-causal unless a policy says otherwise."""
 
-    def complete(self) -> ModelConfig:
+    def to_model_config(self) -> ModelConfig:
         """What the model is built from."""
         return ModelConfig(**self.model_dump(), mask_token_id=self.vocab_size - 1)
 
@@ -35,13 +35,13 @@ class RandomModel(Architecture):
 class BenchModel(InferModelConfig):
     """``[model]``: what decodes, and where; a directory (path), or else random weights of a shape."""
 
-    shape: RandomModel | None = None
+    shape: RandomModelShape | None = None
     """Plays no part where there is a path."""
     seed: NonNegativeInt = 0
     """Of random weights."""
 
 
-class BenchSection(Section):
+class BenchInferSection(Section):
     """``[bench]``: the requests, and how they are measured."""
 
     prompts: StrTuple = ()
@@ -61,7 +61,7 @@ class BenchSection(Section):
     """Of random prompts; request i decodes with seed + i."""
 
 
-class PolicySection(Section):
+class BenchStrategySection(Section):
     """``[[policies]]``: settings of decoding under a name."""
 
     name: NonEmptyStr
@@ -74,7 +74,7 @@ class PolicySection(Section):
     """In place of grid.caches."""
 
 
-class GridSection(Section):
+class BenchGridSection(Section):
     """``[grid]``: each policy is measured with every batch size, block length and cache."""
 
     batch_sizes: Annotated[TupleOf[PositiveInt], Field(min_length=1)] = (1,)
@@ -85,7 +85,7 @@ class GridSection(Section):
     """prefix and dual are for bidirectional attention, block is for block-causal attention."""
 
 
-class ValidationSection(EvalDataConfig):
+class BenchValidationSection(EvalDataConfig):
     """``[validation]``: a text whose likelihood is bounded, once for each block length of the grid; it needs
     model.path and its tokenizer."""
 
@@ -97,14 +97,14 @@ class ValidationSection(EvalDataConfig):
     """Rows of one forward."""
 
 
-class OutputSection(Section):
+class BenchInferOutput(Section):
     """``[output]``: where results are kept beside the terminal."""
 
     path: ConfigPath | None = None
     """A JSON file of the config, the environment and the numbers of every call, replaced where it is there."""
 
 
-class Cell(Section):
+class BenchCell(Section):
     """One combination of the grid."""
 
     policy: str
@@ -122,14 +122,14 @@ class BenchInferConfig(Section):
     """A decoding benchmark: every policy in every cell of the grid."""
 
     model: BenchModel = BenchModel()
-    bench: BenchSection = BenchSection()
-    grid: GridSection = GridSection()
-    policies: Annotated[TupleOf[PolicySection], Field(min_length=1)]
-    validation: ValidationSection | None = None
-    output: OutputSection = OutputSection()
+    bench: BenchInferSection = BenchInferSection()
+    grid: BenchGridSection = BenchGridSection()
+    policies: Annotated[TupleOf[BenchStrategySection], Field(min_length=1)]
+    validation: BenchValidationSection | None = None
+    output: BenchInferOutput = BenchInferOutput()
 
     @model_validator(mode="after")
-    def _model_is_there(self) -> Self:
+    def _check_model(self) -> Self:
         if self.model.path is not None:
             return self
         if self.model.shape is None:
@@ -143,7 +143,7 @@ class BenchInferConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _cells_are_possible(self) -> Self:
+    def _check_cells(self) -> Self:
         lists: dict[str, list[Any]] = {"policies.name": [policy.name for policy in self.policies]}
         for key in ("batch_sizes", "block_lengths", "caches"):
             lists[f"grid.{key}"] = list(getattr(self.grid, key))
@@ -160,17 +160,17 @@ class BenchInferConfig(Section):
             self._check_cell(cell)
         return self
 
-    def _check_keys(self, policy: PolicySection) -> None:
+    def _check_keys(self, policy: BenchStrategySection) -> None:
         """A policy leaves to the benchmark what is the benchmark's."""
         lengths = {"block_length": "grid.block_lengths"} if self._block_lengths(policy) else {}
-        for key, instead in (OWN_KEYS | lengths).items():
+        for key, instead in (BENCHMARK_KEYS | lengths).items():
             value = getattr(policy.generation, key)
             if value is not None:
                 raise ValueError(
                     f"policy {policy.name!r}: generation.{key} = {value!r} is set by {instead} here: remove one of them"
                 )
 
-    def _check_cell(self, cell: Cell) -> None:
+    def _check_cell(self, cell: BenchCell) -> None:
         """What can be said before the model is there."""
         attention = cell.generation.attention
         shape = self.model.shape if self.model.path is None else None
@@ -195,24 +195,24 @@ class BenchInferConfig(Section):
                 f"{length} tokens, more than model.shape.max_position_embeddings = {shape.max_position_embeddings}"
             )
 
-    def _block_lengths(self, policy: PolicySection) -> tuple[int, ...]:
+    def _block_lengths(self, policy: BenchStrategySection) -> tuple[int, ...]:
         return self.grid.block_lengths if policy.block_lengths is None else policy.block_lengths
 
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[BenchCell, ...]:
         """All combinations, by batch size, policy, block length and cache.
 
         Raises:
             ValueError: a policy's settings do not go with a block length or a cache; names both.
         """
         return tuple(
-            Cell(policy=policy.name, batch_size=batch_size, generation=self._generation(policy, length, cache))
+            BenchCell(policy=policy.name, batch_size=batch_size, generation=self._generation(policy, length, cache))
             for batch_size in self.grid.batch_sizes
             for policy in self.policies
             for length in self._block_lengths(policy) or (None,)
             for cache in policy.caches or self.grid.caches
         )
 
-    def _generation(self, policy: PolicySection, block_length: int | None, cache: Cache) -> GenerationConfig:
+    def _generation(self, policy: BenchStrategySection, block_length: int | None, cache: Cache) -> GenerationConfig:
         values = policy.generation.model_dump()
         values |= {"cache": cache, "max_new_tokens": self.bench.new_tokens}
         values["stop_token_ids"] = policy.generation.stop_token_ids or ()

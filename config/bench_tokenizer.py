@@ -30,7 +30,7 @@ class BenchTokenizerSection(Section):
     """Rounds before that which do not count; they fill the caches of words where they are meant to be warm."""
 
     @model_validator(mode="after")
-    def _sensible(self) -> Self:
+    def _check_values(self) -> Self:
         for key, values in (("vocab_sizes", self.vocab_sizes), ("peers", self.peers)):
             twice = next((value for value in values if values.count(value) > 1), None)
             if twice is not None:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf
 from config.model import Architecture, ModelConfig
-from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
 
 Precision = Literal["float32", "bfloat16"]
 Peer = Literal["transformers", "liger"]
@@ -67,7 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 length of rows. All have a tied head."""
 
 
-class Shape(Architecture):
+class BenchShape(Architecture):
     """``[[shapes]]``: a model and its batch, by name (shape) or in full. Rows are as long as the context,
     max_position_embeddings."""
 
@@ -82,7 +82,7 @@ class Shape(Architecture):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_the_preset(cls, values: Any) -> Any:
+    def _fill_from_preset(cls, values: Any) -> Any:
         preset = values.get("shape") if isinstance(values, dict) else None
         if preset is None:
             return values
@@ -94,7 +94,7 @@ class Shape(Architecture):
         return {"name": preset} | PRESETS[preset] | values
 
     @model_validator(mode="after")
-    def _as_qwen3(self) -> Self:
+    def _check_is_qwen3(self) -> Self:
         if not self.qk_norm or self.attention_bias:
             raise ValueError("the peer is a Qwen3, so shapes need qk_norm = true and attention_bias = false")
         return self
@@ -109,12 +109,12 @@ class Shape(Architecture):
         """The last token of the vocabulary."""
         return self.vocab_size - 1
 
-    def complete(self) -> ModelConfig:
+    def to_model_config(self) -> ModelConfig:
         """What the model is built from."""
         return ModelConfig(**self.model_dump(exclude={"shape", "name", "batch_size"}), mask_token_id=self.mask_token)
 
 
-class BenchSection(Section):
+class BenchTrainSection(Section):
     """``[bench]``: what is measured, and how."""
 
     precisions: Annotated[TupleOf[Precision], Field(min_length=1)] = ("float32", "bfloat16")
@@ -144,14 +144,14 @@ class BenchSection(Section):
         """The objective of a name, at its defaults."""
         match name:
             case "masked_diffusion":
-                return MaskedDiffusion()
+                return MaskedDiffusionConfig()
             case "block_diffusion":
-                return BlockDiffusion(block_length=self.block_length)
+                return BlockDiffusionConfig(block_length=self.block_length)
             case "next_token":
-                return NextToken()
+                return NextTokenConfig()
 
 
-class OutputSection(Section):
+class BenchTrainOutput(Section):
     """``[output]``: where results are kept beside the terminal."""
 
     directory: ConfigPath | None = None
@@ -161,12 +161,12 @@ class OutputSection(Section):
 class BenchTrainConfig(Section):
     """A training benchmark: every shape with every objective in every precision."""
 
-    shapes: Annotated[TupleOf[Shape], Field(min_length=1)]
-    bench: BenchSection = BenchSection()
-    output: OutputSection = OutputSection()
+    shapes: Annotated[TupleOf[BenchShape], Field(min_length=1)]
+    bench: BenchTrainSection = BenchTrainSection()
+    output: BenchTrainOutput = BenchTrainOutput()
 
     @model_validator(mode="after")
-    def _blocks_fit(self) -> Self:
+    def _check_block_length(self) -> Self:
         for shape in self.shapes if "block_diffusion" in self.bench.objectives else ():
             if self.bench.block_length > shape.max_position_embeddings:
                 raise ValueError(
@@ -177,7 +177,7 @@ class BenchTrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _distinct(self) -> Self:
+    def _check_distinct(self) -> Self:
         lists: dict[str, list[str]] = {"shapes.name": [shape.name for shape in self.shapes]}
         for name in ("precisions", "objectives", "peers"):
             lists[f"bench.{name}"] = list(getattr(self.bench, name))

@@ -44,7 +44,7 @@ class ConvertConfig(Section):
 
     @field_validator("model_type")
     @classmethod
-    def _is_known(cls, value: str | None) -> str | None:
+    def _check_model_type(cls, value: str | None) -> str | None:
         if value is not None and value not in FAMILIES:
             raise ValueError(f"must be one of {', '.join(FAMILIES)}")
         return value

@@ -29,7 +29,7 @@ class PythonStdlib(Section):
     """One file in this many, chosen by a hash of its path, is kept for validation."""
 
 
-class WrittenText(Section):
+class RecordSourceOptions(Section):
     """What sources of text that people wrote share."""
 
     max_documents: PositiveInt | None = None
@@ -41,7 +41,7 @@ class WrittenText(Section):
     it, and skip the rest. Empty text is always left out."""
 
 
-class LocalFiles(WrittenText):
+class LocalFiles(RecordSourceOptions):
     """JSON lines, plain text or Parquet on this machine, plain or compressed, read as a stream."""
 
     kind: Literal["files"] = "files"
@@ -62,19 +62,19 @@ class LocalFiles(WrittenText):
     """Share of the documents, chosen by a hash of their text, when there are no `validation_paths`."""
 
 
-def _split_alone(split: str) -> str:
+def _check_split_name(split: str) -> str:
     if re.search(r"[:\[\]]", split):
         raise ValueError(f"{split!r} is not the name of a split; parts of it cannot be taken here")
     return split
 
 
-def _split_and_count(split: str) -> str:
+def _check_split_and_count(split: str) -> str:
     if re.fullmatch(r"[^:\[\]]+(:[1-9][0-9]*)?", split) is None:
         raise ValueError(f'{split!r} is neither the name of a split, nor one with a number of documents ("train:1000")')
     return split
 
 
-class HubDataset(WrittenText):
+class HubDataset(RecordSourceOptions):
     """A dataset of the Hugging Face Hub, read as a stream."""
 
     kind: Literal["hub"] = "hub"
@@ -84,9 +84,9 @@ class HubDataset(WrittenText):
     """Configuration of the dataset, where it has several."""
     revision: NonEmptyStr | None = None
     """Commit or tag: name one for a run that can be repeated."""
-    train_split: Annotated[NonEmptyStr, AfterValidator(_split_and_count)] = "train"
+    train_split: Annotated[NonEmptyStr, AfterValidator(_check_split_and_count)] = "train"
     """Split to train on; "train:1000" is short for "train" with max_documents = 1000."""
-    validation_split: Annotated[NonEmptyStr, AfterValidator(_split_alone)] | None = None
+    validation_split: Annotated[NonEmptyStr, AfterValidator(_check_split_name)] | None = None
     """Split to validate on. None: documents of the training split are chosen by `validation_fraction`."""
     validation_fraction: Fraction = 0.005
     """Share of the documents, chosen by a hash of their text, when there is no `validation_split`."""
@@ -94,7 +94,7 @@ class HubDataset(WrittenText):
     """The column that holds the text."""
 
     @model_validator(mode="after")
-    def _one_limit(self) -> Self:
+    def _check_one_limit(self) -> Self:
         if ":" in self.train_split and self.max_documents is not None:
             raise ValueError(
                 f'train_split = "{self.train_split}" and max_documents = {self.max_documents} say how many documents '
@@ -103,7 +103,7 @@ class HubDataset(WrittenText):
         return self
 
     @property
-    def train_part(self) -> tuple[str, int | None]:
+    def train_split_and_limit(self) -> tuple[str, int | None]:
         """Name of the training split, and how many of its training documents are read; None: all."""
         name, _, count = self.train_split.partition(":")
         return name, int(count) if count else self.max_documents
@@ -130,7 +130,7 @@ class Synthetic(Section):
     """Documents for validation: other draws from the same distribution."""
 
 
-def _distinct_symbols(symbols: str) -> str:
+def _check_distinct_symbols(symbols: str) -> str:
     odd = next((symbol for symbol in symbols if not "!" <= symbol <= "~"), None)
     if odd is not None:
         raise ValueError(f"{odd!r} is not a printable ASCII character; each symbol is one byte, and so one token")
@@ -142,7 +142,7 @@ def _distinct_symbols(symbols: str) -> str:
     return symbols
 
 
-Symbols = Annotated[str, AfterValidator(_distinct_symbols)]
+Symbols = Annotated[str, AfterValidator(_check_distinct_symbols)]
 """Two or more printable ASCII characters, each once."""
 
 
@@ -198,14 +198,14 @@ TextSource = PythonStdlib | LocalFiles | HubDataset | SyntheticText
 Source = Annotated[TextSource | Shards, Field(discriminator="kind")]
 
 
-def named_source(value: object) -> object:
+def expand_source_kind(value: object) -> object:
     """A `kind` alone stands for its section."""
     return {"kind": value} if isinstance(value, str) else value
 
 
-def text_source(value: object) -> object:
+def check_text_source(value: object) -> object:
     """The same, where tokens will not do."""
-    section = named_source(value)
+    section = expand_source_kind(value)
     if isinstance(section, dict) and section.get("kind") == "shards":
         raise ValueError(
             'kind = "shards" has tokens already, and no text: name the source that they were made from; '
@@ -214,12 +214,12 @@ def text_source(value: object) -> object:
     return section
 
 
-TextSourceOrName = Annotated[TextSource, Field(discriminator="kind"), BeforeValidator(text_source)]
+TextSourceOrName = Annotated[TextSource, Field(discriminator="kind"), BeforeValidator(check_text_source)]
 
-SourceOrName = Annotated[Source, BeforeValidator(named_source)]
+SourceOrName = Annotated[Source, BeforeValidator(expand_source_kind)]
 
 
-class MixturePart(Section):
+class MixtureEntry(Section):
     """One ``[[data.mixture]]``."""
 
     source: SourceOrName
@@ -235,7 +235,7 @@ class DataConfig(Section):
 
     source: SourceOrName | None = None
     """A `kind` such as `"python-stdlib"` or `"markov"` alone, or a table `[data.source]` with its `kind`."""
-    mixture: TupleOf[MixturePart] = ()
+    mixture: TupleOf[MixtureEntry] = ()
     """Several sources in place of one: `[[data.mixture]]` for each. Each is read again from its start, in a new order,
     as soon as it ends; an epoch has ended when each was read to its end at least once."""
     rows: Literal["packed", "best_fit", "padded"] = "packed"
@@ -268,7 +268,7 @@ class DataConfig(Section):
     """Steps that the workers are ahead at most."""
 
     @model_validator(mode="after")
-    def _source_or_mixture(self) -> Self:
+    def _check_source_or_mixture(self) -> Self:
         if (self.source is None) == (not self.mixture):
             problem = "no source" if self.source is None else "both source and mixture"
             raise ValueError(
@@ -278,12 +278,12 @@ class DataConfig(Section):
         return self
 
     @property
-    def parts(self) -> tuple[MixturePart, ...]:
+    def parts(self) -> tuple[MixtureEntry, ...]:
         """The mixture; of one source, a mixture of it alone."""
-        return self.mixture if self.source is None else (MixturePart(source=self.source),)
+        return self.mixture if self.source is None else (MixtureEntry(source=self.source),)
 
 
-NEW_TOKENIZER = ("vocab_size", "pattern", "max_training_bytes")
+TRAINING_KEYS = ("vocab_size", "pattern", "max_training_bytes")
 """Keys that say how a tokenizer is trained."""
 
 
@@ -300,9 +300,9 @@ class TokenizerConfig(Section):
     """Merges are learnt on the first documents, up to this many bytes."""
 
     @model_validator(mode="after")
-    def _given_or_trained(self) -> Self:
+    def _check_path_or_training(self) -> Self:
         # By value, not by what was written: a resolved config writes the defaults as well.
-        fields = {name: TokenizerConfig.model_fields[name].default for name in NEW_TOKENIZER}
+        fields = {name: TokenizerConfig.model_fields[name].default for name in TRAINING_KEYS}
         trained = {name for name, default in fields.items() if getattr(self, name) != default}
         if self.path is not None and trained:
             raise ValueError(f"path names a finished tokenizer, so {', '.join(sorted(trained))} cannot be set as well")

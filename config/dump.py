@@ -19,42 +19,42 @@ import tomli_w
 
 from config.base import Section
 
-Key = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 _ABSENT = "(not set)"
 
 
 def to_toml(config: Section) -> str:
     """TOML text that loads to a config equal to this one: sections in the order of their declaration."""
-    return tomli_w.dumps(plain(config, config.__class__.__name__))
+    return tomli_w.dumps(to_toml_values(config, config.__class__.__name__))
 
 
-def differences(a: Section, b: Section) -> list[str]:
+def list_differences(a: Section, b: Section) -> list[str]:
     """One line `section.key: old -> new` for every value that differs between two configs."""
-    old, new = _leaves(plain(a, "a")), _leaves(plain(b, "b"))
+    old, new = _flatten(to_toml_values(a, "a")), _flatten(to_toml_values(b, "b"))
     lines = []
     for key in dict.fromkeys([*old, *new]):
         before, after = old.get(key), new.get(key)
         # An array of tables that is empty on one side shows by the keys of its entries on the other.
         grew = (before == [] and after is None) or (after == [] and before is None)
         if before != after and not (grew and any(other.startswith(f"{key}.") for other in [*old, *new])):
-            lines.append(f"{key}: {_shown(before)} -> {_shown(after)}")
+            lines.append(f"{key}: {_format_or_absent(before)} -> {_format_or_absent(after)}")
     return lines
 
 
-def plain(value: Any, name: str) -> Any:
+def to_toml_values(value: Any, name: str) -> Any:
     """The value built of what TOML has: tables, arrays and scalars. `name` is for the error message."""
     if isinstance(value, Section):
         fields = {key: getattr(value, key) for key in type(value).model_fields}
-        return {key: plain(item, f"{name}.{key}") for key, item in fields.items() if item is not None}
+        return {key: to_toml_values(item, f"{name}.{key}") for key, item in fields.items() if item is not None}
     if isinstance(value, dict):
-        return {str(key): plain(item, f"{name}.{key}") for key, item in value.items()}
+        return {str(key): to_toml_values(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [plain(item, f"{name}.{index}") for index, item in enumerate(value)]
+        return [to_toml_values(item, f"{name}.{index}") for index, item in enumerate(value)]
     if isinstance(value, (set, frozenset)):
-        return [plain(item, name) for item in sorted(value)]
+        return [to_toml_values(item, name) for item in sorted(value)]
     if isinstance(value, Enum):
-        return plain(value.value, name)
+        return to_toml_values(value.value, name)
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, (bool, int, float, str, datetime.date, datetime.time)):
@@ -62,12 +62,12 @@ def plain(value: Any, name: str) -> Any:
     raise TypeError(f"{name}: TOML cannot hold a {type(value).__name__}")
 
 
-def render(value: Any, limit: int = 60) -> str:
+def format_value(value: Any, limit: int = 60) -> str:
     """The value on one line as TOML would have it, shortened for a message."""
     if isinstance(value, dict):
-        text = "{" + ", ".join(f"{key} = {render(item, limit)}" for key, item in value.items()) + "}"
+        text = "{" + ", ".join(f"{key} = {format_value(item, limit)}" for key, item in value.items()) + "}"
     elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(render(item, limit) for item in value) + "]"
+        text = "[" + ", ".join(format_value(item, limit) for item in value) + "]"
     elif value is None:
         text = "none"
     elif isinstance(value, (bool, str, Path)):
@@ -77,11 +77,11 @@ def render(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _shown(value: Any) -> str:
-    return _ABSENT if value is None else render(value, limit=200)
+def _format_or_absent(value: Any) -> str:
+    return _ABSENT if value is None else format_value(value, limit=200)
 
 
-def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     """Every value that is no table by its dotted path; an array of scalars is one value."""
     if isinstance(value, dict):
         items = list(value.items())
@@ -91,7 +91,7 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
         return {path: value}
     found: dict[str, Any] = {}
     for key, item in items:
-        found |= _leaves(item, f"{path}.{key}" if path else str(key))
+        found |= _flatten(item, f"{path}.{key}" if path else str(key))
     return found
 
 
@@ -102,12 +102,12 @@ _TOKEN = re.compile(
 _KEY_PART = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s."'=\[\]]+)\s*(\.?)""")
 
 
-def key_lines(text: str) -> dict[Key, int]:
+def find_key_lines(text: str) -> dict[KeyPath, int]:
     """The line of every section header and key in valid TOML; the keys of inline tables are not looked for."""
-    lines: dict[Key, int] = {}
-    entries: dict[Key, int] = {}
-    section: Key = ()
-    for line, statement in _statements(text):
+    lines: dict[KeyPath, int] = {}
+    entries: dict[KeyPath, int] = {}
+    section: KeyPath = ()
+    for line, statement in _iterate_statements(text):
         is_header, is_entry = statement.startswith("["), statement.startswith("[[")
         parts = _split_key(statement.lstrip("["))
         key = () if is_header else section
@@ -123,7 +123,7 @@ def key_lines(text: str) -> dict[Key, int]:
     return lines
 
 
-def _statements(text: str) -> Iterator[tuple[int, str]]:
+def _iterate_statements(text: str) -> Iterator[tuple[int, str]]:
     """Line number and text of every header and every `key = value`."""
     depth, start, line = 0, 0, 1
     for token in _TOKEN.finditer(text + "\n"):

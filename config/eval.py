@@ -38,7 +38,7 @@ class EvalDataConfig(Section):
     """Of the shuffling."""
 
     @model_validator(mode="after")
-    def _all_of_files(self) -> Self:
+    def _check_split(self) -> Self:
         if self.split == "all" and self.source is not None and self.source.kind != "files":
             raise ValueError(
                 f'split = "all" is for a source of files; choose "validation" or "train" of "{self.source.kind}"'
@@ -64,7 +64,7 @@ class NelboConfig(Section):
     """Of the masks: two models are compared on the same ones."""
 
     @model_validator(mode="after")
-    def _blocks_or_not(self) -> Self:
+    def _check_blocks(self) -> Self:
         if self.bidirectional and self.block_length is not None:
             raise ValueError(
                 f"bidirectional = true and block_length = {self.block_length} contradict each other: remove one"
@@ -72,7 +72,7 @@ class NelboConfig(Section):
         return self
 
 
-class SamplerConfig(Section):
+class SamplerLikelihoodConfig(Section):
     """``[likelihood]`` with ``kind = "sampler"``: the exact likelihood of decoding in a deterministic order."""
 
     kind: Literal["sampler"] = "sampler"
@@ -83,7 +83,7 @@ class SamplerConfig(Section):
     """Documents of one forward."""
 
 
-Likelihood = Annotated[NelboConfig | SamplerConfig, Field(discriminator="kind")]
+LikelihoodConfig = Annotated[NelboConfig | SamplerLikelihoodConfig, Field(discriminator="kind")]
 
 
 class EvalOutputConfig(Section):
@@ -98,5 +98,5 @@ class EvalConfig(Section):
 
     model: InferModelConfig = InferModelConfig()
     data: EvalDataConfig = EvalDataConfig()
-    likelihood: Likelihood = NelboConfig()
+    likelihood: LikelihoodConfig = NelboConfig()
     output: EvalOutputConfig = EvalOutputConfig()

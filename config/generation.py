@@ -43,15 +43,15 @@ RemaskingStrategy = Literal[
     "remdm_loop",
 ]
 ConfidenceFrom = Literal["filtered", "unfiltered"]
-Comparison = Literal[">", ">="]
-Fallback = Literal["quota", "leftmost", "one"]
+ThresholdComparison = Literal[">", ">="]
+ThresholdFallback = Literal["quota", "leftmost", "one"]
 
 DEFAULT_NEW_TOKENS = 64
 """New tokens of a prompt where neither max_new_tokens nor total_length says how many."""
 
 
 @dataclass(frozen=True)
-class Strategy:
+class StrategyInfo:
     """What is known of a remasking strategy before any model is there."""
 
     family: str
@@ -66,14 +66,14 @@ class Strategy:
     """Where the config gives none. None: the strategy looks at no confidences."""
     confidence_threshold: float | None = None
     """Where the config gives none. None: the strategy has no threshold."""
-    threshold_comparison: Comparison | None = None
+    threshold_comparison: ThresholdComparison | None = None
     """Where the config gives none."""
 
 
 _STEPS = ("steps", "denoising_steps")
-_SEEN = ("confidence_from", "defer_token_ids")
-_RANKED = (*_STEPS, *_SEEN, "alg_temp")
-_THRESHOLD = (*_SEEN, "confidence_threshold", "threshold_comparison")
+_CONFIDENCE_KEYS = ("confidence_from", "defer_token_ids")
+_RANKED = (*_STEPS, *_CONFIDENCE_KEYS, "alg_temp")
+_THRESHOLD = (*_CONFIDENCE_KEYS, "confidence_threshold", "threshold_comparison")
 _LOOP = ("remdm_eta", "remdm_t_on", "remdm_t_off", "remdm_alpha_on")
 
 _LLADA = "Nie et al. 2025, arXiv 2502.09992, generate.py"
@@ -83,16 +83,19 @@ _DREAM = "Ye et al. 2025, arXiv 2508.15487, generation_utils.py"
 _MDLM = "Sahoo et al. 2024, arXiv 2406.07524"
 _REMDM = "Wang et al. 2025, arXiv 2503.00307"
 
-STRATEGIES: Mapping[RemaskingStrategy, Strategy] = MappingProxyType(
+STRATEGIES: Mapping[RemaskingStrategy, StrategyInfo] = MappingProxyType(
     {
-        "low_confidence": Strategy("LLaDA", _LLADA, _RANKED, confidence_from="unfiltered"),
-        "random": Strategy("LLaDA", _LLADA, _STEPS),
-        "random_topk": Strategy(
-            "LLaDA", "LLaDA's low_confidence with jitter 1e-6", (*_STEPS, *_SEEN), confidence_from="unfiltered"
+        "low_confidence": StrategyInfo("LLaDA", _LLADA, _RANKED, confidence_from="unfiltered"),
+        "random": StrategyInfo("LLaDA", _LLADA, _STEPS),
+        "random_topk": StrategyInfo(
+            "LLaDA",
+            "LLaDA's low_confidence with jitter 1e-6",
+            (*_STEPS, *_CONFIDENCE_KEYS),
+            confidence_from="unfiltered",
         ),
-        "sequential": Strategy("SDAR", _SDAR, _STEPS),
-        "low_confidence_static": Strategy("SDAR", _SDAR, _RANKED, confidence_from="filtered"),
-        "low_confidence_dynamic": Strategy(
+        "sequential": StrategyInfo("SDAR", _SDAR, _STEPS),
+        "low_confidence_static": StrategyInfo("SDAR", _SDAR, _RANKED, confidence_from="filtered"),
+        "low_confidence_dynamic": StrategyInfo(
             "SDAR",
             _SDAR,
             (*_STEPS, *_THRESHOLD, "threshold_fallback"),
@@ -100,13 +103,13 @@ STRATEGIES: Mapping[RemaskingStrategy, Strategy] = MappingProxyType(
             confidence_threshold=0.85,
             threshold_comparison=">",
         ),
-        "entropy_bounded": Strategy(
+        "entropy_bounded": StrategyInfo(
             "SDAR",
             "Ben-Hamu et al. 2025, arXiv 2505.24857, as in JetEngine",
-            (*_SEEN, "entropy_bound"),
+            (*_CONFIDENCE_KEYS, "entropy_bound"),
             confidence_from="filtered",
         ),
-        "threshold": Strategy(
+        "threshold": StrategyInfo(
             "Fast-dLLM",
             _FAST,
             _THRESHOLD,
@@ -114,29 +117,32 @@ STRATEGIES: Mapping[RemaskingStrategy, Strategy] = MappingProxyType(
             confidence_threshold=0.9,
             threshold_comparison=">=",
         ),
-        "factor": Strategy("Fast-dLLM", _FAST, (*_SEEN, "factor"), confidence_from="unfiltered"),
-        "origin": Strategy("Dream", _DREAM, _STEPS),
-        "maskgit_plus": Strategy("Dream", _DREAM, _RANKED, confidence_from="filtered"),
-        "topk_margin": Strategy("Dream", _DREAM, _RANKED, confidence_from="filtered"),
-        "entropy": Strategy("Dream", _DREAM, _RANKED, confidence_from="filtered"),
-        "ancestral": Strategy("MDLM", _MDLM, _STEPS, temperature=1.0),
-        "first_hitting": Strategy("MDLM", "Zheng et al. 2024, arXiv 2409.02908", (), temperature=1.0),
-        "equal_counts": Strategy("MDLM", "first_hitting with equal counts a forward", _STEPS, temperature=1.0),
-        "p2": Strategy(
-            "P2", "Peng et al. 2025, arXiv 2502.03540, as in Open-dLLM", (*_STEPS, *_SEEN), confidence_from="filtered"
+        "factor": StrategyInfo("Fast-dLLM", _FAST, (*_CONFIDENCE_KEYS, "factor"), confidence_from="unfiltered"),
+        "origin": StrategyInfo("Dream", _DREAM, _STEPS),
+        "maskgit_plus": StrategyInfo("Dream", _DREAM, _RANKED, confidence_from="filtered"),
+        "topk_margin": StrategyInfo("Dream", _DREAM, _RANKED, confidence_from="filtered"),
+        "entropy": StrategyInfo("Dream", _DREAM, _RANKED, confidence_from="filtered"),
+        "ancestral": StrategyInfo("MDLM", _MDLM, _STEPS, temperature=1.0),
+        "first_hitting": StrategyInfo("MDLM", "Zheng et al. 2024, arXiv 2409.02908", (), temperature=1.0),
+        "equal_counts": StrategyInfo("MDLM", "first_hitting with equal counts a forward", _STEPS, temperature=1.0),
+        "p2": StrategyInfo(
+            "P2",
+            "Peng et al. 2025, arXiv 2502.03540, as in Open-dLLM",
+            (*_STEPS, *_CONFIDENCE_KEYS),
+            confidence_from="filtered",
         ),
-        "remdm_cap": Strategy("ReMDM", _REMDM, (*_STEPS, "remdm_eta"), temperature=1.0),
-        "remdm_loop": Strategy("ReMDM", _REMDM, (*_STEPS, *_LOOP), temperature=1.0),
+        "remdm_cap": StrategyInfo("ReMDM", _REMDM, (*_STEPS, "remdm_eta"), temperature=1.0),
+        "remdm_loop": StrategyInfo("ReMDM", _REMDM, (*_STEPS, *_LOOP), temperature=1.0),
     }
 )
 """Every strategy: the defaults and checks of decoding, and what the documentation says of them, are read off here."""
 
-FAMILY_STRATEGIES: Mapping[str, RemaskingStrategy] = MappingProxyType(
+MODEL_TYPE_STRATEGIES: Mapping[str, RemaskingStrategy] = MappingProxyType(
     {"sdar": "low_confidence_dynamic", "sdar_moe": "low_confidence_dynamic", "dream": "entropy"}
 )
 """Model type -> its strategy where the config gives none; "low_confidence" of all others."""
 
-DEFAULT_THRESHOLD_FALLBACK: Fallback = "quota"
+DEFAULT_THRESHOLD_FALLBACK: ThresholdFallback = "quota"
 DEFAULT_FACTOR = 1.0
 DEFAULT_ENTROPY_BOUND = 0.35
 DEFAULT_REMDM_ETA = 0.02
@@ -185,9 +191,9 @@ class GenerationConfig(Section):
     None: low_confidence_dynamic of SDAR's models, entropy of Dream's, low_confidence of all others."""
     confidence_threshold: Probability | None = None
     """Of threshold (None: 0.9) and low_confidence_dynamic (None: 0.85)."""
-    threshold_comparison: Comparison | None = None
+    threshold_comparison: ThresholdComparison | None = None
     """What a confidence equal to the threshold counts for. None: ">" for low_confidence_dynamic, ">=" for threshold."""
-    threshold_fallback: Fallback | None = None
+    threshold_fallback: ThresholdFallback | None = None
     """Of low_confidence_dynamic, where fewer pass the threshold than the forward should settle. quota: that many, the
     most confident (SDAR). leftmost: that many, the first ones (JetEngine). one: those that pass, and the best one
     always (LMDeploy); the number of forwards follows. None: quota."""
@@ -228,7 +234,7 @@ class GenerationConfig(Section):
     """A position whose proposed token is one of these is settled last, for strategies that look at confidences."""
 
     @model_validator(mode="after")
-    def _keys_fit(self) -> Self:
+    def _check_keys_agree(self) -> Self:
         if self.max_new_tokens is not None and self.total_length is not None:
             raise ValueError(
                 f"max_new_tokens = {self.max_new_tokens} and total_length = {self.total_length} (the prompt and "
@@ -251,13 +257,13 @@ class GenerationConfig(Section):
         if self.remasking_strategy is None:
             return
         name, strategy = self.remasking_strategy, STRATEGIES[self.remasking_strategy]
-        for key in OPTION_KEYS:
+        for key in STRATEGY_OPTION_KEYS:
             value = getattr(self, key)
             if value != type(self).model_fields[key].get_default() and key not in strategy.keys:
                 takers = [other for other, known in STRATEGIES.items() if key in known.keys]
                 others = f"one that takes it: {', '.join(takers)}" if len(takers) < 6 else "another strategy"
                 raise ValueError(
-                    f'{key} = {_shown(value)} has no effect with remasking_strategy = "{name}": remove it, or choose '
+                    f'{key} = {_format_toml_value(value)} has no effect with remasking_strategy = "{name}": remove it, or choose '
                     f"{others}"
                 )
         if self.threshold_fallback == "one":
@@ -271,10 +277,16 @@ class GenerationConfig(Section):
             self._check_loop()
 
     def _check_loop(self) -> None:
-        start, end = _or(self.remdm_t_on, DEFAULT_REMDM_T_ON), _or(self.remdm_t_off, DEFAULT_REMDM_T_OFF)
+        start, end = (
+            _value_or_default(self.remdm_t_on, DEFAULT_REMDM_T_ON),
+            _value_or_default(self.remdm_t_off, DEFAULT_REMDM_T_OFF),
+        )
         if start <= end:
             raise ValueError(f"remdm_t_on = {start} must be more than remdm_t_off = {end}: time runs from 1 down to 0")
-        eta, alpha = _or(self.remdm_eta, DEFAULT_REMDM_ETA), _or(self.remdm_alpha_on, DEFAULT_REMDM_ALPHA_ON)
+        eta, alpha = (
+            _value_or_default(self.remdm_eta, DEFAULT_REMDM_ETA),
+            _value_or_default(self.remdm_alpha_on, DEFAULT_REMDM_ALPHA_ON),
+        )
         if eta * alpha - (1.0 - alpha) > 1e-12:  # 1 - 0.8 is a little less than 0.2
             raise ValueError(
                 f"remdm_eta = {eta} is more than {(1.0 - alpha) / alpha:.4g}, the share of tokens that "
@@ -282,17 +294,17 @@ class GenerationConfig(Section):
             )
 
 
-OPTION_KEYS = tuple(
+STRATEGY_OPTION_KEYS = tuple(
     key for key in GenerationConfig.model_fields if any(key in strategy.keys for strategy in STRATEGIES.values())
 )
 """Options that have an effect with some strategies only."""
 
 
-def _or(value: float | None, default: float) -> float:
+def _value_or_default(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _shown(value: object) -> str:
+def _format_toml_value(value: object) -> str:
     """As in TOML."""
     if isinstance(value, str):
         return f'"{value}"'

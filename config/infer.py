@@ -23,7 +23,7 @@ class InferModelConfig(Section):
     """CPU threads of torch. None: its own choice."""
 
 
-class InputConfig(Section):
+class InferInputConfig(Section):
     """``[input]``: the requests, answered in this order: prompts, prompts_file, chats, infills. Texts are taken as they
     are; special tokens written in them are ordinary text."""
 
@@ -51,7 +51,7 @@ class InputConfig(Section):
     """Requests that are decoded together; the answers do not depend on it."""
 
     @model_validator(mode="after")
-    def _keys_fit(self) -> Self:
+    def _check_keys_agree(self) -> Self:
         if self.prompts_format is not None and self.prompts_file is None:
             raise ValueError(f'prompts_format = "{self.prompts_format}" needs prompts_file: add it, or remove this')
         if self.interactive and (self.prompts or self.prompts_file is not None or self.chats or self.infills):
@@ -64,7 +64,7 @@ class InputConfig(Section):
         return self
 
 
-class OutputConfig(Section):
+class InferOutputConfig(Section):
     """``[output]``: what is printed and written."""
 
     format: Literal["text", "json"] = "text"
@@ -83,12 +83,12 @@ class InferConfig(Section):
     """One call of ``diffusionlm-infer``."""
 
     model: InferModelConfig = InferModelConfig()
-    input: InputConfig = InputConfig()
+    input: InferInputConfig = InferInputConfig()
     generation: GenerationConfig = GenerationConfig()
-    output: OutputConfig = OutputConfig()
+    output: InferOutputConfig = InferOutputConfig()
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Self:
-        if self.input.interactive and self.output != OutputConfig():
+    def _check_sections_agree(self) -> Self:
+        if self.input.interactive and self.output != InferOutputConfig():
             raise ValueError("[output] has no effect on an interactive chat: remove its keys, or input.interactive")
         return self

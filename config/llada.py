@@ -11,7 +11,7 @@ from config.model import ModelConfig
 
 Values = dict[str, Any]
 
-FIXED: Values = {
+FIXED_OPTIONS: Values = {
     "qk_norm": False,
     "attention_bias": False,
     "attention_output_bias": False,
@@ -27,10 +27,10 @@ FIXED: Values = {
 DEFAULTS: Values = {"rms_norm_eps": 1e-5, "eos_token_id": 126081, "pad_token_id": 126081}
 DIFFUSION: Values = {"mask_token_id": 126336, "logit_alignment": "same_position", "block_length": None}
 
-STOPS = (126081, 126348)
+STOP_TOKEN_IDS = (126081, 126348)
 """End of text, and of a turn (<|eot_id|>)."""
 
-_KEYS = {
+_KEY_NAMES = {
     "d_model": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -40,7 +40,7 @@ _KEYS = {
     "weight_tying": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-_KEPT = (
+_SHARED_KEYS = (
     "rms_norm_eps",
     "rope_theta",
     "eos_token_id",
@@ -50,7 +50,7 @@ _KEPT = (
     "logit_alignment",
     "begin_with_eos",
 )
-_REQUIRED: Values = {
+_SUPPORTED_VALUES: Values = {
     "block_type": "llama",
     "block_group_size": 1,
     "activation_type": "silu",
@@ -69,15 +69,15 @@ _REQUIRED: Values = {
 """The one setting of LLaDA's many switches that was released, and that is computed here."""
 
 
-def to_common(values: Values) -> tuple[Values, list[str]]:
+def to_transformers_keys(values: Values) -> tuple[Values, list[str]]:
     """LLaDA's keys in the words of transformers' Llama, and what of them is not computed here."""
     problems = [
         f"{key} = {values[key]!r} is not supported for llada, only {value!r}"
-        for key, value in _REQUIRED.items()
+        for key, value in _SUPPORTED_VALUES.items()
         if values.get(key, value) != value and values[key] is not None
     ]
-    common = {key: values[key] for key in ("model_type", *_KEPT) if key in values}
-    common |= {ours: values[theirs] for theirs, ours in _KEYS.items() if values.get(theirs) is not None}
+    common = {key: values[key] for key in ("model_type", *_SHARED_KEYS) if key in values}
+    common |= {ours: values[theirs] for theirs, ours in _KEY_NAMES.items() if values.get(theirs) is not None}
     if values.get("mlp_hidden_size") is None and isinstance(values.get("d_model"), int):
         common["intermediate_size"] = int(values.get("mlp_ratio") or 4) * values["d_model"]
     if values.get("n_kv_heads") is None and values.get("multi_query_attention"):
@@ -87,7 +87,7 @@ def to_common(values: Values) -> tuple[Values, list[str]]:
     return common, problems
 
 
-def to_json(config: ModelConfig) -> Values:
+def to_config_json(config: ModelConfig) -> Values:
     """The keys of LLaDA's config.json.
 
     Raises:
@@ -98,8 +98,8 @@ def to_json(config: ModelConfig) -> Values:
             f"head_dim = {config.head_dim} cannot be said in llada's config.json: it has hidden_size / "
             f"num_attention_heads = {config.hidden_size / config.num_attention_heads:g}"
         )
-    values = {theirs: getattr(config, ours) for theirs, ours in _KEYS.items()}
-    kept = {key: getattr(config, key) for key in _KEPT}
+    values = {theirs: getattr(config, ours) for theirs, ours in _KEY_NAMES.items()}
+    kept = {key: getattr(config, key) for key in _SHARED_KEYS}
     sizes = {"vocab_size": config.vocab_size, "embedding_size": config.vocab_size}
-    required = {key: value for key, value in _REQUIRED.items() if value is not None}
+    required = {key: value for key, value in _SUPPORTED_VALUES.items() if value is not None}
     return {**required, "rope_full_precision": True, **sizes, **values, **kept}

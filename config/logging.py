@@ -55,7 +55,7 @@ class LoggingConfig(Section):
     tensorboard: TensorBoardConfig = TensorBoardConfig()
 
 
-RENAMED = {
+KEY_HINTS = {
     "logging.backend": 'is [logging.wandb], [logging.tensorboard] enabled = true or logging.console = "json" here',
     "logging.run_name": "is called logging.wandb.name here; the run itself has the name of run.directory",
     "logging.architecture": "is in the config, which Weights & Biases is given whole",

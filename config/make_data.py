@@ -8,7 +8,7 @@ from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section
 from config.data import TextSourceOrName, TokenizerConfig
 
 
-class OutputConfig(Section):
+class MakeDataOutputConfig(Section):
     """``[output]``: what is written, and how."""
 
     directory: ConfigPath
@@ -32,4 +32,4 @@ class MakeDataConfig(Section):
     """A `kind` alone, or a table `[source]` with its `kind`, as `data.source` of a training run."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Given, or trained on the first training documents."""
-    output: OutputConfig
+    output: MakeDataOutputConfig

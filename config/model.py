@@ -40,7 +40,7 @@ class Llama3Rope(Section):
     """Context of the model before it was scaled."""
 
     @model_validator(mode="after")
-    def _slow_before_fast(self) -> Self:
+    def _check_frequency_order(self) -> Self:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor = {self.low_freq_factor} must be less than high_freq_factor = {self.high_freq_factor}"
@@ -65,13 +65,13 @@ class YarnRope(Section):
     """Rotations with fewer turns than this in the original context are slow."""
 
     @model_validator(mode="after")
-    def _slow_before_fast(self) -> Self:
+    def _check_frequency_order(self) -> Self:
         if self.beta_slow >= self.beta_fast:
             raise ValueError(f"beta_slow = {self.beta_slow} must be less than beta_fast = {self.beta_fast}")
         return self
 
     @property
-    def length(self) -> float:
+    def attention_scaling(self) -> float:
         """What rotated queries and keys are multiplied by."""
         return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
 
@@ -149,7 +149,7 @@ class Architecture(Section):
     """Attention of each layer. None: full in all of them."""
 
     @model_validator(mode="after")
-    def _shapes_fit(self) -> Self:
+    def _check_shapes(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads = {self.num_attention_heads} must be a multiple of "
@@ -205,7 +205,7 @@ class ModelConfig(Architecture):
     """Padding; usually the end of text."""
 
     @model_validator(mode="after")
-    def _ids_fit(self) -> Self:
+    def _check_token_ids(self) -> Self:
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             if value is not None and value >= self.vocab_size:
@@ -236,7 +236,7 @@ class ModelConfig(Architecture):
         return self.mask_token_id
 
     @property
-    def beginning(self) -> list[int]:
+    def prefix_ids(self) -> list[int]:
         """Token ids that stand before every text."""
         return [self.eos_token_id] if self.begin_with_eos and self.eos_token_id is not None else []
 

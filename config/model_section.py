@@ -9,9 +9,9 @@ from pydantic import ModelWrapValidatorHandler, model_validator
 
 from config.base import ConfigPath
 from config.model import Architecture, ModelConfig
-from config.model_directory import read_config, resolve_model_directory
+from config.model_directory import read_model_config, resolve_model_directory
 
-MAY_CHANGE = ("max_position_embeddings", "initializer_range", "logit_alignment", "router_aux_loss_coef")
+CHANGEABLE_OPTIONS = ("max_position_embeddings", "initializer_range", "logit_alignment", "router_aux_loss_coef")
 """What a model may have otherwise than the one that its weights come from."""
 
 
@@ -24,41 +24,41 @@ class ModelSection(Architecture):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _as_the_checkpoint(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _fill_from_checkpoint(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Take what is not given from the checkpoint; a complete section, as a run keeps it, needs none for that."""
         start = values.get("init_from") if isinstance(values, dict) else None
         always = {name for name, field in Architecture.model_fields.items() if field.get_default() is not None}
         if not isinstance(start, str | Path) or always <= values.keys():
             return handler(values)
         try:
-            found = read_config(resolve_model_directory(start))
+            checkpoint_config = read_model_config(resolve_model_directory(start))
         except ValueError as error:
             raise ValueError(
                 f"init_from = {start}: {error}; what [model] leaves out is read there: correct the path, or set all of "
                 "[model]"
             ) from error
-        there = {name: getattr(found, name) for name in Architecture.model_fields}
+        there = {name: getattr(checkpoint_config, name) for name in Architecture.model_fields}
         section = handler({name: value for name, value in there.items() if value is not None} | values)
-        section.check_start(found)
+        section.check_same_architecture(checkpoint_config)
         return section
 
-    def check_start(self, found: ModelConfig) -> None:
+    def check_same_architecture(self, checkpoint_config: ModelConfig) -> None:
         """Compare the architecture with that of the model that the weights come from.
 
         Raises:
             ValueError: it is another one; lists what differs.
         """
         differing = [
-            f"model.{name} = {getattr(self, name)!r}, there {getattr(found, name)!r}"
+            f"model.{name} = {getattr(self, name)!r}, there {getattr(checkpoint_config, name)!r}"
             for name in Architecture.model_fields
-            if name not in MAY_CHANGE and getattr(self, name) != getattr(found, name)
+            if name not in CHANGEABLE_OPTIONS and getattr(self, name) != getattr(checkpoint_config, name)
         ]
         if differing:
             raise ValueError(
                 f"model.init_from = {self.init_from} is another architecture than [model]: {'; '.join(differing)}"
             )
 
-    def with_vocabulary(
+    def to_model_config(
         self,
         *,
         vocab_size: int,

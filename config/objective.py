@@ -19,83 +19,90 @@ from config.base import (
 )
 
 
-class Linear(Section):
+class LinearScheduleConfig(Section):
     """alpha = 1 - t: LLaDA, MDLM's log-linear noise, SDAR."""
 
     kind: Literal["linear"] = "linear"
 
 
-class Cosine(Section):
+class CosineScheduleConfig(Section):
     """alpha = 1 - cos(pi / 2 (1 - t)): masked share sin(pi t / 2), as in MaskGIT, MD4 and dLLM."""
 
     kind: Literal["cosine"] = "cosine"
 
 
-class RaisedCosine(Section):
+class RaisedCosineScheduleConfig(Section):
     """alpha = (1 + cos(pi t)) / 2: what MMaDA's descendants call cosine."""
 
     kind: Literal["raised_cosine"] = "raised_cosine"
 
 
-class CleanCosine(Section):
+class CleanCosineScheduleConfig(Section):
     """alpha = cos(pi t / 2): what BD3-LM calls cosine."""
 
     kind: Literal["clean_cosine"] = "clean_cosine"
 
 
-class Power(Section):
+class PowerScheduleConfig(Section):
     """alpha = 1 - t ** exponent."""
 
     kind: Literal["power"] = "power"
     exponent: PositiveFloat = 2.0
 
 
-class SquareRoot(Section):
+class SquareRootScheduleConfig(Section):
     """alpha = 1 - sqrt(t)."""
 
     kind: Literal["square_root"] = "square_root"
 
 
-class Sigmoid(Section):
+class SigmoidScheduleConfig(Section):
     """Masked share sigmoid(steepness (t - 1/2)), stretched to begin at 0 and end at 1 (MaskGIT's descendants)."""
 
     kind: Literal["sigmoid"] = "sigmoid"
     steepness: PositiveFloat = 6.0
 
 
-class Logarithmic(Section):
+class LogarithmicScheduleConfig(Section):
     """alpha = 1 - log(1 + t) / log 2 (BD3-LM)."""
 
     kind: Literal["logarithmic"] = "logarithmic"
 
 
-def _by_name(value: object) -> object:
+def _schedule_from_name(value: object) -> object:
     return {"kind": value} if isinstance(value, str) else value
 
 
 NoiseScheduleConfig = Annotated[
-    Linear | Cosine | RaisedCosine | CleanCosine | Power | SquareRoot | Sigmoid | Logarithmic,
+    LinearScheduleConfig
+    | CosineScheduleConfig
+    | RaisedCosineScheduleConfig
+    | CleanCosineScheduleConfig
+    | PowerScheduleConfig
+    | SquareRootScheduleConfig
+    | SigmoidScheduleConfig
+    | LogarithmicScheduleConfig,
     Field(discriminator="kind"),
-    BeforeValidator(_by_name),
+    BeforeValidator(_schedule_from_name),
 ]
 """A name, or a table with ``kind`` and its parameters."""
 
-Unit = Literal["row", "document", "block"]
+NoiseGrouping = Literal["row", "document", "block"]
 
-Weight = Literal["elbo", "inverse_p", "uniform"]
+LossWeighting = Literal["elbo", "inverse_p", "uniform"]
 
-Range = Annotated[tuple[Probability, Probability], Field(strict=False)]
+NoiseLevelRange = Annotated[tuple[Probability, Probability], Field(strict=False)]
 
 
-class _Noise(Section):
+class _MaskingOptions(Section):
     """What both estimators know."""
 
-    draw_per: Unit | None = None
+    draw_per: NoiseGrouping | None = None
     """Tokens that share one noise level. None: the row for masked diffusion, the block for block diffusion."""
-    range: Range = (0.0, 1.0)
+    range: NoiseLevelRange = (0.0, 1.0)
     """Noise levels are drawn from this part of [0, 1] and weighted as if from all of it (BD3-LM's clipped schedules):
     less variance, but no longer the NELBO."""
-    weight: Weight | None = None
+    weight: LossWeighting | None = None
     """Factor of a masked token's cross-entropy. elbo: -alpha'(t) / (1 - alpha(t)), or n / k. inverse_p: one over the
     masking probability, or n / k. uniform: 1. None: what `loss` asks for."""
     reweight_cap: Annotated[float, Field(ge=1.0)] | None = None
@@ -107,14 +114,14 @@ class _Noise(Section):
     """What stands in place of a noised token: the mask token, or any token of the vocabulary, uniformly."""
 
     @model_validator(mode="after")
-    def _range_is_one(self) -> Self:
+    def _check_range(self) -> Self:
         low, high = self.range
         if not low < high:
             raise ValueError(f"range = [{low}, {high}] must rise")
         return self
 
 
-class Counts(_Noise):
+class FixedCountMasking(_MaskingOptions):
     """Masked counts k, uniform on 1 ... n and stratified over all units of the optimizer step; weight n / k. Exactly
     the NELBO."""
 
@@ -124,12 +131,12 @@ class Counts(_Noise):
     weight (n + 1) / 2k, so that the pair is unbiased. Twice the rows in a forward."""
 
 
-class Bernoulli(_Noise):
+class IndependentMasking(_MaskingOptions):
     """A time t for each unit; each of its tokens is masked with probability p = (1 - epsilon) (1 - alpha(t)) + epsilon.
     LLaDA's, dLLM's, MDLM's and SDAR's estimator; of more variance than counts."""
 
     kind: Literal["bernoulli"] = "bernoulli"
-    schedule: NoiseScheduleConfig = Linear()
+    schedule: NoiseScheduleConfig = LinearScheduleConfig()
     """alpha(t), the probability that a token is still clean."""
     times: Literal["stratified", "antithetic", "uniform"] = "stratified"
     """stratified: evenly spread over the units of the step. antithetic: in pairs t, 1 - t. uniform: independent."""
@@ -139,23 +146,23 @@ class Bernoulli(_Noise):
     """Smaller masking probabilities are raised to this, which is no longer the NELBO."""
 
 
-Estimator = Annotated[Counts | Bernoulli, Field(discriminator="kind")]
+Estimator = Annotated[FixedCountMasking | IndependentMasking, Field(discriminator="kind")]
 
-Loss = Literal["elbo", "guidelines", "soft_ce", "dllm", "masked_mean"]
+LossKind = Literal["elbo", "guidelines", "soft_ce", "dllm", "masked_mean"]
 
 SOFT_CE_SMOOTHING = 0.1
 """Label smoothing of loss = "soft_ce", where none is given."""
 
 
-class _Diffusion(Section):
+class _DiffusionConfig(Section):
     """What both diffusion objectives know."""
 
-    loss: Loss = "elbo"
+    loss: LossKind = "elbo"
     """elbo: ELBO weights, over all target tokens of the step. guidelines: 1 / p, each row over its own target tokens,
     mean over rows (LLaDA). soft_ce: that with label smoothing 0.1. dllm: unweighted; masked diffusion over the row's
     masked tokens, block diffusion over its target tokens, mean over rows (dLLM-RL). masked_mean: unweighted, over all
     masked tokens of the step."""
-    estimator: Estimator = Counts()
+    estimator: Estimator = FixedCountMasking()
     """How masks are drawn and weighted."""
     label_smoothing: HalfOpenFraction | None = None
     """Share of the target distribution that is uniform over the vocabulary. None: 0, or 0.1 with loss = "soft_ce"."""
@@ -170,7 +177,7 @@ class _Diffusion(Section):
         return SOFT_CE_SMOOTHING if self.loss == "soft_ce" else 0.0
 
 
-class MaskedDiffusion(_Diffusion):
+class MaskedDiffusionConfig(_DiffusionConfig):
     """Masked diffusion: reconstruct the masked tokens of a row from the others, in both directions."""
 
     kind: Literal["masked_diffusion"] = "masked_diffusion"
@@ -186,7 +193,7 @@ class MaskedDiffusion(_Diffusion):
         return None
 
     @model_validator(mode="after")
-    def _units_exist(self) -> Self:
+    def _check_draw_per(self) -> Self:
         if self.estimator.draw_per == "block":
             raise ValueError(
                 'estimator.draw_per = "block" needs blocks: choose "row" or "document", or kind = "block_diffusion"'
@@ -194,7 +201,7 @@ class MaskedDiffusion(_Diffusion):
         return self
 
 
-class Stage(Section):
+class BlockLengthStage(Section):
     """A part of the training with its own block length."""
 
     from_step: NonNegativeInt
@@ -203,7 +210,7 @@ class Stage(Section):
     """Tokens of a block from then on."""
 
 
-class BlockDiffusion(_Diffusion):
+class BlockDiffusionConfig(_DiffusionConfig):
     """Block diffusion (BD3-LM, SDAR): reconstruct the masked tokens of each block from the block itself and the clean
     blocks before it. block_length 1 is the exact likelihood from left to right; the whole row is masked diffusion."""
 
@@ -211,11 +218,11 @@ class BlockDiffusion(_Diffusion):
     block_length: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] | None = None
     """Tokens of a block, counted from each document's start. Several: one of them is drawn for each step, and the model
     serves for all of them. Or give `stages`."""
-    stages: TupleOf[Stage] = ()
+    stages: TupleOf[BlockLengthStage] = ()
     """Block lengths that change as training goes on, in order; the first from step 0."""
 
     @model_validator(mode="after")
-    def _blocks_fit(self) -> Self:
+    def _check_block_lengths(self) -> Self:
         if (self.block_length is None) == (not self.stages):
             raise ValueError("give either block_length or stages")
         if self.stages and self.stages[0].from_step != 0:
@@ -239,7 +246,7 @@ class BlockDiffusion(_Diffusion):
         return self.block_lengths[-1] if self.stages else max(self.block_lengths)
 
 
-class NextToken(Section):
+class NextTokenConfig(Section):
     """Autoregression: predict each token from those before it. Needs model.logit_alignment = "shifted"."""
 
     kind: Literal["next_token"] = "next_token"
@@ -264,4 +271,4 @@ class NextToken(Section):
         return 1
 
 
-Objective = Annotated[MaskedDiffusion | BlockDiffusion | NextToken, Field(discriminator="kind")]
+Objective = Annotated[MaskedDiffusionConfig | BlockDiffusionConfig | NextTokenConfig, Field(discriminator="kind")]

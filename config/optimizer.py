@@ -18,14 +18,14 @@ from config.base import (
     Section,
 )
 
-GROUPS = ("hidden", "head", "embed", "router", "scalar")
+PARAMETER_GROUPS = ("hidden", "head", "embed", "router", "scalar")
 """Matrices of the blocks; the head where it is not the embedding; the embedding; the routers of a mixture of experts;
 norms and biases."""
 
 Betas = Annotated[FloatTuple, Field(min_length=2, max_length=2)]
 
 
-class Schedule(Section):
+class LRScheduleConfig(Section):
     """Learning rate over a run, as a factor of each group's own: linear warm-up, then the shape of its kind."""
 
     kind: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
@@ -44,7 +44,7 @@ class Schedule(Section):
     """Where the decay ends, as a factor of the full rate."""
 
     @model_validator(mode="after")
-    def _decay_has_its_kind(self) -> Self:
+    def _check_decay_keys(self) -> Self:
         given = [name for name in ("decay_steps", "decay_fraction", "decay_shape") if getattr(self, name) is not None]
         if given and self.kind != "warmup_stable_decay":
             raise ValueError(
@@ -55,11 +55,11 @@ class Schedule(Section):
             raise ValueError("give decay_steps or decay_fraction, not both")
         return self
 
-    def warmup_of(self, max_steps: int) -> int:
+    def num_warmup_steps(self, max_steps: int) -> int:
         """Steps of warm-up of a run of ``max_steps``."""
         return round(self.warmup_fraction * max_steps) if self.warmup_steps is None else self.warmup_steps
 
-    def decay_of(self, max_steps: int) -> int:
+    def num_decay_steps(self, max_steps: int) -> int:
         """Last steps of a run of ``max_steps`` over which warmup_stable_decay falls.
 
         Raises:
@@ -67,7 +67,7 @@ class Schedule(Section):
         """
         share = 0.2 if self.decay_fraction is None else self.decay_fraction
         decay = round(share * max_steps) if self.decay_steps is None else self.decay_steps
-        warmup = self.warmup_of(max_steps)
+        warmup = self.num_warmup_steps(max_steps)
         if warmup + decay > max_steps:
             raise ValueError(
                 f"schedule: a warm-up of {warmup} and a decay of {decay} steps are longer than the run of {max_steps}: "
@@ -99,7 +99,7 @@ class AdamWGroup(Section):
     """None: the optimizer's for matrices that decay, else 0."""
 
     @model_validator(mode="after")
-    def _betas_below_one(self) -> Self:
+    def _check_betas_range(self) -> Self:
         _check_betas(self.betas)
         return self
 
@@ -115,7 +115,7 @@ class LionGroup(Section):
     """None: the optimizer's for matrices that decay, else 0."""
 
     @model_validator(mode="after")
-    def _betas_below_one(self) -> Self:
+    def _check_betas_range(self) -> Self:
         _check_betas(self.betas)
         return self
 
@@ -162,7 +162,7 @@ class AdamW(Section):
     """Norms and biases; do not decay unless they say so."""
 
     @model_validator(mode="after")
-    def _values_fit(self) -> Self:
+    def _check_values(self) -> Self:
         _check_betas(self.betas)
         _check_fallback(self.kind, self.fallback)
         return self
@@ -193,7 +193,7 @@ class Lion(Section):
     """Norms and biases; do not decay unless they say so."""
 
     @model_validator(mode="after")
-    def _values_fit(self) -> Self:
+    def _check_values(self) -> Self:
         _check_betas(self.betas)
         _check_fallback(self.kind, self.fallback)
         return self
@@ -228,8 +228,8 @@ class Muon(Section):
     """Norms and biases; do not decay unless they say so."""
 
     @model_validator(mode="after")
-    def _groups_are_outside_of_rest(self) -> Self:
-        inside = next((name for name in GROUPS if getattr(self.rest, name) is not None), None)
+    def _check_rest_groups(self) -> Self:
+        inside = next((name for name in PARAMETER_GROUPS if getattr(self.rest, name) is not None), None)
         if inside is not None:
             raise ValueError(f"[optimizer.rest.{inside}] is called [optimizer.{inside}] here")
         return self
@@ -238,14 +238,14 @@ class Muon(Section):
 Optimizer = Annotated[AdamW | Lion | Muon, Field(discriminator="kind")]
 
 
-RENAMED = {
+KEY_HINTS = {
     **{
         f"optimizer.muon.{group}": f'is [optimizer.{group}] here, in an [optimizer] with kind = "muon"'
-        for group in GROUPS
+        for group in PARAMETER_GROUPS
     },
     **{
         f"optimizer.{section}{key}": advice.format(section)
-        for section in ("", *(f"{group}." for group in GROUPS))
+        for section in ("", *(f"{group}." for group in PARAMETER_GROUPS))
         for key, advice in {
             "max_learning_rate": "is called optimizer.{}learning_rate here",
             "initial_learning_rate": "is not needed here: the warm-up (schedule.warmup_steps) rises from its first "

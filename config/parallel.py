@@ -9,13 +9,13 @@ from pydantic import Field
 from config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
-class Single(Section):
+class SingleProcess(Section):
     """One process, one device."""
 
     strategy: Literal["single"] = "single"
 
 
-class ManyRanks(Section):
+class MultiProcessOptions(Section):
     """What is common to the strategies of several ranks."""
 
     local_ranks: Literal["auto"] | PositiveInt = "auto"
@@ -29,7 +29,7 @@ class ManyRanks(Section):
     """How often ``diffusionlm-train-ddp`` starts all ranks anew, from the newest checkpoint, after one of them died."""
 
 
-class DDP(ManyRanks):
+class DDP(MultiProcessOptions):
     """Each rank has the whole model, and gradients are summed while the backward runs."""
 
     strategy: Literal["ddp"] = "ddp"
@@ -40,7 +40,7 @@ class DDP(ManyRanks):
     """Size of the buckets in which gradients travel, in MiB."""
 
 
-class FSDP(ManyRanks):
+class FSDP(MultiProcessOptions):
     """Each rank keeps 1 / ranks of weights, gradients and optimizer state, and gathers a block's weights when it runs
     (torch's FSDP2): for what does not fit otherwise."""
 
@@ -49,4 +49,4 @@ class FSDP(ManyRanks):
     """Whether a block's gathered weights are dropped between forward and backward: less memory, more traffic."""
 
 
-Parallel = Annotated[Single | DDP | FSDP, Field(discriminator="strategy")]
+Parallel = Annotated[SingleProcess | DDP | FSDP, Field(discriminator="strategy")]

@@ -32,7 +32,7 @@ class RuntimeConfig(Section):
     it."""
 
     @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def _check_compile(self) -> Self:
         if self.compile == "blocks" and self.activation_checkpointing == "selective":
             raise ValueError(
                 'compile = "blocks" with activation_checkpointing = "selective": a compiled block chooses by itself '

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from config.base import Section, alternatives
+from config.base import Section, union_members
 
 
 def is_section(kind: Any) -> bool:
@@ -32,55 +32,57 @@ def is_dict(kind: Any) -> bool:
     return (get_origin(kind) or kind) is dict
 
 
-def child_kinds(kind: Any, key: str | int) -> tuple[Any, ...]:
+def child_types(kind: Any, key: str | int) -> tuple[Any, ...]:
     """The types that `key` may have in a value of type `kind`; empty where there is no such key."""
     args = get_args(kind)
     if is_section(kind):
         field = kind.model_fields.get(key)
-        return alternatives(field.annotation) if field is not None else ()
+        return union_members(field.annotation) if field is not None else ()
     if is_dict(kind):
-        return alternatives(args[1]) if len(args) == 2 else (Any,)
+        return union_members(args[1]) if len(args) == 2 else (Any,)
     if is_array(kind) and isinstance(key, int):
         if not args:
             return (Any,)
         if len(args) == 1 or args[-1] is Ellipsis:
-            return alternatives(args[0])
-        return alternatives(args[key]) if key < len(args) else ()
+            return union_members(args[0])
+        return union_members(args[key]) if key < len(args) else ()
     return ()
 
 
-def tag_values(section: type[Section], tag: str) -> tuple[Any, ...]:
+def discriminator_values(section: type[Section], tag: str) -> tuple[Any, ...]:
     """The values that select `section` in a union discriminated by the field `tag`."""
     field = section.model_fields.get(tag)
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
-def tag_name(sections: Sequence[type[Section]]) -> str | None:
+def find_discriminator(sections: Sequence[type[Section]]) -> str | None:
     """The field whose literals tell the members of a union of sections apart, if there is one."""
     if len(sections) < 2:
         return None
     for name in sections[0].model_fields:
-        values = [value for section in sections for value in tag_values(section, name)]
-        if all(tag_values(section, name) for section in sections) and len(values) == len(set(values)):
+        values = [value for section in sections for value in discriminator_values(section, name)]
+        if all(discriminator_values(section, name) for section in sections) and len(values) == len(set(values)):
             return name
     return None
 
 
-def tables(section: type[Section], path: str = "", heading: str = "") -> Iterator[tuple[str, str, type[Section]]]:
+def iterate_tables(
+    section: type[Section], path: str = "", heading: str = ""
+) -> Iterator[tuple[str, str, type[Section]]]:
     """Every table below `section`, and itself: (dotted path, TOML heading, class)."""
     yield path, heading, section
     for name, field in section.model_fields.items():
         inner = f"{path}.{name}" if path else name
-        for kind in alternatives(field.annotation):
+        for kind in union_members(field.annotation):
             if is_section(kind):
-                yield from tables(kind, inner, f"[{inner}]")
+                yield from iterate_tables(kind, inner, f"[{inner}]")
             elif is_array(kind):
-                for item in child_kinds(kind, 0):
+                for item in child_types(kind, 0):
                     if is_section(item):
-                        yield from tables(item, inner, f"[[{inner}]]")
+                        yield from iterate_tables(item, inner, f"[[{inner}]]")
 
 
-def default_of(section: type[Section], name: str) -> Any:
+def field_default(section: type[Section], name: str) -> Any:
     """The default of a field; None if it has none or one that depends on other fields."""
     info = section.model_fields[name]
     if info.is_required() or (info.default_factory is not None and info.default_factory_takes_validated_data):
@@ -88,56 +90,58 @@ def default_of(section: type[Section], name: str) -> Any:
     return info.get_default(call_default_factory=True)
 
 
-def select_member(kinds: Sequence[Any], table: Any, default: Any) -> tuple[Any, ...]:
+def select_union_members(types: Sequence[Any], table: Any, default: Any) -> tuple[Any, ...]:
     """`kinds` without the members of a discriminated union that the tag, given or default, does not select."""
-    sections = [kind for kind in kinds if is_section(kind)]
-    tag = tag_name(sections)
+    sections = [kind for kind in types if is_section(kind)]
+    tag = find_discriminator(sections)
     if tag is None or not isinstance(table, dict):
-        return tuple(kinds)
+        return tuple(types)
     value = table.get(tag, getattr(default, tag, None))
-    chosen = [kind for kind in sections if value in tag_values(kind, tag)]
-    return tuple(kind for kind in kinds if kind not in sections or kind in (chosen or sections))
+    chosen = [kind for kind in sections if value in discriminator_values(kind, tag)]
+    return tuple(kind for kind in types if kind not in sections or kind in (chosen or sections))
 
 
 _SHORT_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 """A number that every shell user writes and TOML does not know: `.5` and `1.`."""
 
 
-def typed_value(text: str, kinds: Sequence[Any]) -> Any:
+def parse_override_value(text: str, types: Sequence[Any]) -> Any:
     """The value that `text` of a command line means where one of the types `kinds` is wanted.
 
     What fits none of them is returned for the validation to complain about.
     """
     word = text.strip()
-    words = _literals(kinds)
+    words = _literal_values(types)
     if word in words:
         return word
-    if NoneType in kinds and word.lower() == "none":
+    if NoneType in types and word.lower() == "none":
         return None
-    is_toml, value = _toml_value(word)
-    if is_toml and any(_fits(value, kind) for kind in kinds):
+    is_toml, value = _parse_toml_value(word)
+    if is_toml and any(_matches_type(value, kind) for kind in types):
         return value
-    if any(kind in (str, Path) for kind in kinds) and not word.startswith("["):
+    if any(kind in (str, Path) for kind in types) and not word.startswith("["):
         return text
-    if float in kinds and not is_toml and _SHORT_FLOAT.fullmatch(word):
+    if float in types and not is_toml and _SHORT_FLOAT.fullmatch(word):
         return float(word)
-    for kind in kinds:
-        items = child_kinds(kind, 0) if is_array(kind) else ()
+    for kind in types:
+        items = child_types(kind, 0) if is_array(kind) else ()
         if items and not any(is_section(item) for item in items) and not isinstance(value, dict):
             inside = word[1:-1] if word.startswith("[") and word.endswith("]") else word
             if "[" in inside:
                 break
             entries = inside.split(",") if inside.strip() else []
-            return [typed_value(entry.strip(), child_kinds(kind, index)) for index, entry in enumerate(entries)]
-    wants_text = any(isinstance(value, str) for value in words) or any(kind in (str, Path) for kind in kinds)
+            return [
+                parse_override_value(entry.strip(), child_types(kind, index)) for index, entry in enumerate(entries)
+            ]
+    wants_text = any(isinstance(value, str) for value in words) or any(kind in (str, Path) for kind in types)
     return value if is_toml and (isinstance(value, str) or not wants_text) else text
 
 
-def _literals(kinds: Sequence[Any]) -> list[Any]:
-    return [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+def _literal_values(types: Sequence[Any]) -> list[Any]:
+    return [value for kind in types if get_origin(kind) is Literal for value in get_args(kind)]
 
 
-def _toml_value(text: str) -> tuple[bool, Any]:
+def _parse_toml_value(text: str) -> tuple[bool, Any]:
     """Whether `text` is one TOML value, and that value."""
     try:
         table = tomllib.loads(f"v={text}")
@@ -146,20 +150,20 @@ def _toml_value(text: str) -> tuple[bool, Any]:
     return list(table) == ["v"], table["v"]
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _matches_type(value: Any, kind: Any) -> bool:
     """Whether a TOML value has the type `kind`, leaving aside its bounds and the contents of tables."""
     if get_origin(kind) is Literal:
         return any(value == word and type(value) is type(word) for word in get_args(kind))
     if isinstance(value, list):
         return is_array(kind) and all(
-            any(_fits(item, inner) for inner in child_kinds(kind, index)) for index, item in enumerate(value)
+            any(_matches_type(item, inner) for inner in child_types(kind, index)) for index, item in enumerate(value)
         )
     if isinstance(value, dict):
         return is_section(kind) or is_dict(kind)
     return kind in (Any, type(value)) or (type(value), kind) in ((int, float), (str, Path))
 
 
-_WORDS: dict[Any, tuple[str, str]] = {
+_TYPE_NAMES: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "booleans"),
     int: ("an integer", "integers"),
     float: ("a number", "numbers"),
@@ -168,30 +172,30 @@ _WORDS: dict[Any, tuple[str, str]] = {
 }
 
 
-def describe(kinds: Sequence[Any]) -> str:
+def describe_types(types: Sequence[Any]) -> str:
     """The types in plain words, as in `expected an integer or "auto"`."""
     words: list[str] = []
-    for kind in kinds:
+    for kind in types:
         if get_origin(kind) is Literal:
             words += [json.dumps(value, ensure_ascii=False) for value in get_args(kind)]
         elif is_array(kind):
-            items = {_WORDS[item][1] if item in _WORDS else "" for item in child_kinds(kind, 0)}
-            items |= {"tables" for item in child_kinds(kind, 0) if is_section(item)}
+            items = {_TYPE_NAMES[item][1] if item in _TYPE_NAMES else "" for item in child_types(kind, 0)}
+            items |= {"tables" for item in child_types(kind, 0) if is_section(item)}
             known = " or ".join(sorted(items - {""}))
             words.append(f"an array of {known}" if known else "an array")
         elif is_section(kind) or is_dict(kind):
             words.append("a table")
         elif kind is not NoneType:
-            words.append(_WORDS[kind][0] if kind in _WORDS else getattr(kind, "__name__", str(kind)))
-    return join_words(list(dict.fromkeys(words)))
+            words.append(_TYPE_NAMES[kind][0] if kind in _TYPE_NAMES else getattr(kind, "__name__", str(kind)))
+    return join_with_or(list(dict.fromkeys(words)))
 
 
-def join_words(words: Sequence[str]) -> str:
+def join_with_or(words: Sequence[str]) -> str:
     """`a, b or c`."""
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
-def got(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A TOML value in plain words, as in `got the string "5"`."""
     if isinstance(value, dict):
         return "a table"
@@ -205,25 +209,25 @@ def got(value: Any) -> str:
     return f"the date or time {value}"
 
 
-def remedy(value: Any, kinds: Sequence[Any]) -> str:
+def suggest_fix(value: Any, types: Sequence[Any]) -> str:
     """In parentheses, how to write a value that is of none of the types `kinds`; empty if that is not clear."""
-    words = _literals(kinds)
-    if isinstance(value, str) and (hint := close_match(value, words)):
+    words = _literal_values(types)
+    if isinstance(value, str) and (hint := suggest_name(value, words)):
         return f" ({hint})"
     if isinstance(value, str):
-        is_toml, meant = _toml_value(value.lower() if bool in kinds else value)
-        if is_toml and not isinstance(meant, str) and any(_fits(meant, kind) for kind in kinds):
-            return f" (write {value.lower() if bool in kinds else value} without quotes)"
-    elif isinstance(value, float) and value.is_integer() and int in kinds:
+        is_toml, meant = _parse_toml_value(value.lower() if bool in types else value)
+        if is_toml and not isinstance(meant, str) and any(_matches_type(meant, kind) for kind in types):
+            return f" (write {value.lower() if bool in types else value} without quotes)"
+    elif isinstance(value, float) and value.is_integer() and int in types:
         return f" (write {int(value)})"
-    elif any(kind in (str, Path) for kind in kinds) and isinstance(value, (bool, int, float)):
+    elif any(kind in (str, Path) for kind in types) and isinstance(value, (bool, int, float)):
         return f' (write "{json.dumps(value)}" with quotes)'
-    elif any(_fits([value], kind) for kind in kinds):
+    elif any(_matches_type([value], kind) for kind in types):
         return f" (write [{json.dumps(value)}])" if isinstance(value, (bool, int, float)) else " (put it in [ ])"
     return ""
 
 
-def close_match(word: Any, known: Sequence[Any], cutoff: float = 0.6, where: Mapping[str, str] | None = None) -> str:
+def suggest_name(word: Any, known: Sequence[Any], cutoff: float = 0.6, where: Mapping[str, str] | None = None) -> str:
     """`did you mean max_steps?` if one of the known words is like this one; `where` tells where each is."""
     names = [name for name in known if isinstance(name, str)]
     close = difflib.get_close_matches(word, names, 1, cutoff) if isinstance(word, str) else []

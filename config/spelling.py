@@ -13,7 +13,7 @@ _ROPES: dict[str, type[LinearRope] | type[Llama3Rope] | type[YarnRope]] = {
     "llama3": Llama3Rope,
     "yarn": YarnRope,
 }
-_YARN_ELSEWHERE: Values = {"mscale": None, "mscale_all_dim": None, "truncate": True}
+_NEUTRAL_YARN_KEYS: Values = {"mscale": None, "mscale_all_dim": None, "truncate": True}
 """Keys of other families' YaRN that change what is computed unless they have this value, or null."""
 _READ_ELSEWHERE = {
     "model_type",
@@ -25,13 +25,13 @@ _READ_ELSEWHERE = {
     "stop_token_ids",
 }
 _DIFFUSION = {"mask_token_id", "logit_alignment", "block_length"}
-_HARMLESS: Values = {
+_NEUTRAL_KEYS: Values = {
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
 """Keys that change what is computed unless they have this value, or null."""
-_NULL_MEANS_NONE = {
+_NULLABLE_KEYS = {
     "pad_token_id",
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
@@ -40,13 +40,15 @@ _NULL_MEANS_NONE = {
 """Keys in which null is a value; in any other it is the same as no key."""
 
 
-def read_simple(values: Values, *, gemma: bool) -> tuple[Values, list[str]]:
+def read_shared_keys(values: Values, *, gemma: bool) -> tuple[Values, list[str]]:
     """Keys that mean here what they mean there, and what is not supported."""
     names = ModelConfig.model_fields.keys() - _READ_ELSEWHERE - _DIFFUSION
     known = {
-        key: value for key, value in values.items() if key in names and (value is not None or key in _NULL_MEANS_NONE)
+        key: value for key, value in values.items() if key in names and (value is not None or key in _NULLABLE_KEYS)
     }
-    harmless = _HARMLESS if gemma else _HARMLESS | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    harmless = (
+        _NEUTRAL_KEYS if gemma else _NEUTRAL_KEYS | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    )
     problems = [
         f"{key} = {values[key]!r} is not supported"
         for key, value in harmless.items()
@@ -64,12 +66,15 @@ def read_simple(values: Values, *, gemma: bool) -> tuple[Values, list[str]]:
     return known, problems
 
 
-def read_ends(values: Values, generation: Values | None) -> tuple[list[int], list[str]]:
+def read_stop_tokens(values: Values, generation: Values | None) -> tuple[list[int], list[str]]:
     """Ids that end a text: those of config.json, then those of generation_config.json, each once."""
     found: list[int] = []
     problems = []
     size = values.get("vocab_size")
-    for place, ids in (("", ids_of(values)), ("generation_config.json: ", ids_of(generation or {}))):
+    for place, ids in (
+        ("", list_eos_token_ids(values)),
+        ("generation_config.json: ", list_eos_token_ids(generation or {})),
+    ):
         if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
             problems.append(f"{place}eos_token_id = {ids!r} must be a token id, or a list of them")
             continue
@@ -80,7 +85,7 @@ def read_ends(values: Values, generation: Values | None) -> tuple[list[int], lis
     return list(dict.fromkeys(found)), problems
 
 
-def ids_of(values: Values) -> list[Any]:
+def list_eos_token_ids(values: Values) -> list[Any]:
     """``eos_token_id``, which is an id, a list of them, or null."""
     said = values.get("eos_token_id")
     return said if isinstance(said, list) else [] if said is None else [said]
@@ -104,7 +109,7 @@ def read_rope(values: Values) -> tuple[Values, list[str]]:
             and known.setdefault("rope_theta", rope["rope_theta"]) != rope["rope_theta"]
         ):
             problems.append(f"{key} has rope_theta = {rope['rope_theta']!r}, which contradicts {known['rope_theta']!r}")
-        for name, value in _YARN_ELSEWHERE.items() if kind == "yarn" else ():
+        for name, value in _NEUTRAL_YARN_KEYS.items() if kind == "yarn" else ():
             if rope.get(name) not in (None, value):
                 problems.append(f"{key} has {name} = {rope[name]!r}: not supported")
         if isinstance(kind, str) and kind != "default":
@@ -115,7 +120,7 @@ def read_rope(values: Values) -> tuple[Values, list[str]]:
     return known, problems
 
 
-def read_layers(values: Values, model_type: str) -> tuple[Values, list[str]]:
+def read_layer_types(values: Values, model_type: str) -> tuple[Values, list[str]]:
     """Which layers have a sliding window, by the rule of the family's code in transformers."""
     layers, window = values.get("layer_types"), values.get("sliding_window")
     count = values.get("num_hidden_layers")
@@ -124,7 +129,7 @@ def read_layers(values: Values, model_type: str) -> tuple[Values, list[str]]:
     if model_type == "gemma2":
         if layers is None:
             layers = [SLIDING if index % 2 == 0 else "full_attention" for index in range(count)]
-        return _named(layers, values.get("sliding_window", 4096)), []
+        return _sliding_options(layers, values.get("sliding_window", 4096)), []
     is_on = bool(values.get("use_sliding_window"))
     if model_type in ("llama", "llada", "qwen3_moe", "sdar_moe"):
         if SLIDING in (layers or ()):
@@ -138,9 +143,9 @@ def read_layers(values: Values, model_type: str) -> tuple[Values, list[str]]:
     elif SLIDING in (layers or ()) and not is_on:
         # Transformers drops the window then, and computes these layers as full ones.
         return {}, [f"use_sliding_window = {values.get('use_sliding_window')!r} contradicts layer_types = {layers!r}"]
-    return _named(layers, window), []
+    return _sliding_options(layers, window), []
 
 
-def _named(layers: Any, window: Any) -> Values:
+def _sliding_options(layers: Any, window: Any) -> Values:
     """Nothing where no layer slides: a window that none has is not one."""
     return {"layer_types": layers, "sliding_window": window} if SLIDING in (layers or ()) else {}

@@ -8,13 +8,13 @@ from pydantic import Field, model_validator
 
 from config.base import Section
 from config.data import DataConfig, TokenizerConfig
-from config.logging import RENAMED as RENAMED_OF_LOGGING
+from config.logging import KEY_HINTS as LOGGING_KEY_HINTS
 from config.logging import LoggingConfig
 from config.model_section import ModelSection
-from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
-from config.optimizer import RENAMED as RENAMED_OF_OPTIMIZERS
-from config.optimizer import Muon, Optimizer, Schedule
-from config.parallel import DDP, FSDP, ManyRanks, Parallel, Single
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
+from config.optimizer import KEY_HINTS as OPTIMIZER_KEY_HINTS
+from config.optimizer import LRScheduleConfig, Muon, Optimizer
+from config.parallel import DDP, FSDP, MultiProcessOptions, Parallel, SingleProcess
 from config.runtime import ProfilerConfig, RuntimeConfig
 from config.training import (
     CheckpointConfig,
@@ -33,15 +33,15 @@ class TrainConfig(Section):
     data: DataConfig
     training: TrainingConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
-    objective: Objective = MaskedDiffusion()
+    objective: Objective = MaskedDiffusionConfig()
     optimizer: Optimizer = Muon()
-    schedule: Schedule = Schedule()
+    schedule: LRScheduleConfig = LRScheduleConfig()
     validation: ValidationConfig = ValidationConfig()
     samples: SamplesConfig = SamplesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-    parallel: Parallel = Single()
+    parallel: Parallel = SingleProcess()
     profiler: ProfilerConfig = ProfilerConfig()
 
     @property
@@ -65,7 +65,7 @@ class TrainConfig(Section):
         return batch_size // ranks
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Self:
+    def _check_sections_agree(self) -> Self:
         if self.row_length > self.model.max_position_embeddings:
             raise ValueError(
                 f"data.row_length = {self.row_length} is longer than the model's context, "
@@ -77,7 +77,7 @@ class TrainConfig(Section):
                 f"schedule.warmup_steps = {warmup} must be less than training.max_steps = {self.training.max_steps}"
             )
         if self.schedule.kind == "warmup_stable_decay" and self.training.max_steps is not None:
-            self.schedule.decay_of(self.training.max_steps)
+            self.schedule.num_decay_steps(self.training.max_steps)
         if self.runtime.weights == "bfloat16_with_master" and self.training.precision == "float32":
             raise ValueError(
                 'runtime.weights = "bfloat16_with_master" makes bfloat16 products, and training.precision = "float32" '
@@ -86,9 +86,9 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _objective_fits(self) -> Self:
+    def _check_objective(self) -> Self:
         objective, max_steps = self.objective, self.training.max_steps
-        stages = objective.stages if isinstance(objective, BlockDiffusion) else ()
+        stages = objective.stages if isinstance(objective, BlockDiffusionConfig) else ()
         for block_length in objective.block_lengths:
             if block_length is not None and block_length > self.row_length:
                 key = "objective.stages: block_length" if stages else "objective.block_length"
@@ -102,16 +102,16 @@ class TrainConfig(Section):
                 f"objective.stages: from_step = {stages[-1].from_step} is never reached, since training.max_steps = "
                 f"{max_steps}"
             )
-        if isinstance(objective, NextToken) and self.model.logit_alignment != "shifted":
+        if isinstance(objective, NextTokenConfig) and self.model.logit_alignment != "shifted":
             raise ValueError(
                 'objective.kind = "next_token" predicts token i by output i - 1: set model.logit_alignment = "shifted"'
             )
         return self
 
     @model_validator(mode="after")
-    def _parallel_fits(self) -> Self:
+    def _check_parallel(self) -> Self:
         parallel = self.parallel
-        if not isinstance(parallel, ManyRanks):
+        if not isinstance(parallel, MultiProcessOptions):
             return self
         if parallel.backend == "nccl" and self.run.device == "cpu":
             raise ValueError(
@@ -139,7 +139,7 @@ class DistributedTrainConfig(TrainConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _many_ranks(cls, values: Any) -> Any:
+    def _check_strategy(cls, values: Any) -> Any:
         parallel = values.get("parallel") if isinstance(values, dict) else None
         if isinstance(parallel, dict) and parallel.get("strategy") == "single":
             raise ValueError(
@@ -148,12 +148,12 @@ class DistributedTrainConfig(TrainConfig):
             )
         return values
 
-    def plain(self) -> TrainConfig:
+    def to_train_config(self) -> TrainConfig:
         """The same as the loop takes it, and as a run directory keeps it."""
         return TrainConfig(**dict(self))
 
 
-RENAMED = {
+KEY_HINTS = {
     "training.max_train_iteration": "is called training.max_steps here (optimizer steps, not micro-steps)",
     "training.max_val_iteration": "is called validation.rows here (rows, not batches)",
     "training.val_freq_iteration": "is called validation.every_steps here",
@@ -173,7 +173,7 @@ RENAMED = {
     "model.mask_token_id": "comes from the tokenizer",
     "model.eot_token_id": "comes from the tokenizer",
     "model.noise_epsilon": 'is objective.estimator.epsilon here, with objective.estimator.kind = "bernoulli"',
-    **RENAMED_OF_OPTIMIZERS,
+    **OPTIMIZER_KEY_HINTS,
     "optimizer.optimizer_name": "is called optimizer.kind here",
     "optimizer.lr_schedule": "is called schedule.kind here",
     "optimizer.warmup_iters": "is called schedule.warmup_steps here",
@@ -201,6 +201,6 @@ RENAMED = {
     "deepspeed": 'is not used here: [parallel] with strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3) has its place',
     "accelerate": "is not used here: the section [parallel], started by diffusionlm-train-ddp or torchrun",
     "wandb": "is the section [logging.wandb] here: project, entity, name, mode, tags, artifacts",
-    **RENAMED_OF_LOGGING,
+    **LOGGING_KEY_HINTS,
 }
 """Keys of related projects, and where the same thing is said here."""

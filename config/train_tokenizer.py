@@ -12,7 +12,7 @@ from config.data import TextSourceOrName
 NUM_BYTES = 256
 
 
-class NewTokenizer(Section):
+class TokenizerTrainingConfig(Section):
     """``[tokenizer]``: what is learnt."""
 
     vocab_size: Annotated[int, Field(gt=NUM_BYTES)] = 4_096
@@ -29,7 +29,7 @@ class NewTokenizer(Section):
     """Merges are learnt on the first documents, up to and with the one that brings them to this many bytes."""
 
     @model_validator(mode="after")
-    def _special_tokens_fit(self) -> Self:
+    def _check_special_tokens(self) -> Self:
         special = self.special_tokens
         twice = next((token for token in special if special.count(token) > 1), None)
         if twice is not None:
@@ -49,7 +49,7 @@ class NewTokenizer(Section):
         return self
 
 
-class TokenizerOutput(Section):
+class TrainTokenizerOutput(Section):
     """``[output]``: where it goes, and who works."""
 
     directory: ConfigPath
@@ -64,5 +64,5 @@ class TrainTokenizerConfig(Section):
 
     source: TextSourceOrName
     """A `kind` alone, or a table `[source]` with its `kind`, as `data.source` of a training run."""
-    tokenizer: NewTokenizer = NewTokenizer()
-    output: TokenizerOutput
+    tokenizer: TokenizerTrainingConfig = TokenizerTrainingConfig()
+    output: TrainTokenizerOutput

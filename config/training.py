@@ -57,7 +57,7 @@ class TrainingConfig(Section):
     """Steps of that mean and deviation, skipped ones left out; none is a spike before half of them are there."""
 
     @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def _check_run_length(self) -> Self:
         if (self.max_steps is None) == (self.epochs is None):
             raise ValueError("give either max_steps or epochs")
         micro = self.micro_batch_size
@@ -83,7 +83,7 @@ class ValidationConfig(Section):
     """Compare with n-gram models of the training tokens at the end."""
 
 
-def _with_hole(text: str) -> str:
+def _check_masked_span(text: str) -> str:
     if "[MASK:" not in text:
         raise ValueError("has no hole: write [MASK:n] where n tokens are to be filled in")
     return text
@@ -94,7 +94,7 @@ class SamplesConfig(Section):
 
     every_steps: NonNegativeInt = 500
     """Steps between samples; 0: none."""
-    infills: TupleOf[Annotated[str, AfterValidator(_with_hole)]] = ()
+    infills: TupleOf[Annotated[str, AfterValidator(_check_masked_span)]] = ()
     """Texts with [MASK:n] spans."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Unit = tuple[nn.Module, list[str]]
+ParameterUnit = tuple[nn.Module, list[str]]
 """A module, and the names of the parameters that its forward is the first to read."""
 
 ALIGNMENT = 16
@@ -21,7 +21,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketSlice:
     """Consecutive rows of a parameter, and where they are in a bucket."""
 
     rank: int
@@ -33,13 +33,13 @@ class Piece:
 
 
 @dataclass
-class Plan:
+class BucketLayout:
     """What is where in one bucket."""
 
     dtype: torch.dtype
-    loads: list[int]
+    num_elements_by_rank: list[int]
     """Elements that each rank has."""
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    slices: dict[str, list[BucketSlice]] = field(default_factory=dict)
     """By parameter, in the order of rows."""
     whole: set[str] = field(default_factory=set)
     """Parameters that belong to one rank."""
@@ -47,52 +47,54 @@ class Plan:
     @property
     def segment(self) -> int:
         """Elements of a rank's row of the table, padding included."""
-        return max(self.loads)
+        return max(self.num_elements_by_rank)
 
-    def with_parameter(self, name: str, parameter: Tensor, is_whole: bool, total_loads: Sequence[int]) -> Plan:
-        """A longer plan. A whole parameter goes to the rank that has least here, then least in ``total_loads``."""
-        loads, world_size = list(self.loads), len(self.loads)
+    def with_parameter(
+        self, name: str, parameter: Tensor, is_whole: bool, num_elements_before: Sequence[int]
+    ) -> BucketLayout:
+        """A longer plan. A whole parameter goes to the rank that has least here, then least in ``num_elements_before``."""
+        num_elements_by_rank, world_size = list(self.num_elements_by_rank), len(self.num_elements_by_rank)
         rows = len(parameter) if parameter.dim() else 1
         row_size = parameter.numel() // max(1, rows)
         if is_whole:
-            owner = min(range(world_size), key=lambda rank: (loads[rank], total_loads[rank]))
+            owner = min(range(world_size), key=lambda rank: (num_elements_by_rank[rank], num_elements_before[rank]))
             cuts = [(owner, 0, rows)]
         else:
             each = -(-rows // world_size)  # as torch.chunk and DTensor's Shard(0)
             cuts = [(rank, rank * each, min(rows, (rank + 1) * each)) for rank in range(world_size)]
-        pieces = []
+        slices = []
         for rank, start, end in cuts:
             if start < end:
-                pieces.append(Piece(rank, loads[rank], start, end))
-                loads[rank] += -(-(end - start) * row_size // ALIGNMENT) * ALIGNMENT
+                slices.append(BucketSlice(rank, num_elements_by_rank[rank], start, end))
+                num_elements_by_rank[rank] += -(-(end - start) * row_size // ALIGNMENT) * ALIGNMENT
         whole = self.whole | {name} if is_whole else self.whole
-        return Plan(self.dtype, loads, {**self.pieces, name: pieces}, whole)
+        return BucketLayout(self.dtype, num_elements_by_rank, {**self.slices, name: slices}, whole)
 
 
-def plan_buckets(
+def lay_out_buckets(
     parameters: Mapping[str, Tensor],
     world_size: int,
-    most_bytes: float,
-    must_be_whole: Callable[[str], bool] = lambda name: False,
-) -> list[Plan]:
-    """Parameters in the order given, in buckets of one dtype and at most ``most_bytes``.
+    max_bytes: float,
+    requires_whole_matrix: Callable[[str], bool] = lambda name: False,
+) -> list[BucketLayout]:
+    """Parameters in the order given, in buckets of one dtype and at most ``max_bytes``.
 
     A parameter that is larger has a bucket for itself, but for those that only fill its padding: whole matrices of
     equal size come in buckets of one for each rank.
     """
-    plans: list[Plan] = []
+    plans: list[BucketLayout] = []
     before = [0] * world_size  # what each rank has in the buckets that are closed
     for name, parameter in parameters.items():
-        is_whole = not parameter.dim() or must_be_whole(name)
+        is_whole = not parameter.dim() or requires_whole_matrix(name)
         if plans:
             last = plans[-1]
             longer = last.with_parameter(name, parameter, is_whole, before)
-            fits = longer.segment * world_size * parameter.element_size() <= most_bytes
+            fits = longer.segment * world_size * parameter.element_size() <= max_bytes
             if last.dtype == parameter.dtype and (fits or longer.segment == last.segment):
                 plans[-1] = longer
                 continue
-            before = [mine + more for mine, more in zip(before, last.loads, strict=True)]
-        empty = Plan(parameter.dtype, [0] * world_size)
+            before = [mine + more for mine, more in zip(before, last.num_elements_by_rank, strict=True)]
+        empty = BucketLayout(parameter.dtype, [0] * world_size)
         plans.append(empty.with_parameter(name, parameter, is_whole, before))
     return plans
 
@@ -100,19 +102,19 @@ def plan_buckets(
 class Bucket:
     """Memory by a plan, and the gradients in it."""
 
-    def __init__(self, plan: Plan, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
-        self.plan = plan
-        self.parameters = {name: parameters[name] for name in plan.pieces}
-        self.memory = torch.zeros(len(plan.loads), plan.segment, dtype=plan.dtype, device=device)
-        self.arrived: set[str] = set()
+    def __init__(self, layout: BucketLayout, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        self.layout = layout
+        self.parameters = {name: parameters[name] for name in layout.slices}
+        self.memory = torch.zeros(len(layout.num_elements_by_rank), layout.segment, dtype=layout.dtype, device=device)
+        self.has_gradient: set[str] = set()
         """Parameters that have had a gradient in this step."""
         self.work: Any = None
         """The collective under way."""
         self._views = {
-            name: [view_of_piece(self.memory[piece.rank], piece, self.parameters[name]) for piece in pieces]
-            for name, pieces in plan.pieces.items()
+            name: [view_of_slice(self.memory[piece.rank], piece, self.parameters[name]) for piece in slices]
+            for name, slices in layout.slices.items()
         }
-        self._rows = {name: [piece.end - piece.start for piece in pieces] for name, pieces in plan.pieces.items()}
+        self._rows = {name: [piece.end - piece.start for piece in slices] for name, slices in layout.slices.items()}
 
     def views(self, name: str) -> list[Tensor]:
         """The pieces of a parameter in the memory."""
@@ -122,22 +124,22 @@ class Bucket:
     def add(self, name: str, gradient: Tensor) -> None:
         """Copy the first gradient of a step, add the later ones."""
         views = self._views[name]
-        pieces = [gradient] if len(views) == 1 else list(torch.split(gradient, self._rows[name]))
-        if name in self.arrived:
-            torch._foreach_add_(views, pieces)
+        slices = [gradient] if len(views) == 1 else list(torch.split(gradient, self._rows[name]))
+        if name in self.has_gradient:
+            torch._foreach_add_(views, slices)
         else:
-            self.arrived.add(name)
-            torch._foreach_copy_(views, pieces)
+            self.has_gradient.add(name)
+            torch._foreach_copy_(views, slices)
 
     @torch.no_grad()
-    def complete(self) -> None:
+    def zero_missing_gradients(self) -> None:
         """Parameters without a gradient in this step count as zeros."""
-        missing = [view for name in self._views if name not in self.arrived for view in self._views[name]]
+        missing = [view for name in self._views if name not in self.has_gradient for view in self._views[name]]
         if missing:
             torch._foreach_zero_(missing)
 
     @torch.no_grad()
-    def copy_out(self) -> None:
+    def copy_to_parameters(self) -> None:
         """What the memory holds becomes the values of the parameters."""
         targets: list[Tensor] = []
         for name, parameter in self.parameters.items():
@@ -153,18 +155,18 @@ class Bucket:
             self.work = None
 
 
-def view_of_piece(segment: Tensor, piece: Piece, parameter: Tensor) -> Tensor:
+def view_of_slice(segment: Tensor, piece: BucketSlice, parameter: Tensor) -> Tensor:
     """The piece in a rank's flat segment, in the shape of the parameter's rows."""
     shape = (piece.end - piece.start, *parameter.shape[1:]) if parameter.dim() else ()
-    return segment[piece.offset : piece.offset + shape_size(shape)].view(shape)
+    return segment[piece.offset : piece.offset + num_elements(shape)].view(shape)
 
 
-def shape_size(shape: Sequence[int]) -> int:
+def num_elements(shape: Sequence[int]) -> int:
     """Elements."""
     return torch.Size(shape).numel()
 
 
-def trained_by_unit(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, nn.Parameter]]:
+def trainable_by_unit(model: nn.Module, units: Sequence[ParameterUnit]) -> list[dict[str, nn.Parameter]]:
     """The parameters that require gradients, by the first unit that names them, under the model's names.
 
     Two names of one parameter (a head that is the embedding) count as one.
@@ -179,6 +181,6 @@ def trained_by_unit(model: nn.Module, units: Sequence[Unit]) -> list[dict[str, n
     return found
 
 
-def in_backward_order(by_unit: Sequence[dict[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+def reversed_units(by_unit: Sequence[dict[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
     """All of them, the last executed first."""
     return {name: unit[name] for unit in reversed(by_unit) for name in reversed(unit)}

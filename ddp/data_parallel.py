@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.parallel import DDP
-from ddp.buckets import Bucket, Unit, in_backward_order, plan_buckets, trained_by_unit
-from ddp.gradient_reducer import GradientFlow
-from ddp.process_group import Ranks
+from ddp.buckets import Bucket, ParameterUnit, lay_out_buckets, reversed_units, trainable_by_unit
+from ddp.gradient_reducer import GradientReducer
+from ddp.process_group import World
 from ddp.replicas import Replicated, broadcast_from_first
 
 
@@ -24,36 +24,36 @@ class DataParallel(Replicated):
     """
 
     def __init__(
-        self, model: nn.Module, config: DDP, ranks: Ranks, device: torch.device, units: Sequence[Unit]
+        self, model: nn.Module, config: DDP, world: World, device: torch.device, units: Sequence[ParameterUnit]
     ) -> None:
-        super().__init__(model, ranks)
-        self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        broadcast_from_first(model, ranks)
-        parameters = in_backward_order(trained_by_unit(model, units))
-        plans = plan_buckets(parameters, 1, config.bucket_mib * 2**20)
-        self.flow = GradientFlow([Bucket(plan, parameters, device) for plan in plans], self._reduce)
-        self.mark_ready = self.flow.mark_ready
+        super().__init__(model, world)
+        self._trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        broadcast_from_first(model, world)
+        parameters = reversed_units(trainable_by_unit(model, units))
+        plans = lay_out_buckets(parameters, 1, config.bucket_mib * 2**20)
+        self.reducer = GradientReducer([Bucket(layout, parameters, device) for layout in plans], self._reduce)
+        self.on_gradient_ready = self.reducer.on_gradient_ready
 
     @staticmethod
     def _reduce(bucket: Bucket) -> None:
         bucket.work = dist.all_reduce(bucket.memory, async_op=True)
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The model's own parameters, those that require gradients."""
-        return self._trained
+        return self._trainable
 
-    def has_whole(self, name: str) -> bool:
+    def has_whole_parameter(self, name: str) -> bool:
         """Always."""
         return True
 
     def row_range(self, name: str) -> tuple[int, int]:
         """All rows."""
-        parameter = self._trained[name]
+        parameter = self._trainable[name]
         return 0, len(parameter) if parameter.dim() else 1
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: gradients travel during the last one."""
-        return self.flow.backward(is_last)
+        return self.reducer.backward(is_last)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -61,19 +61,19 @@ class DataParallel(Replicated):
 
         Returns their norm before, over all parameters, 0-d on the device.
         """
-        used = self.flow.wait()
-        memories = [bucket.memory for bucket in self.flow.buckets]
+        used = self.reducer.wait()
+        memories = [bucket.memory for bucket in self.reducer.buckets]
         norm = torch.nn.utils.get_total_norm(memories)
         scale_to_norm(memories, norm, max_norm)
-        for bucket in self.flow.buckets:
+        for bucket in self.reducer.buckets:
             for name, parameter in bucket.parameters.items():
                 parameter.grad = bucket.views(name)[0] if name in used else None
         return norm
 
-    def start_gather(self) -> None:
+    def start_weight_gather(self) -> None:
         """Nothing: each rank has made all updates itself."""
 
-    def state_for_saving(self, state: dict[str, Tensor]) -> dict[str, Any]:
+    def to_checkpoint_state(self, state: dict[str, Tensor]) -> dict[str, Any]:
         """As it is: all ranks have all of it."""
         return dict(state)
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.parallel import FSDP
-from ddp.all_to_all_rows import RowExchange, rows_of
-from ddp.buckets import Unit
-from ddp.process_group import Ranks
+from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
+from ddp.buckets import ParameterUnit
+from ddp.process_group import World
 from ddp.replicas import check_names
 
 
@@ -34,9 +34,9 @@ class FullySharded:
         self,
         model: nn.Module,
         parallel: FSDP,
-        ranks: Ranks,
+        world: World,
         device: torch.device,
-        units: Sequence[Unit],
+        units: Sequence[ParameterUnit],
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -54,12 +54,12 @@ class FullySharded:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        self.ranks = ranks
+        self.world = world
         self.model: Any = model
         self.device = device
-        self.reshards = parallel.reshard_after_forward
+        self.reshards_after_forward = parallel.reshard_after_forward
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        mesh = init_device_mesh(device.type, (ranks.world_size,))
+        mesh = init_device_mesh(device.type, (world.world_size,))
         wide = MixedPrecisionPolicy(cast_forward_inputs=False)
         narrow = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
@@ -67,25 +67,25 @@ class FullySharded:
             cast_forward_inputs=False,
         )
         self.blocks: list[Any] = [
-            fully_shard(module, mesh=mesh, mp_policy=narrow, reshard_after_forward=self.reshards)
+            fully_shard(module, mesh=mesh, mp_policy=narrow, reshard_after_forward=self.reshards_after_forward)
             for module, _ in units[1:-1]
         ]
         fully_shard(model, mesh=mesh, mp_policy=wide, reshard_after_forward=False)
         for each in (self.model, *self.blocks):
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
-        self._take_parts()
+        self._make_local_parameters()
 
-    def _take_parts(self) -> None:
+    def _make_local_parameters(self) -> None:
         """What this rank has, as plain parameters in the same memory."""
-        self._cut: dict[str, Any] = dict(self.model.named_parameters())
-        self._parts = {
+        self._dtensors: dict[str, Any] = dict(self.model.named_parameters())
+        self._local_parameters = {
             name: nn.Parameter(each.detach().to_local(), requires_grad=each.requires_grad)
-            for name, each in self._cut.items()
+            for name, each in self._dtensors.items()
         }
 
     @torch.no_grad()
-    def materialise(self, fill: Callable[[str], Tensor]) -> None:
+    def materialize(self, fill: Callable[[str], Tensor]) -> None:
         """Give a model on ``meta`` memory and values.
 
         Args:
@@ -93,29 +93,29 @@ class FullySharded:
                 rank's rows are kept.
         """
         self.model.to_empty(device=self.device)
-        self._take_parts()
-        for name, part in self._parts.items():
+        self._make_local_parameters()
+        for name, part in self._local_parameters.items():
             first, end = self.row_range(name)
             whole = fill(name)
             assert whole.shape == self.shapes[name], f"{name} is {list(whole.shape)}, not {list(self.shapes[name])}"
             part.copy_(whole[first:end])
 
     @property
-    def exchange(self) -> RowExchange:
+    def row_exchange(self) -> AllToAllRows:
         """What brings the rows of matrices together, for an optimizer that needs them whole."""
-        return RowExchange({part: self.shapes[name] for name, part in self._parts.items()}, self.ranks)
+        return AllToAllRows({part: self.shapes[name] for name, part in self._local_parameters.items()}, self.world)
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's rows of every parameter that is trained, perhaps none; changed in place by an optimizer."""
-        return {name: part for name, part in self._parts.items() if part.requires_grad}
+        return {name: part for name, part in self._local_parameters.items() if part.requires_grad}
 
-    def has_whole(self, name: str) -> bool:
+    def has_whole_parameter(self, name: str) -> bool:
         """Whether `trained` has a whole parameter; it has rows of each."""
         return False
 
     def row_range(self, name: str) -> tuple[int, int]:
         """This rank's first row of a parameter, and the one after its last."""
-        return rows_of(self.shapes[name][0], self.ranks.world_size, self.ranks.rank)
+        return row_range_of_rank(self.shapes[name][0], self.world.world_size, self.world.rank)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
         """Nothing: gradients travel in each micro-batch, since adding them up whole would take the memory that this
@@ -130,9 +130,9 @@ class FullySharded:
             That norm before, 0-d on the device, which is not waited for.
         """
         gradients = []
-        for name, part in self._parts.items():
-            gradient = self._cut[name].grad
-            self._cut[name].grad = None
+        for name, part in self._local_parameters.items():
+            gradient = self._dtensors[name].grad
+            self._dtensors[name].grad = None
             part.grad = None if gradient is None else gradient.to_local()
             if part.grad is not None:
                 gradients.append(part.grad)
@@ -145,13 +145,13 @@ class FullySharded:
             torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
-    def start_gather(self) -> None:
+    def start_weight_gather(self) -> None:
         """Nothing: weights are gathered where they are used."""
 
-    def wait_weights(self) -> None:
+    def wait_for_weights(self) -> None:
         """Nothing: the parts are those of the last update."""
 
-    def check_replicas(self) -> None:
+    def check_replicas_equal(self) -> None:
         """There are none."""
 
     @torch.no_grad()
@@ -161,16 +161,16 @@ class FullySharded:
         Raises:
             ValueError: they are not those of the model's names.
         """
-        check_names(whole, self._parts)
-        for name, rows in self.own_rows(whole).items():
-            self._parts[name].copy_(rows)
+        check_names(whole, self._local_parameters)
+        for name, rows in self.slice_own_rows(whole).items():
+            self._local_parameters[name].copy_(rows)
 
-    def own_rows(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def slice_own_rows(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's rows of whole parameters, or of what has their shapes, by name."""
         return {name: each[slice(*self.row_range(name))] for name, each in whole.items()}
 
     @torch.no_grad()
-    def whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in float32, whole, on the CPU of the first rank, one after the other; nothing elsewhere.
 
         All ranks iterate. A rank that stops before the end takes part in what the others still wait for.
@@ -179,40 +179,40 @@ class FullySharded:
             values: this rank's rows in place of the parameters', by name: their average, for example.
         """
         given = values or {}
-        left = list(self._parts)
+        left = list(self._local_parameters)
         try:
             while left:
-                whole = self._gather(given.get(left[0], self._parts[left[0]].detach()), self.shapes[left[0]])
+                whole = self._gather(given.get(left[0], self._local_parameters[left[0]].detach()), self.shapes[left[0]])
                 name = left.pop(0)
                 if whole is not None:
                     yield name, whole
         except GeneratorExit:
             for name in left:
-                self._gather(given.get(name, self._parts[name].detach()), self.shapes[name])
+                self._gather(given.get(name, self._local_parameters[name].detach()), self.shapes[name])
             raise
 
     def _gather(self, part: Tensor, shape: torch.Size) -> Tensor | None:
         """Whole, on the CPU of the first rank; None elsewhere."""
-        rows = -(-shape[0] // self.ranks.world_size)
+        rows = -(-shape[0] // self.world.world_size)
         padded = part.new_zeros(rows, *shape[1:])
         padded[: len(part)] = part
-        parts = [torch.empty_like(padded) for _ in range(self.ranks.world_size)] if self.ranks.is_first else None
+        parts = [torch.empty_like(padded) for _ in range(self.world.world_size)] if self.world.is_first else None
         dist.gather(padded, parts, dst=0)
         return None if parts is None else torch.cat(parts)[: shape[0]].cpu()
 
-    def state_for_saving(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    def to_checkpoint_state(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """``parameter.key`` -> tensor of a part, as a DTensor of the whole shape; scalars stay as they are."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard
 
         meshes = {
-            kind: init_device_mesh(kind, (self.ranks.world_size,))
+            kind: init_device_mesh(kind, (self.world.world_size,))
             for kind in sorted({each.device.type for each in state.values()})
         }
         given: dict[str, Any] = {}
         for key, value in state.items():
             name = key.rpartition(".")[0]
-            if value.shape == self._parts[name].shape:
+            if value.shape == self._local_parameters[name].shape:
                 shape = self.shapes[name]
                 stride = torch.empty(shape, device="meta").stride()
                 mesh = meshes[value.device.type]

@@ -12,7 +12,7 @@ from torch import nn
 from ddp.buckets import Bucket
 
 
-class GradientFlow:
+class GradientReducer:
     """Collects gradients in buckets as autograd makes them, and launches each bucket that is complete.
 
     Buckets are launched strictly in their order, so that all ranks make the same calls, whichever gradients a rank has.
@@ -24,69 +24,69 @@ class GradientFlow:
         self,
         buckets: Sequence[Bucket],
         launch: Callable[[Bucket], None],
-        begin: Callable[[], None] = lambda: None,
+        before_first_gradient: Callable[[], None] = lambda: None,
     ) -> None:
         """``launch`` starts the collective of a bucket; ``begin`` is called before a step's first gradient is kept."""
         self.buckets = buckets
         self._launch = launch
-        self._begin = begin
-        self._has_begun = False
-        self._place = {
+        self._before_first_gradient = before_first_gradient
+        self._has_first_gradient = False
+        self._bucket_of_parameter = {
             parameter: (index, name)
             for index, bucket in enumerate(buckets)
             for name, parameter in bucket.parameters.items()
         }
         self._names = [name for bucket in buckets for name in bucket.parameters]
         self._is_last = False
-        self._missing = [0] * len(buckets)
-        self._next = 0
+        self._num_missing = [0] * len(buckets)
+        self._next_bucket = 0
         self._used = torch.zeros(len(self._names), dtype=torch.int32)
         self._used_work: dist.Work | None = None
-        for parameter in self._place:
-            parameter.register_post_accumulate_grad_hook(self.mark_ready)  # type: ignore[no-untyped-call]
+        for parameter in self._bucket_of_parameter:
+            parameter.register_post_accumulate_grad_hook(self.on_gradient_ready)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def backward(self, is_last: bool) -> Iterator[None]:
         """Around forward and backward of a micro-batch. After the last one every bucket is on its way."""
-        self._is_last, self._next = is_last, 0
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._is_last, self._next_bucket = is_last, 0
+        self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         yield
         if is_last:
-            self._flush()
+            self._launch_remaining()
 
-    def mark_ready(self, parameter: nn.Parameter) -> None:
+    def on_gradient_ready(self, parameter: nn.Parameter) -> None:
         """The micro-batch's gradient of a parameter is in its ``grad``. Autograd's are marked by a hook; those that
         are made otherwise, once, by who makes them."""
-        index, name = self._place[parameter]
-        assert index >= self._next, f"a second gradient of {name}, whose bucket has gone in this backward"
+        index, name = self._bucket_of_parameter[parameter]
+        assert index >= self._next_bucket, f"a second gradient of {name}, whose bucket has gone in this backward"
         assert parameter.grad is not None
-        self._begin_once()
+        self._notify_first_gradient()
         self.buckets[index].add(name, parameter.grad)
         parameter.grad = None
         if self._is_last:
-            self._missing[index] -= 1
-            while self._next < len(self.buckets) and self._missing[self._next] <= 0:
+            self._num_missing[index] -= 1
+            while self._next_bucket < len(self.buckets) and self._num_missing[self._next_bucket] <= 0:
                 self._launch_next()
 
-    def _begin_once(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._begin()
+    def _notify_first_gradient(self) -> None:
+        if not self._has_first_gradient:
+            self._has_first_gradient = True
+            self._before_first_gradient()
 
     def _launch_next(self) -> None:
-        bucket = self.buckets[self._next]
-        self._next += 1
+        bucket = self.buckets[self._next_bucket]
+        self._next_bucket += 1
         assert bucket.work is None, "something else is still under way in the bucket's memory"
-        bucket.complete()
+        bucket.zero_missing_gradients()
         self._launch(bucket)
 
-    def _flush(self) -> None:
-        self._begin_once()
-        while self._next < len(self.buckets):
+    def _launch_remaining(self) -> None:
+        self._notify_first_gradient()
+        while self._next_bucket < len(self.buckets):
             self._launch_next()
-        self._is_last, self._next = False, 0
-        arrived = set[str]().union(*(bucket.arrived for bucket in self.buckets))
-        self._used = torch.tensor([name in arrived for name in self._names], dtype=torch.int32)
+        self._is_last, self._next_bucket = False, 0
+        has_gradient = set[str]().union(*(bucket.has_gradient for bucket in self.buckets))
+        self._used = torch.tensor([name in has_gradient for name in self._names], dtype=torch.int32)
         self._used_work = dist.all_reduce(self._used, async_op=True)
 
     def wait(self) -> set[str]:
@@ -97,8 +97,8 @@ class GradientFlow:
         assert self._used_work is not None, "no backward has been the last one"
         for bucket in self.buckets:
             bucket.wait()
-            bucket.arrived.clear()
+            bucket.has_gradient.clear()
         self._used_work.wait()
         self._used_work = None
-        self._has_begun = False
+        self._has_first_gradient = False
         return {name for name, count in zip(self._names, self._used.tolist(), strict=True) if count}

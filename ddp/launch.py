@@ -31,16 +31,16 @@ from pathlib import Path
 from types import FrameType
 from urllib.parse import quote
 
-from config.parallel import ManyRanks
+from config.parallel import MultiProcessOptions
 from profiling.cores import usable_cores
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to save and end: Ctrl-C, a batch system, Slurm's warning. Where the launcher itself is gone, its
 ranks get SIGINT from the system."""
-UNKNOWN = -1
+EXIT_CODE_UNKNOWN = -1
 """How a run ends, while that is open."""
 
-Act = Callable[[], int]
+RankFunction = Callable[[], int]
 """What a rank runs, a picklable function; returns its exit code."""
 
 
@@ -56,20 +56,20 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """What ended a rank."""
 
     rank: int
     attempt: int
     """Restarts before this."""
-    is_users: bool
+    is_user_error: bool
     """Whether it is an error that the user can mend; else one of the program or the machine."""
     text: str
     at: float
     """Seconds since the epoch."""
 
 
-def count_local_ranks(parallel: ManyRanks, device: str) -> int:
+def count_local_ranks(parallel: MultiProcessOptions, device: str) -> int:
     """Ranks to start on this machine; ``device`` is `run.device`.
 
     Raises:
@@ -88,7 +88,9 @@ def count_local_ranks(parallel: ManyRanks, device: str) -> int:
     return parallel.local_ranks
 
 
-def launch(act: Act, local_ranks: int, *, name: str, max_restarts: int = 0, nodes: Nodes | None = None) -> int:
+def launch(
+    function: RankFunction, local_ranks: int, *, name: str, max_restarts: int = 0, nodes: Nodes | None = None
+) -> int:
     """Run ``act`` in ``local_ranks`` fresh processes of this machine, with torchrun's environment, and wait for them.
 
     Each has its share of the cores as OMP_NUM_THREADS, unless that is set. Errors go to stderr, headed by ``name``. To
@@ -100,26 +102,26 @@ def launch(act: Act, local_ranks: int, *, name: str, max_restarts: int = 0, node
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_ranks)))
     # Else the agent keeps one store over all restarts, in which new ranks find the addresses of dead ones.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    verdict: Synchronized[int] = multiprocessing.get_context("spawn").Value("i", UNKNOWN)
-    with tempfile.TemporaryDirectory(prefix="diffusionlm-ranks-") as folder, _signals_passed_on(verdict):
-        outcome = _run_agent((act, verdict, folder, name), local_ranks, max_restarts, nodes or Nodes())
+    shared_exit_code: Synchronized[int] = multiprocessing.get_context("spawn").Value("i", EXIT_CODE_UNKNOWN)
+    with tempfile.TemporaryDirectory(prefix="diffusionlm-ranks-") as folder, _forward_signals(shared_exit_code):
+        outcome = _run_agent((function, shared_exit_code, folder, name), local_ranks, max_restarts, nodes or Nodes())
         failures = read_failures(Path(folder))
     if isinstance(outcome, int) and outcome != 1:
         return outcome
     last = [failure for failure in failures if failure.attempt == failures[-1].attempt]
-    is_users = any(failure.is_users for failure in last)
-    ended_by = verdict.value
-    if ended_by > 128 and not is_users:
+    is_user_error = any(failure.is_user_error for failure in last)
+    ended_by = shared_exit_code.value
+    if ended_by > 128 and not is_user_error:
         print(f"{name}: ended by {signal.Signals(ended_by - 128).name}, before it could save", file=sys.stderr)
         return ended_by
-    told = [describe(name, last)] if last else []
-    if isinstance(outcome, str) and not is_users:
+    told = [format_failures(name, last)] if last else []
+    if isinstance(outcome, str) and not is_user_error:
         told.append(f"{name}: {outcome}")
     print("\n".join(told), file=sys.stderr, flush=True)
     return 1
 
 
-def run_rank(act: Act, verdict: Synchronized[int], folder: str, name: str) -> int:
+def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder: str, name: str) -> int:
     """What the agent starts in each process: ``act``, and a note of how it failed, if it does.
 
     ``verdict`` is how the run ends, once that is known; a rank that is started later does so at once.
@@ -128,49 +130,49 @@ def run_rank(act: Act, verdict: Synchronized[int], folder: str, name: str) -> in
     # The terminal's Ctrl-C now reaches the launcher alone, which passes it on as any other signal.
     with suppress(PermissionError):
         os.setsid()
-    pending = [number for number in FORWARDED if number in signal.sigpending()]
-    if pending or verdict.value != UNKNOWN:
-        return verdict.value if verdict.value != UNKNOWN else 128 + pending[0]
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    pending = [number for number in FORWARDED_SIGNALS if number in signal.sigpending()]
+    if pending or shared_exit_code.value != EXIT_CODE_UNKNOWN:
+        return shared_exit_code.value if shared_exit_code.value != EXIT_CODE_UNKNOWN else 128 + pending[0]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt and os.environ["LOCAL_RANK"] == "0":
         before = [failure for failure in read_failures(Path(folder)) if failure.attempt == attempt - 1]
-        why = describe(name, before) or f"{name}: a rank died without a word"
+        why = format_failures(name, before) or f"{name}: a rank died without a word"
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         print(f"{why}\n{name}: all ranks start anew, {attempt} of {most} times", file=sys.stderr, flush=True)
     try:
-        code = act()
+        code = function()
         if os.getppid() != launcher:  # for whom torch would have this process wait
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
         return code
     except (ValueError, OSError) as error:
-        verdict.value = 1
+        shared_exit_code.value = 1
         whole = os.environ.get("DIFFUSIONLM_TRACEBACK") == "1"
-        failure = Failure(rank, attempt, True, traceback.format_exc() if whole else str(error), time.time())
+        failure = RankFailure(rank, attempt, True, traceback.format_exc() if whole else str(error), time.time())
     except Exception:
-        failure = Failure(rank, attempt, False, traceback.format_exc(), time.time())
-    _put_down(failure, Path(folder))
+        failure = RankFailure(rank, attempt, False, traceback.format_exc(), time.time())
+    _write_failure(failure, Path(folder))
     raise SystemExit(1)
 
 
-def _put_down(failure: Failure, folder: Path) -> None:
+def _write_failure(failure: RankFailure, folder: Path) -> None:
     part = folder / f"{failure.attempt}-{failure.rank}.part"
     part.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     part.rename(part.with_suffix(".json"))
 
 
-def read_failures(folder: Path) -> list[Failure]:
+def read_failures(folder: Path) -> list[RankFailure]:
     """What ranks of this machine have put down, in the order of time."""
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("*.json")]
-    return sorted((Failure(**json.loads(text)) for text in texts), key=lambda failure: failure.at)
+    return sorted((RankFailure(**json.loads(text)) for text in texts), key=lambda failure: failure.at)
 
 
-def describe(name: str, failures: Sequence[Failure]) -> str:
+def format_failures(name: str, failures: Sequence[RankFailure]) -> str:
     """What to say of them, in the order of time: the user's errors alone, where there are any, since the others follow
     from these. Else the first traceback, and the last lines of the others."""
-    users = [failure for failure in failures if failure.is_users]
+    users = [failure for failure in failures if failure.is_user_error]
     if users:
         texts = dict.fromkeys(failure.text for failure in users)
         if len(texts) == 1:
@@ -185,18 +187,18 @@ def describe(name: str, failures: Sequence[Failure]) -> str:
 
 
 @contextmanager
-def _signals_passed_on(verdict: Synchronized[int]) -> Iterator[None]:
+def _forward_signals(shared_exit_code: Synchronized[int]) -> Iterator[None]:
     """Pass signals on to the ranks; the first one is the verdict.
 
     Ranks start with them blocked, and are not ended in the middle of their imports: they take them up in `run_rank`.
     The main thread blocks them for that, since its processes inherit it. A thread that only waits takes them, and
     Python then calls the handlers in the main one.
     """
-    forwarded = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    forwarded = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if verdict.value == UNKNOWN:
-            verdict.value = 128 + number
+        if shared_exit_code.value == EXIT_CODE_UNKNOWN:
+            shared_exit_code.value = 128 + number
         ranks = multiprocessing.active_children()
         if not ranks:  # nothing has begun
             raise SystemExit(128 + number)

@@ -9,25 +9,25 @@ from typing import Any, Protocol, assert_never
 import torch
 from torch import Tensor, nn
 
-from config.parallel import DDP, FSDP, Parallel, Single
-from ddp.buckets import Unit
-from ddp.process_group import SINGLE, Ranks
+from config.parallel import DDP, FSDP, Parallel, SingleProcess
+from ddp.buckets import ParameterUnit
+from ddp.process_group import SINGLE_PROCESS, World
 from ddp.replicas import Replicated
 
 
 class Parallelism(Protocol):
     """A model trained by one rank or many, and what the loop does around its step, in this order: each micro-batch
-    within `backward`, `clip`, the optimizer over `trained`, `start_gather`. All ranks make the same calls."""
+    within `backward`, `clip`, the optimizer over `trained`, `start_weight_gather`. All ranks make the same calls."""
 
     @property
-    def ranks(self) -> Ranks:
+    def world(self) -> World:
         """All of them."""
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """What optimizers are built over, by the model's names: the parameters that require gradients, or this rank's
         rows of them, which may be none."""
 
-    def has_whole(self, name: str) -> bool:
+    def has_whole_parameter(self, name: str) -> bool:
         """Whether `trained` has the whole parameter, not consecutive rows of it."""
 
     def row_range(self, name: str) -> tuple[int, int]:
@@ -43,10 +43,10 @@ class Parallelism(Protocol):
         gradients; those that no rank used have none.
         """
 
-    def start_gather(self) -> None:
+    def start_weight_gather(self) -> None:
         """After the optimizer: new weights travel. Returns at once; the next forward waits for what it reads."""
 
-    def wait_weights(self) -> None:
+    def wait_for_weights(self) -> None:
         """All weights of the model are those of the last update; to be called before they are read but by a forward."""
 
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
@@ -56,18 +56,18 @@ class Parallelism(Protocol):
             ValueError: they are not those of the model's names.
         """
 
-    def whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """All parameters of the model, or ``values`` of their names in this rank's form (averages of them, say), whole,
         one after the other: on the first rank; nothing elsewhere. All ranks iterate."""
 
-    def own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Whole values in the form that the model's parameters have on this rank."""
 
-    def state_for_saving(self, state: dict[str, Tensor]) -> dict[str, Any]:
+    def to_checkpoint_state(self, state: dict[str, Tensor]) -> dict[str, Any]:
         """Optimizer state of `trained` by ``parameter.key``, for `torch.distributed.checkpoint`: rows of a parameter
         become a DTensor of the whole shape; whole parameters' and scalars stay."""
 
-    def check_replicas(self) -> None:
+    def check_replicas_equal(self) -> None:
         """Where every rank has all weights: are they equal?
 
         Raises:
@@ -75,24 +75,24 @@ class Parallelism(Protocol):
         """
 
 
-class Alone(Replicated):
+class NoParallel(Replicated):
     """One process: nothing travels."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks = SINGLE) -> None:
-        super().__init__(model, ranks)
-        self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    def __init__(self, model: nn.Module, world: World = SINGLE_PROCESS) -> None:
+        super().__init__(model, world)
+        self._trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The model's own parameters, those that require gradients."""
-        return self._trained
+        return self._trainable
 
-    def has_whole(self, name: str) -> bool:
+    def has_whole_parameter(self, name: str) -> bool:
         """Always."""
         return True
 
     def row_range(self, name: str) -> tuple[int, int]:
         """All rows."""
-        parameter = self._trained[name]
+        parameter = self._trainable[name]
         return 0, len(parameter) if parameter.dim() else 1
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
@@ -103,10 +103,10 @@ class Alone(Replicated):
         """As torch does it."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def start_gather(self) -> None:
+    def start_weight_gather(self) -> None:
         """Nothing."""
 
-    def state_for_saving(self, state: dict[str, Tensor]) -> dict[str, Any]:
+    def to_checkpoint_state(self, state: dict[str, Tensor]) -> dict[str, Any]:
         """As it is."""
         return dict(state)
 
@@ -114,17 +114,17 @@ class Alone(Replicated):
 def apply_parallelism(
     model: nn.Module,
     parallel: Parallel,
-    ranks: Ranks,
+    world: World,
     device: torch.device,
-    units: Sequence[Unit],
+    units: Sequence[ParameterUnit],
     *,
-    must_be_whole: Callable[[str], bool],
+    requires_whole_matrix: Callable[[str], bool],
     dtype: torch.dtype = torch.float32,
 ) -> Parallelism:
     """Spread a model over the ranks, as the config says.
 
     ``units`` are modules in the order of execution, each with the names of the parameters that it is the first to
-    read: a parameter of no unit is an error, and one that several name belongs to the first. ``must_be_whole`` says
+    read: a parameter of no unit is an error, and one that several name belongs to the first. ``requires_whole_matrix`` says
     which parameters are updated as whole matrices; others may be cut by rows. ``dtype`` is that of the products, in
     which FSDP gathers weights.
 
@@ -132,21 +132,23 @@ def apply_parallelism(
         ValueError: the strategy cannot be had with this backend.
     """
     match parallel:
-        case Single():
-            return Alone(model)
-        case DDP() if ranks.is_alone:
-            return Alone(model, ranks)
+        case SingleProcess():
+            return NoParallel(model)
+        case DDP() if world.is_single_process:
+            return NoParallel(model, world)
         case DDP(shard_optimizer=True):
             from ddp.sharded_data_parallel import ShardedDataParallel
 
-            return ShardedDataParallel(model, parallel, ranks, device, units, must_be_whole=must_be_whole)
+            return ShardedDataParallel(
+                model, parallel, world, device, units, requires_whole_matrix=requires_whole_matrix
+            )
         case DDP():
             from ddp.data_parallel import DataParallel
 
-            return DataParallel(model, parallel, ranks, device, units)
+            return DataParallel(model, parallel, world, device, units)
         case FSDP():
             from ddp.fully_sharded import FullySharded
 
-            return FullySharded(model, parallel, ranks, device, units, dtype=dtype)
+            return FullySharded(model, parallel, world, device, units, dtype=dtype)
         case _:
             assert_never(parallel)

@@ -12,13 +12,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from config.parallel import DDP, FSDP, Parallel, Single
+from config.parallel import DDP, FSDP, Parallel, SingleProcess
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class World:
     """This process among those of the run.
 
     What the ranks tell each other here are values of the host, and go by gloo also where tensors on GPUs go by NCCL: no
@@ -36,13 +36,13 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether there is nobody to wait for."""
         return self.world_size == 1
 
     def sum(self, *values: float) -> list[float]:
         """Of each value over the ranks, in float64 and in the order of ranks: the same number on all of them."""
-        if self.is_alone:
+        if self.is_single_process:
             return list(values)
         mine = torch.tensor(values, dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -60,21 +60,21 @@ class Ranks:
         """Wait until all ranks are here."""
         self.sum(0.0)
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_objects(self, value: T) -> list[T]:
         """What each rank gives, in the order of ranks, sent to all by pickle."""
-        if self.is_alone:
+        if self.is_single_process:
             return [value]
         values: list[T | None] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def run_on_first(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on rank 0, sent to all ranks by pickle; the others do not call it.
 
         Raises:
             ValueError: ``make`` raised it; on every rank, with the same text.
         """
-        if self.is_alone:
+        if self.is_single_process:
             return make()
         message: list[tuple[T | None, str | None]] = [(None, None)]
         if self.is_first:
@@ -89,44 +89,44 @@ class Ranks:
             raise ValueError(problem)
         return made  # type: ignore[return-value]
 
-    def agree(self, act: Callable[[], T]) -> T:
+    def all_agree(self, function: Callable[[], T]) -> T:
         """What ``act`` returns, which every rank calls.
 
         Raises:
             ValueError: it raised on one rank or several, whatever it was; on every rank, naming them and their errors.
         """
-        if self.is_alone:
-            return act()
+        if self.is_single_process:
+            return function()
         result: T | None = None
         mine: Exception | None = None
         try:
-            result = act()
+            result = function()
         except Exception as error:
             mine = error
         problems: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(problems, _text(mine))
+        dist.all_gather_object(problems, _error_text(mine))
         if any(problems):
-            raise ValueError(_said_by(problems)) from mine
+            raise ValueError(_combine_errors(problems)) from mine
         return result  # type: ignore[return-value]
 
 
-SINGLE = Ranks()
+SINGLE_PROCESS = World()
 
 
-def _text(error: Exception | None) -> str | None:
+def _error_text(error: Exception | None) -> str | None:
     if error is None:
         return None
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def _said_by(problems: list[str | None]) -> str:
+def _combine_errors(problems: list[str | None]) -> str:
     """What went wrong, once where all ranks say the same."""
     if len(set(problems)) == 1:
         return f"all ranks: {problems[0]}"
     return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
 
 
-def launched() -> tuple[int, int, int] | None:
+def read_torchrun_environment() -> tuple[int, int, int] | None:
     """Rank, world size and local rank as torchrun's environment has them; None where it did not start this process.
 
     Raises:
@@ -134,11 +134,11 @@ def launched() -> tuple[int, int, int] | None:
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, world_size, local_rank = (_read_integer(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     return rank, world_size, local_rank
 
 
-def _number(name: str) -> int:
+def _read_integer(name: str) -> int:
     value = os.environ.get(name, "0")
     if not value.isdecimal():
         raise ValueError(
@@ -148,7 +148,7 @@ def _number(name: str) -> int:
 
 
 @contextmanager
-def process_group(parallel: Parallel, device_type: str) -> Iterator[Ranks]:
+def process_group(parallel: Parallel, device_type: str) -> Iterator[World]:
     """Join the other ranks of the run, and leave them at the end. ``device_type`` is ``cuda`` or ``cpu``.
 
     On CUDA the rank's GPU becomes the current one. A run that fails leaves without waiting for what is under way: the
@@ -158,35 +158,35 @@ def process_group(parallel: Parallel, device_type: str) -> Iterator[Ranks]:
         ValueError: the strategy and how this process was started do not fit, NCCL without CUDA, or more ranks on this
             machine than GPUs.
     """
-    found = launched()
-    if isinstance(parallel, Single):
+    found = read_torchrun_environment()
+    if isinstance(parallel, SingleProcess):
         if found is not None and found[1] > 1:
             raise ValueError(
                 f'parallel.strategy = "single" under torchrun with {found[1]} ranks, which would not know of each '
                 'other: set parallel.strategy = "ddp" or "fsdp", or start one process with diffusionlm-train'
             )
-        yield SINGLE
+        yield SINGLE_PROCESS
         return
     if found is None:
         raise ValueError(
             f'parallel.strategy = "{parallel.strategy}" needs ranks, and this is one process: start it with '
             'diffusionlm-train-ddp or torchrun, or set parallel.strategy = "single"'
         )
-    ranks = Ranks(*found)
+    world = World(*found)
     backend = _backend(parallel, device_type)
     if device_type == "cuda":
         gpus = torch.cuda.device_count()
-        if ranks.local_rank >= gpus:
+        if world.local_rank >= gpus:
             raise ValueError(
-                f"rank {ranks.rank} is number {ranks.local_rank} on this machine, which has {gpus} GPUs: set "
+                f"rank {world.rank} is number {world.local_rank} on this machine, which has {gpus} GPUs: set "
                 f"parallel.local_ranks (torchrun: --nproc-per-node) to {gpus} at most"
             )
-        torch.cuda.set_device(ranks.local_rank)
+        torch.cuda.set_device(world.local_rank)
     timeout = timedelta(seconds=parallel.timeout_seconds)
-    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    dist.init_process_group(backend, rank=world.rank, world_size=world.world_size, timeout=timeout)
     # Not in a `finally`: leaving waits for collectives under way, which those who failed will not see end.
-    yield ranks
-    ranks.barrier()
+    yield world
+    world.barrier()
     dist.destroy_process_group()
 
 

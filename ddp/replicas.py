@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.process_group import Ranks
+from ddp.process_group import World
 
 
 class Replicated:
     """A model of which every rank has all weights: what the strategies that keep it so have in common."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, world: World) -> None:
         self.model = model
-        self.ranks = ranks
+        self.world = world
 
-    def wait_weights(self) -> None:
+    def wait_for_weights(self) -> None:
         """Nothing is under way."""
 
-    def adopt_weights(self) -> None:
+    def on_weights_replaced(self) -> None:
         """The model's weights were set from outside, on all ranks alike: nothing else has to know."""
 
     @torch.no_grad()
@@ -32,32 +32,32 @@ class Replicated:
         Raises:
             ValueError: they are not those of the model's names.
         """
-        self.wait_weights()
+        self.wait_for_weights()
         parameters = dict(self.model.named_parameters())
         check_names(whole, parameters)
         for name, parameter in parameters.items():
             parameter.copy_(whole[name])
-        self.adopt_weights()
+        self.on_weights_replaced()
 
-    def whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters, or ``values`` in place of them, on the first rank; nothing elsewhere."""
-        self.wait_weights()
-        if self.ranks.is_first:
+        self.wait_for_weights()
+        if self.world.is_first:
             named: Mapping[str, Tensor] = dict(self.model.named_parameters())
             yield from (named if values is None else values).items()
 
-    def own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """All of them."""
         return whole
 
-    def check_replicas(self) -> None:
+    def check_replicas_equal(self) -> None:
         """Compare all weights over the ranks, bit by bit as far as sums can. Waits for the device.
 
         Raises:
             ValueError: on every rank, and names the first parameter of which a rank has another value.
         """
-        self.wait_weights()
-        check_replicas(self.model, self.ranks)
+        self.wait_for_weights()
+        check_replicas_equal(self.model, self.world)
 
 
 def check_names(whole: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -69,43 +69,43 @@ def check_names(whole: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         raise ValueError(f"weights do not fit the model: {sorted(whole.keys() ^ expected.keys())}")
 
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by size in bytes."""
 
 
 @torch.no_grad()
-def broadcast_from_first(model: nn.Module, ranks: Ranks) -> None:
+def broadcast_from_first(model: nn.Module, world: World) -> None:
     """Parameters and buffers of rank 0 become those of all ranks, in place."""
-    if ranks.is_alone:
+    if world.is_single_process:
         return
-    under_way: list[tuple[Any, Tensor, Tensor]] = []
+    pending: list[tuple[Any, Tensor, Tensor]] = []
     for tensor in (*model.parameters(), *model.buffers()):
         sent = tensor.detach().contiguous()
-        under_way.append((dist.broadcast(sent, src=0, async_op=True), sent, tensor))
-    for work, sent, tensor in under_way:
+        pending.append((dist.broadcast(sent, src=0, async_op=True), sent, tensor))
+    for work, sent, tensor in pending:
         work.wait()
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 
 
 @torch.no_grad()
-def check_replicas(model: nn.Module, ranks: Ranks) -> None:
+def check_replicas_equal(model: nn.Module, world: World) -> None:
     """Compare all weights over the ranks, bit by bit as far as sums can. Waits for the device.
 
     Raises:
         ValueError: on every rank, and names the first parameter of which a rank has another value.
     """
     named = dict(model.named_parameters())
-    if ranks.is_alone or not named:
+    if world.is_single_process or not named:
         return
     mine = torch.stack([_fingerprint(parameter) for parameter in named.values()]).cpu()
-    all_ranks = [torch.empty_like(mine) for _ in range(ranks.world_size)]
+    all_ranks = [torch.empty_like(mine) for _ in range(world.world_size)]
     dist.all_gather(all_ranks, mine)
     differs = torch.stack([(theirs != all_ranks[0]).any(1) for theirs in all_ranks])  # by rank and parameter
     if not differs.any():
         return
     first = int(differs.any(0).nonzero()[0])
-    others = [rank for rank in range(ranks.world_size) if differs[rank, first]]
+    others = [rank for rank in range(world.world_size) if differs[rank, first]]
     raise ValueError(
         f"the ranks have different weights: {list(named)[first]} of rank {', '.join(map(str, others))} is not that of "
         f"rank 0, and so are {int(differs.any(0).sum())} parameters of {len(named)}. Resume from a checkpoint that was "
@@ -115,7 +115,7 @@ def check_replicas(model: nn.Module, ranks: Ranks) -> None:
 
 def _fingerprint(tensor: Tensor) -> Tensor:
     """Two sums of its bits, in whole numbers modulo 2 to the 64: plain, and weighted by row."""
-    bits = tensor.detach().contiguous().view(BITS[tensor.element_size()])
+    bits = tensor.detach().contiguous().view(INTEGER_DTYPES[tensor.element_size()])
     by_row = bits.reshape(len(bits) if bits.dim() and len(bits) else 1, -1).sum(1, dtype=torch.int64)
     weights = torch.arange(1, len(by_row) + 1, device=by_row.device)
     return torch.stack([by_row.sum(), (by_row * weights).sum()])

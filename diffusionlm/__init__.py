@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from diffusionlm.models.transformer import Transformer
     from tokenizer import encode_chat, load_chat_template, render_chat
 
-_HOMES = {
+_MODULE_OF_NAME = {
     "GenerationConfig": "config.generation",
     "ModelConfig": "config.model",
     "load_model": "diffusionlm.checkpoints.huggingface",
@@ -75,9 +75,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"diffusionlm has no {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
     globals()[name] = value
     return value
 

@@ -1,7 +1,15 @@
 """Logging of runs. No torch."""
 
 from logger.json_console import JsonConsole
-from logger.run_logger import ConsoleLogger, JsonLinesLogger, LoggerGroup, NoLogger, RunLogger, console_style, duration
+from logger.run_logger import (
+    ConsoleLogger,
+    JsonLinesLogger,
+    LoggerGroup,
+    NoLogger,
+    RunLogger,
+    console_style,
+    format_duration,
+)
 from logger.sinks import open_sinks
 
 __all__ = [
@@ -12,6 +20,6 @@ __all__ = [
     "NoLogger",
     "RunLogger",
     "console_style",
-    "duration",
+    "format_duration",
     "open_sinks",
 ]

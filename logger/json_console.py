@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from files.resilient_stream import forget
-from logger.background import Tell
-from logger.run_logger import Metrics, metrics_line
+from files.resilient_stream import discard_pending_output
+from logger.background import LogEvent
+from logger.run_logger import Metrics, format_metrics_line
 
 
 class JsonConsole:
@@ -15,22 +15,22 @@ class JsonConsole:
     A reader that goes away (``| head``) has enough, and a full disk is told of; neither ends the run.
     """
 
-    def __init__(self, stream: TextIO, tell: Tell) -> None:
+    def __init__(self, stream: TextIO, log: LogEvent) -> None:
         self._stream: TextIO | None = stream
-        self._tell = tell
+        self._log = log
 
     def metrics(self, step: int, values: Metrics) -> None:
         """A line with the step and ``metrics``, at once."""
         if self._stream is None:
             return
         try:
-            self._stream.write(metrics_line(step, values) + "\n")
+            self._stream.write(format_metrics_line(step, values) + "\n")
             self._stream.flush()
         except OSError as error:
-            forget(self._stream)
+            discard_pending_output(self._stream)
             self._stream = None
             if not isinstance(error, BrokenPipeError):
-                self._tell(
+                self._log(
                     step, f"standard output cannot be written ({error}); the run goes on, and metrics.jsonl has all"
                 )
 

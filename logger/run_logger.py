@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TextIO
 
 from tqdm import tqdm
 
-from files.atomic import replace_bytes
+from files.atomic import write_bytes_atomic
 
 Metrics = Mapping[str, Any]
 
@@ -36,12 +36,12 @@ class JsonLinesLogger:
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_after(path, resume_step)
+        _truncate_after_step(path, resume_step)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def metrics(self, step: int, values: Metrics) -> None:
         """A line with the step and ``metrics``."""
-        self._file.write(metrics_line(step, values) + "\n")
+        self._file.write(format_metrics_line(step, values) + "\n")
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """A line with the step, ``event`` and ``text``, and ``values`` if there are any."""
@@ -60,7 +60,7 @@ class ConsoleLogger:
     """A progress bar in a terminal, plain lines elsewhere."""
 
     def __init__(self, total_steps: int, done: int, style: Literal["bar", "lines", "none"], stream: TextIO) -> None:
-        self._stream, self._style, self._total = stream, style, total_steps
+        self._stream, self._style, self._total_steps = stream, style, total_steps
         self._bar = (
             tqdm(total=total_steps, initial=done, unit="step", file=stream, dynamic_ncols=True)
             if style == "bar"
@@ -71,14 +71,14 @@ class ConsoleLogger:
         """A plain line with what a person follows."""
         if self._style != "lines" or "loss" not in values:
             return
-        self._say(
-            f"step {step}/{self._total}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
-            f"  {duration(values['seconds_left'])} left"
+        self._print(
+            f"step {step}/{self._total_steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
+            f"  {format_duration(values['seconds_left'])} left"
         )
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """The text, above the bar."""
-        self._say(text)
+        self._print(text)
 
     def progress(self, step: int, values: Metrics) -> None:
         """Move the bar."""
@@ -93,7 +93,7 @@ class ConsoleLogger:
         if self._bar is not None:
             self._bar.close()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._style == "none":
             return
         if self._bar is not None:
@@ -152,7 +152,7 @@ def console_style(choice: Literal["auto", "bar", "lines", "none"], stream: TextI
     return "bar" if stream.isatty() else "lines"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """``1:02:03``, ``2:03`` or ``3 s``."""
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole // 60 % 60
@@ -161,10 +161,10 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{whole % 60:02}" if minutes else f"{whole} s"
 
 
-def metrics_line(step: int, values: Metrics) -> str:
+def format_metrics_line(step: int, values: Metrics) -> str:
     """Numbers of a step as an object on a line, without its end."""
     return json.dumps(
-        {"step": step, "metrics": {key: _finite(value) for key, value in values.items()}}, allow_nan=False
+        {"step": step, "metrics": {key: _nan_to_none(value) for key, value in values.items()}}, allow_nan=False
     )
 
 
@@ -179,12 +179,12 @@ def parse_record(line: str | bytes) -> dict[str, Any] | None:
     return record
 
 
-def _finite(value: Any) -> Any:
+def _nan_to_none(value: Any) -> Any:
     """JSON has no NaN: those become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _truncate_after_step(path: Path, step: int) -> None:
     """Take a record back to the step that a run resumes from: what came later is about to be run again."""
     if not path.exists():
         return
@@ -194,4 +194,4 @@ def _drop_after(path: Path, step: int) -> None:
     records = ((line, parse_record(line)) for line in lines)
     # What is damaged belongs to no step, and stays.
     kept = [line + b"\n" for line, record in records if record is None or record["step"] <= step]
-    replace_bytes(path, b"".join(kept))
+    write_bytes_atomic(path, b"".join(kept))

@@ -8,14 +8,14 @@ from typing import Any
 
 from config.logging import LoggingConfig, WandbConfig
 from logger import tensorboard, weights_and_biases
-from logger.background import BackgroundLogger, Tell
+from logger.background import BackgroundLogger, LogEvent
 from logger.run_logger import RunLogger
 from logger.tensorboard import TensorBoardLogger
-from logger.weights_and_biases import WandbLogger, WandbRun, choose_mode, is_disabled, run_id_of, samples_of
+from logger.weights_and_biases import WandbLogger, WandbRun, choose_mode, get_run_id, is_disabled, read_logged_samples
 
 
 def open_sinks(
-    config: LoggingConfig, directory: Path, step: int, values: Mapping[str, Any], tell: Tell
+    config: LoggingConfig, directory: Path, step: int, values: Mapping[str, Any], log: LogEvent
 ) -> list[RunLogger]:
     """Weights & Biases and TensorBoard, each in a thread of its own. What is asked for and cannot be had is told; the
     run goes on without it.
@@ -31,35 +31,35 @@ def open_sinks(
     if config.tensorboard.enabled:
         if tensorboard.is_installed():
             folder = directory / "tensorboard"
-            sinks.append(BackgroundLogger("TensorBoard", lambda say: TensorBoardLogger(folder, step), tell))
+            sinks.append(BackgroundLogger("TensorBoard", lambda log: TensorBoardLogger(folder, step), log))
         else:
-            tell(step, _missing("logging.tensorboard", "tensorboard"))
+            log(step, _missing_package_message("logging.tensorboard", "tensorboard"))
     wandb = config.wandb
     if wandb is not None and not is_disabled(wandb):
         if weights_and_biases.is_installed():
             seconds = 2 * wandb.timeout_seconds  # it may still be beginning
-            start = _wandb_starter(wandb, directory, step, values)
-            sinks.append(BackgroundLogger("Weights & Biases", start, tell, seconds))
+            start = _make_wandb_start(wandb, directory, step, values)
+            sinks.append(BackgroundLogger("Weights & Biases", start, log, seconds))
         else:
-            tell(step, _missing("logging.wandb", "wandb"))
+            log(step, _missing_package_message("logging.wandb", "wandb"))
     return sinks
 
 
-def _wandb_starter(
+def _make_wandb_start(
     config: WandbConfig, directory: Path, step: int, values: Mapping[str, Any]
 ) -> Callable[[Callable[[str], None]], RunLogger]:
-    samples = samples_of(directory) if "samples" in config.artifacts else ()  # now: later ones come as events
+    samples = read_logged_samples(directory) if "samples" in config.artifacts else ()  # now: later ones come as events
 
-    def start(say: Callable[[str], None]) -> RunLogger:
+    def start(log: Callable[[str], None]) -> RunLogger:
         mode, said = choose_mode(config)
         if said is not None:
-            say(said)
-        return WandbLogger(WandbRun(config, directory, mode, run_id_of(directory, step), values, samples), say)
+            log(said)
+        return WandbLogger(WandbRun(config, directory, mode, get_run_id(directory, step), values, samples), log)
 
     return start
 
 
-def _missing(section: str, package: str) -> str:
+def _missing_package_message(section: str, package: str) -> str:
     return (
         f"[{section}] is asked for, but the package {package} is not installed (uv sync --extra {package}); the run "
         "goes on, and metrics.jsonl has all"

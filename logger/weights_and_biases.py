@@ -18,12 +18,12 @@ from urllib.request import getproxies, proxy_bypass
 from config.logging import WandbConfig
 from logger.run_logger import Metrics, parse_record
 
-RUN_ID = "wandb_run_id"
-STEP = "trainer/step"
+RUN_ID_FILE = "wandb_run_id"
+STEP_METRIC = "trainer/step"
 """Not the service's own step, which may never go back, and drops what comes with an earlier one: a run that resumes
 does go back, to its last checkpoint."""
 
-OFFLINE = (
+OFFLINE_NOTICE = (
     "the run is logged offline: `wandb sync` of the folder wandb/offline-run-* in the run directory sends it later"
 )
 
@@ -62,7 +62,7 @@ class WandbRun:
 class WandbLogger:
     """A run of Weights & Biases. Its calls may raise anything and take long: keep it in a `BackgroundLogger`."""
 
-    def __init__(self, run: WandbRun, say: Callable[[str], None]) -> None:
+    def __init__(self, run: WandbRun, log: Callable[[str], None]) -> None:
         """Begin it, or go on with the one of this id; offline where the service cannot be reached.
 
         Args:
@@ -74,16 +74,16 @@ class WandbLogger:
         """
         self._run = run
         self._samples = list(run.samples)
-        mode, problem = run.mode, why_unreachable() if run.mode == "online" else None
+        mode, problem = run.mode, find_connection_problem() if run.mode == "online" else None
         if problem is not None:
             mode = "offline"
-            say(f"Weights & Biases: {problem}; {OFFLINE}")
-        self._wandb = _begin(run, mode)
-        self._wandb.define_metric("*", step_metric=STEP)
+            log(f"Weights & Biases: {problem}; {OFFLINE_NOTICE}")
+        self._wandb = _start_wandb(run, mode)
+        self._wandb.define_metric("*", step_metric=STEP_METRIC)
 
     def metrics(self, step: int, values: Metrics) -> None:
         """A row of the history."""
-        self._wandb.log({STEP: step, **values})
+        self._wandb.log({STEP_METRIC: step, **values})
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """Samples are kept for the table at the end; the rest is for metrics.jsonl."""
@@ -107,7 +107,7 @@ class WandbLogger:
             self._wandb.finish(exit_code=exit_code)
 
 
-def _begin(run: WandbRun, mode: Mode) -> Any:
+def _start_wandb(run: WandbRun, mode: Mode) -> Any:
     import wandb
 
     config = run.config
@@ -137,7 +137,7 @@ def is_installed() -> bool:
 
 def is_disabled(config: WandbConfig) -> bool:
     """Whether nothing is to be done at all."""
-    return _wanted(config) == "disabled"
+    return _requested_mode(config) == "disabled"
 
 
 def choose_mode(config: WandbConfig) -> tuple[Mode, str | None]:
@@ -145,17 +145,17 @@ def choose_mode(config: WandbConfig) -> tuple[Mode, str | None]:
 
     Without a key the package would ask for one, or raise: so that is found out here.
     """
-    wanted = _wanted(config)
+    wanted = _requested_mode(config)
     if wanted not in _MODES.values():
-        return "offline", f"WANDB_MODE={wanted} is none of online, offline and disabled; {OFFLINE}"
+        return "offline", f"WANDB_MODE={wanted} is none of online, offline and disabled; {OFFLINE_NOTICE}"
     if wanted == "offline":
         return "offline", None
     if has_key():
         return "online", None
-    return "offline", f"Weights & Biases: no key in WANDB_API_KEY or ~/.netrc; {OFFLINE}"
+    return "offline", f"Weights & Biases: no key in WANDB_API_KEY or ~/.netrc; {OFFLINE_NOTICE}"
 
 
-def _wanted(config: WandbConfig) -> str:
+def _requested_mode(config: WandbConfig) -> str:
     if config.mode != "auto":
         return config.mode
     asked = os.environ.get("WANDB_MODE") or "online"
@@ -166,7 +166,7 @@ def has_key() -> bool:
     """Whether there is a key; it is not looked at."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = _service().hostname or ""
+    host = _service_url().hostname or ""
     named = os.environ.get("NETRC")
     for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
@@ -175,12 +175,12 @@ def has_key() -> bool:
     return False
 
 
-def why_unreachable() -> str | None:
+def find_connection_problem() -> str | None:
     """Why nothing answers where the service is; None: something does, or a proxy is between, so that it is not known.
 
     The package itself would try for minutes, also when the process ends.
     """
-    service = _service()
+    service = _service_url()
     host, port = service.hostname or "", service.port or (80 if service.scheme == "http" else 443)
     if service.scheme in getproxies() and not proxy_bypass(host):
         return None
@@ -191,20 +191,20 @@ def why_unreachable() -> str | None:
     return None
 
 
-def _service() -> SplitResult:
+def _service_url() -> SplitResult:
     return urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
 
 
-def samples_of(directory: Path) -> tuple[tuple[int, str], ...]:
+def read_logged_samples(directory: Path) -> tuple[tuple[int, str], ...]:
     """Step and text of each sample in a run's record."""
     record = directory / "metrics.jsonl"
     found = map(parse_record, record.read_bytes().split(b"\n") if record.is_file() else [])
     return tuple((each["step"], str(each.get("text", ""))) for each in found if each and each.get("event") == "sample")
 
 
-def run_id_of(directory: Path, step: int) -> str:
+def get_run_id(directory: Path, step: int) -> str:
     """The id of a run that goes on from a step, kept in its directory; of one that starts anew, a new one."""
-    path = directory / RUN_ID
+    path = directory / RUN_ID_FILE
     if step and path.is_file():
         kept = path.read_text(encoding="utf-8").strip()
         if kept:

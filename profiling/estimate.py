@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from config.objective import BlockDiffusion, NextToken
+from config.objective import BlockDiffusionConfig, NextTokenConfig
 from config.parallel import DDP, FSDP
 from config.train import TrainConfig
-from profiling.flops import Pattern, Plan, plan_run
-from profiling.scaling import Job, Strategy, memory_of
+from profiling.flops import AttentionKind, ResourceEstimate, estimate_resources
+from profiling.scaling import ParallelStrategy, TrainingJob, estimate_rank_memory
 
-MOMENTS = {"adamw": 2.0, "adamw8bit": 0.5, "muon": 1.0, "lion": 1.0, "lion8bit": 0.25}
+OPTIMIZER_FLOATS_PER_PARAMETER = {"adamw": 2.0, "adamw8bit": 0.5, "muon": 1.0, "lion": 1.0, "lion8bit": 0.25}
 """Numbers of fp32 that an optimizer keeps for each parameter, by kind; those of 8 bits are a quarter."""
 
 
-def planned_run(config: TrainConfig, ranks: int = 1) -> Plan:
+def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
     """What a run will need, on paper; its memory is that of one of the ranks.
 
     Raises:
@@ -22,30 +22,30 @@ def planned_run(config: TrainConfig, ranks: int = 1) -> Plan:
     """
     training, row_length = config.training, config.row_length
     micro_batch_size = training.micro_batch_size or config.rows_per_rank(ranks)
-    plan = plan_run(
+    plan = estimate_resources(
         config.model,
         config.tokenizer.vocab_size,
         row_length=row_length,
         micro_batch_size=micro_batch_size,
         tokens=None if training.max_steps is None else training.max_steps * training.batch_size * row_length,
-        moments=_moments(config),
-        blocks=_blocks_of(config),
-        kept=config.runtime.activation_checkpointing,
+        floats_per_parameter=_optimizer_floats(config),
+        blocks=_attention_kind(config),
+        checkpointing=config.runtime.activation_checkpointing,
     )
     if ranks == 1:
         return plan
-    parallel, strategy = config.parallel, _strategy(config)
-    job = Job(
+    parallel, strategy = config.parallel, _parallel_strategy(config)
+    job = TrainingJob(
         config.model,
         config.tokenizer.vocab_size,
         ranks,
         strategy,
         batch_size=training.batch_size,
         micro_batch_size=micro_batch_size,
-        moments=_moments(config),
-        reshards=not isinstance(parallel, FSDP) or parallel.reshard_after_forward,
+        floats_per_parameter=_optimizer_floats(config),
+        reshards_after_forward=not isinstance(parallel, FSDP) or parallel.reshard_after_forward,
     )
-    need = memory_of(job)
+    need = estimate_rank_memory(job)
     return replace(
         plan,
         bytes_weights=round(need.weights + need.gathered),
@@ -54,18 +54,18 @@ def planned_run(config: TrainConfig, ranks: int = 1) -> Plan:
     )
 
 
-def _moments(config: TrainConfig) -> float:
+def _optimizer_floats(config: TrainConfig) -> float:
     # The average is one more copy.
-    return MOMENTS[config.optimizer.kind] + (1.0 if config.training.ema_decay else 0.0)
+    return OPTIMIZER_FLOATS_PER_PARAMETER[config.optimizer.kind] + (1.0 if config.training.ema_decay else 0.0)
 
 
-def _strategy(config: TrainConfig) -> Strategy:
+def _parallel_strategy(config: TrainConfig) -> ParallelStrategy:
     if isinstance(config.parallel, FSDP):
         return "fsdp"
     return "ddp, sharded" if isinstance(config.parallel, DDP) and config.parallel.shard_optimizer else "ddp"
 
 
-def render_plan(config: TrainConfig, ranks: int = 1) -> str:
+def format_run_estimate(config: TrainConfig, ranks: int = 1) -> str:
     """Parameters, tokens, FLOPs and memory.
 
     Raises:
@@ -73,7 +73,7 @@ def render_plan(config: TrainConfig, ranks: int = 1) -> str:
     """
     training, row_length, vocab_size = config.training, config.row_length, config.tokenizer.vocab_size
     per_step = training.batch_size * row_length
-    plan = planned_run(config, ranks)
+    plan = estimate_run(config, ranks)
     tokens = plan.tokens
     known = config.tokenizer.path is None and config.model.init_from is None
     lines = [
@@ -87,7 +87,7 @@ def render_plan(config: TrainConfig, ranks: int = 1) -> str:
     if tokens is not None:
         lines.append(("FLOPs", f"{tokens * plan.flops_per_token / 1e12:,.1f} T"))
     if ranks > 1:
-        lines.append(("ranks", f"{ranks}, {_strategy(config)}; memory is that of each"))
+        lines.append(("ranks", f"{ranks}, {_parallel_strategy(config)}; memory is that of each"))
     for name, size in (
         ("memory, weights", plan.bytes_weights),
         ("memory, gradients", plan.bytes_gradients),
@@ -100,11 +100,11 @@ def render_plan(config: TrainConfig, ranks: int = 1) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
-def _blocks_of(config: TrainConfig) -> tuple[Pattern, int]:
+def _attention_kind(config: TrainConfig) -> tuple[AttentionKind, int]:
     """Who sees whom, at the end of the run."""
     objective = config.objective
-    if isinstance(objective, NextToken):
+    if isinstance(objective, NextTokenConfig):
         return "causal", 1
-    if isinstance(objective, BlockDiffusion) and (length := objective.final_block_length) is not None:
+    if isinstance(objective, BlockDiffusionConfig) and (length := objective.final_block_length) is not None:
         return ("block_diffusion", length) if length < config.row_length else ("bidirectional", 1)
     return "bidirectional", 1

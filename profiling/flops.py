@@ -8,13 +8,13 @@ from typing import Literal
 
 from config.model import Architecture
 
-Pattern = Literal["bidirectional", "causal", "block_causal", "block_diffusion"]
+AttentionKind = Literal["bidirectional", "causal", "block_causal", "block_diffusion"]
 """Who sees whom; block diffusion has two streams, noisy and clean."""
 
-Kept = Literal["none", "selective", "full"]
+CheckpointingMode = Literal["none", "selective", "full"]
 """`runtime.activation_checkpointing`."""
 
-PEAKS = {
+PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
     "NVIDIA GH200": 989.4e12,
     "NVIDIA H200 NVL": 835.5e12,
@@ -34,16 +34,16 @@ PEAKS = {
 
 def peak_flops(device_name: str) -> float | None:
     """Peak of a GPU for dense bfloat16 products, in FLOPs a second; None: not known."""
-    known = sorted((name for name in PEAKS if _is_of(device_name, name)), key=len)
-    return PEAKS[known[-1]] if known else None
+    known = sorted((name for name in PEAK_FLOPS if _matches_device(device_name, name)), key=len)
+    return PEAK_FLOPS[known[-1]] if known else None
 
 
-def _is_of(device_name: str, name: str) -> bool:
+def _matches_device(device_name: str, name: str) -> bool:
     """Whether a device is of this name: an L40 is no L4."""
     return device_name == name or device_name.startswith((f"{name} ", f"{name}-"))
 
 
-def visible_pairs(pattern: Pattern, length: int, block_length: int = 1, *, tile: int = 1) -> int:
+def count_visible_pairs(pattern: AttentionKind, length: int, block_length: int = 1, *, tile: int = 1) -> int:
     """Pairs of a query and a key that it sees, in one document of ``length`` tokens, in closed form.
 
     Of block diffusion, those of both streams. With a ``tile``, pairs of all square tiles in which there is such a pair:
@@ -51,7 +51,7 @@ def visible_pairs(pattern: Pattern, length: int, block_length: int = 1, *, tile:
     """
     n, b = length, block_length
     if tile > 1:
-        return _tiled_pairs(pattern, n, b, tile)
+        return _count_pairs_in_live_tiles(pattern, n, b, tile)
     whole, rest = divmod(n, b)
     before = b * b * whole * (whole - 1) // 2 + rest * whole * b  # of earlier blocks
     own = whole * b * b + rest * rest
@@ -66,20 +66,20 @@ def visible_pairs(pattern: Pattern, length: int, block_length: int = 1, *, tile:
             return 2 * (own + before)
 
 
-def _tiled_pairs(pattern: Pattern, n: int, b: int, tile: int) -> int:
+def _count_pairs_in_live_tiles(pattern: AttentionKind, n: int, b: int, tile: int) -> int:
     """Tiles of queries, and the tiles of the one or two ranges of keys that they see together."""
     total = 2 * n if pattern == "block_diffusion" else n
     live = 0
     for first in range(0, total, tile):
         last = min(first + tile, total) - 1
         seen: set[int] = set()
-        for start, end in _ranges(pattern, n, b, first, last):
+        for start, end in _visible_key_ranges(pattern, n, b, first, last):
             seen.update(range(start // tile, -(-end // tile)))
         live += len(seen)
     return live * tile * tile
 
 
-def _ranges(pattern: Pattern, n: int, b: int, first: int, last: int) -> list[tuple[int, int]]:
+def _visible_key_ranges(pattern: AttentionKind, n: int, b: int, first: int, last: int) -> list[tuple[int, int]]:
     """Keys that queries from first to last see, all of them together."""
     match pattern:
         case "bidirectional":
@@ -123,7 +123,7 @@ def step_flops(model: Architecture, vocab_size: int, *, positions: int, scored: 
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResourceEstimate:
     """What a run will need."""
 
     parameters: int
@@ -188,7 +188,7 @@ def flops_per_token(
     vocab_size: int,
     row_length: int,
     masked_share: float = 0.5,
-    pattern: Pattern = "bidirectional",
+    pattern: AttentionKind = "bidirectional",
     block_length: int = 1,
 ) -> float:
     """Training FLOPs for each token of a row that is one document: `step_flops` of the row, by its tokens.
@@ -198,7 +198,7 @@ def flops_per_token(
     the experts that it is sent to.
     """
     streams = 2 if pattern == "block_diffusion" else 1
-    pairs = visible_pairs(pattern, row_length, block_length)
+    pairs = count_visible_pairs(pattern, row_length, block_length)
     scored = round(masked_share * row_length)
     last = round(pairs * masked_share / streams)
     layers = [*[pairs] * (model.num_hidden_layers - 1), last]
@@ -206,17 +206,17 @@ def flops_per_token(
     return step_flops(model, vocab_size, positions=positions, scored=scored, pairs=layers) / row_length
 
 
-def plan_run(
+def estimate_resources(
     model: Architecture,
     vocab_size: int,
     *,
     row_length: int,
     micro_batch_size: int,
     tokens: int | None,
-    moments: float,
-    blocks: tuple[Pattern, int] = ("bidirectional", 1),
-    kept: Kept = "none",
-) -> Plan:
+    floats_per_parameter: float,
+    blocks: tuple[AttentionKind, int] = ("bidirectional", 1),
+    checkpointing: CheckpointingMode = "none",
+) -> ResourceEstimate:
     """The plan of a run.
 
     Args:
@@ -233,7 +233,7 @@ def plan_run(
     pattern, block_length = blocks
     share = 1.0 if pattern == "causal" else 0.5
     places = micro_batch_size * row_length * (2 if pattern == "block_diffusion" else 1)
-    return Plan(
+    return ResourceEstimate(
         parameters=parameters,
         active_parameters=parameters - count_idle_parameters(model),
         embedding_parameters=tables,
@@ -241,17 +241,17 @@ def plan_run(
         flops_per_token=flops_per_token(model, vocab_size, row_length, share, pattern, block_length),
         bytes_weights=4 * parameters,
         bytes_gradients=4 * parameters,
-        bytes_optimizer=round(4 * moments * parameters),
-        bytes_activations=4 * places * _activation_width(model, row_length, kept),
+        bytes_optimizer=round(4 * floats_per_parameter * parameters),
+        bytes_activations=4 * places * _activation_width(model, row_length, checkpointing),
     )
 
 
-def _activation_width(model: Architecture, row_length: int, kept: Kept) -> int:
+def _activation_width(model: Architecture, row_length: int, checkpointing: CheckpointingMode) -> int:
     """Numbers that a position leaves for the backward; an estimate."""
     inner = [_inner_width(model, layer, model.num_experts_per_tok) for layer in range(model.num_hidden_layers)]
     whole = [10 * model.hidden_size + 5 * each + model.num_attention_heads * row_length for each in inner]
-    if kept == "none":
+    if checkpointing == "none":
         return sum(whole)
-    projections = [0 if kept == "full" else 6 * model.hidden_size + 2 * each for each in inner]
+    projections = [0 if checkpointing == "full" else 6 * model.hidden_size + 2 * each for each in inner]
     # What goes into each block is always kept, and one block at a time is whole again.
     return sum(projections) + len(inner) * model.hidden_size + max(whole)

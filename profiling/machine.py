@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiling.cores import affinity_cores, cpu_quota, group_folders, number_of, text_of
+from profiling.cores import affinity_cores, cgroup_cpu_quota, cgroup_folders, read_number, read_small_file
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 """Of a processor, by the names of /proc/cpuinfo, that torch's matrix products use; the last three are ARM's."""
@@ -56,7 +56,7 @@ class Processor:
     """Processes that wanted a core, on average over the last minute."""
 
     @property
-    def granted(self) -> int:
+    def num_usable_cores(self) -> int:
         """Cores that a process can really keep busy."""
         return max(1, min(self.usable, round(self.quota))) if self.quota else self.usable
 
@@ -144,7 +144,7 @@ def read_machine(runs: Path, root: Path = Path("/")) -> Machine:
 
 def read_processor(root: Path) -> Processor:
     """From /proc and the control group."""
-    info = text_of(root / "proc/cpuinfo")
+    info = read_small_file(root / "proc/cpuinfo")
     flags: set[str] = set()
     model = ""
     for line in info.splitlines():
@@ -161,7 +161,7 @@ def read_processor(root: Path) -> Processor:
         model=model or platform.processor() or platform.machine(),
         cores=os.cpu_count() or 1,
         usable=affinity_cores(),
-        quota=cpu_quota(root),
+        quota=cgroup_cpu_quota(root),
         features=tuple(name for name in FEATURES if name in flags),
         load=load,
     )
@@ -170,20 +170,20 @@ def read_processor(root: Path) -> Processor:
 def read_memory(root: Path) -> Memory:
     """From /proc, the control group and /dev/shm."""
     known = {}
-    for line in text_of(root / "proc/meminfo").splitlines():
+    for line in read_small_file(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         if value.split()[1:] == ["kB"]:
             known[name] = 1024 * int(value.split()[0])
     limits = []
-    for folder in group_folders(root, "memory"):
+    for folder in cgroup_folders(root, "memory"):
         for limit_name, used_name, given_back in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit, used = number_of(folder / limit_name), number_of(folder / used_name)
+            limit, used = read_number(folder / limit_name), read_number(folder / used_name)
             if limit is not None and limit < min(_NO_LIMIT, known.get("MemTotal", _NO_LIMIT)):
                 # Of files that were read or written it keeps copies in memory, and gives that to whoever wants it.
-                copies = dict(line.split(maxsplit=1) for line in text_of(folder / "memory.stat").splitlines())
+                copies = dict(line.split(maxsplit=1) for line in read_small_file(folder / "memory.stat").splitlines())
                 used = None if used is None else max(0, used - int(copies.get(given_back, 0)))
                 limits.append((limit, used))
     limit, used = min(limits, key=lambda pair: pair[0]) if limits else (None, None)
@@ -205,7 +205,7 @@ def read_storage(runs: Path, root: Path) -> Storage:
     while not path.exists() and path != path.parent:
         path = path.parent
     kind, longest = "", -1
-    for line in text_of(root / "proc/mounts").splitlines():
+    for line in read_small_file(root / "proc/mounts").splitlines():
         words = line.split()
         if len(words) > 2 and len(words[1]) > longest:
             mounted = Path(words[1].replace("\\040", " "))

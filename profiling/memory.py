@@ -93,8 +93,8 @@ class PeakGrowth:
         return max(0, peak_resident_bytes() - self.before)
 
 
-def peaks(device: str | None = None) -> dict[str, int]:
-    """Largest use of memory so far, or since `reset_peaks`, in bytes: ``peak_allocated`` and ``peak_reserved`` on CUDA,
+def peak_memory(device: str | None = None) -> dict[str, int]:
+    """Largest use of memory so far, or since `reset_peak_memory`, in bytes: ``peak_allocated`` and ``peak_reserved`` on CUDA,
     ``peak_resident`` on a CPU. None: CUDA where it is in use."""
     if not _uses_cuda(device):
         return {"peak_resident": peak_resident_bytes()}
@@ -106,7 +106,7 @@ def peaks(device: str | None = None) -> dict[str, int]:
     }
 
 
-def reset_peaks(device: str | None = None) -> None:
+def reset_peak_memory(device: str | None = None) -> None:
     """Let `peaks` begin anew."""
     if not _uses_cuda(device):
         reset_peak_resident()
@@ -150,15 +150,21 @@ def dump_snapshot(path: Path) -> bool:
     return True
 
 
-def bytes_of(tensors: Iterable[Any]) -> int:
+def count_tensor_bytes(tensors: Iterable[Any]) -> int:
     """What tensors hold, one that several share counted once."""
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
 
 
-def by_part(weights: Iterable[Any], gradients: Iterable[Any], optimizer: Iterable[Any], peak: int) -> dict[str, int]:
+def split_peak_memory(
+    weights: Iterable[Any], gradients: Iterable[Any], optimizer: Iterable[Any], peak: int
+) -> dict[str, int]:
     """A measured peak, in bytes: what tensors hold, and ``activations``, which is the rest."""
-    parts = {"weights": bytes_of(weights), "gradients": bytes_of(gradients), "optimizer": bytes_of(optimizer)}
+    parts = {
+        "weights": count_tensor_bytes(weights),
+        "gradients": count_tensor_bytes(gradients),
+        "optimizer": count_tensor_bytes(optimizer),
+    }
     return {**parts, "activations": max(0, peak - sum(parts.values()))}
 
 

@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 Level = Literal["coarse", "fine", "verbose"]
-VARIABLE = "DIFFUSIONLM_NVTX"
+NVTX_VARIABLE = "DIFFUSIONLM_NVTX"
 
 
-def asked_level() -> str | None:
+def requested_level() -> str | None:
     """What the variable says; None: nothing.
 
     Raises:
         ValueError: it names no level.
     """
-    asked = os.environ.get(VARIABLE, "")
+    asked = os.environ.get(NVTX_VARIABLE, "")
     levels = get_args(Level)
     if asked and asked not in levels:
-        raise ValueError(f"{VARIABLE} = {asked!r} is no level: set it to {', '.join(levels)}, or leave it out")
+        raise ValueError(f"{NVTX_VARIABLE} = {asked!r} is no level: set it to {', '.join(levels)}, or leave it out")
     return asked or None
 
 
@@ -37,7 +37,7 @@ def enabled(level: Level = "coarse") -> bool:
     Raises:
         ValueError: the variable names no level.
     """
-    asked = asked_level()
+    asked = requested_level()
     levels = get_args(Level)
     if asked is None or levels.index(level) > levels.index(asked):
         return False
@@ -65,7 +65,7 @@ def _recorded(name: str) -> Iterator[None]:
         nvtx.range_pop()
 
 
-def watch_modules(modules: dict[str, Any], level: Level) -> None:
+def add_module_ranges(modules: dict[str, Any], level: Level) -> None:
     """Let each call of a module be a range of its name, with hooks; none where the level is off."""
     if not enabled(level):
         return

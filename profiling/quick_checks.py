@@ -20,7 +20,7 @@ _SYNCS = 9
 
 
 @dataclass(frozen=True)
-class Speeds:
+class MeasuredSpeeds:
     """What was measured; None: it was not."""
 
     float32: float | None = None
@@ -36,7 +36,7 @@ class Speeds:
     """Seconds until a small file is on the disk."""
 
 
-def measure(runs: Path, threads: int, with_torch: bool) -> Speeds:
+def measure_speeds(runs: Path, threads: int, with_torch: bool) -> MeasuredSpeeds:
     """All of it; torch's number of threads is put back.
 
     Args:
@@ -46,21 +46,23 @@ def measure(runs: Path, threads: int, with_torch: bool) -> Speeds:
     """
     fsync = fsync_seconds(runs)
     if not with_torch:
-        return Speeds(fsync=fsync)
+        return MeasuredSpeeds(fsync=fsync)
     torch: Any = importlib.import_module("torch")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        single = rates([_product(torch, torch.float32), _product(torch, torch.bfloat16)], 2.0 * _SIZE**3)
+        single = measure_rates(
+            [_matrix_product(torch, torch.float32), _matrix_product(torch, torch.bfloat16)], 2.0 * _SIZE**3
+        )
         torch.set_num_threads(threads)
-        [together] = rates([_product(torch, torch.float32)], 2.0 * _SIZE**3)
-        [bandwidth] = rates([_copy(torch)], 2.0 * _BYTES)
+        [together] = measure_rates([_matrix_product(torch, torch.float32)], 2.0 * _SIZE**3)
+        [bandwidth] = measure_rates([_copy(torch)], 2.0 * _BYTES)
     finally:
         torch.set_num_threads(before)
-    return Speeds(single[0], single[1], together, threads, bandwidth, fsync)
+    return MeasuredSpeeds(single[0], single[1], together, threads, bandwidth, fsync)
 
 
-def rates(
+def measure_rates(
     works: Sequence[Callable[[], object]], amount: float, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
     """``amount`` by the median time of each work; they take turns, so that a busy machine is busy for all."""
@@ -76,7 +78,7 @@ def rates(
     return [amount / max(1e-9, statistics.median(taken)) for taken in times]
 
 
-def _product(torch: Any, dtype: Any) -> Callable[[], object]:
+def _matrix_product(torch: Any, dtype: Any) -> Callable[[], object]:
     left, right = (torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in range(2))
     return lambda: torch.mm(left, right)
 

@@ -3,7 +3,7 @@
     python -m profiling.scaling                    # the tables of docs/scaling.md
     python -m profiling.scaling --ranks 16 --row-length 2048
 
-Nothing here was measured: times follow from `Machine`, whose numbers are assumptions. No torch.
+Nothing here was measured: times follow from `Cluster`, whose numbers are assumptions. No torch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from config.model import Architecture
-from profiling.flops import Pattern, count_parameters, flops_per_token
+from profiling.flops import AttentionKind, count_parameters, flops_per_token
 
-Strategy = Literal["ddp", "ddp, sharded", "fsdp"]
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "ddp, sharded", "fsdp")
+ParallelStrategy = Literal["ddp", "ddp, sharded", "fsdp"]
+PARALLEL_STRATEGIES: tuple[ParallelStrategy, ...] = ("ddp", "ddp, sharded", "fsdp")
 GIGA = 1e9
 
 
 @dataclass(frozen=True)
-class Machine:
+class Cluster:
     """GPUs and what joins them. The defaults are eight H200 a machine: data sheets, and usual shares of them."""
 
-    gpus: int = 8
+    gpus_per_node: int = 8
     """Of a machine."""
     memory: float = 141e9
     """Bytes of a GPU."""
@@ -37,38 +37,42 @@ class Machine:
     """Of the peak, while a rank computes (MFU without communication)."""
     memory_bandwidth: float = 4.8e12 * 0.7
     """Bytes a second, of the optimizer's update."""
-    inside: float = 450e9 * 0.8
+    intra_node_bandwidth: float = 450e9 * 0.8
     """Bytes a second that a rank sends and receives in a collective within a machine (NVLink 4)."""
-    between: float = 8 * 50e9 * 0.8
+    inter_node_bandwidth: float = 8 * 50e9 * 0.8
     """The same between machines: a ring goes through all adapters at once (one of 400 Gbit/s for each GPU)."""
-    hop: float = 5e-6
+    hop_latency: float = 5e-6
     """Seconds of a collective for each machine or GPU that its ring passes."""
 
     def bandwidth(self, ranks: int) -> float:
         """Of a collective over so many ranks, in bytes a second."""
-        return self.inside if ranks <= self.gpus else min(self.inside, self.between)
+        return (
+            self.intra_node_bandwidth
+            if ranks <= self.gpus_per_node
+            else min(self.intra_node_bandwidth, self.inter_node_bandwidth)
+        )
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What is trained, and how it is spread."""
 
     model: Architecture
     vocab_size: int
     ranks: int
-    strategy: Strategy
+    strategy: ParallelStrategy
     row_length: int = 4096
     batch_size: int = 512
     """Rows of a step, of all ranks."""
     micro_batch_size: int = 1
     """Rows of a forward, of one rank."""
-    pattern: Pattern = "block_diffusion"
+    pattern: AttentionKind = "block_diffusion"
     block_length: int = 4
-    moments: float = 2.0
+    floats_per_parameter: float = 2.0
     """Numbers of float32 that the optimizer keeps for each parameter: AdamW 2, Muon 1."""
-    keeps_all: bool = True
+    keeps_all_activations: bool = True
     """Activations; else what goes into each block, and the block is computed again (full checkpointing)."""
-    reshards: bool = True
+    reshards_after_forward: bool = True
     """`parallel.reshard_after_forward`, of fsdp."""
     bucket: float = 32 * 2**20
     """Bytes."""
@@ -100,7 +104,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes of a rank."""
 
     weights: float
@@ -117,7 +121,7 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
 
-def memory_of(job: Job) -> Memory:
+def estimate_rank_memory(job: TrainingJob) -> RankMemory:
     """Weights, gradients and the optimizer's state are float32.
 
     ``ddp``: gradients are in the buckets alone. Sharded, a rank has its part of weights and gradients once more, which
@@ -128,16 +132,16 @@ def memory_of(job: Job) -> Memory:
     activations = activation_bytes(job)
     match job.strategy:
         case "ddp":
-            return Memory(whole, whole, job.moments * whole, 0.0, activations)
+            return RankMemory(whole, whole, job.floats_per_parameter * whole, 0.0, activations)
         case "ddp, sharded":
-            return Memory(whole + part, whole + part, job.moments * part, 0.0, activations)
+            return RankMemory(whole + part, whole + part, job.floats_per_parameter * part, 0.0, activations)
         case "fsdp":
-            blocks = job.block_parameters * (2 if job.reshards else job.model.num_hidden_layers)
+            blocks = job.block_parameters * (2 if job.reshards_after_forward else job.model.num_hidden_layers)
             gathered = 2.0 * (blocks + job.block_parameters) + 8.0 * job.root_parameters
-            return Memory(part, part, job.moments * part, gathered, activations)
+            return RankMemory(part, part, job.floats_per_parameter * part, gathered, activations)
 
 
-def activation_bytes(job: Job) -> float:
+def activation_bytes(job: TrainingJob) -> float:
     """Kept for the backward of a micro-batch: bfloat16, fused attention, the fused head and loss.
 
     Of a block: what goes into both norms and comes out of them, queries, keys, values and their mixture, gate, up and
@@ -151,7 +155,7 @@ def activation_bytes(job: Job) -> float:
         is_sparse = model.is_sparse(layer) and model.moe_intermediate_size is not None
         inner = model.num_experts_per_tok * (model.moe_intermediate_size or 0) if is_sparse else model.intermediate_size
         kept.append(4 * model.hidden_size + 2 * q_width + 2 * kv_width + 3 * inner)
-    numbers = sum(kept) if job.keeps_all else model.num_hidden_layers * model.hidden_size + max(kept)
+    numbers = sum(kept) if job.keeps_all_activations else model.num_hidden_layers * model.hidden_size + max(kept)
     return 2.0 * places * numbers
 
 
@@ -170,7 +174,7 @@ class Traffic:
         return self.gradients + self.weights
 
 
-def traffic_of(job: Job) -> Traffic:
+def estimate_traffic(job: TrainingJob) -> Traffic:
     """Gradients and weights travel in float32, once a step. With fsdp gradients travel for each micro-batch, and
     weights of blocks in bfloat16 for each forward and, where they are dropped between, each backward."""
     share = (job.ranks - 1) / job.ranks
@@ -181,10 +185,10 @@ def traffic_of(job: Job) -> Traffic:
     if job.strategy == "ddp, sharded":
         return Traffic(whole, whole, 2 * -(-4 * job.parameters // int(job.bucket)))
     layers = job.model.num_hidden_layers
-    gathers = job.micro_batches * (2 if job.reshards else 1)
-    blocks = 2.0 * layers * job.block_parameters * share * (gathers if job.reshards else 1)
+    gathers = job.micro_batches * (2 if job.reshards_after_forward else 1)
+    blocks = 2.0 * layers * job.block_parameters * share * (gathers if job.reshards_after_forward else 1)
     root = 4.0 * job.root_parameters * share
-    collectives = layers * ((gathers if job.reshards else 1) + job.micro_batches) + 1 + job.micro_batches
+    collectives = layers * ((gathers if job.reshards_after_forward else 1) + job.micro_batches) + 1 + job.micro_batches
     return Traffic(whole * job.micro_batches, blocks + root, collectives)
 
 
@@ -206,21 +210,21 @@ class StepTime:
         return self.compute + self.exposed + self.update
 
 
-def time_of(job: Job, machine: Machine) -> StepTime:
+def estimate_step_time(job: TrainingJob, cluster: Cluster) -> StepTime:
     """A forward is a third of the computation (a quarter, where blocks are computed again).
 
     ``ddp``: gradients hide behind the backward of the last micro-batch, but for the last bucket; of ``ddp, sharded``
     weights hide behind the next step's first forward, but for the first bucket. ``fsdp``: gathers hide behind the block
     before, in forward and backward, and gradients behind the backward; the first gather of a pass does not.
     """
-    parts = 3 if job.keeps_all else 4
+    parts = 3 if job.keeps_all_activations else 4
     per_token = flops_per_token(job.model, job.vocab_size, job.row_length, 0.5, job.pattern, job.block_length)
     flops = per_token * job.rows * job.row_length * parts / 3
-    compute = flops / (machine.peak_flops * machine.model_flops_share)
+    compute = flops / (cluster.peak_flops * cluster.model_flops_share)
     forward = compute / parts / job.micro_batches
     backward = forward * (parts - 1)
-    moved, rate = traffic_of(job), machine.bandwidth(job.ranks)
-    latency = machine.hop * (min(job.ranks, machine.gpus) + job.ranks / machine.gpus)
+    moved, rate = estimate_traffic(job), cluster.bandwidth(job.ranks)
+    latency = cluster.hop_latency * (min(job.ranks, cluster.gpus_per_node) + job.ranks / cluster.gpus_per_node)
     share = (job.ranks - 1) / job.ranks
     bucket = job.bucket * share / rate + latency
     half = moved.collectives / 2 * latency
@@ -230,14 +234,14 @@ def time_of(job: Job, machine: Machine) -> StepTime:
         exposed = max(bucket, moved.gradients / rate + half - backward)
         exposed += max(bucket, moved.weights / rate + half - forward)
     else:
-        exposed = _exposed_of_fsdp(job, forward, backward, rate, latency)
+        exposed = _fsdp_exposed_seconds(job, forward, backward, rate, latency)
     owned = job.parameters if job.strategy == "ddp" else job.parameters / job.ranks
     # Weights and moments are read and written, gradients read.
-    update = 4.0 * owned * (3 + 2 * job.moments) / machine.memory_bandwidth
+    update = 4.0 * owned * (3 + 2 * job.floats_per_parameter) / cluster.memory_bandwidth
     return StepTime(compute, moved.total / rate + moved.collectives * latency, exposed, update)
 
 
-def _exposed_of_fsdp(job: Job, forward: float, backward: float, rate: float, latency: float) -> float:
+def _fsdp_exposed_seconds(job: TrainingJob, forward: float, backward: float, rate: float, latency: float) -> float:
     """Seconds of a step in which a rank waits for weights or gradients."""
     share = (job.ranks - 1) / job.ranks
     layers, block = job.model.num_hidden_layers, job.block_parameters * share
@@ -245,9 +249,9 @@ def _exposed_of_fsdp(job: Job, forward: float, backward: float, rate: float, lat
     root = 4.0 * job.root_parameters * share / rate + latency
     # Per micro-batch: the first block's gather of each pass, and what of the others exceeds the computation.
     ahead = gather + max(0.0, layers * gather - forward)
-    again = gather + max(0.0, layers * gather - backward) if job.reshards else 0.0
-    passes = job.micro_batches if job.reshards else 1
-    gathers_behind = layers * gather if job.reshards else 0.0
+    again = gather + max(0.0, layers * gather - backward) if job.reshards_after_forward else 0.0
+    passes = job.micro_batches if job.reshards_after_forward else 1
+    gathers_behind = layers * gather if job.reshards_after_forward else 0.0
     last = scatter + root + max(0.0, layers * scatter - max(0.0, backward - gathers_behind))
     return root + passes * (ahead + again) + job.micro_batches * last
 
@@ -299,44 +303,51 @@ MODELS: dict[str, tuple[Architecture, int]] = {
 """Architecture, and rows of the embedding."""
 
 
-def best_job(job: Job, machine: Machine) -> Job | None:
+def find_fastest_job(job: TrainingJob, cluster: Cluster) -> TrainingJob | None:
     """The fastest of the micro-batches and ways to keep activations that fit into memory; None: none does."""
     fitting = []
-    for keeps_all in (True, False):
+    for keeps_all_activations in (True, False):
         for size in (1, 2, 4, 8, 16):
-            tried = Job(**{**vars(job), "micro_batch_size": size, "keeps_all": keeps_all})
-            if job.rows % size == 0 and memory_of(tried).total <= machine.memory * machine.usable:
+            tried = TrainingJob(
+                **{**vars(job), "micro_batch_size": size, "keeps_all_activations": keeps_all_activations}
+            )
+            if job.rows % size == 0 and estimate_rank_memory(tried).total <= cluster.memory * cluster.usable:
                 fitting.append(tried)
-    return min(fitting, key=lambda each: (time_of(each, machine).total, each.micro_batch_size), default=None)
+    return min(fitting, key=lambda each: (estimate_step_time(each, cluster).total, each.micro_batch_size), default=None)
 
 
-def render(ranks: Sequence[int], machine: Machine, *, row_length: int = 4096, batch_size: int = 512) -> str:
+def render(ranks: Sequence[int], cluster: Cluster, *, row_length: int = 4096, batch_size: int = 512) -> str:
     """Markdown: a table of memory and one of time."""
     memory, times = [], []
     for name, (model, vocab_size) in MODELS.items():
         for count in ranks:
-            for strategy in STRATEGIES:
-                job = Job(model, vocab_size, count, strategy, row_length=row_length, batch_size=batch_size)
+            for strategy in PARALLEL_STRATEGIES:
+                job = TrainingJob(model, vocab_size, count, strategy, row_length=row_length, batch_size=batch_size)
                 head = f"| {name} | {count} | {strategy} |"
-                best = best_job(job, machine)
-                memory.append(head + _memory_cells(best or Job(**{**vars(job), "keeps_all": False}), best is not None))
+                best = find_fastest_job(job, cluster)
+                memory.append(
+                    head
+                    + _memory_cells(
+                        best or TrainingJob(**{**vars(job), "keeps_all_activations": False}), best is not None
+                    )
+                )
                 if best is not None:
-                    times.append(head + _time_cells(best, machine))
+                    times.append(head + _time_cells(best, cluster))
     table = "| model | ranks | strategy | weights | gradients | optimizer | gathered | activations | together | |"
     rule = "|---|---:|---|" + "---:|" * 6 + "---|"
     second = "| model | ranks | strategy | sent GB | compute s | all traffic s | exposed s | update s | step s | kt/s |"
     return "\n".join([table, rule, *memory, "", second, "|---|---:|---|" + "---:|" * 7, *times])
 
 
-def _memory_cells(job: Job, fits: bool) -> str:
-    need = memory_of(job)
+def _memory_cells(job: TrainingJob, fits: bool) -> str:
+    need = estimate_rank_memory(job)
     sizes = (need.weights, need.gradients, need.optimizer, need.gathered, need.activations, need.total)
-    how = f"{job.micro_batch_size} x {job.micro_batches}{'' if job.keeps_all else ', checkpointed'}"
+    how = f"{job.micro_batch_size} x {job.micro_batches}{'' if job.keeps_all_activations else ', checkpointed'}"
     return "".join(f" {size / GIGA:.1f} |" for size in sizes) + f" {how if fits else 'does not fit'} |"
 
 
-def _time_cells(job: Job, machine: Machine) -> str:
-    time, moved = time_of(job, machine), traffic_of(job)
+def _time_cells(job: TrainingJob, cluster: Cluster) -> str:
+    time, moved = estimate_step_time(job, cluster), estimate_traffic(job)
     speed = job.batch_size * job.row_length / time.total / 1e3
     cells = (f"{moved.total / GIGA:.1f}", f"{time.compute:.2f}", f"{time.traffic:.3f}", f"{time.exposed:.3f}")
     return "".join(f" {cell} |" for cell in (*cells, f"{time.update:.3f}", f"{time.total:.2f}", f"{speed:,.0f}"))
@@ -351,7 +362,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if any(ranks < 1 or arguments.batch_size % ranks for ranks in arguments.ranks):
         parser.error(f"--batch-size {arguments.batch_size} must be a multiple of each of --ranks")
-    print(render(arguments.ranks, Machine(), row_length=arguments.row_length, batch_size=arguments.batch_size))
+    print(render(arguments.ranks, Cluster(), row_length=arguments.row_length, batch_size=arguments.batch_size))
 
 
 if __name__ == "__main__":

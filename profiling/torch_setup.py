@@ -17,7 +17,7 @@ _QUERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuInfo:
     """One that torch can use."""
 
     name: str
@@ -30,7 +30,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Torch:
+class TorchInfo:
     """The one that is installed."""
 
     version: str | None
@@ -45,30 +45,30 @@ class Torch:
     """The instructions that its CPU kernels use, by its own name."""
     has_bfloat16: bool = False
     """Whether the CPU multiplies matrices of bfloat16 in hardware, as training asks it."""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuInfo, ...] = ()
     gpu_problem: str = ""
     """Why a GPU that may be there cannot be used."""
 
 
-def read_torch() -> Torch:
+def read_torch() -> TorchInfo:
     """Import it, and ask."""
     try:
         torch: Any = importlib.import_module("torch")
     except Exception as error:  # a broken installation raises anything
-        return Torch(None, _first_line(error))
+        return TorchInfo(None, _first_line(error))
     try:
-        return _asked(torch)
+        return _read_torch_info(torch)
     except Exception as error:  # one that is not whole as well
-        return Torch(None, f"{getattr(torch, '__file__', None) or 'its folder'} is not whole: {_first_line(error)}")
+        return TorchInfo(None, f"{getattr(torch, '__file__', None) or 'its folder'} is not whole: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _asked(torch: Any) -> Torch:
+def _read_torch_info(torch: Any) -> TorchInfo:
     gpus, problem = _read_gpus(torch)
-    return Torch(
+    return TorchInfo(
         version=str(torch.__version__),
         problem="",
         build=_build(torch),
@@ -87,7 +87,7 @@ def _build(torch: Any) -> str:
     return f"ROCm {torch.version.hip}" if getattr(torch.version, "hip", None) else "CPU"
 
 
-def _read_gpus(torch: Any) -> tuple[tuple[Gpu, ...], str]:
+def _read_gpus(torch: Any) -> tuple[tuple[GpuInfo, ...], str]:
     if not torch.cuda.is_available():
         return (), ""
     gpus = []
@@ -97,7 +97,7 @@ def _read_gpus(torch: Any) -> tuple[tuple[Gpu, ...], str]:
             with torch.cuda.device(index):
                 free, total = torch.cuda.mem_get_info()
                 has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            gpus.append(Gpu(known.name, total, free, (known.major, known.minor), has_bfloat16))
+            gpus.append(GpuInfo(known.name, total, free, (known.major, known.minor), has_bfloat16))
     except RuntimeError as error:
         return tuple(gpus), str(error).splitlines()[0]
     return tuple(gpus), ""
@@ -114,10 +114,10 @@ def drivers() -> list[str]:
 
 def missing_packages(names: Sequence[str] = PACKAGES) -> list[str]:
     """Those that are not installed."""
-    return [name for name in names if version_of(name) is None]
+    return [name for name in names if installed_version(name) is None]
 
 
-def version_of(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Of an installed package; None: it is not there."""
     try:
         return metadata.version(name)

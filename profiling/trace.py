@@ -12,7 +12,7 @@ from config.runtime import ProfilerConfig
 
 ROWS = 40
 """Of a table."""
-PARTS = ("data", "forward", "backward", "optimizer")
+STEP_PARTS = ("data", "forward", "backward", "optimizer")
 """Of a step, each a range of its own (`profiling.nvtx`)."""
 
 
@@ -28,7 +28,7 @@ class StepProfiler:
         directory: Path,
         device: str = "cpu",
         first_step: int = 0,
-        tell: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         """
         Args:
@@ -42,11 +42,11 @@ class StepProfiler:
         self.directory = directory
         self.device = device
         self.first_step = first_step
-        self.tell = tell
+        self.log = log
         self._profile: Any = None
-        self._numbers: list[int] = []
+        self._recorded_steps: list[int] = []
         """Of the cycles that are over."""
-        self._has_failed = False
+        self._has_logged_failure = False
 
     def __enter__(self) -> StepProfiler:
         if self.config.active:
@@ -80,9 +80,9 @@ class StepProfiler:
             return
         try:
             self._profile.stop()
-            if not self._numbers and error is None:
+            if not self._recorded_steps and error is None:
                 begin = self.first_step + self.config.wait + self.config.warmup + 1
-                self.tell(f"the profiler recorded nothing: the run ended before step {begin}, its first")
+                self.log(f"the profiler recorded nothing: the run ended before step {begin}, its first")
         except Exception:
             if error is None:  # else why the run ended matters more
                 raise
@@ -92,9 +92,9 @@ class StepProfiler:
         operators); N is the step of the run behind the cycle."""
         number = self.first_step + profile.step_num
         averages = profile.key_averages()
-        if number in self._numbers or all(row.key != "step" for row in averages):
+        if number in self._recorded_steps or all(row.key != "step" for row in averages):
             return  # a cycle that had no whole step yet when the run ended
-        self._numbers.append(number)
+        self._recorded_steps.append(number)
         trace, table = (self.directory / name for name in (f"trace-{number}.json", f"table-{number}.txt"))
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -104,11 +104,11 @@ class StepProfiler:
                 raise FileNotFoundError(f"{trace} was not written")
             table.write_text(self._table(averages), encoding="utf-8")
         except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                self.tell(f"a profile could not be written: {error}; going on without")
+            if not self._has_logged_failure:
+                self._has_logged_failure = True
+                self.log(f"a profile could not be written: {error}; going on without")
         else:
-            self.tell(f"profiled up to step {number}: {table} has the table, {trace.name} beside it the trace")
+            self.log(f"profiled up to step {number}: {table} has the table, {trace.name} beside it the trace")
 
     def _table(self, averages: Any) -> str:
         sort_by = "self_cuda_time_total" if self.device == "cuda" else "self_cpu_time_total"
@@ -124,11 +124,11 @@ def part_table(averages: Iterable[Any]) -> str:
     Args:
         averages: rows with ``key``, ``count`` and ``cpu_time_total`` in microseconds.
     """
-    rows = {row.key: row for row in averages if row.key in (*PARTS, "step")}
+    rows = {row.key: row for row in averages if row.key in (*STEP_PARTS, "step")}
     if "step" not in rows or not rows["step"].cpu_time_total:
         return ""
     steps, whole = rows["step"].count, rows["step"].cpu_time_total
-    times = {name: rows[name].cpu_time_total if name in rows else 0.0 for name in PARTS}
+    times = {name: rows[name].cpu_time_total if name in rows else 0.0 for name in STEP_PARTS}
     times["the rest"] = max(0.0, whole - sum(times.values()))
     times["step"] = whole
     lines = [f"{name:<10}{time / steps / 1e3:>12,.2f} ms{time / whole:>8.1%}" for name, time in times.items()]

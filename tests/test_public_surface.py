@@ -55,9 +55,18 @@ def test_arguments() -> None:
     assert names(diffusionlm.load_model)[:3] == ["path", "device", "dtype"]
     assert names(diffusionlm.generate)[:4] == ["model", "prompts", "config", "seeds"]
     assert names(diffusionlm.infill)[:4] == ["model", "canvases", "config", "seeds"]
-    assert {"model", "tokens_BL", "is_target_BL", "num_draws", "seed"} <= set(names(diffusionlm.nelbo))
+    assert {"model", "tokens_BL", "loss_mask_BL", "num_mc_samples", "seed"} <= set(names(diffusionlm.nelbo))
     forward = names(diffusionlm.Transformer.forward)
-    assert forward == ["self", "tokens_BL", "pattern", "positions", "inputs_embeds_BLD", "rows", "score", "cache"]
+    assert forward == [
+        "self",
+        "tokens_BL",
+        "pattern",
+        "positions",
+        "inputs_embeds_BLD",
+        "output_positions",
+        "loss_inputs",
+        "cache",
+    ]
 
 
 def test_commands() -> None:

@@ -27,7 +27,7 @@ _LONGEST_CACHED_WORD = 512
 _LARGEST_ID = (1 << 24) - 1
 # These bytes occur in no UTF-8 text, so a vocabulary may lack them.
 _NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
-_HABITS_OF_TOKENS = ("visible_tokens", "normalized_tokens", "lstrip_tokens", "rstrip_tokens", "single_word_tokens")
+_TOKEN_OPTIONS = ("visible_tokens", "normalized_tokens", "lstrip_tokens", "rstrip_tokens", "single_word_tokens")
 
 
 class _WordCache(dict[str, tuple[int, ...]]):
@@ -85,7 +85,7 @@ class Tokenizer:
         self.ignore_merges = False
         self.bos_token: str | None = None
         self.adds_bos = False
-        self.takes_first_space = False
+        self.strips_first_space = False
         self.visible_tokens: frozenset[str] = frozenset()
         self.normalized_tokens: frozenset[str] = frozenset()
         self.lstrip_tokens: frozenset[str] = frozenset()
@@ -99,7 +99,7 @@ class Tokenizer:
         self._fingerprint: str | None = None
         self._prepare()
 
-    def adapted(
+    def with_options(
         self,
         *,
         ignore_merges: bool = False,
@@ -134,7 +134,7 @@ class Tokenizer:
         other.rstrip_tokens = frozenset(rstrip_tokens)
         other.single_word_tokens = frozenset(single_word_tokens)
         other.bos_token, other.adds_bos = bos_token, adds_bos
-        for name in _HABITS_OF_TOKENS:
+        for name in _TOKEN_OPTIONS:
             for text in getattr(other, name) - self._special.keys():
                 raise ValueError(f"{name}: {text!r} is not among the special tokens {sorted(self._special)}")
         if (bos_token is not None or adds_bos) and bos_token not in self._special:
@@ -206,7 +206,7 @@ class Tokenizer:
         return None if self.bos_token is None else self._special[self.bos_token]
 
     @property
-    def beginning(self) -> list[int]:
+    def prefix_ids(self) -> list[int]:
         """Ids that belong before a text that is no chat: the `bos_token`, if `adds_bos`. A chat template writes its
         own."""
         return [self._special[self.bos_token]] if self.adds_bos and self.bos_token is not None else []
@@ -224,7 +224,7 @@ class Tokenizer:
                 *([sorted(self.normalized_tokens)] if self.normalized_tokens else []),
             ]
             # What few files have comes last and by name, so that the others keep their fingerprints.
-            rare: dict[str, Any] = {name: sorted(getattr(self, name)) for name in _HABITS_OF_TOKENS[2:]}
+            rare: dict[str, Any] = {name: sorted(getattr(self, name)) for name in _TOKEN_OPTIONS[2:]}
             rare |= {"bos_token": self.bos_token, "adds_bos": self.adds_bos}
             contents += [[name, value] for name, value in rare.items() if value]
             self._fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
@@ -253,10 +253,10 @@ class Tokenizer:
         for token in self._special.keys() - self.visible_tokens:
             if len(token) == 1 and token in text:
                 raise ValueError(f"{token!r} is a special token of one character, which cannot be kept as text")
-        marked = self._control.mark(text, marker)
+        marked = self._control.insert_marker(text, marker)
         if self.normalized_tokens <= self.visible_tokens:
             return marked
-        return self._control.mark(self._normalize(marked), marker)  # normalization may have made more of them
+        return self._control.insert_marker(self._normalize(marked), marker)  # normalization may have made more of them
 
     def encode_marked(self, text: str, marker: str) -> list[int]:
         """`encode(allow_special=True)` of a text in which `mark_control_tokens` has marked what stays text."""
@@ -264,8 +264,8 @@ class Tokenizer:
 
     def _encode_with_special(self, text: str, marker: str | None = None) -> list[int]:
         ids: list[int] = []
-        for piece, early in self._early.cut(text):
-            for part, late in self._late.cut(self._normalize(piece)):
+        for piece, early in self._early.split_text(text):
+            for part, late in self._late.split_text(self._normalize(piece)):
                 # A marker may have kept a letter and its accent apart.
                 ids += self._encode_words(part if marker is None else self._normalize(part.replace(marker, "")))
                 ids += late
@@ -285,7 +285,7 @@ class Tokenizer:
         if skip_special:
             ids = [token_id for token_id in ids if token_id not in self._hidden_ids]
         text = self.decode_bytes(ids).decode("utf-8", errors="replace")
-        return text.removeprefix(" ") if self.takes_first_space else text
+        return text.removeprefix(" ") if self.strips_first_space else text
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Bytes of ids; a special token gives its text in UTF-8.
@@ -373,25 +373,25 @@ class Tokenizer:
         self._split = make_splitter(self.pattern)
         self._cache = _WordCache(self._encode_word)
         late = self._special.keys() & self.normalized_tokens
-        self._early = self._finder({text: self._special[text] for text in self._special.keys() - late})
-        self._late = self._finder({self._normalize(text): self._special[text] for text in late})
+        self._early = self._build_special_tokens({text: self._special[text] for text in self._special.keys() - late})
+        self._late = self._build_special_tokens({self._normalize(text): self._special[text] for text in late})
         hidden = self._special.keys() - self.visible_tokens
         # Looked for in both forms: normalization comes before the search for the late ones.
         spellings = hidden | {self._normalize(text) for text in hidden & late}
         self._control = SpecialTokens(dict.fromkeys(spellings, 0))
         self._hidden_ids = frozenset(self._special[text] for text in hidden)
-        self._lengths = self._lengths_of(self._vocab.values())
+        self._lengths = self._compute_byte_lengths(self._vocab.values())
 
-    def _lengths_of(self, ordinary_ids: Iterable[int]) -> npt.NDArray[np.int64]:
+    def _compute_byte_lengths(self, ordinary_ids: Iterable[int]) -> npt.NDArray[np.int64]:
         lengths = np.zeros(max(self._bytes_of) + 1, dtype=np.int64)
         for token_id in ordinary_ids:
             lengths[token_id] = len(self._bytes_of[token_id])
         lengths.flags.writeable = False
         return lengths
 
-    def _finder(self, ids: Mapping[str, int]) -> SpecialTokens:
-        habits = (self.lstrip_tokens, self.rstrip_tokens, self.single_word_tokens)
-        return SpecialTokens(ids, *(frozenset(map(self._normalize, tokens)) | tokens for tokens in habits))
+    def _build_special_tokens(self, ids: Mapping[str, int]) -> SpecialTokens:
+        options = (self.lstrip_tokens, self.rstrip_tokens, self.single_word_tokens)
+        return SpecialTokens(ids, *(frozenset(map(self._normalize, tokens)) | tokens for tokens in options))
 
     def _normalize(self, text: str) -> str:
         return text if self.normalization is None else unicodedata.normalize(self.normalization, text)

@@ -11,11 +11,11 @@ from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
 
 Message = Mapping[str, Any]
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 # Characters that stand for nothing and never will, for use inside of a program.
 _MARKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 # The names under which messages carry what was thought before the answer; templates read the first.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def render_chat(
@@ -42,8 +42,8 @@ def render_chat(
         ValueError: messages that are none, a mistake in the template, what it says of them by `raise_exception`, or
             something that it may not do.
     """
-    data = _data(messages, add_generation_prompt, tools, variables)
-    return _render(_template(template), data, datetime.now())
+    data = _template_variables(messages, add_generation_prompt, tools, variables)
+    return _render(_resolve_template(template), data, datetime.now())
 
 
 def encode_chat(
@@ -72,18 +72,18 @@ def encode_chat(
         ValueError: as in `render_chat`; or the template would treat a special token that a message spells out
             differently from other text.
     """
-    source = _template(template)
-    data = _data(messages, add_generation_prompt, tools, variables)
+    source = _resolve_template(template)
+    data = _template_variables(messages, add_generation_prompt, tools, variables)
     now = datetime.now()
     text = _render(source, data, now)
     if allow_special_in_messages:
         return tokenizer.encode(text, allow_special=True)
-    spelt = [*_texts(data), source.source]
+    spelt = [*_iterate_texts(data), source.source]
     marker = next((char for char in _MARKERS if not any(char in part for part in spelt)), None)
     if marker is None:
         raise ValueError(f"messages use all of the characters U+FDD0 to U+FDEF, which mean nothing: remove {_MARKERS}")
     marked = {
-        key: _mapped(value, lambda part: tokenizer.mark_control_tokens(part, marker)) for key, value in data.items()
+        key: _map_texts(value, lambda part: tokenizer.mark_control_tokens(part, marker)) for key, value in data.items()
     }
     if marked == data:
         return tokenizer.encode(text, allow_special=True)
@@ -96,7 +96,7 @@ def encode_chat(
     return tokenizer.encode_marked(marked_text, marker)
 
 
-def _template(template: ChatTemplate | str) -> ChatTemplate:
+def _resolve_template(template: ChatTemplate | str) -> ChatTemplate:
     if isinstance(template, ChatTemplate):
         return template
     if template not in CHAT_TEMPLATES and re.fullmatch(r"[\w.-]*", template):
@@ -111,7 +111,7 @@ def _render(template: ChatTemplate, data: Mapping[str, Any], now: datetime) -> s
     return run_template(template.source, {**template.tokens, **data}, now)
 
 
-def _data(
+def _template_variables(
     messages: Sequence[Message],
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -124,38 +124,38 @@ def _data(
         )
     if tools is not None and (isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError(f"tools {tools!r}: expected a list of JSON schemas")
-    chat = [_message(index, message) for index, message in enumerate(messages)]
+    chat = [_copy_message(index, message) for index, message in enumerate(messages)]
     return {
         "messages": chat,
-        "tools": None if tools is None else _plain("tools", list(tools)),
+        "tools": None if tools is None else _copy_json("tools", list(tools)),
         "documents": None,
-        **{key: _plain(key, value) for key, value in variables.items()},
+        **{key: _copy_json(key, value) for key, value in variables.items()},
         "add_generation_prompt": bool(add_generation_prompt),
     }
 
 
-def _message(index: int, message: Message) -> dict[str, Any]:
+def _copy_message(index: int, message: Message) -> dict[str, Any]:
     place = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise ValueError(f"{place} is {message!r}: expected a table with role and content")
     if not isinstance(message.get("role"), str):
         raise ValueError(f"{place} has the role {message.get('role')!r}: expected a text such as 'user'")
-    plain: dict[str, Any] = _plain(place, message)
-    thoughts = next((plain[key] for key in _REASONING if plain.get(key) is not None), None)
+    plain: dict[str, Any] = _copy_json(place, message)
+    thoughts = next((plain[key] for key in _REASONING_KEYS if plain.get(key) is not None), None)
     return plain if thoughts is None else {"thinking": thoughts, **plain, "reasoning_content": thoughts}
 
 
-def _plain(place: str, value: Any, depth: int = 0) -> Any:
+def _copy_json(place: str, value: Any, depth: int = 0) -> Any:
     """A copy of what JSON can express."""
-    if depth > _DEEPEST:
-        raise ValueError(f"{place} is nested more than {_DEEPEST} deep")
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{place} is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise ValueError(f"{place} has the key {key!r}: expected a text")
-        return {str(key): _plain(f"{place}.{key}", item, depth + 1) for key, item in value.items()}
+        return {str(key): _copy_json(f"{place}.{key}", item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(f"{place}[{index}]", item, depth + 1) for index, item in enumerate(value)]
+        return [_copy_json(f"{place}[{index}]", item, depth + 1) for index, item in enumerate(value)]
     for kind in (bool, str, int, float):
         if isinstance(value, kind):
             return kind(value)
@@ -164,21 +164,21 @@ def _plain(place: str, value: Any, depth: int = 0) -> Any:
     raise ValueError(f"{place} is a {type(value).__name__}: chat templates take texts, numbers, lists and tables")
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """The value with `change` made to every text in it, but not to keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_mapped(item, change) for item in value]
+        return [_map_texts(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {key: _map_texts(item, change) for key, item in value.items()}
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _texts(item)
+        yield from _iterate_texts(item)
     if isinstance(value, dict):
         yield from value

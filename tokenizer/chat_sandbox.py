@@ -17,7 +17,7 @@ from jinja2.utils import Namespace
 MAX_CHARACTERS = 1 << 26
 """Longest text that a template may write, and longest value that it may make by multiplication."""
 
-MAX_TURNS = 100_000
+MAX_RANGE_ITEMS = 100_000
 """How many numbers all `range`s of one rendering may yield together."""
 
 _LARGEST_EXPONENT = 64
@@ -78,7 +78,7 @@ def run_template(source: str, variables: Mapping[str, Any], now: datetime) -> st
     pieces: list[str] = []
     size = 0
     try:
-        template = _compiled(source)
+        template = _compile_template(source)
         own = {"strftime_now": now.strftime, "range": _bounded_range()}
         for piece in template.generate({**own, **variables}):
             size += len(piece)
@@ -96,7 +96,7 @@ def run_template(source: str, variables: Mapping[str, Any], now: datetime) -> st
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str) -> Template:
+def _compile_template(source: str) -> Template:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals.pop("lipsum")
@@ -120,14 +120,14 @@ def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
 
 
 def _bounded_range() -> Callable[..., range]:
-    left = MAX_TURNS
+    left = MAX_RANGE_ITEMS
 
     def bounded(*args: int) -> range:
         nonlocal left
         numbers = range(*args)
         left -= len(numbers)
         if left < 0:
-            raise SecurityError(f"its ranges have more than {MAX_TURNS:,} numbers together")
+            raise SecurityError(f"its ranges have more than {MAX_RANGE_ITEMS:,} numbers together")
         return numbers
 
     return bounded

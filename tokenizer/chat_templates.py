@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from files.atomic import replace_text
-from tokenizer.huggingface import named_in_config
+from files.atomic import write_text_atomic
+from tokenizer.huggingface import read_role_token
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_JSON_FILE = "chat_template.json"
@@ -92,7 +92,7 @@ _QWEN3 = f"""\
 {{%- endif %}}
 """
 
-_HEADERS = f"""\
+_LLAMA3 = f"""\
 {_NO_TOOLS}
 {{{{- bos_token }}}}
 {{%- for message in messages %}}
@@ -107,8 +107,8 @@ _HEADERS = f"""\
 CHAT_TEMPLATES: dict[str, ChatTemplate] = {
     "chatml": ChatTemplate(_CHATML),
     "qwen3": ChatTemplate(_QWEN3),
-    "llama3": ChatTemplate(_HEADERS, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
-    "llada": ChatTemplate(_HEADERS, {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}),
+    "llama3": ChatTemplate(_LLAMA3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
+    "llada": ChatTemplate(_LLAMA3, {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}),
 }
 """Templates of families, for texts without tools; written anew, they give what the checkpoints' own give."""
 
@@ -124,20 +124,20 @@ def load_chat_template(directory: str | os.PathLike[str], name: str = "default")
     """
     folder = Path(directory)
     config_path = folder / "tokenizer_config.json"
-    config = _read_table(config_path) if config_path.is_file() else {}
+    config = _read_json(config_path) if config_path.is_file() else {}
     found: dict[str, str] = {}
     json_path = folder / CHAT_TEMPLATE_JSON_FILE
-    for path, contents in ((config_path, config), (json_path, _read_table(json_path) if json_path.is_file() else {})):
+    for path, contents in ((config_path, config), (json_path, _read_json(json_path) if json_path.is_file() else {})):
         found |= _named_templates(path, contents.get("chat_template"))
     if (folder / CHAT_TEMPLATE_FILE).is_file():
-        found["default"] = _read(folder / CHAT_TEMPLATE_FILE)
+        found["default"] = _read_text(folder / CHAT_TEMPLATE_FILE)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = _read(path)
+        found[path.stem] = _read_text(path)
     if name not in found:
         if not found or name == "default":
             return None
         raise ValueError(f"{folder}: has no chat template {name!r}, only {', '.join(sorted(found))}")
-    named = {key: named_in_config(key, config) for key in config if key.endswith("_token") and "add_" not in key}
+    named = {key: read_role_token(key, config) for key in config if key.endswith("_token") and "add_" not in key}
     return ChatTemplate(found[name], {key: text for key, text in named.items() if text is not None})
 
 
@@ -150,7 +150,7 @@ def save_chat_template(template: ChatTemplate, directory: str | os.PathLike[str]
     for key, text in sorted(template.tokens.items()):
         if key in source and f"set {key} = " not in source:
             source = f"{{%- set {key} = {json.dumps(text, ensure_ascii=False)} %}}\n{source}"
-    replace_text(Path(directory) / CHAT_TEMPLATE_FILE, source)
+    write_text_atomic(Path(directory) / CHAT_TEMPLATE_FILE, source)
 
 
 def _named_templates(path: Path, value: Any) -> dict[str, str]:
@@ -168,7 +168,7 @@ def _named_templates(path: Path, value: Any) -> dict[str, str]:
     return found
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return file.read()
@@ -178,9 +178,9 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: is not UTF-8 ({error})") from error
 
 
-def _read_table(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        contents = json.loads(_read(path))
+        contents = json.loads(_read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: is not valid JSON ({error})") from error
     if not isinstance(contents, dict):

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from files.atomic import replace_text
+from files.atomic import write_text_atomic
 from tokenizer.bpe import Tokenizer
 from tokenizer.byte_alphabet import bytes_to_chars
 from tokenizer.huggingface import (
-    contents_of_slow_tokenizer,
+    build_slow_tokenizer_json,
     from_huggingface,
     read_id,
     read_merge,
@@ -32,7 +32,7 @@ _Token = TypeVar("_Token", bytes, str)
 
 _MERGES_HEADER = "#version: 0.2"
 _ROLES = ("mask_token", "eos_token", "pad_token")
-_HABITS: dict[str, Any] = {
+_OPTION_DEFAULTS: dict[str, Any] = {
     "ignore_merges": False,
     "visible_tokens": (),
     "normalized_tokens": (),
@@ -56,25 +56,27 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
         contents, config = tokenizer.files()
         for name in (SPECIAL_FILE, VOCAB_FILE, MERGES_FILE):
             (folder / name).unlink(missing_ok=True)  # of another tokenizer, which would be taken for this one
-        replace_text(folder / HUGGINGFACE_FILE, contents)
-        replace_text(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        write_text_atomic(folder / HUGGINGFACE_FILE, contents)
+        write_text_atomic(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         return
-    vocab = {bytes_to_chars(token): token_id for token, token_id in _by_id(tokenizer.vocab)}
+    vocab = {bytes_to_chars(token): token_id for token, token_id in _sort_by_id(tokenizer.vocab)}
     merges = [f"{bytes_to_chars(left)} {bytes_to_chars(right)}" for left, right in tokenizer.merges]
-    habits = {name: getattr(tokenizer, name) for name in _HABITS}
+    options = {name: getattr(tokenizer, name) for name in _OPTION_DEFAULTS}
     own = {
-        "special_tokens": dict(_by_id(tokenizer.special_tokens)),
+        "special_tokens": dict(_sort_by_id(tokenizer.special_tokens)),
         **{role: getattr(tokenizer, role) for role in _ROLES},
         "pattern": tokenizer.pattern,
         "normalization": tokenizer.normalization,
-        **{name: sorted(value) if isinstance(value, frozenset) else value for name, value in habits.items()},
+        **{name: sorted(value) if isinstance(value, frozenset) else value for name, value in options.items()},
         "fingerprint": tokenizer.fingerprint,
     }
-    replace_text(folder / VOCAB_FILE, json.dumps(vocab, ensure_ascii=False))
-    replace_text(folder / MERGES_FILE, "\n".join([_MERGES_HEADER, *merges]) + "\n")
-    replace_text(folder / SPECIAL_FILE, json.dumps(own, ensure_ascii=False, indent=2) + "\n")
-    replace_text(folder / HUGGINGFACE_FILE, json.dumps(to_huggingface(tokenizer), ensure_ascii=False, indent=1) + "\n")
-    replace_text(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(to_huggingface_config(tokenizer), indent=2) + "\n")
+    write_text_atomic(folder / VOCAB_FILE, json.dumps(vocab, ensure_ascii=False))
+    write_text_atomic(folder / MERGES_FILE, "\n".join([_MERGES_HEADER, *merges]) + "\n")
+    write_text_atomic(folder / SPECIAL_FILE, json.dumps(own, ensure_ascii=False, indent=2) + "\n")
+    write_text_atomic(
+        folder / HUGGINGFACE_FILE, json.dumps(to_huggingface(tokenizer), ensure_ascii=False, indent=1) + "\n"
+    )
+    write_text_atomic(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(to_huggingface_config(tokenizer), indent=2) + "\n")
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
@@ -96,16 +98,16 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
         contents = _read_json(path)
     elif config and (folder / VOCAB_FILE).is_file():
         path = folder
-        merges = _lines_of_merges(_read(folder / MERGES_FILE))
+        merges = _split_merges(_read_text(folder / MERGES_FILE))
         added = _read_json(folder / ADDED_FILE) if (folder / ADDED_FILE).is_file() else {}
-        with _named(config_path):
-            contents = contents_of_slow_tokenizer(_read_json(folder / VOCAB_FILE), merges, config, added)
+        with _errors_name_file(config_path):
+            contents = build_slow_tokenizer_json(_read_json(folder / VOCAB_FILE), merges, config, added)
     else:
         raise ValueError(
             f"{folder}: holds no tokenizer; expected {VOCAB_FILE}, {MERGES_FILE} and {SPECIAL_FILE}, "
             f"or {HUGGINGFACE_FILE}"
         )
-    with _named(path):
+    with _errors_name_file(path):
         if is_sentencepiece(contents):
             return SentencePieceTokenizer(contents, config)
         return from_huggingface(contents, config)
@@ -113,15 +115,15 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 
 def _load_own(folder: Path) -> Tokenizer:
     special_path, vocab_path, merges_path = folder / SPECIAL_FILE, folder / VOCAB_FILE, folder / MERGES_FILE
-    own, vocab, merge_lines = _read_json(special_path), _read_json(vocab_path), _lines_of_merges(_read(merges_path))
-    with _named(vocab_path):
+    own, vocab, merge_lines = _read_json(special_path), _read_json(vocab_path), _split_merges(_read_text(merges_path))
+    with _errors_name_file(vocab_path):
         token_ids = {read_token(token): read_id(token, token_id) for token, token_id in vocab.items()}
-    with _named(merges_path):
+    with _errors_name_file(merges_path):
         merges = [read_merge(line) for line in merge_lines]
-    with _named(special_path):
+    with _errors_name_file(special_path):
         special = {text: read_id(text, token_id) for text, token_id in own["special_tokens"].items()}
         pattern = own["pattern"]
-    with _named(folder):  # from here on a fault may lie between the files
+    with _errors_name_file(folder):  # from here on a fault may lie between the files
         tokenizer = Tokenizer(
             token_ids,
             merges,
@@ -129,7 +131,7 @@ def _load_own(folder: Path) -> Tokenizer:
             pattern,
             own.get("normalization"),
             **{role: own.get(role) for role in _ROLES},
-        ).adapted(**{name: own.get(name, default) for name, default in _HABITS.items()})
+        ).with_options(**{name: own.get(name, default) for name, default in _OPTION_DEFAULTS.items()})
         expected = own.get("fingerprint")
         if expected is not None and expected != tokenizer.fingerprint:
             raise ValueError(
@@ -139,18 +141,18 @@ def _load_own(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _by_id(ids: Mapping[_Token, int]) -> list[tuple[_Token, int]]:
+def _sort_by_id(ids: Mapping[_Token, int]) -> list[tuple[_Token, int]]:
     return sorted(ids.items(), key=lambda item: item[1])
 
 
-def _lines_of_merges(text: str) -> list[str]:
+def _split_merges(text: str) -> list[str]:
     lines = [line.rstrip("\r") for line in text.split("\n")]
     # Only the first line may be a comment: "#" is a token like any other.
     first = 1 if lines[0].startswith("#version") else 0
     return [line for line in lines[first:] if line]
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -160,7 +162,7 @@ def _read(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    text = _read(path)
+    text = _read_text(path)
     try:
         contents = json.loads(text)
     except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
@@ -171,7 +173,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _errors_name_file(path: Path) -> Iterator[None]:
     """Put the file's name before the message of a ValueError; a shape that no reader expected becomes one."""
     try:
         yield

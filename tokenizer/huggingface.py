@@ -45,8 +45,8 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
             }
             for text, token_id in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
         ],
-        **_preparation(tokenizer.pattern, tokenizer.normalization),
-        "post_processor": _beginning(tokenizer),
+        **_normalizer_and_pre_tokenizer(tokenizer.pattern, tokenizer.normalization),
+        "post_processor": _bos_post_processor(tokenizer),
         "decoder": {**_BYTE_LEVEL, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -84,16 +84,16 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
     Raises:
         ValueError: something is unsupported or not as the format has it; the message names the key.
     """
-    model = _table(contents, "model")
+    model = _require_table(contents, "model")
     _check_model(model)
     added = read_added_tokens(contents, config)
     special = {text: token["id"] for text, token in added.items()}
     replaced = {token["id"]: text for text, token in added.items()}
     # Where a file calls an added token otherwise than tokenizer_config.json does, its spelling is dropped here too.
     old = {token.get("content") for token in contents.get("added_tokens") or []} - special.keys()
-    listed = {text: n for text, n in _table(model, "vocab").items() if text not in old or n not in replaced}
+    listed = {text: n for text, n in _require_table(model, "vocab").items() if text not in old or n not in replaced}
     for role in ("bos_token", *WELL_KNOWN_TOKENS):
-        named = named_in_config(role, config)
+        named = read_role_token(role, config)
         if named in listed:  # transformers makes it special too, declared as an added token or not
             special.setdefault(named, read_id(named, listed[named]))
     for text in special.keys() & listed.keys():
@@ -107,8 +107,8 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
     made = {bytes_to_chars(left + right) for left, right in pairs}
     for text in special.keys() & made:
         raise ValueError(f"added token {text!r} is also made by model.merges, which is unsupported: remove one of them")
-    roles = {role: role_of(role, special, config) for role in WELL_KNOWN_TOKENS}
-    bos_token, adds_bos = read_beginning(contents, config, special)
+    roles = {role: select_role_token(role, special, config) for role in WELL_KNOWN_TOKENS}
+    bos_token, adds_bos = read_bos(contents, config, special)
     return Tokenizer(
         vocab=vocab,
         merges=pairs,
@@ -116,7 +116,7 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
         pattern=_pattern(contents.get("pre_tokenizer")),
         normalization=_normalization(contents.get("normalizer")),
         **roles,
-    ).adapted(
+    ).with_options(
         ignore_merges=bool(model.get("ignore_merges")),
         visible_tokens={text for text, token in added.items() if not token["special"]},
         normalized_tokens={text for text, token in added.items() if token["normalized"]},
@@ -128,7 +128,7 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
     )
 
 
-def contents_of_slow_tokenizer(
+def build_slow_tokenizer_json(
     vocab: Mapping[str, Any], merges: list[str], config: Mapping[str, Any], added: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What tokenizer.json would hold, for a directory with only vocab.json, merges.txt and tokenizer_config.json.
@@ -146,10 +146,10 @@ def contents_of_slow_tokenizer(
             f"tokenizer_class {name!r} of tokenizer_config.json is unsupported without a tokenizer.json: "
             f"only {', '.join(_SLOW_CLASSES)} are; save the tokenizer with its fast class first"
         )
-    roles = {named_in_config(key, config) for key in config if key.endswith("_token")}
-    special = roles | {_content(token) for token in config.get("additional_special_tokens") or []}
+    roles = {read_role_token(key, config) for key in config if key.endswith("_token")}
+    special = roles | {_token_text(token) for token in config.get("additional_special_tokens") or []}
     return {
-        **_preparation(*family),
+        **_normalizer_and_pre_tokenizer(*family),
         "added_tokens": [
             {"id": token_id, "content": text, "special": text in special, "normalized": False}
             for text, token_id in added.items()
@@ -196,7 +196,7 @@ def read_merge(merge: object) -> tuple[bytes, bytes]:
     return read_token(parts[0]), read_token(parts[1])
 
 
-def _beginning(tokenizer: Tokenizer) -> dict[str, Any] | None:
+def _bos_post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """The post_processor that puts the token that texts begin with before a text."""
     if not tokenizer.adds_bos or tokenizer.bos_token is None:
         return None
@@ -210,7 +210,7 @@ def _beginning(tokenizer: Tokenizer) -> dict[str, Any] | None:
     }
 
 
-def _preparation(pattern: str, normalization: Normalization) -> dict[str, Any]:
+def _normalizer_and_pre_tokenizer(pattern: str, normalization: Normalization) -> dict[str, Any]:
     split = {"type": "Split", "pattern": {"Regex": pattern_regex(pattern)}, "behavior": "Isolated", "invert": False}
     return {
         "normalizer": None if normalization is None else {"type": normalization},
@@ -218,7 +218,7 @@ def _preparation(pattern: str, normalization: Normalization) -> dict[str, Any]:
     }
 
 
-def _table(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _require_table(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
     table = parent.get(key)
     if not isinstance(table, dict):
         raise ValueError(f"{key} is missing or no table: is this a complete tokenizer.json?")
@@ -243,10 +243,10 @@ def read_added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) ->
     """
     here = [*(contents.get("added_tokens") or [])]
     there = [{**token, "id": int(i)} for i, token in (config.get("added_tokens_decoder") or {}).items()]
-    spelt = {token["id"]: _content(token) for token in there}
+    spelt = {token["id"]: _token_text(token) for token in there}
     found: dict[str, dict[str, Any]] = {}
     for token in [*here, *there]:
-        text = _content(token) if isinstance(token, dict) else None
+        text = _token_text(token) if isinstance(token, dict) else None
         if not isinstance(text, str):
             raise ValueError(f"added_tokens: {token!r} has no content")
         token_id = read_id(text, token.get("id"))
@@ -265,7 +265,7 @@ def read_added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) ->
     return found
 
 
-def read_beginning(
+def read_bos(
     contents: Mapping[str, Any], config: Mapping[str, Any], special: Mapping[str, int]
 ) -> tuple[str | None, bool]:
     """The token that texts begin with, and whether they do.
@@ -276,7 +276,7 @@ def read_beginning(
     steps = [step for step in processor.get("processors", [processor]) if step.get("type") == "TemplateProcessing"]
     single = steps[0].get("single", []) if steps else []
     first = single[0].get("SpecialToken", {}).get("id") if single else None
-    named = named_in_config("bos_token", config)
+    named = read_role_token("bos_token", config)
     bos = named if named in special else first if named is None and first in special else None
     adds = config.get("add_bos_token")
     return bos, bos is not None and (first == bos if adds is None else bool(adds))
@@ -315,23 +315,23 @@ def _pattern(pre_tokenizer: Any) -> str:
     return pattern_name(expression)
 
 
-def named_in_config(role: str, config: Mapping[str, Any]) -> str | None:
+def read_role_token(role: str, config: Mapping[str, Any]) -> str | None:
     """The text of a role's token in tokenizer_config.json, where it is a string or a table."""
-    named = _content(config.get(role))
+    named = _token_text(config.get(role))
     return None if named is None else str(named)
 
 
-def _content(token: Any) -> Any:
+def _token_text(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def role_of(role: str, special: Iterable[str], config: Mapping[str, Any]) -> str | None:
+def select_role_token(role: str, special: Iterable[str], config: Mapping[str, Any]) -> str | None:
     """The token of a role: the one that tokenizer_config.json names, else a well-known one, else none.
 
     Raises:
         ValueError: the one that is named is not among `special`.
     """
-    named = named_in_config(role, config)
+    named = read_role_token(role, config)
     if named is None:
         return next((text for text in WELL_KNOWN_TOKENS[role] if text in special), None)
     if named not in special:

@@ -15,7 +15,7 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.hidden_ids if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._takes_space = tokenizer.takes_first_space
+        self._should_strip_space = tokenizer.strips_first_space
 
     def push(self, token_id: int) -> str:
         """The characters that this id completes, perhaps none.
@@ -24,17 +24,17 @@ class IncrementalDecoder:
             ValueError: the id is not in the vocabulary.
         """
         data = self._tokenizer.token_bytes(token_id)
-        return "" if token_id in self._hidden else self._begun(self._decoder.decode(data))
+        return "" if token_id in self._hidden else self._strip_first_space(self._decoder.decode(data))
 
     def finish(self) -> str:
         """U+FFFD for an unfinished character, or nothing."""
-        rest = self._begun(self._decoder.decode(b"", final=True))
+        rest = self._strip_first_space(self._decoder.decode(b"", final=True))
         self._decoder.reset()
-        self._takes_space = self._tokenizer.takes_first_space
+        self._should_strip_space = self._tokenizer.strips_first_space
         return rest
 
-    def _begun(self, piece: str) -> str:
-        if not (self._takes_space and piece):
+    def _strip_first_space(self, piece: str) -> str:
+        if not (self._should_strip_space and piece):
             return piece
-        self._takes_space = False
+        self._should_strip_space = False
         return piece.removeprefix(" ")

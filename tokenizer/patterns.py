@@ -55,7 +55,7 @@ def make_splitter(pattern: str) -> Splitter:
         raise ValueError(f"pattern {pattern!r} is not a valid regular expression: {error}") from error
 
     if pattern_name(pattern) in PATTERNS:
-        return _splitter_without_gaps(pattern_regex(pattern), compiled.findall)
+        return _make_ascii_splitter(pattern_regex(pattern), compiled.findall)
 
     def with_gaps(text: str) -> list[str]:
         words: list[str] = []
@@ -78,7 +78,7 @@ def make_splitter(pattern: str) -> Splitter:
     return split
 
 
-def _splitter_without_gaps(expression: str, find_all: Splitter) -> Splitter:
+def _make_ascii_splitter(expression: str, find_all: Splitter) -> Splitter:
     """The splitter of one of PATTERNS, whose matches cover any text.
 
     In ASCII text the properties are ranges, and Python's own `re` is twice as fast.

@@ -16,11 +16,11 @@ from typing import Any
 from tokenizer.bpe import Tokenizer, surrogate_error
 from tokenizer.huggingface import (
     WELL_KNOWN_TOKENS,
-    named_in_config,
     read_added_tokens,
-    read_beginning,
+    read_bos,
     read_id,
-    role_of,
+    read_role_token,
+    select_role_token,
 )
 from tokenizer.special_tokens import SpecialTokens
 
@@ -79,18 +79,20 @@ class SentencePieceTokenizer(Tokenizer):
         if len(self._bytes_of) + len(special) != len({*known.values()}) or len(known) != len({*known.values()}):
             raise ValueError("two tokens have one id: make model.vocab and the added tokens agree")
         self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
-        roles = {role: role_of(role, self._special, config) for role in WELL_KNOWN_TOKENS}
+        roles = {role: select_role_token(role, self._special, config) for role in WELL_KNOWN_TOKENS}
         self.mask_token, self.eos_token, self.pad_token = (roles[f"{name}_token"] for name in ("mask", "eos", "pad"))
-        self.bos_token, self.adds_bos = read_beginning(contents, config, self._special)
+        self.bos_token, self.adds_bos = read_bos(contents, config, self._special)
         self.pattern, self.normalization, self.ignore_merges = "", None, bool(model.get("ignore_merges"))
         self.visible_tokens = self.normalized_tokens = frozenset()
         self.lstrip_tokens = self.rstrip_tokens = self.single_word_tokens = frozenset()
-        self.takes_first_space = _puts_space_first(contents)
+        self.strips_first_space = _prepends_space(contents)
         self._fingerprint = None
         self._prepare()
 
-    def adapted(self, **habits: Any) -> Tokenizer:
-        raise ValueError(f"{', '.join(habits)}: a tokenizer of the SentencePiece kind is as its file has it: edit that")
+    def with_options(self, **options: Any) -> Tokenizer:
+        raise ValueError(
+            f"{', '.join(options)}: a tokenizer of the SentencePiece kind is as its file has it: edit that"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key not in ("_libraries", "_lock")}
@@ -115,7 +117,7 @@ class SentencePieceTokenizer(Tokenizer):
         Raises:
             ValueError: the text contains a lone surrogate, which has no UTF-8 form.
         """
-        return self._encode_by("special" if allow_special else "plain", text)
+        return self._encode_with_library("special" if allow_special else "plain", text)
 
     def encode_batch(self, texts: Iterable[str], *, allow_special: bool = False) -> list[list[int]]:
         """`encode` of each text."""
@@ -124,21 +126,21 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_marked(self, text: str, marker: str) -> list[int]:
         """`encode(allow_special=True)` of a text in which `mark_control_tokens` has marked what stays text."""
         ids: list[int] = []
-        for piece, special in self._early.cut(text):
+        for piece, special in self._early.split_text(text):
             # Some files put a space before the first piece only, and the library takes every text for a first one.
             if piece:
-                ids += self._encode_by("inner" if ids else "plain", piece.replace(marker, ""))
+                ids += self._encode_with_library("inner" if ids else "plain", piece.replace(marker, ""))
             ids += special
         return ids
 
-    def _encode_by(self, kind: str, text: str) -> list[int]:
+    def _encode_with_library(self, kind: str, text: str) -> list[int]:
         try:
-            found: list[int] = self._library(kind).encode(text, add_special_tokens=False).ids
+            found: list[int] = self._get_library_tokenizer(kind).encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):
             raise surrogate_error(text) from None
         return found
 
-    def _library(self, kind: str) -> Any:
+    def _get_library_tokenizer(self, kind: str) -> Any:
         """The library's tokenizer that takes special tokens for text (`plain`), the same for a piece inside of a text
         (`inner`), or the one that makes them ids (`special`). Made when first used."""
         with self._lock:
@@ -172,7 +174,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._early = SpecialTokens(self._special, *flagged.values())
         self._control = SpecialTokens(self._special)
         self._hidden_ids = frozenset(self._special.values())
-        self._lengths = self._lengths_of(self._vocab.values())
+        self._lengths = self._compute_byte_lengths(self._vocab.values())
 
 
 def _added_tokens(
@@ -182,7 +184,7 @@ def _added_tokens(
     flags = {"single_word": False, "lstrip": False, "rstrip": False}
     added = {text: {**flags, **token} for text, token in read_added_tokens(contents, config).items()}
     for role in ("bos_token", *WELL_KNOWN_TOKENS):
-        named = named_in_config(role, config)
+        named = read_role_token(role, config)
         if named is not None and named in added:
             added[named]["special"] = True
         elif named is not None and named in vocab:
@@ -201,11 +203,11 @@ def _check(contents: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         raise ValueError(f"model.vocab lacks the bytes {', '.join(missing[:4])}: text with them would be lost")
     for part, known in _KNOWN_STEPS.items():
         for step in _steps(contents, part):
-            if step.get("type") not in known or not _is_about_spaces(step):
+            if step.get("type") not in known or not _is_space_step(step):
                 raise ValueError(f"{part}: {step!r} is unsupported: only what turns spaces into {SPACE!r} and back is")
 
 
-def _is_about_spaces(step: Mapping[str, Any]) -> bool:
+def _is_space_step(step: Mapping[str, Any]) -> bool:
     kind = step["type"]
     if kind in ("Replace", "Split"):
         pattern = step.get("pattern", {})
@@ -214,7 +216,7 @@ def _is_about_spaces(step: Mapping[str, Any]) -> bool:
     return {"Prepend": step.get("prepend"), "Metaspace": step.get("replacement")}.get(kind, SPACE) == SPACE
 
 
-def _puts_space_first(contents: Mapping[str, Any]) -> bool:
+def _prepends_space(contents: Mapping[str, Any]) -> bool:
     schemes = [step.get("prepend_scheme", "always") for step in _steps(contents, "pre_tokenizer")]
     metaspaces = [step["type"] == "Metaspace" for step in _steps(contents, "pre_tokenizer")]
     prepended = any(step["type"] == "Prepend" for step in _steps(contents, "normalizer"))

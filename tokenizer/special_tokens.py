@@ -29,29 +29,29 @@ class SpecialTokens:
     ) -> None:
         self._ids = {text: (token_id,) for text, token_id in ids.items()}
         self._lstrip, self._rstrip, self._single_word = lstrip, rstrip, single_word
-        self._is_plain = not (ids.keys() & (lstrip | rstrip | single_word))
+        self._has_no_options = not (ids.keys() & (lstrip | rstrip | single_word))
         # Alternatives are tried in order: longest first makes the match the longest.
         alternatives = map(re.escape, sorted(ids, key=len, reverse=True))
         self._regex = re.compile("|".join(alternatives)) if ids else None
 
-    def cut(self, text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def split_text(self, text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Pieces of text, each with the id of the special token behind it; there is none behind the last piece."""
         end = 0
         if self._regex is not None:
             for match in self._regex.finditer(text):
-                start, next_end = match.span() if self._is_plain else self._extent(text, end, match)
+                start, next_end = match.span() if self._has_no_options else self._find_extent(text, end, match)
                 if start < next_end:
                     yield text[end:start], self._ids[match.group()]
                     end = next_end
         yield text[end:], ()
 
-    def mark(self, text: str, marker: str) -> str:
+    def insert_marker(self, text: str, marker: str) -> str:
         """The text with `marker` behind the first character of each special token, so that it is none any more."""
         if self._regex is None:
             return text
         return self._regex.sub(lambda match: match.group()[0] + marker + match.group()[1:], text)
 
-    def _extent(self, text: str, end: int, match: re.Match[str]) -> tuple[int, int]:
+    def _find_extent(self, text: str, end: int, match: re.Match[str]) -> tuple[int, int]:
         """Where a match starts and ends with the whitespace that it takes; nowhere, if it does not count."""
         token, start, stop = match.group(), match.start(), match.end()
         if token in self._single_word and (_WORD_AT_END.search(text, 0, start) or _WORD_AT_START.match(text[stop:])):

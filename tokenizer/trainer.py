@@ -54,8 +54,8 @@ def train_bpe(
     word_counts = _count_words_in_chunks(texts, pattern, num_workers)
     if not word_counts:
         raise ValueError("the training corpus is empty: texts yielded no characters")
-    num_wanted = vocab_size - len(special_tokens) - 256
-    tokens, merges = _learn(word_counts, num_wanted, frozenset(special_tokens), on_progress)
+    num_merges = vocab_size - len(special_tokens) - 256
+    tokens, merges = _learn_merges(word_counts, num_merges, frozenset(special_tokens), on_progress)
     return Tokenizer(
         vocab={token: token_id for token_id, token in enumerate(tokens)},
         merges=merges,
@@ -130,9 +130,9 @@ def _count_words(texts: Iterable[str], split: Splitter) -> Counter[str]:
     return counts
 
 
-def _learn(
+def _learn_merges(
     word_counts: Mapping[str, int],
-    num_wanted: int,
+    num_merges: int,
     reserved: frozenset[str],
     on_progress: Callable[[int, int], None] | None,
 ) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
@@ -142,14 +142,14 @@ def _learn(
     pair is `str.replace`, and the order of strings is the order of pairs of ids, which decides between equal counts.
     `reserved` spellings (special tokens) are never learned.
     """
-    words = [_word_of_byte_ids(word) for word in word_counts]
+    words = [_to_byte_ids(word) for word in word_counts]
     counts = list(word_counts.values())
     pair_counts, where = _count_pairs(words, counts)
     heap = [(-count, pair) for pair, count in pair_counts.items()]
     heapq.heapify(heap)
     tokens = [bytes([byte]) for byte in BYTE_ORDER]
     merges: list[tuple[bytes, bytes]] = []
-    while len(merges) < num_wanted and heap:
+    while len(merges) < num_merges and heap:
         negative_count, pair = heapq.heappop(heap)
         count = pair_counts[pair]
         if count != -negative_count:  # it fell after the push; a pair gains words only in the step that makes it
@@ -168,11 +168,11 @@ def _learn(
             if pair_counts[other] > 0:
                 heapq.heappush(heap, (-pair_counts[other], other))
         if on_progress is not None:
-            on_progress(len(merges), num_wanted)
+            on_progress(len(merges), num_merges)
     return tokens, merges
 
 
-def _word_of_byte_ids(word: str) -> str:
+def _to_byte_ids(word: str) -> str:
     try:
         return word.encode().translate(_ID_OF_BYTE).decode("latin-1")
     except UnicodeEncodeError:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRODUCTS: dict[Any, int] = {
+PRODUCT_OPERATORS: dict[Any, int] = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.mm.out: 0,
     torch.ops.aten.mm.dtype: 0,
@@ -37,7 +37,7 @@ FUSED_ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_atte
 
 
 @dataclass(frozen=True)
-class Factor:
+class MatrixSpec:
     """A matrix, or a batch of them, without its numbers."""
 
     shape: tuple[int, ...]
@@ -46,10 +46,10 @@ class Factor:
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> Factor:
+    def of(tensor: Tensor) -> MatrixSpec:
         """That of a tensor."""
         is_transposed = tensor.stride(-2) == 1 and tensor.stride(-1) != 1
-        return Factor(tuple(tensor.shape), is_transposed, tensor.dtype)
+        return MatrixSpec(tuple(tensor.shape), is_transposed, tensor.dtype)
 
     def make(self, device: str) -> Tensor:
         """A fresh tensor of this kind. Small numbers, not zeros: what they are must not make a product fast."""
@@ -60,11 +60,11 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """One matrix product, or a batch of them."""
 
-    first: Factor
-    second: Factor
+    first: MatrixSpec
+    second: MatrixSpec
     is_added: bool = False
     """To what is there already."""
     out_dtype: torch.dtype | None = None
@@ -92,7 +92,7 @@ class Product:
         return lambda: multiply(first, second, out=out, **given)
 
 
-class WatchProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class
+class MatrixProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class
     """Notes each matrix product while it is open, those of the backward too.
 
     What torch's fused attention computes is noted as the batched products that give the same: two forward, four
@@ -101,28 +101,28 @@ class WatchProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.plain: collections.Counter[Product] = collections.Counter()
+        self.plain: collections.Counter[MatrixProduct] = collections.Counter()
         """Products and how often they occurred."""
-        self.attention: collections.Counter[Product] = collections.Counter()
+        self.attention: collections.Counter[MatrixProduct] = collections.Counter()
         """Those inside of fused attention."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note, and compute."""
         result = func(*args, **(kwargs or {}))
-        if func in PRODUCTS:
-            at = PRODUCTS[func]
+        if func in PRODUCT_OPERATORS:
+            at = PRODUCT_OPERATORS[func]
             first, second = args[at], args[at + 1]
             if first.shape[-2] == 1:  # a sum over rows, in disguise
                 return result
             out = result.dtype if result.dtype != first.dtype else None
-            self.plain[Product(Factor.of(first), Factor.of(second), at == 1, out)] += 1
+            self.plain[MatrixProduct(MatrixSpec.of(first), MatrixSpec.of(second), at == 1, out)] += 1
         elif func.namespace == "aten" and func.overloadpacket.__name__.startswith(FUSED_ATTENTION):
             for product in _products_of_attention(func, args, kwargs or {}):
                 self.attention[product] += 1
         return result
 
 
-def _products_of_attention(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Product]:
+def _products_of_attention(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[MatrixProduct]:
     """Of one call of fused attention [B, N, Q, H], forward or backward."""
     named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | dict(kwargs)
     q, k = named["query"], named["key"]
@@ -131,13 +131,16 @@ def _products_of_attention(func: Any, args: Any, kwargs: Mapping[str, Any]) -> l
         heads = max(1, heads // 2)
     Q, S, H = q.shape[2], k.shape[2], q.shape[3]
 
-    def factor(rows: int, columns: int, is_transposed: bool = False) -> Factor:
-        return Factor((heads, rows, columns), is_transposed, q.dtype)
+    def factor(rows: int, columns: int, is_transposed: bool = False) -> MatrixSpec:
+        return MatrixSpec((heads, rows, columns), is_transposed, q.dtype)
 
     if not func.overloadpacket.__name__.endswith("_backward"):
-        return [Product(factor(Q, H), factor(H, S, True)), Product(factor(Q, S), factor(S, H))]
-    into_values, into_scores = Product(factor(S, Q, True), factor(Q, H)), Product(factor(Q, H), factor(H, S, True))
-    into_queries, into_keys = Product(factor(Q, S), factor(S, H)), Product(factor(S, Q, True), factor(Q, H))
+        return [MatrixProduct(factor(Q, H), factor(H, S, True)), MatrixProduct(factor(Q, S), factor(S, H))]
+    into_values, into_scores = (
+        MatrixProduct(factor(S, Q, True), factor(Q, H)),
+        MatrixProduct(factor(Q, H), factor(H, S, True)),
+    )
+    into_queries, into_keys = MatrixProduct(factor(Q, S), factor(S, H)), MatrixProduct(factor(S, Q, True), factor(Q, H))
     return [into_values, into_scores, into_queries, into_keys]
 
 
@@ -145,13 +148,13 @@ def _products_of_attention(func: Any, args: Any, kwargs: Mapping[str, Any]) -> l
 class StepProducts:
     """The matrix products of a step."""
 
-    plain: Mapping[Product, int]
-    attention: Mapping[Product, int]
+    plain: Mapping[MatrixProduct, int]
+    attention: Mapping[MatrixProduct, int]
 
     @staticmethod
     def of(step: Callable[[], object]) -> StepProducts:
         """Those of one call."""
-        with WatchProducts() as watch:
+        with MatrixProductRecorder() as watch:
             step()
         return StepProducts(dict(watch.plain), dict(watch.attention))
 

@@ -17,38 +17,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config.bench_train import Precision, Shape
+from config.bench_train import BenchShape, Precision
 from config.data import DataConfig, PythonStdlib
 from config.model_section import ModelSection
-from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
-from config.optimizer import AdamW, Schedule
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
+from config.optimizer import AdamW, LRScheduleConfig
 from config.runtime import RuntimeConfig
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
-from ddp.parallelism import Alone
+from ddp.parallelism import NoParallel
 from diffusionlm.data.loader import Loader, StepLoader
 from diffusionlm.data.packing import Row
-from diffusionlm.data.reader import Position
+from diffusionlm.data.reader import ReaderPosition
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
-from diffusionlm.training.loop import denominator_of, train_step
+from diffusionlm.training.loop import sum_denominators, train_step
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.run import Run
 from diffusionlm.training.runtime import prepare_model
 from diffusionlm.training.spike_guard import SpikeGuard
-from diffusionlm.training.throughput import FlopAccount, draw_flops
+from diffusionlm.training.throughput import ThroughputMeter, compute_batch_flops
 
 OURS = "diffusionlm"
 MAX_GRAD_NORM = 1.0
 LEARNING_RATE = 1e-4
-LEAST_PROBABILITY = 1e-3
+MIN_MASK_PROBABILITY = 1e-3
 """Of masking, in the peers' draws (LLaDA's epsilon)."""
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label of tokens that are not scored, in the peers' losses."""
-MANY_STEPS = 1_000_000
+UNBOUNDED_STEPS = 1_000_000
 """Of the run that the measured steps belong to: it has no end."""
 
 METHODS = {
@@ -65,20 +65,20 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainCase:
     """A shape in a precision with an objective, on a device."""
 
-    shape: Shape
+    shape: BenchShape
     precision: Precision
     device: str
     threads: int
     seed: int
-    objective: Objective = field(default_factory=MaskedDiffusion)
+    objective: Objective = field(default_factory=MaskedDiffusionConfig)
 
     @property
     def objective_label(self) -> str:
         """The objective in words."""
-        length = f", {self.objective.block_length}" if isinstance(self.objective, BlockDiffusion) else ""
+        length = f", {self.objective.block_length}" if isinstance(self.objective, BlockDiffusionConfig) else ""
         return self.objective.kind.replace("_", " ") + length
 
     @property
@@ -97,7 +97,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class TrainImplementation:
     """A model, its optimizers, and one optimizer step: done when it returns, with the loss."""
 
     model: nn.Module
@@ -108,12 +108,12 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class SameRows:
+class FixedRowReader:
     """A reader of the same rows in every epoch, and of nothing else."""
 
     tokens_BL: Tensor
 
-    def read(self, epoch: int, position: Position, limit: int) -> tuple[list[Row], Position]:
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
         """All of them; fewer than asked for never occur, as steps have so many."""
         assert limit == len(self.tokens_BL) and position is None
         length = self.tokens_BL.shape[1]
@@ -122,11 +122,11 @@ class SameRows:
         return [Row(row.numpy().astype(np.int32), one_document, everything) for row in self.tokens_BL], None
 
 
-def train_config(case: Case, runtime: RuntimeConfig) -> TrainConfig:
+def train_config(case: TrainCase, runtime: RuntimeConfig) -> TrainConfig:
     """The training run that the steps of a case belong to; its data and its directory are never touched."""
     shape = case.shape
     model = {name: getattr(shape, name) for name in ModelSection.model_fields if name != "init_from"}
-    if isinstance(case.objective, NextToken):
+    if isinstance(case.objective, NextTokenConfig):
         model["logit_alignment"] = "shifted"
     return TrainConfig(
         run=RunConfig(directory=Path("unused"), seed=case.seed),
@@ -134,32 +134,32 @@ def train_config(case: Case, runtime: RuntimeConfig) -> TrainConfig:
         data=DataConfig(source=PythonStdlib()),
         training=TrainingConfig(
             batch_size=shape.batch_size,
-            max_steps=MANY_STEPS,
+            max_steps=UNBOUNDED_STEPS,
             max_grad_norm=MAX_GRAD_NORM,
             precision=case.precision,
         ),
         objective=case.objective,
         optimizer=AdamW(learning_rate=LEARNING_RATE),
-        schedule=Schedule(kind="constant", warmup_steps=0),
+        schedule=LRScheduleConfig(kind="constant", warmup_steps=0),
         runtime=runtime,
     )
 
 
-def build_run(case: Case, runtime: RuntimeConfig) -> Run:
+def build_run(case: TrainCase, runtime: RuntimeConfig) -> Run:
     """A training run with everything that its steps use, over rows in memory."""
     config, device = train_config(case, runtime), torch.device(case.device)
     precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[case.precision]
-    model_config = case.shape.complete().model_copy(update={"logit_alignment": config.model.logit_alignment})
+    model_config = case.shape.to_model_config().model_copy(update={"logit_alignment": config.model.logit_alignment})
     model = Transformer(model_config)
     init_weights(model, case.seed)
     model.to(device)
-    master = prepare_model(model, config.runtime, precision, device)
+    master_weights = prepare_model(model, config.runtime, precision, device)
     objective = build_objective(config.objective, model.config)
     size = config.training.batch_size
-    loader: StepLoader = Loader(SameRows(case.tokens()), objective, size, size, case.seed)
+    loader: StepLoader = Loader(FixedRowReader(case.tokens()), objective, size, size, case.seed)
     if device.type == "cuda" and config.runtime.prefetch:
         loader = Prefetcher(loader, device)
-    parallel = Alone(model)
+    parallel = NoParallel(model)
     unused: Any = None
     return Run(
         config=config,
@@ -170,22 +170,24 @@ def build_run(case: Case, runtime: RuntimeConfig) -> Run:
         model=model,
         parallel=parallel,
         objective=objective,
-        optimizers=build_optimizers(config.optimizer, parallel.trained()),
+        optimizers=build_optimizers(config.optimizer, parallel.trainable_parameters()),
         average=None,
         loader=loader,
         validator=unused,
         samples=unused,
-        saves=unused,
-        max_steps=MANY_STEPS,
+        checkpointer=unused,
+        max_steps=UNBOUNDED_STEPS,
         parts=[],
-        master=master,
-        flops=FlopAccount(model.config, device),
+        master_weights=master_weights,
+        flops=ThroughputMeter(model.config, device),
         guard=SpikeGuard(None, config.training.spike_window, device),
-        batches=unused,
+        skipped_batches=unused,
     )
 
 
-def build_ours(case: Case, objective: Objective | None = None, runtime: RuntimeConfig | None = None) -> Contestant:
+def build_ours(
+    case: TrainCase, objective: Objective | None = None, runtime: RuntimeConfig | None = None
+) -> TrainImplementation:
     """This project's training step; the objective of the case unless said otherwise."""
     if objective is not None:
         case = replace(case, objective=objective)
@@ -193,46 +195,46 @@ def build_ours(case: Case, objective: Objective | None = None, runtime: RuntimeC
 
     def step() -> Tensor:
         draws = run.loader.next_step(run.progress.step)
-        numbers = train_step(run, draws, denominator_of(draws))
+        numbers = train_step(run, draws, sum_denominators(draws))
         run.progress.step += 1
-        return _finished(numbers[0])
+        return _synchronize(numbers[0])
 
     # A draw of its own: that of a step is not at hand, and those of all steps differ by some scored rows at most.
     size = case.shape.batch_size
-    [draw] = Loader(SameRows(case.tokens()), run.objective, size, size, case.seed).next_step(0)
-    flops = draw_flops(run.model.config, draw)
-    return Contestant(run.model, run.optimizers.optimizers, step, flops)
+    [draw] = Loader(FixedRowReader(case.tokens()), run.objective, size, size, case.seed).next_step(0)
+    flops = compute_batch_flops(run.model.config, draw)
+    return TrainImplementation(run.model, run.optimizers.optimizers, step, flops)
 
 
-Inputs = tuple[dict[str, Any], Tensor, Tensor, int | None]
+PeerInputs = tuple[dict[str, Any], Tensor, Tensor, int | None]
 """Of a peer's step: arguments of the model, labels, weights, and how many outputs of a row are scored, the first ones
 (None: all)."""
 
 
-def _peer_inputs(case: Case, tokens_BL: Tensor) -> Callable[[], Inputs]:
+def _build_peer_inputs(case: TrainCase, tokens_BL: Tensor) -> Callable[[], PeerInputs]:
     """What draws a step of the objective."""
     B, L = tokens_BL.shape
     device, objective = tokens_BL.device, case.objective
-    if isinstance(objective, NextToken):
-        labels_BL = F.pad(tokens_BL[:, 1:], (0, 1), value=IGNORED)
+    if isinstance(objective, NextTokenConfig):
+        labels_BL = F.pad(tokens_BL[:, 1:], (0, 1), value=IGNORE_INDEX)
         even_BL = torch.full((B, L), 1 / (B * (L - 1)), device=device)
         return lambda: ({"input_ids": tokens_BL}, labels_BL, even_BL, None)
-    length = objective.block_length if isinstance(objective, BlockDiffusion) else L
+    length = objective.block_length if isinstance(objective, BlockDiffusionConfig) else L
     assert isinstance(length, int)
     blocks = -(-L // length)
-    S = L if length == L and isinstance(objective, MaskedDiffusion) else 2 * L
+    S = L if length == L and isinstance(objective, MaskedDiffusionConfig) else 2 * L
     mask_11SS = torch.zeros(1, 1, S, S, device=device)
     if S > L:
-        seen_1SS = BlockDiffusionPattern(length).dense(S, device)
+        seen_1SS = BlockDiffusionPattern(length).dense_mask(S, device)
         mask_11SS.masked_fill_(~seen_1SS, torch.finfo(torch.float32).min)
     mask = mask_11SS.expand(B, 1, S, S)
     positions_1S = (torch.arange(S, device=device) % L)[None]
 
-    def draw() -> Inputs:
-        probability = (1 - LEAST_PROBABILITY) * torch.rand(B, blocks, device=device) + LEAST_PROBABILITY
+    def draw() -> PeerInputs:
+        probability = (1 - MIN_MASK_PROBABILITY) * torch.rand(B, blocks, device=device) + MIN_MASK_PROBABILITY
         probability_BL = probability.repeat_interleave(length, dim=1)[:, :L]
         masked_BL = torch.rand(B, L, device=device) < probability_BL
-        labels_BL = tokens_BL.masked_fill(~masked_BL, IGNORED)
+        labels_BL = tokens_BL.masked_fill(~masked_BL, IGNORE_INDEX)
         inputs = tokens_BL.masked_fill(masked_BL, case.shape.mask_token)
         if S > L:
             inputs = torch.cat([inputs, tokens_BL], dim=1)
@@ -242,7 +244,7 @@ def _peer_inputs(case: Case, tokens_BL: Tensor) -> Callable[[], Inputs]:
     return draw
 
 
-def _build_qwen3(case: Case) -> Any:
+def _build_qwen3(case: TrainCase) -> Any:
     # By name and untyped: the group `bench` need not be installed to run or to check this file.
     transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(case.seed)
@@ -251,25 +253,25 @@ def _build_qwen3(case: Case) -> Any:
     return transformers.Qwen3ForCausalLM(config).to(case.device).train()
 
 
-def build_transformers(case: Case) -> Contestant:
+def build_transformers(case: TrainCase) -> TrainImplementation:
     """A Qwen3 of the same shape, trained the usual way."""
     model = _build_qwen3(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    draw = _peer_inputs(case, case.tokens().to(case.device))
+    draw = _build_peer_inputs(case, case.tokens().to(case.device))
 
-    def loss_of() -> Tensor:
+    def compute_loss() -> Tensor:
         given, labels_BL, weights_BL, scored = draw()
         keep = slice(scored) if scored else 0
         with case.autocast():
             logits_BLV = model(**given, use_cache=False, logits_to_keep=keep).logits
         logits = logits_BLV.float().flatten(0, 1)
-        nll = F.cross_entropy(logits, labels_BL.flatten(), ignore_index=IGNORED, reduction="none")
+        nll = F.cross_entropy(logits, labels_BL.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return (nll.view_as(weights_BL) * weights_BL).sum()
 
-    return Contestant(model, [optimizer], _peer_step(model, optimizer, loss_of))
+    return TrainImplementation(model, [optimizer], _peer_step(model, optimizer, compute_loss))
 
 
-def build_liger(case: Case) -> Contestant:
+def build_liger(case: TrainCase) -> TrainImplementation:
     """The Qwen3 of transformers with Liger's kernels."""
     liger: Any = importlib.import_module("liger_kernel.transformers")
     modeling: Any = importlib.import_module("transformers.models.qwen3.modeling_qwen3")
@@ -279,22 +281,22 @@ def build_liger(case: Case) -> Contestant:
     changed = {name: value for name, value in vars(modeling).items() if before.get(name) is not value}
     vars(modeling).update({name: before[name] for name in changed})
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    draw = _peer_inputs(case, case.tokens().to(case.device))
-    fused_loss = liger.LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)
+    draw = _build_peer_inputs(case, case.tokens().to(case.device))
+    fused_loss = liger.LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX)
 
-    def loss_of() -> Tensor:
+    def compute_loss() -> Tensor:
         given, labels_BL, _, scored = draw()
-        with case.autocast(), _replaced(modeling, changed):
+        with case.autocast(), _patched_names(modeling, changed):
             hidden_BSD = model.model(**given, use_cache=False).last_hidden_state
             hidden = hidden_BSD[:, :scored].flatten(0, 1)
             loss: Tensor = fused_loss(model.lm_head.weight, hidden, labels_BL.flatten())
         return loss
 
-    return Contestant(model, [optimizer], _peer_step(model, optimizer, loss_of))
+    return TrainImplementation(model, [optimizer], _peer_step(model, optimizer, compute_loss))
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
+def _patched_names(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
     """Names of a module have other values meanwhile: Liger puts its rotary function in the place of transformers' own
     for all models of the process, the other contestant's too."""
     before = {name: vars(module)[name] for name in values}
@@ -306,20 +308,20 @@ def _replaced(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _peer_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor]
+    model: nn.Module, optimizer: torch.optim.Optimizer, compute_loss: Callable[[], Tensor]
 ) -> Callable[[], Tensor]:
     def step() -> Tensor:
-        loss = loss_of()
+        loss = compute_loss()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        return _finished(loss)
+        return _synchronize(loss)
 
     return step
 
 
-BUILDERS: Mapping[str, Callable[[Case], Contestant]] = {
+BUILDERS: Mapping[str, Callable[[TrainCase], TrainImplementation]] = {
     OURS: build_ours,
     "transformers": build_transformers,
     "liger": build_liger,
@@ -331,7 +333,7 @@ def count_parameters(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _finished(loss: Tensor) -> Tensor:
+def _synchronize(loss: Tensor) -> Tensor:
     """The loss, once the device has done all of its work."""
     if loss.device.type == "cuda":
         torch.cuda.synchronize()

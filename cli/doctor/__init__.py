@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cli.doctor.report import examine, render
-from files.resilient_stream import forget
+from files.resilient_stream import discard_pending_output
 
 NAME = "diffusionlm-doctor"
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        forget(sys.stdout)  # whoever reads has enough
+        discard_pending_output(sys.stdout)  # whoever reads has enough
     return 1 if report.is_broken else 0
 
 

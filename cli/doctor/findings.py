@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from profiling.machine import Machine
-from profiling.nvtx import VARIABLE, Level
-from profiling.quick_checks import Speeds
-from profiling.torch_setup import Torch
+from profiling.nvtx import NVTX_VARIABLE, Level
+from profiling.quick_checks import MeasuredSpeeds
+from profiling.torch_setup import TorchInfo
 
-Weight = Literal["broken", "slow", "note"]
+Severity = Literal["broken", "slow", "note"]
 
 GIB = 1 << 30
 MIN_PYTHON = (3, 11)
-LEAST_FREE = 1 * GIB
+CRITICAL_DISK_BYTES = 1 * GIB
 """Bytes on the runs' disk below which a checkpoint of even a small model is at risk."""
-LITTLE_FREE = 10 * GIB
-LITTLE_MEMORY = 2 * GIB
-LITTLE_SHARED = 128 << 20
-FEW_FILES = 1024
+LOW_DISK_BYTES = 10 * GIB
+LOW_MEMORY_BYTES = 2 * GIB
+LOW_SHARED_MEMORY_BYTES = 128 << 20
+MIN_OPEN_FILES = 1024
 SLOW_FSYNC = 0.05
 """Seconds."""
-NETWORK_FILES = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse", "fuse.sshfs", "9p")
-BUSY = 1.25
+NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse", "fuse.sshfs", "9p")
+BUSY_LOAD_PER_CORE = 1.25
 """Load by the cores that are granted."""
 POOR_SCALING = 0.6
 """Of threads together, by one thread times their number."""
@@ -34,14 +34,16 @@ POOR_SCALING = 0.6
 class Finding:
     """One thing that a person should know."""
 
-    weight: Weight
+    weight: Severity
     """broken: something will not work. slow: it works, and could be faster. note: good to know."""
     what: str
     why: str
     remedy: str
 
 
-def find(machine: Machine, torch: Torch, missing: list[str], drivers: list[str], speeds: Speeds) -> list[Finding]:
+def find_problems(
+    machine: Machine, torch: TorchInfo, missing: list[str], drivers: list[str], speeds: MeasuredSpeeds
+) -> list[Finding]:
     """All findings, the broken ones first.
 
     Args:
@@ -61,10 +63,10 @@ def find(machine: Machine, torch: Torch, missing: list[str], drivers: list[str],
         *_of_limits(machine),
         *_of_network(machine),
     ]
-    return sorted(found, key=lambda finding: get_args(Weight).index(finding.weight))
+    return sorted(found, key=lambda finding: get_args(Severity).index(finding.weight))
 
 
-def _of_software(machine: Machine, torch: Torch, missing: list[str]) -> Iterator[Finding]:
+def _of_software(machine: Machine, torch: TorchInfo, missing: list[str]) -> Iterator[Finding]:
     if machine.version < MIN_PYTHON:
         yield Finding("broken", f"Python {machine.version[0]}.{machine.version[1]}", "3.11 is the oldest", "uv sync")
     if torch.version is None and "torch" in missing:
@@ -75,10 +77,12 @@ def _of_software(machine: Machine, torch: Torch, missing: list[str]) -> Iterator
     others = [name for name in missing if name != "torch"]
     if others:
         yield Finding("broken", f"missing: {', '.join(others)}", "the project depends on them", "uv sync")
-    level = machine.variables.get(VARIABLE, "")
+    level = machine.variables.get(NVTX_VARIABLE, "")
     if level and level not in get_args(Level):
         levels = ", ".join(get_args(Level))
-        yield Finding("broken", f"{VARIABLE} = {level!r}", "it is no level, and a run refuses it", f"one of {levels}")
+        yield Finding(
+            "broken", f"{NVTX_VARIABLE} = {level!r}", "it is no level, and a run refuses it", f"one of {levels}"
+        )
     if machine.uv is None:
         yield Finding("note", "uv is not on the PATH", "the commands of the docs begin with it", "pip install uv")
     if "musl" in machine.allocator:
@@ -86,7 +90,7 @@ def _of_software(machine: Machine, torch: Torch, missing: list[str]) -> Iterator
         yield Finding("slow", f"the allocator is {machine.allocator}", why, "LD_PRELOAD of jemalloc or mimalloc")
 
 
-def _of_gpus(torch: Torch, drivers: list[str]) -> Iterator[Finding]:
+def _of_gpus(torch: TorchInfo, drivers: list[str]) -> Iterator[Finding]:
     if torch.version is None:
         return
     if torch.gpu_problem:
@@ -103,29 +107,29 @@ def _of_gpus(torch: Torch, drivers: list[str]) -> Iterator[Finding]:
             why = "training.precision = auto takes float32 there, without its matrix units"
             yield Finding("slow", f"GPU {index} ({gpu.name}) has no bfloat16", why, "a GPU of capability 8.0 or more")
         if gpu.free < gpu.memory / 2:
-            why = f"{size(gpu.memory - gpu.free)} of {size(gpu.memory)} are taken"
+            why = f"{format_bytes(gpu.memory - gpu.free)} of {format_bytes(gpu.memory)} are taken"
             remedy = "CUDA_VISIBLE_DEVICES, or training.micro_batch_size"
             yield Finding("note", f"GPU {index} is in use", why, remedy)
 
 
-def _of_cores(machine: Machine, torch: Torch) -> Iterator[Finding]:
+def _of_cores(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
     processor = machine.processor
-    granted = processor.granted
-    if torch.version is not None and torch.threads < granted:
+    num_usable_cores = processor.num_usable_cores
+    if torch.version is not None and torch.threads < num_usable_cores:
         asked = {name: machine.variables[name] for name in _THREADS if name in machine.variables}
         said = ", ".join(f"{name}={value}" for name, value in asked.items()) or "it decided so"
-        remedy = f"model.threads = {granted}" + (", or unset the variable" if asked else "")
-        what = f"torch starts {count(torch.threads, 'thread')} where {count(granted, 'core')} are granted"
+        remedy = f"model.threads = {num_usable_cores}" + (", or unset the variable" if asked else "")
+        what = f"torch starts {format_count(torch.threads, 'thread')} where {format_count(num_usable_cores, 'core')} are granted"
         yield Finding("slow", what, f"{said}; inference takes its number, training run.threads", remedy)
-    if torch.version is not None and torch.threads > granted:
+    if torch.version is not None and torch.threads > num_usable_cores:
         quota = (
             "" if processor.quota is None else f"; the control group grants {processor.quota:g} cores' worth of time"
         )
         why = f"threads that share a core wait for each other; inference takes torch's number{quota}"
-        what = f"torch starts {count(torch.threads, 'thread')} where {count(granted, 'core')} are granted"
-        yield Finding("slow", what, why, f"OMP_NUM_THREADS={granted}, or model.threads = {granted}")
+        what = f"torch starts {format_count(torch.threads, 'thread')} where {format_count(num_usable_cores, 'core')} are granted"
+        yield Finding("slow", what, why, f"OMP_NUM_THREADS={num_usable_cores}, or model.threads = {num_usable_cores}")
     if _is_busy(machine):
-        why = f"{processor.load:.1f} processes wanted {count(granted, 'core')} on average over the last minute"
+        why = f"{processor.load:.1f} processes wanted {format_count(num_usable_cores, 'core')} on average over the last minute"
         remedy = "wait; what is measured meanwhile is that of a busy machine"
         yield Finding("slow", "the machine is busy", why, remedy)
     bound = [name for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND") if name in machine.variables]
@@ -138,13 +142,13 @@ def _of_cores(machine: Machine, torch: Torch) -> Iterator[Finding]:
 
 def _is_busy(machine: Machine) -> bool:
     load = machine.processor.load
-    return load is not None and load > BUSY * machine.processor.granted
+    return load is not None and load > BUSY_LOAD_PER_CORE * machine.processor.num_usable_cores
 
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def _of_speeds(machine: Machine, torch: Torch, speeds: Speeds) -> Iterator[Finding]:
+def _of_speeds(machine: Machine, torch: TorchInfo, speeds: MeasuredSpeeds) -> Iterator[Finding]:
     if speeds.float32 is None or speeds.bfloat16 is None or torch.gpus:
         return
     ratio = speeds.bfloat16 / speeds.float32
@@ -163,28 +167,28 @@ def _of_speeds(machine: Machine, torch: Torch, speeds: Speeds) -> Iterator[Findi
             yield Finding("slow", what, why, f"run.threads = {max(1, round(share * speeds.threads))}")
 
 
-def _of_memory(machine: Machine, torch: Torch) -> Iterator[Finding]:
+def _of_memory(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
     memory = machine.memory
-    if memory.free is not None and memory.free < LITTLE_MEMORY:
+    if memory.free is not None and memory.free < LOW_MEMORY_BYTES:
         why = "a run that takes more is killed by the system, without a word"
         remedy = "training.micro_batch_size lower, runtime.activation_checkpointing = full"
-        yield Finding("slow", f"{size(memory.free)} of memory are free", why, remedy)
-    if len(torch.gpus) > 1 and memory.shared_total is not None and memory.shared_total < LITTLE_SHARED:
+        yield Finding("slow", f"{format_bytes(memory.free)} of memory are free", why, remedy)
+    if len(torch.gpus) > 1 and memory.shared_total is not None and memory.shared_total < LOW_SHARED_MEMORY_BYTES:
         why = "NCCL joins the GPUs of a machine through it"
         remedy = "docker run --shm-size=1g, or NCCL_SHM_DISABLE=1"
-        yield Finding("broken", f"/dev/shm has {size(memory.shared_total)}", why, remedy)
+        yield Finding("broken", f"/dev/shm has {format_bytes(memory.shared_total)}", why, remedy)
 
 
-def _of_storage(machine: Machine, speeds: Speeds) -> Iterator[Finding]:
+def _of_storage(machine: Machine, speeds: MeasuredSpeeds) -> Iterator[Finding]:
     storage = machine.storage
     if not storage.is_writable:
         yield Finding("broken", f"{storage.path} cannot be written to", "runs lie there", "run.directory elsewhere")
-    if storage.free < LITTLE_FREE:
-        weight: Weight = "broken" if storage.free < LEAST_FREE else "note"
+    if storage.free < LOW_DISK_BYTES:
+        weight: Severity = "broken" if storage.free < CRITICAL_DISK_BYTES else "note"
         why = "checkpoints take weights and optimizer, 8 to 12 bytes a parameter, keep_last + 1 times"
         remedy = "run.directory elsewhere, checkpoint.keep_last = 1"
-        yield Finding(weight, f"{size(storage.free)} are free for runs", why, remedy)
-    if storage.kind in NETWORK_FILES:
+        yield Finding(weight, f"{format_bytes(storage.free)} are free for runs", why, remedy)
+    if storage.kind in NETWORK_FILE_SYSTEMS:
         why = "saving waits for the network, and locks of a run may not hold between machines"
         remedy = "checkpoint.background = true (as it is), run.directory on a local disk"
         yield Finding("slow", f"runs lie on a network file system ({storage.kind})", why, remedy)
@@ -198,7 +202,7 @@ def _of_storage(machine: Machine, speeds: Speeds) -> Iterator[Finding]:
 
 
 def _of_limits(machine: Machine) -> Iterator[Finding]:
-    if 0 <= machine.open_files < FEW_FILES:  # negative: no limit
+    if 0 <= machine.open_files < MIN_OPEN_FILES:  # negative: no limit
         why = "each shard of data, and each worker, is an open file"
         yield Finding("note", f"{machine.open_files} files may be open", why, "ulimit -n 65536")
 
@@ -221,12 +225,12 @@ def _of_network(machine: Machine) -> Iterator[Finding]:
             yield Finding("broken", f"{name}={named[name]}: no such interface", why, f"unset {name}, or name one")
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """``1 core``, ``2 cores``."""
     return f"{number} {noun}" + "s" * (number != 1)
 
 
-def size(value: float) -> str:
+def format_bytes(value: float) -> str:
     """Bytes, for people."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

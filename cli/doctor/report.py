@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.doctor.findings import Finding, find, size
+from cli.doctor.findings import Finding, find_problems, format_bytes
 from profiling.machine import Machine, read_machine
-from profiling.quick_checks import Speeds, measure
-from profiling.torch_setup import Torch, drivers, missing_packages, read_torch, version_of
+from profiling.quick_checks import MeasuredSpeeds, measure_speeds
+from profiling.torch_setup import TorchInfo, drivers, installed_version, missing_packages, read_torch
 
-Facts = dict[str, dict[str, str]]
+MachineFacts = dict[str, dict[str, str]]
 """Section -> name -> what is so."""
 
 TITLES = {"broken": "broken", "slow": "slow here", "note": "to know"}
@@ -24,10 +24,10 @@ _TOOLS = ("git", "just", "tmux", "ssh")
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """Facts and findings."""
 
-    facts: Facts
+    facts: MachineFacts
     findings: list[Finding]
 
     @property
@@ -41,7 +41,7 @@ class Report:
         return json.dumps(value, indent=1, ensure_ascii=False)
 
 
-def examine(runs: Path, *, is_quick: bool, check_kernel: Callable[[], str]) -> Report:
+def examine(runs: Path, *, is_quick: bool, check_kernel: Callable[[], str]) -> DoctorReport:
     """Look at everything.
 
     Args:
@@ -52,8 +52,12 @@ def examine(runs: Path, *, is_quick: bool, check_kernel: Callable[[], str]) -> R
     machine, torch = read_machine(runs), read_torch()
     known, missing = drivers(), missing_packages()
     has_torch = torch.version is not None
-    speeds = Speeds() if is_quick else measure(machine.storage.path, machine.processor.granted, has_torch)
-    findings = find(machine, torch, missing, known, speeds)
+    speeds = (
+        MeasuredSpeeds()
+        if is_quick
+        else measure_speeds(machine.storage.path, machine.processor.num_usable_cores, has_torch)
+    )
+    findings = find_problems(machine, torch, missing, known, speeds)
     triton, problem = ("not tried (--quick)", None) if is_quick else _try_kernel(torch, check_kernel)
     if problem is not None:
         findings = sorted([problem, *findings], key=lambda each: each.weight != "broken")
@@ -64,14 +68,14 @@ def examine(runs: Path, *, is_quick: bool, check_kernel: Callable[[], str]) -> R
         "disk": _disk(machine),
         "GPU": _gpus(torch, known),
         "network": _network(machine),
-        "services": services(os.environ, Path.home()),
-        **({} if speeds == Speeds() else {"measured": _measured(speeds)}),
+        "services": describe_services(os.environ, Path.home()),
+        **({} if speeds == MeasuredSpeeds() else {"measured": _measured(speeds)}),
     }
-    return Report(facts, findings)
+    return DoctorReport(facts, findings)
 
 
-def _try_kernel(torch: Torch, check_kernel: Callable[[], str]) -> tuple[str, Finding | None]:
-    version = version_of("triton")
+def _try_kernel(torch: TorchInfo, check_kernel: Callable[[], str]) -> tuple[str, Finding | None]:
+    version = installed_version("triton")
     if torch.version is None:
         return version or "not installed", None
     if version is None:
@@ -87,7 +91,7 @@ def _try_kernel(torch: Torch, check_kernel: Callable[[], str]) -> tuple[str, Fin
         return f"{version}, does not work", Finding(weight, "Triton's kernel does not work", why, remedy)  # type: ignore[arg-type]
 
 
-def _software(machine: Machine, torch: Torch, triton: str) -> dict[str, str]:
+def _software(machine: Machine, torch: TorchInfo, triton: str) -> dict[str, str]:
     return {
         "Python": machine.python,
         "uv": machine.uv or "not found",
@@ -100,7 +104,7 @@ def _software(machine: Machine, torch: Torch, triton: str) -> dict[str, str]:
     }
 
 
-def _processor(machine: Machine, torch: Torch) -> dict[str, str]:
+def _processor(machine: Machine, torch: TorchInfo) -> dict[str, str]:
     processor = machine.processor
     quota = "no limit" if processor.quota is None else f"{processor.quota:g} cores"
     facts = {
@@ -111,16 +115,20 @@ def _processor(machine: Machine, torch: Torch) -> dict[str, str]:
     }
     if torch.version:
         facts["torch's threads"] = f"{torch.threads} in an operator, {torch.interop_threads} between operators"
-        facts["torch's kernels"] = f"{torch.capability}; bfloat16 products in hardware: {_yes(torch.has_bfloat16)}"
+        facts["torch's kernels"] = (
+            f"{torch.capability}; bfloat16 products in hardware: {_yes_or_no(torch.has_bfloat16)}"
+        )
     return facts
 
 
 def _memory(machine: Machine) -> dict[str, str]:
     memory = machine.memory
     return {
-        "machine": f"{_size(memory.total)}, {_size(memory.available)} available",
-        "control group": "no limit" if memory.limit is None else f"{_size(memory.limit)}, {_size(memory.used)} used",
-        "/dev/shm": f"{_size(memory.shared_total)}, {_size(memory.shared_free)} free",
+        "machine": f"{_format_optional_bytes(memory.total)}, {_format_optional_bytes(memory.available)} available",
+        "control group": "no limit"
+        if memory.limit is None
+        else f"{_format_optional_bytes(memory.limit)}, {_format_optional_bytes(memory.used)} used",
+        "/dev/shm": f"{_format_optional_bytes(memory.shared_total)}, {_format_optional_bytes(memory.shared_free)} free",
     }
 
 
@@ -128,15 +136,15 @@ def _disk(machine: Machine) -> dict[str, str]:
     storage = machine.storage
     return {
         "runs": f"{storage.path} ({storage.kind}){'' if storage.is_writable else ', not writable'}",
-        "free": size(storage.free),
+        "free": format_bytes(storage.free),
         "open files": "no limit" if machine.open_files < 0 else f"{machine.open_files:,} at once (ulimit -n)",
     }
 
 
-def _gpus(torch: Torch, known: list[str]) -> dict[str, str]:
+def _gpus(torch: TorchInfo, known: list[str]) -> dict[str, str]:
     facts = {
-        f"GPU {index}": f"{gpu.name}, {size(gpu.free)} of {size(gpu.memory)} free, capability "
-        f"{gpu.capability[0]}.{gpu.capability[1]}, bfloat16: {_yes(gpu.has_bfloat16)}"
+        f"GPU {index}": f"{gpu.name}, {format_bytes(gpu.free)} of {format_bytes(gpu.memory)} free, capability "
+        f"{gpu.capability[0]}.{gpu.capability[1]}, bfloat16: {_yes_or_no(gpu.has_bfloat16)}"
         for index, gpu in enumerate(torch.gpus)
     }
     if known:
@@ -152,14 +160,14 @@ def _network(machine: Machine) -> dict[str, str]:
     }
 
 
-def services(environment: Mapping[str, str], home: Path) -> dict[str, str]:
+def describe_services(environment: Mapping[str, str], home: Path) -> dict[str, str]:
     """Caches and keys; of a key it is told whether it is there, and nothing else."""
     hub = Path(environment.get("HF_HOME") or home / ".cache" / "huggingface")
     keys = {
         "Hugging Face token": bool(environment.get("HF_TOKEN")) or (hub / "token").is_file(),
         "Weights & Biases key": bool(environment.get("WANDB_API_KEY")) or _in_netrc(home, "api.wandb.ai"),
     }
-    installed = [f"{name} {version_of(name) or '(missing)'}" for name in ("wandb", "tensorboard")]
+    installed = [f"{name} {installed_version(name) or '(missing)'}" for name in ("wandb", "tensorboard")]
     return {
         "Hugging Face cache": f"{hub}{'' if hub.is_dir() else ' (not there yet)'}",
         **{name: "present" if is_there else "none" for name, is_there in keys.items()},
@@ -174,7 +182,7 @@ def _in_netrc(home: Path, machine: str) -> bool:
         return False
 
 
-def _measured(speeds: Speeds) -> dict[str, str]:
+def _measured(speeds: MeasuredSpeeds) -> dict[str, str]:
     facts = {}
     if speeds.float32 is not None and speeds.bfloat16 is not None:
         facts["float32 products"] = f"{speeds.float32 / 1e9:,.0f} GFLOP/s on one thread"
@@ -190,39 +198,39 @@ def _measured(speeds: Speeds) -> dict[str, str]:
     return facts
 
 
-def render(report: Report, width: int) -> str:
+def render(report: DoctorReport, width: int) -> str:
     """For a terminal of so many columns."""
     column = max(len(name) for facts in report.facts.values() for name in facts)
     lines = []
     for section, facts in report.facts.items():
         lines += ["", section]
         for name, value in facts.items():
-            lines += _wrapped(f"  {name:<{column}}  ", value, width)
+            lines += _wrap_lines(f"  {name:<{column}}  ", value, width)
     for weight, title in TITLES.items():
         chosen = [finding for finding in report.findings if finding.weight == weight]
         if not chosen:
             continue
         lines += ["", f"{title}:"]
         for finding in chosen:
-            lines += _wrapped("  - ", finding.what, width)
-            lines += _wrapped("      why:    ", finding.why, width)
-            lines += _wrapped("      remedy: ", finding.remedy, width)
+            lines += _wrap_lines("  - ", finding.what, width)
+            lines += _wrap_lines("      why:    ", finding.why, width)
+            lines += _wrap_lines("      remedy: ", finding.remedy, width)
     if not report.is_broken:
         slow = sum(finding.weight == "slow" for finding in report.findings)
         lines += ["", "nothing is broken" + (f"; {slow} to mend for speed" if slow else ", nothing is slow")]
     return "\n".join(lines[1:])
 
 
-def _wrapped(head: str, text: str, width: int) -> list[str]:
+def _wrap_lines(head: str, text: str, width: int) -> list[str]:
     """The text behind its head, further lines below the text."""
     room = max(40, width - len(head))
     parts = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
     return [f"{head if index == 0 else ' ' * len(head)}{part}" for index, part in enumerate(parts)]
 
 
-def _size(value: int | None) -> str:
-    return "unknown" if value is None else size(value)
+def _format_optional_bytes(value: int | None) -> str:
+    return "unknown" if value is None else format_bytes(value)
 
 
-def _yes(value: Any) -> str:
+def _yes_or_no(value: Any) -> str:
     return "yes" if value else "no"

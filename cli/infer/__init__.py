@@ -25,7 +25,7 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
   {NAME} --config config/resources/infer.toml --temperature 0.8 --json | jq .metrics"""
 
 _ESCAPE = re.compile(r"\\([nt\\])")
-_ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
+_ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,23 +36,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Continue prompts, answer chats and fill holes with a masked diffusion language model.",
         example=EXAMPLE,
         config_required=False,
-        extra=_add_shorthands,
+        add_arguments=_add_shorthands,
         argv=argv,
     )
     with friendly_errors(NAME):
-        _run(config, _asked(config))
+        _run(config, _load_inputs(config))
 
 
-def _asked(config: InferConfig) -> list[Input]:
+def _load_inputs(config: InferConfig) -> list[Input]:
     """The inputs; ends the command with 2 where something about them or the output is wrong before any model is
     loaded."""
-    from cli.infer.answers import check_targets
+    from cli.infer.answers import check_output_paths
     from cli.infer.inputs import read_inputs
 
     try:
         if config.model.path is None:
             raise ValueError("no model given: add --model DIR, or path to [model] of the config")
-        check_targets(config.output)
+        check_output_paths(config.output)
         return read_inputs(config.input)
     except ValueError as error:
         problem = str(error)
@@ -71,11 +71,13 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="model, checkpoint or run"
     )
-    group.add_argument("--prompt", metavar="TEXT", action=_Text, dest="prompts", help="continue this; may be repeated")
     group.add_argument(
-        "--infill", metavar="TEXT", action=_Text, dest="infills", help="fill its [MASK:n] holes; may be repeated"
+        "--prompt", metavar="TEXT", action=_TextAction, dest="prompts", help="continue this; may be repeated"
     )
-    group.add_argument("--raw", action=_Raw, nargs=0, help="take backslashes in these texts as they are")
+    group.add_argument(
+        "--infill", metavar="TEXT", action=_TextAction, dest="infills", help="fill its [MASK:n] holes; may be repeated"
+    )
+    group.add_argument("--raw", action=_RawAction, nargs=0, help="take backslashes in these texts as they are")
     group.add_argument(
         "--prompts",
         metavar="FILE",
@@ -86,7 +88,7 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chat",
         metavar="TEXT",
-        action=_Text,
+        action=_TextAction,
         nargs="?",
         dest="chats",
         help="answer this; may be repeated; without a text, a chat in the terminal",
@@ -94,8 +96,10 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--system", metavar="TEXT", action=ValueShorthand, const="input.system", help="what the system says in chats"
     )
-    group.add_argument("--seed", metavar="N", action=_Number, const="input.seed", help="of the first request")
-    group.add_argument("--batch-size", metavar="N", action=_Number, const="input.batch_size", help="decoded together")
+    group.add_argument("--seed", metavar="N", action=_NumberAction, const="input.seed", help="of the first request")
+    group.add_argument(
+        "--batch-size", metavar="N", action=_NumberAction, const="input.batch_size", help="decoded together"
+    )
     _add_generation(group)
     _add_output(group)
 
@@ -108,7 +112,7 @@ def _add_generation(group: argparse._ArgumentGroup) -> None:
         "block-length": ("N", "block_length", "tokens of a block"),
     }
     for name, (metavar, key, text) in numbers.items():
-        group.add_argument(f"--{name}", metavar=metavar, action=_Number, const=f"generation.{key}", help=text)
+        group.add_argument(f"--{name}", metavar=metavar, action=_NumberAction, const=f"generation.{key}", help=text)
     group.add_argument(
         "--strategy",
         metavar="NAME",
@@ -135,14 +139,14 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
 
 
-class _Number(argparse.Action):
+class _NumberAction(argparse.Action):
     """The value of the key `const`, not quoted."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         namespace.overrides = [*namespace.overrides, f"{self.const}={values}"]
 
 
-class _Text(argparse.Action):
+class _TextAction(argparse.Action):
     """One more prompt, chat or infill; together they take the place of the config's."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
@@ -153,7 +157,7 @@ class _Text(argparse.Action):
         _override_texts(namespace, self.dest)
 
 
-class _Raw(argparse.Action):
+class _RawAction(argparse.Action):
     """Also for the texts that came before it."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
@@ -164,35 +168,35 @@ class _Raw(argparse.Action):
 
 
 def _override_texts(namespace: argparse.Namespace, dest: str) -> None:
-    texts = [text if namespace.raw else _unescaped(text) for text in getattr(namespace, dest)]
+    texts = [text if namespace.raw else _unescape(text) for text in getattr(namespace, dest)]
     value = ", ".join(toml_string(text) for text in texts)
     namespace.overrides = [*namespace.overrides, f"input.{dest}=[{value}]"]
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """``\\n``, ``\\t`` and ``\\\\`` as a newline, a tab and a backslash; other backslashes stay."""
-    return _ESCAPE.sub(lambda match: _ESCAPED[match[1]], text)
+    return _ESCAPE.sub(lambda match: _ESCAPED_CHARACTERS[match[1]], text)
 
 
 def _run(config: InferConfig, inputs: list[Input]) -> None:
     # Only now, so that --help and config errors do not wait for torch.
-    from cli.infer.conversation import converse
+    from cli.infer.conversation import run_chat
     from cli.infer.session import answer
     from diffusionlm.checkpoints.huggingface import load_tokenizer
-    from diffusionlm.checkpoints.loading import open_model
+    from diffusionlm.checkpoints.loading import load_configured_model
 
     assert config.model.path is not None
     chats = config.input.interactive or any(each.kind == "chat" for each in inputs)
-    template = _template(config) if chats else None
+    template = _load_template(config) if chats else None
     tokenizer = load_tokenizer(config.model.path)
-    model = open_model(config.model)
+    model = load_configured_model(config.model)
     if config.input.interactive:
-        converse(model, tokenizer, config, template)
+        run_chat(model, tokenizer, config, template)
     else:
         answer(model, tokenizer, inputs, config, template)
 
 
-def _template(config: InferConfig) -> ChatTemplate | None:
+def _load_template(config: InferConfig) -> ChatTemplate | None:
     """How chats are written: as the config names it, else as the checkpoint brings it along."""
     from diffusionlm.checkpoints.huggingface import resolve_model_directory
     from tokenizer import CHAT_TEMPLATES, load_chat_template

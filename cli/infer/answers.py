@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.infer.inputs import Request
-from config.infer import OutputConfig
+from cli.infer.inputs import EncodedInput
+from config.infer import InferOutputConfig
 
 if TYPE_CHECKING:
     from diffusionlm.inference.generate import Generation
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 class Answer:
     """A request and what became of it."""
 
-    request: Request
+    request: EncodedInput
     result: Generation
     output: str
     """The new text; of an infill the whole text, its holes filled."""
-    batch: Batch
+    batch: BatchTiming
 
     @property
     def num_tokens(self) -> int:
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchTiming:
     """Requests that were decoded together."""
 
     size: int
@@ -54,26 +54,26 @@ class Batch:
         return self.num_tokens / self.seconds if self.seconds > 0.0 else 0.0
 
 
-def answers_of(
-    tokenizer: Tokenizer, requests: Sequence[Request], results: Sequence[Generation], seconds: float
+def build_answers(
+    tokenizer: Tokenizer, requests: Sequence[EncodedInput], results: Sequence[Generation], seconds: float
 ) -> list[Answer]:
     """The answers of one batch, which took so long."""
-    batch = Batch(len(requests), seconds, sum(len(result.step_map) for result in results))
+    batch = BatchTiming(len(requests), seconds, sum(len(result.step_map) for result in results))
     return [
-        Answer(request, result, _output(tokenizer, request, result), batch)
+        Answer(request, result, _output_text(tokenizer, request, result), batch)
         for request, result in zip(requests, results, strict=True)
     ]
 
 
-def _output(tokenizer: Tokenizer, request: Request, result: Generation) -> str:
-    from diffusionlm.inference.text import continuation
+def _output_text(tokenizer: Tokenizer, request: EncodedInput, result: Generation) -> str:
+    from diffusionlm.inference.text import decode_continuation
 
-    if request.source.kind == "prompt" and len(request.token_ids) > request.hidden:
-        return continuation(tokenizer, result.token_ids)
-    return tokenizer.decode(result.token_ids[request.hidden if request.source.kind == "infill" else 0 :])
+    if request.source.kind == "prompt" and len(request.token_ids) > request.num_hidden:
+        return decode_continuation(tokenizer, result.token_ids)
+    return tokenizer.decode(result.token_ids[request.num_hidden if request.source.kind == "infill" else 0 :])
 
 
-def record(answer: Answer, settings: Mapping[str, Any]) -> dict[str, Any]:
+def answer_record(answer: Answer, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON object of an answer.
 
     Args:
@@ -106,14 +106,14 @@ def record(answer: Answer, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def append_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """One JSON object a line, on the disk when this returns."""
     with path.open("a", encoding="utf-8", newline="\n") as file:
         for each in records:
             file.write(json.dumps(each) + "\n")
 
 
-def check_targets(config: OutputConfig) -> None:
+def check_output_paths(config: InferOutputConfig) -> None:
     """Say now what would be in the way of writing later.
 
     Raises:

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 
-from cli.infer.inputs import needed
-from cli.infer.session import usable
-from cli.infer.terminal import styled
+from cli.infer.inputs import require_template
+from cli.infer.session import resolve_generation
+from cli.infer.terminal import style_text
 from config.infer import InferConfig
 from diffusionlm.inference.streaming import stream
 from diffusionlm.models.transformer import Transformer
 from tokenizer import ChatTemplate, Tokenizer, encode_chat
 
 
-def converse(model: Transformer, tokenizer: Tokenizer, config: InferConfig, template: ChatTemplate | None) -> None:
+def run_chat(model: Transformer, tokenizer: Tokenizer, config: InferConfig, template: ChatTemplate | None) -> None:
     """Ask and answer until the input ends (Ctrl-D). Ctrl-C ends an answer, and between answers the chat.
 
     A turn that goes wrong, as when the chat gets longer than the model's context, is told and taken back.
@@ -24,27 +24,27 @@ def converse(model: Transformer, tokenizer: Tokenizer, config: InferConfig, temp
     Raises:
         ValueError: there is no chat template, or the settings do not suit the model.
     """
-    template = needed(template)
-    generation = usable(config.generation, tokenizer, model)
+    template = require_template(template)
+    generation = resolve_generation(config.generation, tokenizer, model)
     messages = [] if config.input.system is None else [{"role": "system", "content": config.input.system}]
     with suppress(ImportError):
         importlib.import_module("readline")  # with it, input() lets lines be edited
     for number in count():
-        question = _asked()
+        question = _read_question()
         if question is None:
             print()
             return
         asked = [*messages, {"role": "user", "content": question}]
         try:
             ids = encode_chat(tokenizer, template, asked, add_generation_prompt=True)
-            answer = _answered(stream(model, tokenizer, ids, generation, config.input.seed + number))
+            answer = _print_answer(stream(model, tokenizer, ids, generation, config.input.seed + number))
         except ValueError as error:
             print(f"that did not work, and is forgotten: {error}")
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _asked() -> str | None:
+def _read_question() -> str | None:
     """A line that is not empty; None: there are no more."""
     try:
         while not (line := input("> ")).strip():
@@ -54,13 +54,13 @@ def _asked() -> str | None:
     return line
 
 
-def _answered(pieces: Iterator[str]) -> str:
+def _print_answer(pieces: Iterator[str]) -> str:
     """Print the pieces as they come; the answer, or what there is of it when it is interrupted."""
     said = []
     try:
         for piece in pieces:
             said.append(piece)
-            print(styled(piece, ""), end="", flush=True)
+            print(style_text(piece, ""), end="", flush=True)
     except KeyboardInterrupt:
         print(" ...", end="")
     print()

@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from config.infer import InputConfig
+    from config.infer import InferInputConfig
     from config.model import ModelConfig
     from tokenizer import ChatTemplate, Tokenizer
 
-Kind = Literal["prompt", "chat", "infill"]
+InputKind = Literal["prompt", "chat", "infill"]
 
-_KEYS: dict[str, Kind] = {"prompt": "prompt", "messages": "chat", "infill": "infill"}
+_KEYS: dict[str, InputKind] = {"prompt": "prompt", "messages": "chat", "infill": "infill"}
 
 
 @dataclass(frozen=True)
 class Input:
     """One thing that is asked."""
 
-    kind: Kind
+    kind: InputKind
     text: str = ""
     """Of a prompt or an infill."""
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -39,7 +39,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Request:
+class EncodedInput:
     """An input in the model's tokens."""
 
     source: Input
@@ -49,9 +49,9 @@ class Request:
     """Of a prompt or an infill as it was given, of a chat as the template writes it."""
     token_ids: tuple[int, ...]
     """A prompt that is continued, or the canvas of an infill."""
-    holes: frozenset[int]
+    masked_positions: frozenset[int]
     """Positions of an infill that are filled."""
-    hidden: int
+    num_hidden: int
     """Tokens at the beginning that are not shown: what every text of the model begins with."""
     seed: int
 
@@ -63,11 +63,11 @@ class Request:
     def is_new(self, length: int) -> list[bool]:
         """Which positions of its canvas of so many tokens are decoded."""
         if self.source.kind == "infill":
-            return [position in self.holes for position in range(length)]
+            return [position in self.masked_positions for position in range(length)]
         return [position >= len(self.token_ids) for position in range(length)]
 
 
-def read_inputs(config: InputConfig) -> list[Input]:
+def read_inputs(config: InferInputConfig) -> list[Input]:
     """All inputs of a config, infills last; none of an interactive chat.
 
     Raises:
@@ -100,7 +100,7 @@ def encode_inputs(
     model: ModelConfig,
     template: ChatTemplate | None,
     seed: int,
-) -> list[Request]:
+) -> list[EncodedInput]:
     """The inputs in tokens.
 
     Plain texts begin with what the model's texts begin with, or, where it has no opinion, with the tokenizer's
@@ -113,20 +113,24 @@ def encode_inputs(
     Raises:
         ValueError: a hole that cannot be read, no template for a chat, or what the template has against it.
     """
-    begin = tuple(model.beginning or tokenizer.beginning)
+    begin = tuple(model.prefix_ids or tokenizer.prefix_ids)
     counts = dict.fromkeys(_KEYS.values(), 0)
     requests = []
     for index, source in enumerate(inputs):
         counts[source.kind] += 1
-        with _told(source.place):
-            text, ids, hidden = _encoded(source, tokenizer, model, template, begin)
+        with _prefix_errors(source.place):
+            text, ids, num_hidden = _encode(source, tokenizer, model, template, begin)
         is_infill = source.kind == "infill"
-        holes = frozenset(place for place, token in enumerate(ids) if is_infill and token == model.mask_token_id)
-        requests.append(Request(source, counts[source.kind], text, ids, holes, hidden, seed + index))
+        masked_positions = frozenset(
+            place for place, token in enumerate(ids) if is_infill and token == model.mask_token_id
+        )
+        requests.append(
+            EncodedInput(source, counts[source.kind], text, ids, masked_positions, num_hidden, seed + index)
+        )
     return requests
 
 
-def _encoded(
+def _encode(
     source: Input,
     tokenizer: Tokenizer,
     model: ModelConfig,
@@ -141,13 +145,13 @@ def _encoded(
         return source.text, (*begin, *tokenizer.encode(source.text)), len(begin)
     if source.kind == "infill":
         return source.text, (*begin, *parse_infill(source.text, tokenizer, model.mask_token_id)), len(begin)
-    template = needed(template)
+    template = require_template(template)
     text = render_chat(template, source.messages, add_generation_prompt=True)
     ids = encode_chat(tokenizer, template, source.messages, add_generation_prompt=True)
     return text, tuple(ids), 0
 
 
-def needed(template: ChatTemplate | None) -> ChatTemplate:
+def require_template(template: ChatTemplate | None) -> ChatTemplate:
     """The template, if there is one.
 
     Raises:
@@ -162,7 +166,7 @@ def needed(template: ChatTemplate | None) -> ChatTemplate:
 
 
 @contextmanager
-def _told(place: str) -> Iterator[None]:
+def _prefix_errors(place: str) -> Iterator[None]:
     """Errors begin with the place."""
     try:
         yield
@@ -177,57 +181,57 @@ def _read_file(path: Path, file_format: str | None) -> list[Input]:
     is_json = path.suffix == ".jsonl" if file_format is None else file_format == "jsonl"
     inputs = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        with _told(f"{name}:{number}"):
-            text = _decoded(line.removesuffix(b"\r"))
+        with _prefix_errors(f"{name}:{number}"):
+            text = _decode_utf8(line.removesuffix(b"\r"))
             if text.strip():
                 place = f"{name}:{number}"
-                inputs.append(_of_json(text, place) if is_json else Input("prompt", text, place=place))
+                inputs.append(_parse_json_line(text, place) if is_json else Input("prompt", text, place=place))
     if not inputs:
         raise ValueError(f"{name}: has no prompts: write one a line")
     return inputs
 
 
-def _decoded(line: bytes) -> str:
+def _decode_utf8(line: bytes) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start + 1} of the line); convert the file") from None
 
 
-def _of_json(line: str, place: str) -> Input:
+def _parse_json_line(line: str, place: str) -> Input:
     """What a line of a .jsonl file asks."""
     try:
-        value = json.loads(line, parse_constant=_no_number)
+        value = json.loads(line, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from None
     if isinstance(value, str):
         return Input("prompt", value, place=place)
     names = [key for key in _KEYS if isinstance(value, dict) and key in value]
     if len(names) != 1:
-        what = f"has {' and '.join(names)}" if names else f"is {_short(line)}"
+        what = f"has {' and '.join(names)}" if names else f"is {_shorten(line)}"
         raise ValueError(f'{what}: expected a string, or an object with one of "prompt", "messages" and "infill"')
     [name] = names
     extra = {key: item for key, item in value.items() if key != name}
     if name == "messages":
-        return Input("chat", messages=_messages(value[name]), place=place, extra=extra)
+        return Input("chat", messages=_parse_messages(value[name]), place=place, extra=extra)
     if not isinstance(value[name], str):
-        raise ValueError(f'"{name}" is {_short(json.dumps(value[name]))}: expected a string')
+        raise ValueError(f'"{name}" is {_shorten(json.dumps(value[name]))}: expected a string')
     return Input(_KEYS[name], value[name], place=place, extra=extra)
 
 
-def _no_number(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:
+def _parse_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     messages = value if isinstance(value, list) else []
     if not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
         raise ValueError(
-            f'"messages" is {_short(json.dumps(value))}: expected a list of objects such as '
+            f'"messages" is {_shorten(json.dumps(value))}: expected a list of objects such as '
             '{"role": "user", "content": "..."}'
         )
     return tuple(messages)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."

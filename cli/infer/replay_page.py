@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from cli.infer.answers import Answer
-from cli.infer.inputs import Request
-from diffusionlm.inference.generate import Canvas, Step
-from diffusionlm.inference.text import canvas_pieces
-from files.atomic import replace_text
+from cli.infer.inputs import EncodedInput
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
+from diffusionlm.inference.text import canvas_text_pieces
+from files.atomic import write_text_atomic
 from logger.report.template import fill_template, script_json
 from tokenizer import Tokenizer
 
@@ -26,41 +26,41 @@ _NAMES = {"remasking_strategy": "strategy", "denoising_steps": "steps per block"
 
 
 @dataclass(frozen=True)
-class Frame:
+class ReplayFrame:
     """What one forward changed in a canvas."""
 
     length: int
     """Of the canvas, in tokens, hidden ones included."""
-    settled: tuple[tuple[int, int, float], ...]
+    committed: tuple[tuple[int, int, float], ...]
     """Position, token id and log-probability in nats, of positions that became text, or another text."""
     masked: tuple[int, ...]
     """Positions that became masks again."""
 
     @property
     def is_empty(self) -> bool:
-        return not self.settled and not self.masked
+        return not self.committed and not self.masked
 
 
 @dataclass
-class Recording:
+class RequestReplay:
     """The changes of one request's canvas."""
 
-    request: Request
-    start: Canvas | None = None
+    request: EncodedInput
+    start: CanvasSnapshot | None = None
     """As it was before the first forward."""
-    last: Canvas | None = None
-    frames: list[Frame] = field(default_factory=list)
+    last: CanvasSnapshot | None = None
+    frames: list[ReplayFrame] = field(default_factory=list)
 
-    def add(self, canvas: Canvas) -> None:
+    def add(self, canvas: CanvasSnapshot) -> None:
         """Take down what a forward changed."""
         before = self.last
         if before is None:
             is_masked = self.request.is_new(len(canvas.token_ids))
-            before = self.start = Canvas(canvas.token_ids, tuple(is_masked), (math.nan,) * len(is_masked))
-        self.frames.append(_frame(before, canvas))
+            before = self.start = CanvasSnapshot(canvas.token_ids, tuple(is_masked), (math.nan,) * len(is_masked))
+        self.frames.append(_diff_snapshots(before, canvas))
         self.last = canvas
 
-    def frames_of(self, num_forwards: int) -> list[Frame]:
+    def trim_frames(self, num_forwards: int) -> list[ReplayFrame]:
         """One for each of the request's forwards.
 
         The batch may have had more: those that came after this request's end, and those that it took no part in.
@@ -73,27 +73,27 @@ class Recording:
         return frames
 
 
-class Recorder:
+class ReplayRecorder:
     """Takes down the forwards of one batch; to be given to ``generate`` or ``infill`` as ``on_step``."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.recordings = [Recording(request) for request in requests]
+    def __init__(self, requests: Sequence[EncodedInput]) -> None:
+        self.recordings = [RequestReplay(request) for request in requests]
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: DecodingStep) -> None:
         for recording, canvas in zip(self.recordings, step.canvases, strict=True):
             recording.add(canvas)
 
 
-def _frame(before: Canvas, after: Canvas) -> Frame:
-    settled, masked = [], []
+def _diff_snapshots(before: CanvasSnapshot, after: CanvasSnapshot) -> ReplayFrame:
+    committed, masked = [], []
     for position, (token, is_masked) in enumerate(zip(after.token_ids, after.is_masked, strict=True)):
         is_known = position < len(before.token_ids)
         was_masked = before.is_masked[position] if is_known else True
         if is_masked and not was_masked:
             masked.append(position)
         elif not is_masked and (was_masked or token != before.token_ids[position]):
-            settled.append((position, token, after.logprobs[position]))
-    return Frame(len(after.token_ids), tuple(settled), tuple(masked))
+            committed.append((position, token, after.logprobs[position]))
+    return ReplayFrame(len(after.token_ids), tuple(committed), tuple(masked))
 
 
 def write_page(
@@ -101,7 +101,7 @@ def write_page(
     tokenizer: Tokenizer,
     model_name: str,
     settings: Mapping[str, Any],
-    replays: Sequence[tuple[Recording, Answer]],
+    replays: Sequence[tuple[RequestReplay, Answer]],
 ) -> None:
     """Write the page aside and rename it.
 
@@ -111,46 +111,46 @@ def write_page(
     Raises:
         OSError: it cannot be written.
     """
-    replace_text(path, render_page(tokenizer, model_name, settings, replays))
+    write_text_atomic(path, render_page(tokenizer, model_name, settings, replays))
 
 
 def render_page(
     tokenizer: Tokenizer,
     model_name: str,
     settings: Mapping[str, Any],
-    replays: Sequence[tuple[Recording, Answer]],
+    replays: Sequence[tuple[RequestReplay, Answer]],
 ) -> str:
     """The page's HTML."""
     sections, data = [], []
     for index, (recording, answer) in enumerate(replays):
-        frames = recording.frames_of(answer.result.num_forwards)
+        frames = recording.trim_frames(answer.result.num_forwards)
         sections.append(_section(index, tokenizer, recording, answer, frames))
-        data.append(_data(recording, answer, frames))
+        data.append(_replay_data(recording, answer, frames))
     names = [answer.request.name for _, answer in replays]
     parts = {
         "title": escape(f"{model_name}: a replay"),
         "model": escape(model_name),
-        "main": _terms({key: settings.get(key) for key in _MAIN_SETTINGS}),
-        "settings": _terms(settings),
+        "main": _definition_list({key: settings.get(key) for key in _MAIN_SETTINGS}),
+        "settings": _definition_list(settings),
         "tabs": _tabs(names),
         "requests": "\n".join(sections),
-        "data": script_json({"tokens": _tokens(tokenizer, data), "requests": data}),
+        "data": script_json({"tokens": _token_table(tokenizer, data), "requests": data}),
     }
     return fill_template("cli.infer", "replay.html", parts)
 
 
-def _terms(settings: Mapping[str, Any]) -> str:
+def _definition_list(settings: Mapping[str, Any]) -> str:
     """Settings as terms of a list, without those that are not set."""
     return "".join(
-        f"<div><dt>{escape(_NAMES.get(key, key.replace('_', ' ')))}</dt><dd>{escape(_written(value))}</dd></div>"
+        f"<div><dt>{escape(_NAMES.get(key, key.replace('_', ' ')))}</dt><dd>{escape(_format_value(value))}</dd></div>"
         for key, value in settings.items()
         if value is not None
     )
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return ", ".join(map(_written, value)) or "none"
+        return ", ".join(map(_format_value, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -164,7 +164,9 @@ def _tabs(names: Sequence[str]) -> str:
     return f'<nav class="tabs" role="tablist" aria-label="Requests" hidden>{tabs}</nav>'
 
 
-def _section(index: int, tokenizer: Tokenizer, recording: Recording, answer: Answer, frames: Sequence[Frame]) -> str:
+def _section(
+    index: int, tokenizer: Tokenizer, recording: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]
+) -> str:
     """A request as it can be read without a script: its numbers, its text, its chart."""
     result = answer.result
     facts = {
@@ -182,37 +184,41 @@ def _section(index: int, tokenizer: Tokenizer, recording: Recording, answer: Ans
         f"<h2>{escape(answer.request.name)}</h2>"
         f'<dl class="facts">{terms}</dl>'
         f'<div class="canvas" lang="">{_final_text(tokenizer, recording, answer)}</div>'
-        f"{chart(frames)}</section>"
+        f"{render_chart(frames)}</section>"
     )
 
 
-def _final_text(tokenizer: Tokenizer, recording: Recording, answer: Answer) -> str:
+def _final_text(tokenizer: Tokenizer, recording: RequestReplay, answer: Answer) -> str:
     """The whole text, what was given apart from what is new."""
     request, ids = recording.request, answer.result.token_ids
     if request.source.kind != "infill":
         ids = (*request.token_ids, *ids)
-    shown, is_new = ids[request.hidden :], request.is_new(len(ids))[request.hidden :]
-    pieces = canvas_pieces(shown, [False] * len(shown), is_new, tokenizer)
+    shown, is_new = ids[request.num_hidden :], request.is_new(len(ids))[request.num_hidden :]
+    pieces = canvas_text_pieces(shown, [False] * len(shown), is_new, tokenizer)
     return "".join(f'<span class="{"new" if new else "given"}">{escape(text)}</span>' for text, new in pieces)
 
 
-def _data(recording: Recording, answer: Answer, frames: Sequence[Frame]) -> dict[str, Any]:
+def _replay_data(recording: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]) -> dict[str, Any]:
     """A request's canvases for the script; positions count from the first token that is shown."""
-    hidden = recording.request.hidden
+    num_hidden = recording.request.num_hidden
     start = recording.start
     ids = recording.request.token_ids if start is None else start.token_ids
     is_masked = (False,) * len(ids) if start is None else start.is_masked
     is_infill = answer.request.source.kind == "infill"
-    end = None if is_infill else len(answer.request.token_ids) - hidden + len(answer.result.token_ids)
+    end = None if is_infill else len(answer.request.token_ids) - num_hidden + len(answer.result.token_ids)
     return {
-        "start": [-1 if masked else token for token, masked in zip(ids[hidden:], is_masked[hidden:], strict=True)],
-        "new": [int(new) for new in answer.request.is_new(max([len(ids), *(each.length for each in frames)]))[hidden:]],
+        "start": [
+            -1 if masked else token for token, masked in zip(ids[num_hidden:], is_masked[num_hidden:], strict=True)
+        ],
+        "new": [
+            int(new) for new in answer.request.is_new(max([len(ids), *(each.length for each in frames)]))[num_hidden:]
+        ],
         "end": end,
         "frames": [
             {
-                "length": frame.length - hidden,
-                "settled": [[position - hidden, token, _probability(p)] for position, token, p in frame.settled],
-                "masked": [position - hidden for position in frame.masked],
+                "length": frame.length - num_hidden,
+                "settled": [[position - num_hidden, token, _probability(p)] for position, token, p in frame.committed],
+                "masked": [position - num_hidden for position in frame.masked],
             }
             for frame in frames
         ],
@@ -223,7 +229,7 @@ def _probability(logprob: float) -> float | None:
     return None if math.isnan(logprob) else round(math.exp(min(logprob, 0.0)), 5)
 
 
-def _tokens(tokenizer: Tokenizer, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _token_table(tokenizer: Tokenizer, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The tokens that occur, by id: a text, {"special": text}, or {"bytes": hex} where they are no text alone."""
     ids = {token for request in requests for token in request["start"] if token >= 0}
     ids |= {token for request in requests for frame in request["frames"] for _, token, _ in frame["settled"]}
@@ -244,17 +250,17 @@ def _token(tokenizer: Tokenizer, token: int, special: Mapping[int, str]) -> Any:
 _CHART_HEIGHT = 48.0
 
 
-def chart(frames: Sequence[Frame]) -> str:
+def render_chart(frames: Sequence[ReplayFrame]) -> str:
     """Bars of the tokens that each forward settled, and, hanging down, of those that it masked again. Inline SVG."""
     if not frames:
         return ""
-    most = max(1, *(len(frame.settled) for frame in frames))
+    most = max(1, *(len(frame.committed) for frame in frames))
     fewest = max(len(frame.masked) for frame in frames)
     scale = _CHART_HEIGHT / (most + fewest)
     base = most * scale
     bars = []
     for number, frame in enumerate(frames, 1):
-        up, down = len(frame.settled), len(frame.masked)
+        up, down = len(frame.committed), len(frame.masked)
         again = f", {down} masked again" if down else ""
         bars.append(
             f'<g class="bar"><title>forward {number}: {up} settled{again}</title>'

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from cli.infer.answers import Answer, answers_of, append_lines, check_targets, record
-from cli.infer.inputs import Input, Request, encode_inputs
-from cli.infer.replay_page import Recorder, Recording, write_page
+from cli.infer.answers import Answer, answer_record, append_json_lines, build_answers, check_output_paths
+from cli.infer.inputs import EncodedInput, Input, encode_inputs
+from cli.infer.replay_page import ReplayRecorder, RequestReplay, write_page
 from cli.infer.terminal import LiveView, print_answer
 from config.generation import GenerationConfig
 from config.infer import InferConfig
-from diffusionlm.inference.generate import Generation, Step, check_generate, check_infill, generate, infill
-from diffusionlm.inference.settings import with_defaults
-from diffusionlm.inference.stopping import stop_tokens
-from diffusionlm.inference.text import ids_without_text
+from diffusionlm.inference.generate import DecodingStep, Generation, check_generate, check_infill, generate, infill
+from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.stopping import resolve_stop_token_ids
+from diffusionlm.inference.text import find_ids_without_text
 from diffusionlm.models.transformer import Transformer
 from tokenizer import ChatTemplate, Tokenizer
 
@@ -43,26 +43,26 @@ def answer(
             take, settings that do not suit the model, or a file that cannot be written.
         OSError: a file that cannot be written after all.
     """
-    check_targets(config.output)
-    generation = with_defaults(config.generation, model.config)
+    check_output_paths(config.output)
+    generation = fill_defaults(config.generation, model.config)
     requests = encode_inputs(inputs, tokenizer, model.config, template, config.input.seed)
-    session = _Session(model, tokenizer, config, generation, len(requests))
+    session = _InferenceRun(model, tokenizer, config, generation, len(requests))
     session.check(requests)
     try:
-        for batch in _batches(requests, config.input.batch_size):
+        for batch in _split_into_batches(requests, config.input.batch_size):
             session.decode(batch)
     finally:
         session.write_page()
 
 
-def usable(config: GenerationConfig, tokenizer: Tokenizer, model: Transformer) -> GenerationConfig:
+def resolve_generation(config: GenerationConfig, tokenizer: Tokenizer, model: Transformer) -> GenerationConfig:
     """The settings with the model's defaults, and without the ids that have no text."""
-    filled = with_defaults(config, model.config)
-    unknown = ids_without_text(tokenizer, model.config.vocab_size)
+    filled = fill_defaults(config, model.config)
+    unknown = find_ids_without_text(tokenizer, model.config.vocab_size)
     return filled.model_copy(update={"suppress_token_ids": (*filled.suppress_token_ids, *unknown)})
 
 
-class _Session:
+class _InferenceRun:
     """What the batches have in common, and the replays so far."""
 
     def __init__(
@@ -77,14 +77,14 @@ class _Session:
         self._tokenizer = tokenizer
         self._config = config
         self._num_requests = num_requests
-        stop_ids = sorted(stop_tokens(generation, model.config))
+        stop_ids = sorted(resolve_stop_token_ids(generation, model.config))
         # Without the ids that no text has: a model may have thousands of them.
         self._settings: dict[str, Any] = {**generation.model_dump(mode="json"), "stop_token_ids": stop_ids}
-        self._generation = usable(generation, tokenizer, model)
-        self._replays: list[tuple[Recording, Answer]] = []
+        self._generation = resolve_generation(generation, tokenizer, model)
+        self._replays: list[tuple[RequestReplay, Answer]] = []
         self._num_done = 0
 
-    def check(self, requests: Sequence[Request]) -> None:
+    def check(self, requests: Sequence[EncodedInput]) -> None:
         """Say now what `decode` would refuse later.
 
         Raises:
@@ -113,11 +113,11 @@ class _Session:
         texts = [request.token_ids for request in requests if request.source.kind != "infill"]
         check_generate(self._model, texts, self._generation)
 
-    def decode(self, requests: Sequence[Request]) -> None:
+    def decode(self, requests: Sequence[EncodedInput]) -> None:
         """One batch, of requests that are all infills or none."""
         output = self._config.output
         view = LiveView(self._tokenizer, requests, sys.stderr if self._is_json else sys.stdout) if output.show else None
-        recorder = Recorder(requests) if output.html is not None else None
+        recorder = ReplayRecorder(requests) if output.html is not None else None
         is_infill = requests[0].source.kind == "infill"
         start = time.perf_counter()
         results = (infill if is_infill else generate)(
@@ -125,28 +125,32 @@ class _Session:
             [request.token_ids for request in requests],
             self._generation,
             [request.seed for request in requests],
-            _both(view, recorder),
+            _combine_callbacks(view, recorder),
         )
         seconds = time.perf_counter() - start
         if view is not None:
             view.close()
-        self._hand_out(requests, results, recorder, seconds)
+        self._emit_answers(requests, results, recorder, seconds)
 
     @property
     def _is_json(self) -> bool:
         return self._config.output.format == "json" or self._config.output.file is not None
 
-    def _hand_out(
-        self, requests: Sequence[Request], results: Sequence[Generation], recorder: Recorder | None, seconds: float
+    def _emit_answers(
+        self,
+        requests: Sequence[EncodedInput],
+        results: Sequence[Generation],
+        recorder: ReplayRecorder | None,
+        seconds: float,
     ) -> None:
         """Print and write the answers of a batch."""
-        answers = answers_of(self._tokenizer, requests, results, seconds)
+        answers = build_answers(self._tokenizer, requests, results, seconds)
         self._num_done += len(answers)
         if recorder is not None:
             self._replays += zip(recorder.recordings, answers, strict=True)
-        records = [record(each, self._settings) for each in answers] if self._is_json else []
+        records = [answer_record(each, self._settings) for each in answers] if self._is_json else []
         if self._config.output.file is not None:
-            append_lines(self._config.output.file, records)
+            append_json_lines(self._config.output.file, records)
             rate = answers[0].batch.tokens_per_second
             progress = f"{self._num_done} of {self._num_requests} done, {rate:.1f} tokens per second"
             print(progress, file=sys.stderr, flush=True)
@@ -165,7 +169,7 @@ class _Session:
             write_page(html, self._tokenizer, name, self._settings, self._replays)
 
 
-def _batches(requests: Sequence[Request], size: int) -> Iterator[list[Request]]:
+def _split_into_batches(requests: Sequence[EncodedInput], size: int) -> Iterator[list[EncodedInput]]:
     """Neighbours that are decoded together, in order."""
     for _, group in groupby(requests, key=lambda request: request.source.kind == "infill"):
         alike = list(group)
@@ -173,13 +177,13 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[Request]]:
             yield alike[start : start + size]
 
 
-def _both(view: LiveView | None, recorder: Recorder | None) -> Callable[[Step], None] | None:
+def _combine_callbacks(view: LiveView | None, recorder: ReplayRecorder | None) -> Callable[[DecodingStep], None] | None:
     """One listener for those that are there."""
-    listeners: list[Callable[[Step], None]] = [each for each in (view, recorder) if each is not None]
+    listeners: list[Callable[[DecodingStep], None]] = [each for each in (view, recorder) if each is not None]
     if not listeners:
         return None
 
-    def tell(step: Step) -> None:
+    def tell(step: DecodingStep) -> None:
         for listener in listeners:
             listener(step)
 

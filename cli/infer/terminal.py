@@ -12,20 +12,20 @@ from itertools import groupby
 from typing import TextIO
 
 from cli.infer.answers import Answer
-from cli.infer.inputs import Request
-from diffusionlm.inference.generate import Canvas, Step
-from diffusionlm.inference.text import canvas_pieces, render_canvas
+from cli.infer.inputs import EncodedInput
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
+from diffusionlm.inference.text import canvas_text_pieces, render_canvas
 from tokenizer import Tokenizer
 
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+DIM, RESET = "\x1b[2m", "\x1b[0m"
 
 
 def print_answer(tokenizer: Tokenizer, answer: Answer, *, is_one_of_many: bool) -> None:
     """The text of an answer on standard output: of a chat the answer alone, else with what was given, dimmed."""
     if is_one_of_many:
-        print(styled(f"[{answer.request.name}]", DIM))
+        print(style_text(f"[{answer.request.name}]", DIM))
     pieces = _final_pieces(tokenizer, answer)
-    print("".join(styled(text, "" if new else DIM) for text, new in pieces), flush=True)
+    print("".join(style_text(text, "" if new else DIM) for text, new in pieces), flush=True)
 
 
 def _final_pieces(tokenizer: Tokenizer, answer: Answer) -> list[tuple[str, bool]]:
@@ -34,26 +34,26 @@ def _final_pieces(tokenizer: Tokenizer, answer: Answer) -> list[tuple[str, bool]
         return [(answer.output, True)]
     if request.source.kind == "prompt":
         return [(request.text, False), (answer.output, True)]
-    is_new = request.is_new(len(ids))[request.hidden :]
-    return canvas_pieces(ids[request.hidden :], [False] * len(is_new), is_new, tokenizer)
+    is_new = request.is_new(len(ids))[request.num_hidden :]
+    return canvas_text_pieces(ids[request.num_hidden :], [False] * len(is_new), is_new, tokenizer)
 
 
-def styled(text: str, style: str) -> str:
+def style_text(text: str, style: str) -> str:
     """The text as it is, or, in a terminal, with a style and without characters that would command it."""
     if not sys.stdout.isatty():
         return text
-    text = _printable(text)
-    return f"{style}{text}{PLAIN}" if style and text and "NO_COLOR" not in os.environ else text
+    text = _replace_control_characters(text)
+    return f"{style}{text}{RESET}" if style and text and "NO_COLOR" not in os.environ else text
 
 
-def _printable(text: str) -> str:
+def _replace_control_characters(text: str) -> str:
     """Without control characters, also those of the direction of writing: tabs become spaces, others a replacement;
     newlines stay."""
     text = text.replace("\t", "    ")
-    return "".join("\ufffd" if _commands(char) else char for char in text)
+    return "".join("\ufffd" if _is_control_character(char) else char for char in text)
 
 
-def _commands(char: str) -> bool:
+def _is_control_character(char: str) -> bool:
     return (
         (unicodedata.category(char) == "Cc" and char != "\n")
         or "\u202a" <= char <= "\u202e"
@@ -67,15 +67,15 @@ class LiveView:
     Nothing is remembered of a canvas but what it was: a token that becomes a mask again is a mask again.
     """
 
-    def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request], stream: TextIO) -> None:
+    def __init__(self, tokenizer: Tokenizer, requests: Sequence[EncodedInput], stream: TextIO) -> None:
         self._tokenizer = tokenizer
         self._requests = requests
         self._stream = stream
         self._is_terminal = stream.isatty()
-        self._lines_shown = 0
-        self._canvases: tuple[Canvas, ...] = ()
+        self._num_lines_drawn = 0
+        self._canvases: tuple[CanvasSnapshot, ...] = ()
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: DecodingStep) -> None:
         if self._is_terminal:
             self._redraw(step)
         else:
@@ -85,49 +85,51 @@ class LiveView:
 
     def close(self) -> None:
         """Take the drawing away, for the final text to stand in its place."""
-        if self._lines_shown:
-            self._stream.write(f"\x1b[{self._lines_shown}A\r\x1b[J")
-            self._lines_shown = 0
+        if self._num_lines_drawn:
+            self._stream.write(f"\x1b[{self._num_lines_drawn}A\r\x1b[J")
+            self._num_lines_drawn = 0
 
-    def _append(self, step: Step) -> None:
+    def _append(self, step: DecodingStep) -> None:
         for index, (request, canvas) in enumerate(zip(self._requests, step.canvases, strict=True)):
             # Log-probabilities are nan where nothing is settled, so whole canvases are never equal.
-            if self._canvases and _shown(self._canvases[index]) == _shown(canvas):
+            if self._canvases and _visible_state(self._canvases[index]) == _visible_state(canvas):
                 continue
-            ids, is_masked = canvas.token_ids[request.hidden :], canvas.is_masked[request.hidden :]
+            ids, is_masked = canvas.token_ids[request.num_hidden :], canvas.is_masked[request.num_hidden :]
             text = json.dumps(render_canvas(ids, is_masked, self._tokenizer), ensure_ascii=False)
             self._stream.write(f"{request.name}, forward {step.num_forwards}: {text}\n")
 
-    def _redraw(self, step: Step) -> None:
+    def _redraw(self, step: DecodingStep) -> None:
         width, height = shutil.get_terminal_size()
         lines = [f"forward {step.num_forwards}"]
         for request, canvas in zip(self._requests, step.canvases, strict=True):
             if len(self._requests) > 1:
-                lines += wrapped([(f"[{request.name}]", False)], width)
+                lines += wrap_pieces([(f"[{request.name}]", False)], width)
             # Of a chat the answer alone: what the template writes is no news.
-            first = len(request.token_ids) if request.source.kind == "chat" else request.hidden
+            first = len(request.token_ids) if request.source.kind == "chat" else request.num_hidden
             shown = slice(first, None)
             is_new = request.is_new(len(canvas.token_ids))
-            pieces = canvas_pieces(canvas.token_ids[shown], canvas.is_masked[shown], is_new[shown], self._tokenizer)
-            lines += wrapped(pieces, width)
+            pieces = canvas_text_pieces(
+                canvas.token_ids[shown], canvas.is_masked[shown], is_new[shown], self._tokenizer
+            )
+            lines += wrap_pieces(pieces, width)
         # Of what does not fit the end is shown: the terminal cannot go back further than its top line.
         lines = lines[-max(height - 1, 1) :]
         self.close()
         self._stream.write("".join(f"{line}\n" for line in lines))
-        self._lines_shown = len(lines)
+        self._num_lines_drawn = len(lines)
 
 
-def _shown(canvas: Canvas) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+def _visible_state(canvas: CanvasSnapshot) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     return canvas.token_ids, canvas.is_masked
 
 
-def wrapped(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
+def wrap_pieces(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
     """Lines that fit a terminal of so many columns, what is not new dimmed."""
     rows: list[list[tuple[str, bool]]] = [[]]
     column = 0
     for text, new in pieces:
-        for char in _printable(text):
-            wide = _columns(char)
+        for char in _replace_control_characters(text):
+            wide = _display_width(char)
             # A wide character in a terminal of one column has a line of its own all the same.
             if char == "\n" or (column and column + wide > width):
                 rows.append([])
@@ -135,16 +137,16 @@ def wrapped(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
             if char != "\n":
                 rows[-1].append((char, new))
                 column += wide
-    return ["".join(_colored(run, new) for new, run in groupby(row, key=lambda item: item[1])) for row in rows]
+    return ["".join(_dim_unless_new(run, new) for new, run in groupby(row, key=lambda item: item[1])) for row in rows]
 
 
-def _columns(char: str) -> int:
+def _display_width(char: str) -> int:
     """How many columns of a terminal a character takes."""
     if unicodedata.category(char) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
-def _colored(run: Iterable[tuple[str, bool]], new: bool) -> str:
+def _dim_unless_new(run: Iterable[tuple[str, bool]], new: bool) -> str:
     text = "".join(char for char, _ in run)
-    return text if new or "NO_COLOR" in os.environ else f"{DIM}{text}{PLAIN}"
+    return text if new or "NO_COLOR" in os.environ else f"{DIM}{text}{RESET}"

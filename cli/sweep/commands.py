@@ -10,17 +10,17 @@ from typing import Any
 from cli.arguments import toml_string
 from config.base import Section
 from config.infer import InferConfig
-from config.train import RENAMED, TrainConfig
+from config.train import KEY_HINTS, TrainConfig
 
 
 @dataclass(frozen=True)
-class Kind:
+class SweepCommand:
     """One of the commands that a sweep can start."""
 
     name: str
     config: type[Section]
-    renamed: Mapping[str, str]
-    own_keys: tuple[str, ...]
+    key_hints: Mapping[str, str]
+    managed_keys: tuple[str, ...]
     """Keys that the sweep sets itself; a name that ends in a dot stands for a whole section."""
     threads_key: str
     overrides: Callable[[Path], list[str]]
@@ -46,7 +46,7 @@ def _train_module(config: TrainConfig) -> str:
 
 
 def _infer_overrides(directory: Path) -> list[str]:
-    answers, page = toml_string(str(directory / ANSWERS)), toml_string(str(directory / REPLAY))
+    answers, page = toml_string(str(directory / ANSWERS_FILE)), toml_string(str(directory / REPLAY_FILE))
     return [f"output.file={answers}", f"output.html={page}"]
 
 
@@ -65,25 +65,25 @@ def _infer_problem(config: InferConfig) -> str | None:
     return None
 
 
-ANSWERS = "answers.jsonl"
-REPLAY = "replay.html"
+ANSWERS_FILE = "answers.jsonl"
+REPLAY_FILE = "replay.html"
 
-KINDS = {
-    "train": Kind(
+SWEEP_COMMANDS = {
+    "train": SweepCommand(
         name="train",
         config=TrainConfig,
-        renamed=RENAMED,
-        own_keys=("run.directory",),
+        key_hints=KEY_HINTS,
+        managed_keys=("run.directory",),
         threads_key="run.threads",
         overrides=_train_overrides,
         problem=_train_problem,
         module=_train_module,
     ),
-    "infer": Kind(
+    "infer": SweepCommand(
         name="infer",
         config=InferConfig,
-        renamed={},
-        own_keys=("output.",),
+        key_hints={},
+        managed_keys=("output.",),
         threads_key="model.threads",
         overrides=_infer_overrides,
         problem=_infer_problem,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli.sweep.commands import Kind
+from cli.sweep.commands import SweepCommand
 from config.base import Section
 from config.load import ConfigError, load_config
 
@@ -43,7 +43,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Point:
+class GridPoint:
     """A run of the grid."""
 
     name: str
@@ -56,10 +56,10 @@ class Point:
     @property
     def label(self) -> str:
         """For people."""
-        return label_of(self.values)
+        return format_values(self.values)
 
 
-def label_of(values: Mapping[str, str]) -> str:
+def format_values(values: Mapping[str, str]) -> str:
     """``optimizer.learning_rate=1e-3, training.batch_size=16``."""
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
@@ -97,7 +97,7 @@ def split_values(text: str) -> list[str]:
     return values
 
 
-def read_settings(texts: Sequence[str], kind: Kind) -> list[Setting]:
+def read_settings(texts: Sequence[str], sweep_command: SweepCommand) -> list[Setting]:
     """The ``--set`` arguments of a sweep.
 
     Raises:
@@ -109,7 +109,7 @@ def read_settings(texts: Sequence[str], kind: Kind) -> list[Setting]:
         key = name.strip()
         if not equals or not key:
             raise GridError(f"--set {text}: expected section.key=value or section.key=value,value")
-        if any(key == own or (own.endswith(".") and key.startswith(own)) for own in kind.own_keys):
+        if any(key == own or (own.endswith(".") and key.startswith(own)) for own in sweep_command.managed_keys):
             raise GridError(f"--set {text}: the sweep says where its runs are written; use --directory")
         if key in settings:
             raise GridError(f"--set {text}: {key} is set twice; write its values with commas: {key}=a,b")
@@ -123,35 +123,41 @@ def read_settings(texts: Sequence[str], kind: Kind) -> list[Setting]:
     return list(settings.values())
 
 
-def combinations(settings: Sequence[Setting]) -> Iterator[dict[str, str]]:
+def iterate_grid(settings: Sequence[Setting]) -> Iterator[dict[str, str]]:
     """Every point's value of each axis; the last axis changes fastest."""
     axes = [setting for setting in settings if setting.is_axis]
     for values in itertools.product(*(axis.values for axis in axes)):
         yield dict(zip((axis.key for axis in axes), values, strict=True))
 
 
-def overrides_of(settings: Sequence[Setting], values: Mapping[str, str]) -> list[str]:
+def build_overrides(settings: Sequence[Setting], values: Mapping[str, str]) -> list[str]:
     """As `load_config` takes them: what all points share, then what this one has."""
     shared = [f"{each.key}={each.values[0]}" for each in settings if not each.is_axis and each.key not in values]
     return [*shared, *(f"{key}={value}" for key, value in values.items())]
 
 
-def load_point(kind: Kind, path: Path | None, overrides: Sequence[str], directory: Path) -> Section:
+def load_point(sweep_command: SweepCommand, path: Path | None, overrides: Sequence[str], directory: Path) -> Section:
     """The config of a point whose files lie in ``directory``.
 
     Raises:
         ConfigError: it is not valid, or cannot be swept.
     """
-    config = load_config(kind.config, path, [*overrides, *kind.overrides(directory)], renamed=kind.renamed)
-    problem = kind.problem(config)
+    config = load_config(
+        sweep_command.config, path, [*overrides, *sweep_command.overrides(directory)], key_hints=sweep_command.key_hints
+    )
+    problem = sweep_command.problem(config)
     if problem is not None:
         raise ConfigError(problem)
     return config
 
 
 def load_points(
-    kind: Kind, path: Path | None, settings: Sequence[Setting], directory: Path, known: Sequence[Point] = ()
-) -> list[Point]:
+    sweep_command: SweepCommand,
+    path: Path | None,
+    settings: Sequence[Setting],
+    directory: Path,
+    known: Sequence[GridPoint] = (),
+) -> list[GridPoint]:
     """All points, validated.
 
     Args:
@@ -164,31 +170,31 @@ def load_points(
     Raises:
         GridError: names each point whose config is not valid and what is wrong with it, or two points that are equal.
     """
-    wanted = list(combinations(settings))
+    wanted = list(iterate_grid(settings))
     names = name_points(wanted, {point.name: point.values for point in known})
-    runs = {identity(kind, point.config): point for point in known}
-    points: dict[str, Point] = {}
+    runs = {run_identity(sweep_command, point.config): point for point in known}
+    points: dict[str, GridPoint] = {}
     problems: dict[str, list[str]] = {}
     for name, values in zip(names, wanted, strict=True):
         try:
-            config = load_point(kind, path, overrides_of(settings, values), directory / name)
+            config = load_point(sweep_command, path, build_overrides(settings, values), directory / name)
         except ConfigError as error:
             lines = str(error).splitlines()
-            problems.setdefault("\n  ".join(lines[1:] or lines), []).append(label_of(values))
+            problems.setdefault("\n  ".join(lines[1:] or lines), []).append(format_values(values))
             continue
-        same = identity(kind, config)
+        same = run_identity(sweep_command, config)
         if same in points:
-            raise GridError(f"{points[same].label} and {label_of(values)} are the same run; remove one of them")
-        points[same] = runs.get(same) or Point(name, values, config)
+            raise GridError(f"{points[same].label} and {format_values(values)} are the same run; remove one of them")
+        points[same] = runs.get(same) or GridPoint(name, values, config)
     if problems:
-        raise GridError(_all_problems(problems, len(wanted)))
+        raise GridError(_format_problems(problems, len(wanted)))
     return list(points.values())
 
 
-def identity(kind: Kind, config: Section) -> str:
+def run_identity(sweep_command: SweepCommand, config: Section) -> str:
     """What makes a run this one and no other: its config without the place of its files."""
     values: dict[str, Any] = config.model_dump(mode="json")
-    for own in kind.own_keys:
+    for own in sweep_command.managed_keys:
         section, _, key = own.partition(".")
         if key:
             values[section].pop(key)
@@ -197,7 +203,7 @@ def identity(kind: Kind, config: Section) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def _all_problems(problems: Mapping[str, list[str]], count: int) -> str:
+def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:
     lines = []
     for problem, labels in problems.items():
         others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
@@ -221,7 +227,7 @@ def name_points(wanted: Sequence[Mapping[str, str]], known: Mapping[str, Mapping
     for values in wanted:
         name = next((name for name, others in known.items() if dict(others) == dict(values)), None)
         if name is None:
-            name = _free_name(values, short, taken)
+            name = _unique_name(values, short, taken)
             taken.add(name.lower())
         names.append(name)
     return names
@@ -245,22 +251,22 @@ def short_keys(keys: Collection[str]) -> dict[str, str]:
     return short
 
 
-def _free_name(values: Mapping[str, str], short: Mapping[str, str], taken: Collection[str]) -> str:
-    whole = "_".join(f"{_safe(short[key])}-{_safe(_unquoted(value))}" for key, value in values.items())
-    parts = [f"{_safe(short[key])}-{_safe(_unquoted(value))[:_VALUE_LENGTH]}" for key, value in values.items()]
+def _unique_name(values: Mapping[str, str], short: Mapping[str, str], taken: Collection[str]) -> str:
+    whole = "_".join(f"{_sanitize(short[key])}-{_sanitize(_unquote(value))}" for key, value in values.items())
+    parts = [f"{_sanitize(short[key])}-{_sanitize(_unquote(value))[:_VALUE_LENGTH]}" for key, value in values.items()]
     name = "_".join(parts)
     if name != whole or len(name) > _NAME_LENGTH or name.lower() in taken:
-        mark = hashlib.sha256(label_of(values).encode()).hexdigest()[:6]
+        mark = hashlib.sha256(format_values(values).encode()).hexdigest()[:6]
         name = f"{name[:_NAME_LENGTH]}-{mark}"
     return name
 
 
-def _safe(text: str) -> str:
+def _sanitize(text: str) -> str:
     sign = "-" if re.match(r"-[\d.]", text) else ""
     return sign + (_UNSAFE.sub("-", text).strip("-.") or "empty")
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     """A string of TOML without its quotes."""
     try:
         value = tomllib.loads(f"v={text}").get("v")

@@ -21,13 +21,13 @@ _LINE_LENGTH = 300
 _TAIL_BYTES = 65_536
 
 
-def command_of(module: str, config_path: Path, overrides: Sequence[str] = ()) -> list[str]:
+def build_command(module: str, config_path: Path, overrides: Sequence[str] = ()) -> list[str]:
     """The same Python, and a command of this project, whatever lies in the working directory."""
     settings = [part for override in overrides for part in ("--set", override)]
     return [sys.executable, "-P", "-m", module, "--config", str(config_path), *settings]
 
 
-def environment() -> Mapping[str, str]:
+def build_environment() -> Mapping[str, str]:
     """That of the sweep, so that the runs use its code, write at once, and draw no bars into a log."""
     root = str(Path(config.__file__ or "").parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -35,8 +35,8 @@ def environment() -> Mapping[str, str]:
 
 
 @dataclass
-class Process:
-    """A run under way, in a session of its own: a Ctrl-C in the terminal reaches it through `ask_to_stop` alone."""
+class RunProcess:
+    """A run under way, in a session of its own: a Ctrl-C in the terminal reaches it through `send_signal` alone."""
 
     name: str
     log: Path
@@ -52,7 +52,7 @@ class Process:
         """Seconds since it was started."""
         return time.monotonic() - self.started
 
-    def ask_to_stop(self, number: int = signal.SIGINT) -> None:
+    def send_signal(self, number: int = signal.SIGINT) -> None:
         """A signal to the run and all its processes; one that has ended gets none."""
         if self.popen.poll() is None:
             try:
@@ -60,12 +60,12 @@ class Process:
             except ProcessLookupError:
                 return
 
-    def end_within(self, seconds: float) -> None:
+    def wait_or_kill(self, seconds: float) -> None:
         """Wait for its end; kill it if that takes longer."""
         try:
             self.popen.wait(seconds)
         except subprocess.TimeoutExpired:
-            self.ask_to_stop(signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             self.popen.wait()
 
     def last_lines(self, count: int = ERROR_LINES) -> list[str]:
@@ -73,7 +73,7 @@ class Process:
         return last_lines(self.log, count, self.log_start)
 
 
-def start(name: str, command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
+def start(name: str, command: Sequence[str], log: Path, extra_environment: Mapping[str, str]) -> RunProcess:
     """Start a run; its output goes to the end of a log.
 
     Args:
@@ -94,10 +94,10 @@ def start(name: str, command: Sequence[str], log: Path, more: Mapping[str, str])
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**environment(), **more},
+            env={**build_environment(), **extra_environment},
             start_new_session=True,
         )
-    return Process(name, log, begin, popen, time.monotonic(), more.get(VISIBLE))
+    return RunProcess(name, log, begin, popen, time.monotonic(), extra_environment.get(VISIBLE_DEVICES_VARIABLE))
 
 
 def last_lines(log: Path, count: int, begin: int = 0) -> list[str]:
@@ -116,14 +116,14 @@ def last_lines(log: Path, count: int, begin: int = 0) -> list[str]:
 
 def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES would name them; empty where there are none."""
-    named = os.environ.get(VISIBLE)
+    named = os.environ.get(VISIBLE_DEVICES_VARIABLE)
     return [str(index) for index in range(len(drivers()))] if named is None else [*filter(None, named.split(","))]
 
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
-class Signals:
+class SignalQueue:
     """A context in which SIGINT, SIGTERM, SIGHUP and SIGUSR1 are remembered, one by one."""
 
     HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -134,7 +134,7 @@ class Signals:
         self._waiting: list[int] = []
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> SignalQueue:
         self._before = {number: signal.signal(number, self._remember) for number in self.HANDLED}
         return self
 

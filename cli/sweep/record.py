@@ -14,17 +14,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from cli.sweep.commands import Kind
-from cli.sweep.grid import GridError, Point, Setting, label_of, load_point, overrides_of
-from config.dump import differences, to_toml
+from cli.sweep.commands import SweepCommand
+from cli.sweep.grid import GridError, GridPoint, Setting, build_overrides, format_values, load_point
+from config.dump import list_differences, to_toml
 from config.load import ConfigError, load_config
-from files.atomic import replace_text
+from files.atomic import write_text_atomic
 
 Status = Literal["waiting", "running", "done", "failed", "interrupted"]
 
 
 @dataclass
-class RunRecord:
+class SweepRun:
     """A run, and what became of it."""
 
     name: str
@@ -46,8 +46,8 @@ class SweepDirectory:
     """The place of a sweep."""
 
     path: Path
-    kind: Kind
-    runs: dict[str, RunRecord] = field(default_factory=dict)
+    sweep_command: SweepCommand
+    runs: dict[str, SweepRun] = field(default_factory=dict)
     """By name, in the order of their making."""
 
     @property
@@ -67,7 +67,7 @@ class SweepDirectory:
         """The whole config of a run."""
         return self.path / "configs" / f"{name}.toml"
 
-    def known_points(self, config: Path | None, settings: Sequence[Setting]) -> list[Point]:
+    def reload_points(self, config: Path | None, settings: Sequence[Setting]) -> list[GridPoint]:
         """The runs of the record, as this command would make them.
 
         Raises:
@@ -77,36 +77,40 @@ class SweepDirectory:
         for run in self.runs.values():
             before = self._read_config(run.name)
             try:
-                now = load_point(self.kind, config, overrides_of(settings, run.values), self.run_path(run.name))
+                now = load_point(
+                    self.sweep_command, config, build_overrides(settings, run.values), self.run_path(run.name)
+                )
             except ConfigError as error:
-                raise self._another(run, str(error).splitlines()[-1:]) from None
-            changed = [line for line in differences(before, now) if not line.startswith(self.kind.own_keys)]
+                raise self._other_config_error(run, str(error).splitlines()[-1:]) from None
+            changed = [
+                line for line in list_differences(before, now) if not line.startswith(self.sweep_command.managed_keys)
+            ]
             if changed:
-                raise self._another(run, changed)
-            points.append(Point(run.name, run.values, now))
+                raise self._other_config_error(run, changed)
+            points.append(GridPoint(run.name, run.values, now))
         return points
 
-    def _another(self, run: RunRecord, lines: Sequence[str]) -> GridError:
+    def _other_config_error(self, run: SweepRun, lines: Sequence[str]) -> GridError:
         listed = "\n  ".join(lines)
         return GridError(
-            f"{self.path} holds a sweep of another config; its run {label_of(run.values)} would be another one:\n  "
+            f"{self.path} holds a sweep of another config; its run {format_values(run.values)} would be another one:\n  "
             f"{listed}\nname another --directory; only values of --set may be added to a sweep"
         )
 
     def _read_config(self, name: str) -> Any:
         path = self.config_path(name)
         try:
-            return load_config(self.kind.config, path, renamed=self.kind.renamed)
+            return load_config(self.sweep_command.config, path, key_hints=self.sweep_command.key_hints)
         except ConfigError as error:
             raise GridError(f"{error}\n{self.path} cannot be gone on with; name another --directory") from None
 
-    def add(self, points: Sequence[Point]) -> None:
+    def add(self, points: Sequence[GridPoint]) -> None:
         """Take the points up, and write down the config of each."""
         for name in ("configs", "logs", "runs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         for point in points:
-            self.runs.setdefault(point.name, RunRecord(point.name, dict(point.values)))
-            replace_text(self.config_path(point.name), to_toml(point.config))
+            self.runs.setdefault(point.name, SweepRun(point.name, dict(point.values)))
+            write_text_atomic(self.config_path(point.name), to_toml(point.config))
         for run in self.runs.values():
             if run.status == "running":  # its sweep was killed
                 run.status = "interrupted"
@@ -114,30 +118,30 @@ class SweepDirectory:
 
     def save(self) -> None:
         """Write the record, aside first."""
-        record = {"command": self.kind.name, "runs": [asdict(run) for run in self.runs.values()]}
-        replace_text(self.path / RECORD, json.dumps(record, indent=1) + "\n")
+        record = {"command": self.sweep_command.name, "runs": [asdict(run) for run in self.runs.values()]}
+        write_text_atomic(self.path / RECORD, json.dumps(record, indent=1) + "\n")
 
-    def set_values(self, name: str, keys: Sequence[str]) -> dict[str, str]:
+    def values_of_keys(self, name: str, keys: Sequence[str]) -> dict[str, str]:
         """What a run has of each of these keys; of one that it was not made with, what its config says."""
         own = self.runs[name].values
         missing = [key for key in keys if key not in own]
         if not missing:
             return {key: own[key] for key in keys}
         values = self._read_config(name).model_dump(mode="json")
-        return {key: own[key] if key in own else _shown(values, key) for key in keys}
+        return {key: own[key] if key in own else _format_override_value(values, key) for key in keys}
 
 
 RECORD = "sweep.json"
 
 
-def read_record(path: Path, kind: Kind) -> SweepDirectory:
+def read_record(path: Path, sweep_command: SweepCommand) -> SweepDirectory:
     """The sweep of a directory; a new one where there is none.
 
     Raises:
         GridError: the directory holds something else, or a sweep of the other command.
     """
     record = path / RECORD
-    directory = SweepDirectory(path, kind)
+    directory = SweepDirectory(path, sweep_command)
     if not record.is_file():
         foreign = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
         foreign = [name for name in foreign if name != ".lock"]
@@ -148,16 +152,18 @@ def read_record(path: Path, kind: Kind) -> SweepDirectory:
     try:
         values = json.loads(record.read_text(encoding="utf-8"))
         command = values["command"]
-        directory.runs = {each["name"]: RunRecord(**each) for each in values["runs"]}
+        directory.runs = {each["name"]: SweepRun(**each) for each in values["runs"]}
     except (ValueError, TypeError, KeyError) as error:
         raise GridError(f"{record} cannot be read ({error}); name another --directory, or remove this one") from None
-    if command != kind.name:
-        raise GridError(f"{path} holds a sweep of --command {command}, not {kind.name}; name another --directory")
+    if command != sweep_command.name:
+        raise GridError(
+            f"{path} holds a sweep of --command {command}, not {sweep_command.name}; name another --directory"
+        )
     return directory
 
 
 @contextlib.contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def lock_sweep(path: Path) -> Iterator[None]:
     """Only one sweep works in a directory.
 
     Raises:
@@ -166,21 +172,21 @@ def claimed(path: Path) -> Iterator[None]:
     """
     path.mkdir(parents=True, exist_ok=True)
     with (path / ".lock").open("a") as lock:
-        if not _lock(lock.fileno()):
+        if not _try_lock(lock.fileno()):
             raise GridError(f"{path} is in use by another sweep; wait for it or stop it")
         yield
 
 
-def is_in_use(run_directory: Path) -> bool:
+def is_run_locked(run_directory: Path) -> bool:
     """Whether a process of an earlier sweep still trains there."""
     path = run_directory / ".lock"
     if not path.exists():
         return False
     with path.open("a") as lock:
-        return not _lock(lock.fileno())
+        return not _try_lock(lock.fileno())
 
 
-def _lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -188,7 +194,7 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _format_override_value(values: Mapping[str, Any], key: str) -> str:
     """The value of a dotted key as an override would have it."""
     node: Any = values
     for part in key.split("."):

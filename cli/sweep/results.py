@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from cli.sweep.commands import ANSWERS
+from cli.sweep.commands import ANSWERS_FILE
 
 _CURVE_POINTS = 200
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A number, and its standard error where that is known."""
 
     value: float
@@ -23,10 +23,10 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """Numbers and texts of a run; what it has not come to yet is missing."""
 
-    numbers: dict[str, Measured] = field(default_factory=dict)
+    numbers: dict[str, Measurement] = field(default_factory=dict)
     """By the name of a column."""
     texts: tuple[tuple[str, str], ...] = ()
     """What was given, and what the model made of it."""
@@ -50,18 +50,18 @@ INFER_COLUMNS = {
 }
 
 
-def read_result(command: str, directory: Path) -> Result:
+def read_result(command: str, directory: Path) -> RunResult:
     """Of a run of this command."""
-    return read_training(directory) if command == "train" else read_answers(directory)
+    return read_training_result(directory) if command == "train" else read_inference_result(directory)
 
 
-def read_training(directory: Path) -> Result:
+def read_training_result(directory: Path) -> RunResult:
     """From ``summary.json``, and from ``metrics.jsonl`` where the run is not at its end."""
     curve: list[tuple[int, float]] = []
     samples: dict[int, list[tuple[str, str]]] = {}
-    numbers: dict[str, Measured] = {}
+    numbers: dict[str, Measurement] = {}
     step = None
-    for line in json_lines(directory / "metrics.jsonl"):
+    for line in read_json_lines(directory / "metrics.jsonl"):
         at, values = line.get("step"), line.get("metrics")
         if not isinstance(at, int):
             continue
@@ -75,35 +75,37 @@ def read_training(directory: Path) -> Result:
         loss = values.get("loss_smooth", values.get("loss"))
         if _is_number(loss):
             curve.append((at, float(loss)))
-        _take(numbers, "bound", values.get("val_nats_per_token"), values.get("val_standard_error"))
-        _take(numbers, "bits_per_byte", values.get("val_bits_per_byte"), values.get("val_bits_per_byte_standard_error"))
-        _take(numbers, "tokens_per_second", values.get("tokens_per_second"), None)
+        _set_number(numbers, "bound", values.get("val_nats_per_token"), values.get("val_standard_error"))
+        _set_number(
+            numbers, "bits_per_byte", values.get("val_bits_per_byte"), values.get("val_bits_per_byte_standard_error")
+        )
+        _set_number(numbers, "tokens_per_second", values.get("tokens_per_second"), None)
     summary = read_json(directory / "summary.json")
     if summary:
         step = summary.get("step", step)
-        _take_summary(numbers, summary)
+        _set_summary_numbers(numbers, summary)
     texts = samples[max(samples)] if samples else []
-    return Result(numbers, tuple(texts), tuple(_thinned(curve)), step, bool(summary))
+    return RunResult(numbers, tuple(texts), tuple(_thin_out(curve)), step, bool(summary))
 
 
-def _take_summary(numbers: dict[str, Measured], summary: dict[str, Any]) -> None:
+def _set_summary_numbers(numbers: dict[str, Measurement], summary: dict[str, Any]) -> None:
     evaluation = summary.get("evaluation", {})
     # What a run said on its way is not its end, even where the end is not finite.
     for name in ("bound", "bits_per_byte"):
         numbers.pop(name, None)
-    _take(numbers, "bound", evaluation.get("nats_per_token"), evaluation.get("standard_error"))
+    _set_number(numbers, "bound", evaluation.get("nats_per_token"), evaluation.get("standard_error"))
     error = evaluation.get("bits_per_byte_standard_error")
-    _take(numbers, "bits_per_byte", evaluation.get("bits_per_byte"), error)
+    _set_number(numbers, "bits_per_byte", evaluation.get("bits_per_byte"), error)
     tokens, seconds = summary.get("tokens_seen"), summary.get("seconds")
     if _is_number(tokens) and _is_number(seconds) and seconds > 0:
-        numbers["tokens_per_second"] = Measured(tokens / seconds)
+        numbers["tokens_per_second"] = Measurement(tokens / seconds)
 
 
-def read_answers(directory: Path) -> Result:
+def read_inference_result(directory: Path) -> RunResult:
     """From the JSON lines of ``diffusionlm-infer``."""
     texts, logprobs = [], []
     tokens = forwards = seconds = 0.0
-    for line in json_lines(directory / ANSWERS):
+    for line in read_json_lines(directory / ANSWERS_FILE):
         text, metrics = line.get("text", {}), line.get("metrics", {})
         texts.append((str(text.get("prompt", "")), str(text.get("output", ""))))
         tokens += metrics.get("num_tokens", 0)
@@ -112,17 +114,17 @@ def read_answers(directory: Path) -> Result:
         seconds += metrics.get("seconds", 0.0) / max(1, metrics.get("batch_size", 1))
         if _is_number(metrics.get("mean_logprob")):
             logprobs.append((metrics["mean_logprob"], metrics.get("num_tokens", 0)))
-    numbers: dict[str, Measured] = {}
+    numbers: dict[str, Measurement] = {}
     if texts:
-        numbers["forwards"] = Measured(forwards)
-        _take(numbers, "tokens_per_second", tokens / seconds if seconds else None, None)
-        _take(numbers, "tokens_per_forward", tokens / forwards if forwards else None, None)
+        numbers["forwards"] = Measurement(forwards)
+        _set_number(numbers, "tokens_per_second", tokens / seconds if seconds else None, None)
+        _set_number(numbers, "tokens_per_forward", tokens / forwards if forwards else None, None)
         weight = sum(count for _, count in logprobs)
-        _take(numbers, "mean_logprob", sum(a * b for a, b in logprobs) / weight if weight else None, None)
-    return Result(numbers, tuple(texts), is_final=bool(texts))
+        _set_number(numbers, "mean_logprob", sum(a * b for a, b in logprobs) / weight if weight else None, None)
+    return RunResult(numbers, tuple(texts), is_final=bool(texts))
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, without those that cannot be read."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -165,16 +167,16 @@ def last_metrics(path: Path, size: int = 16_384) -> tuple[int, dict[str, Any]] |
     return None
 
 
-def _take(numbers: dict[str, Measured], name: str, value: Any, error: Any) -> None:
+def _set_number(numbers: dict[str, Measurement], name: str, value: Any, error: Any) -> None:
     if _is_number(value):
-        numbers[name] = Measured(float(value), float(error) if _is_number(error) else None)
+        numbers[name] = Measurement(float(value), float(error) if _is_number(error) else None)
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _thinned(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _thin_out(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """Few enough points for a small picture, the last one among them."""
     stride = max(1, -(-len(curve) // _CURVE_POINTS))
     return curve[::-1][::stride][::-1]

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.sweep.commands import KINDS
-from cli.sweep.grid import Point, label_of, load_points, read_settings
+from cli.sweep.commands import SWEEP_COMMANDS
+from cli.sweep.grid import GridPoint, format_values, load_points, read_settings
 from cli.sweep.page import render_page
-from cli.sweep.record import SweepDirectory, claimed, read_record
-from cli.sweep.runner import Runner
+from cli.sweep.record import SweepDirectory, lock_sweep, read_record
+from cli.sweep.runner import SweepRunner
 from cli.sweep.table import build_table, render_json_lines, render_markdown, render_text
 from config.base import Section
 from config.train import TrainConfig
-from files.atomic import replace_text
-from profiling.estimate import planned_run
+from files.atomic import write_text_atomic
+from profiling.estimate import estimate_run
 
 SWEEPS = Path("runs/sweeps")
 PAGE, MARKDOWN, JSON_LINES = "sweep.html", "sweep.md", "sweep.jsonl"
@@ -49,20 +49,20 @@ def run_sweep(
         ValueError: the directory is in use.
         OSError: it cannot be written.
     """
-    kind = KINDS[command]
-    read = read_settings(settings, kind)
+    sweep_command = SWEEP_COMMANDS[command]
+    read = read_settings(settings, sweep_command)
     path = directory or SWEEPS / (config.stem if config is not None else command)
-    sweep = read_record(path, kind)
-    points = load_points(kind, config, read, sweep.runs_path, sweep.known_points(config, read))
+    sweep = read_record(path, sweep_command)
+    points = load_points(sweep_command, config, read, sweep.runs_path, sweep.reload_points(config, read))
     if dry_run:
-        print(_dry_run(sweep, points))
+        print(_render_dry_run(sweep, points))
         return 0
-    with claimed(path):
+    with lock_sweep(path):
         # Once more, since another sweep may have written it before the directory was this one's.
-        sweep = read_record(path, kind)
+        sweep = read_record(path, sweep_command)
         sweep.add(points)
         write_results(sweep)
-        signal = Runner(sweep, points, jobs, sys.stderr, lambda: write_results(sweep)).run()
+        signal = SweepRunner(sweep, points, jobs, sys.stderr, lambda: write_results(sweep)).run()
         write_results(sweep)
     print(render_text(build_table(sweep)))
     print(f"\n{path / PAGE}\n{path / MARKDOWN}\n{path / JSON_LINES}", flush=True)
@@ -75,25 +75,27 @@ def write_results(sweep: SweepDirectory) -> None:
     """Table and page of what there is."""
     table = build_table(sweep)
     title = f"Sweep {sweep.path.resolve().name}"
-    replace_text(sweep.path / MARKDOWN, render_markdown(table, title))
-    replace_text(sweep.path / JSON_LINES, render_json_lines(table))
-    replace_text(sweep.path / PAGE, render_page(table, title, sweep.path))
+    write_text_atomic(sweep.path / MARKDOWN, render_markdown(table, title))
+    write_text_atomic(sweep.path / JSON_LINES, render_json_lines(table))
+    write_text_atomic(sweep.path / PAGE, render_page(table, title, sweep.path))
 
 
-def _dry_run(sweep: SweepDirectory, points: Sequence[Point]) -> str:
-    lines = [["run", "values", "is", *(["parameters", "tokens", "memory"] if sweep.kind.name == "train" else [])]]
+def _render_dry_run(sweep: SweepDirectory, points: Sequence[GridPoint]) -> str:
+    lines = [
+        ["run", "values", "is", *(["parameters", "tokens", "memory"] if sweep.sweep_command.name == "train" else [])]
+    ]
     for point in points:
         status = sweep.runs[point.name].status if point.name in sweep.runs else "new"
-        lines.append([point.name, label_of(point.values), status, *_plan(point.config)])
+        lines.append([point.name, format_values(point.values), status, *_format_plan(point.config)])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([*shown, f"{len(points)} runs in {sweep.path}; nothing was started"])
 
 
-def _plan(config: Section) -> list[str]:
+def _format_plan(config: Section) -> list[str]:
     """Parameters, tokens and memory of a training run, on paper."""
     if not isinstance(config, TrainConfig):
         return []
-    plan: Any = planned_run(config)
+    plan: Any = estimate_run(config)
     tokens = "by the data" if plan.tokens is None else f"{plan.tokens:,}"
     return [f"{plan.parameters:,}", tokens, f"{plan.bytes_total / 2**20:,.0f} MiB"]

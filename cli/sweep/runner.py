@@ -8,30 +8,30 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from cli.sweep.commands import ANSWERS
-from cli.sweep.grid import GridError, Point
-from cli.sweep.processes import VISIBLE, Process, Signals, command_of, start, visible_gpus
-from cli.sweep.record import RunRecord, SweepDirectory, is_in_use
+from cli.sweep.commands import ANSWERS_FILE
+from cli.sweep.grid import GridError, GridPoint
+from cli.sweep.processes import VISIBLE_DEVICES_VARIABLE, RunProcess, SignalQueue, build_command, start, visible_gpus
+from cli.sweep.record import SweepDirectory, SweepRun, is_run_locked
 from cli.sweep.results import last_metrics, read_result
-from logger import duration
+from logger import format_duration
 from profiling.cores import usable_cores
 
 POLL_SECONDS = 0.2
-LINE_SECONDS = 60.0
+PROGRESS_LINE_SECONDS = 60.0
 """Between lines of progress where nobody watches a terminal."""
-SAVE_SECONDS = 120.0
+SAVE_TIMEOUT_SECONDS = 120.0
 """For a run to save in, where the sweep itself broke off."""
-STOPPED = (130, 138, 143, -2, -10, -15)
+STOPPED_EXIT_CODES = (130, 138, 143, -2, -10, -15)
 """Exit codes of a run that a signal ended, after it saved or before it began."""
 
 
-class Runner:
+class SweepRunner:
     """Runs the points of a sweep that are not done."""
 
     def __init__(
         self,
         sweep: SweepDirectory,
-        points: Sequence[Point],
+        points: Sequence[GridPoint],
         jobs: int,
         stream: TextIO,
         on_change: Callable[[], None] = lambda: None,
@@ -46,10 +46,10 @@ class Runner:
         """
         self._sweep, self._points, self._jobs = sweep, points, jobs
         self._stream, self._on_change = stream, on_change
-        self._going: dict[str, Process] = {}
+        self._running: dict[str, RunProcess] = {}
         self._gpus = visible_gpus() if jobs > 1 else []
         self._waiting = [point for point in points if not self._is_done(point)]
-        self._told = time.monotonic()
+        self._last_progress_time = time.monotonic()
         self._line_length = 0
 
     def run(self) -> int | None:
@@ -60,89 +60,94 @@ class Runner:
             OSError: the record or a log cannot be written; runs under way were asked to stop.
         """
         for point in self._waiting:
-            if is_in_use(self._sweep.run_path(point.name)):
+            if is_run_locked(self._sweep.run_path(point.name)):
                 raise GridError(
                     f"{self._sweep.run_path(point.name)} is in use by a process of an earlier sweep; wait for it or "
                     "stop it"
                 )
         done = len(self._points) - len(self._waiting)
         if done:
-            self._say(f"{done} of {len(self._points)} runs are done already")
-        with Signals() as signals:
+            self._print_message(f"{done} of {len(self._points)} runs are done already")
+        with SignalQueue() as signals:
             try:
-                while self._going or (self._waiting and signals.first is None):
+                while self._running or (self._waiting and signals.first is None):
                     self._step(signals)
             finally:
                 self._stop_all()
         return signals.first
 
-    def _step(self, signals: Signals) -> None:
+    def _step(self, signals: SignalQueue) -> None:
         number = signals.take()
         if number is not None:
-            self._pass_on(number)
-        while self._waiting and len(self._going) < self._jobs and signals.first is None:
+            self._forward_signal(number)
+        while self._waiting and len(self._running) < self._jobs and signals.first is None:
             self._start(self._waiting.pop(0))
-        for process in [*self._going.values()]:
+        for process in [*self._running.values()]:
             if process.popen.poll() is not None:
-                self._ended(process, is_stopping=signals.first is not None)
-        if self._going:
-            self._tell_progress()
+                self._record_end(process, is_stopping=signals.first is not None)
+        if self._running:
+            self._print_progress()
             time.sleep(POLL_SECONDS)
 
-    def _is_done(self, point: Point) -> bool:
+    def _is_done(self, point: GridPoint) -> bool:
         run = self._sweep.runs[point.name]
-        return run.status == "done" and read_result(self._sweep.kind.name, self._sweep.run_path(point.name)).is_final
+        return (
+            run.status == "done"
+            and read_result(self._sweep.sweep_command.name, self._sweep.run_path(point.name)).is_final
+        )
 
-    def _start(self, point: Point) -> None:
+    def _start(self, point: GridPoint) -> None:
         run, sweep = self._sweep.runs[point.name], self._sweep
         directory = sweep.run_path(point.name)
-        if sweep.kind.name == "infer":  # it has no checkpoints, and refuses a file with answers
+        if sweep.sweep_command.name == "infer":  # it has no checkpoints, and refuses a file with answers
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / ANSWERS).unlink(missing_ok=True)
+            (directory / ANSWERS_FILE).unlink(missing_ok=True)
         if not (directory / "checkpoints").is_dir():  # it begins anew
             run.seconds = 0.0
-        command = command_of(sweep.kind.module(point.config), sweep.config_path(point.name), self._overrides(point))
+        command = build_command(
+            sweep.sweep_command.module(point.config), sweep.config_path(point.name), self._overrides(point)
+        )
         run.status, run.exit_code, run.error, run.jobs = "running", None, [], self._jobs
         sweep.save()
-        self._going[point.name] = start(point.name, command, sweep.log_path(point.name), self._gpu_of(point))
-        self._say(f"{self._place(point.name)}: {point.label}")
+        self._running[point.name] = start(point.name, command, sweep.log_path(point.name), self._select_gpu(point))
+        self._print_message(f"{self._run_label(point.name)}: {point.label}")
 
-    def _overrides(self, point: Point) -> list[str]:
+    def _overrides(self, point: GridPoint) -> list[str]:
         """Cores are shared out between runs beside each other, unless the config says how many threads a run has."""
-        section, _, key = self._sweep.kind.threads_key.partition(".")
+        section, _, key = self._sweep.sweep_command.threads_key.partition(".")
         values: Mapping[str, Any] = point.config.model_dump()
         if self._jobs == 1 or values[section][key] is not None:
             return []
         return [f"{section}.{key}={max(1, usable_cores() // self._jobs)}"]
 
-    def _gpu_of(self, point: Point) -> dict[str, str]:
+    def _select_gpu(self, point: GridPoint) -> dict[str, str]:
         """Runs beside each other take a GPU each, the one that fewest have; one that starts ranks takes all."""
-        if len(self._gpus) < 2 or self._sweep.kind.module(point.config) == "cli.train_ddp":
+        if len(self._gpus) < 2 or self._sweep.sweep_command.module(point.config) == "cli.train_ddp":
             return {}
-        taken = [process.gpu for process in self._going.values()]
-        return {VISIBLE: min(self._gpus, key=taken.count)}
+        taken = [process.gpu for process in self._running.values()]
+        return {VISIBLE_DEVICES_VARIABLE: min(self._gpus, key=taken.count)}
 
-    def _ended(self, process: Process, is_stopping: bool) -> None:
-        del self._going[process.name]
+    def _record_end(self, process: RunProcess, is_stopping: bool) -> None:
+        del self._running[process.name]
         run, code = self._sweep.runs[process.name], process.popen.returncode
         run.seconds += process.elapsed
         run.exit_code = code
-        is_final = read_result(self._sweep.kind.name, self._sweep.run_path(run.name)).is_final
+        is_final = read_result(self._sweep.sweep_command.name, self._sweep.run_path(run.name)).is_final
         if code == 0 and is_final:
             run.status = "done"
-        elif code in STOPPED or (is_stopping and code != 0):
+        elif code in STOPPED_EXIT_CODES or (is_stopping and code != 0):
             run.status = "interrupted"
         else:
             run.status = "failed"
             run.error = process.last_lines() or ["it wrote nothing"]
         self._sweep.save()
         self._on_change()
-        self._say(f"{self._place(run.name)} {self._what_became(run)}")
+        self._print_message(f"{self._run_label(run.name)} {self._describe_outcome(run)}")
 
-    def _what_became(self, run: RunRecord) -> str:
-        took = duration(run.seconds)
+    def _describe_outcome(self, run: SweepRun) -> str:
+        took = format_duration(run.seconds)
         if run.status == "done":
-            result = read_result(self._sweep.kind.name, self._sweep.run_path(run.name))
+            result = read_result(self._sweep.sweep_command.name, self._sweep.run_path(run.name))
             bound = result.numbers.get("bound")
             shown = "" if bound is None else f", bound {bound.value:.3f} +- {bound.error or 0.0:.3f} nats per token"
             return f"is done after {took}{shown}"
@@ -153,34 +158,34 @@ class Runner:
         lines = "".join(f"\n    {line}" for line in run.error)
         return f"FAILED with {how} after {took}; {self._sweep.log_path(run.name)} ends with:{lines}"
 
-    def _pass_on(self, number: int) -> None:
-        how = "finish their step and save" if self._sweep.kind.name == "train" else "stop"
-        self._say(f"stopping: runs under way {how}; a second signal ends them at once")
+    def _forward_signal(self, number: int) -> None:
+        how = "finish their step and save" if self._sweep.sweep_command.name == "train" else "stop"
+        self._print_message(f"stopping: runs under way {how}; a second signal ends them at once")
         # Of these a run knows what to do: a training run saves, inference writes the page of what it has.
-        known = self._sweep.kind.name == "train" and number != signal.SIGHUP
-        for process in self._going.values():
-            process.ask_to_stop(number if known else signal.SIGINT)
+        known = self._sweep.sweep_command.name == "train" and number != signal.SIGHUP
+        for process in self._running.values():
+            process.send_signal(number if known else signal.SIGINT)
 
     def _stop_all(self) -> None:
         """Nothing goes on behind a sweep that breaks off; what it asked to stop may save first."""
-        for process in self._going.values():
-            process.ask_to_stop()
-        for process in self._going.values():
-            process.end_within(SAVE_SECONDS)
+        for process in self._running.values():
+            process.send_signal()
+        for process in self._running.values():
+            process.wait_or_kill(SAVE_TIMEOUT_SECONDS)
 
-    def _place(self, name: str) -> str:
+    def _run_label(self, name: str) -> str:
         number = next(index for index, point in enumerate(self._points, 1) if point.name == name)
         return f"run {number} of {len(self._points)}"
 
-    def _tell_progress(self) -> None:
+    def _print_progress(self) -> None:
         """A line that is drawn again in a terminal, and one a minute elsewhere."""
         is_terminal = self._stream.isatty()
-        if time.monotonic() < self._told + (1.0 if is_terminal else LINE_SECONDS):
+        if time.monotonic() < self._last_progress_time + (1.0 if is_terminal else PROGRESS_LINE_SECONDS):
             return
-        self._told = time.monotonic()
-        parts = [self._progress_of(process) for process in self._going.values()]
-        left = self._seconds_left() if self._waiting or len(self._going) > 1 else None
-        parts += [f"{duration(left)} left of the sweep"] if left is not None else []
+        self._last_progress_time = time.monotonic()
+        parts = [self._format_progress(process) for process in self._running.values()]
+        left = self._seconds_left() if self._waiting or len(self._running) > 1 else None
+        parts += [f"{format_duration(left)} left of the sweep"] if left is not None else []
         line = "; ".join(parts)
         if is_terminal:
             line = line[: max(20, shutil.get_terminal_size().columns - 1)]
@@ -188,11 +193,11 @@ class Runner:
             self._line_length = len(line)
             self._stream.flush()
         else:
-            self._say(line)
+            self._print_message(line)
 
-    def _progress_of(self, process: Process) -> str:
+    def _format_progress(self, process: RunProcess) -> str:
         metrics = last_metrics(self._sweep.run_path(process.name) / "metrics.jsonl")
-        place = f"{self._place(process.name)}, {duration(process.elapsed)}"
+        place = f"{self._run_label(process.name)}, {format_duration(process.elapsed)}"
         if metrics is None:
             return place
         step, values = metrics
@@ -202,25 +207,25 @@ class Runner:
         """By the mean time of the runs that are done, and what those under way say themselves."""
         done = [run.seconds for run in map(self._record, self._points) if run.status == "done" and run.seconds]
         own = {}
-        for process in self._going.values():
+        for process in self._running.values():
             metrics = last_metrics(self._sweep.run_path(process.name) / "metrics.jsonl")
             left = None if metrics is None else metrics[1].get("seconds_left")
             if isinstance(left, int | float):
                 own[process.name] = float(left)
-        if not done and len(own) < len(self._going):
+        if not done and len(own) < len(self._running):
             return None
         whole = [self._record_seconds(name) + left for name, left in own.items()]
         mean = sum(done) / len(done) if done else sum(whole) / len(whole)
-        under_way = [own.get(name, max(0.0, mean - process.elapsed)) for name, process in self._going.items()]
+        under_way = [own.get(name, max(0.0, mean - process.elapsed)) for name, process in self._running.items()]
         return (sum(under_way) + mean * len(self._waiting)) / min(self._jobs, len(under_way) + len(self._waiting))
 
-    def _record(self, point: Point) -> RunRecord:
+    def _record(self, point: GridPoint) -> SweepRun:
         return self._sweep.runs[point.name]
 
     def _record_seconds(self, name: str) -> float:
-        return self._sweep.runs[name].seconds + self._going[name].elapsed
+        return self._sweep.runs[name].seconds + self._running[name].elapsed
 
-    def _say(self, text: str) -> None:
+    def _print_message(self, text: str) -> None:
         if self._line_length:
             self._stream.write("\r" + " " * self._line_length + "\r")
             self._line_length = 0

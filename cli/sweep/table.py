@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from cli.sweep.grid import short_keys
 from cli.sweep.record import SweepDirectory
-from cli.sweep.results import INFER_COLUMNS, TRAIN_COLUMNS, Measured, Result, read_result
-from logger import duration
+from cli.sweep.results import INFER_COLUMNS, TRAIN_COLUMNS, Measurement, RunResult, read_result
+from logger import format_duration
 
 _COMPARED_BY_BYTES = ("tokenizer.", "model.init_from")
 _OTHER_ROWS = ("data.", "validation.")
 
 
 @dataclass(frozen=True)
-class TableRow:
+class SweepTableRow:
     """A run of a sweep, and what came of it."""
 
     name: str
@@ -27,18 +27,18 @@ class TableRow:
     seconds: float
     error: tuple[str, ...]
     jobs: int
-    result: Result
+    result: RunResult
     is_best: bool = False
 
 
 @dataclass(frozen=True)
-class Table:
+class SweepTable:
     """The runs in the order in which they are shown."""
 
     command: str
     keys: tuple[str, ...]
     """Dotted keys of the axes."""
-    rows: tuple[TableRow, ...]
+    rows: tuple[SweepTableRow, ...]
     notes: tuple[str, ...]
     """What has to be known to read the numbers."""
 
@@ -54,45 +54,45 @@ class Table:
         return [*(short[key] for key in self.keys), *self.columns.values(), "time", "status"]
 
 
-def build_table(sweep: SweepDirectory) -> Table:
+def build_table(sweep: SweepDirectory) -> SweepTable:
     """All runs of the sweep, the best first; of inference runs, in the order of the grid."""
-    command = sweep.kind.name
+    command = sweep.sweep_command.name
     keys = tuple(dict.fromkeys(key for run in sweep.runs.values() for key in run.values))
     rows = []
     for run in sweep.runs.values():
         result = read_result(command, sweep.run_path(run.name))
-        values = sweep.set_values(run.name, keys)
+        values = sweep.values_of_keys(run.name, keys)
         status = _status(run.status, result)
-        rows.append(TableRow(run.name, values, status, run.seconds, tuple(run.error), run.jobs, result))
+        rows.append(SweepTableRow(run.name, values, status, run.seconds, tuple(run.error), run.jobs, result))
     if command != "train":
-        return Table(command, keys, tuple(rows), (*_notes_of_models(keys), *_notes_of_speed(rows)))
+        return SweepTable(command, keys, tuple(rows), (*_model_notes(keys), *_speed_notes(rows)))
     by_bytes = any(key.startswith(_COMPARED_BY_BYTES) for key in keys)
-    ranked = _ranked(rows, "bits_per_byte" if by_bytes else "bound")
-    return Table(command, keys, tuple(ranked), tuple(_notes(keys, ranked, by_bytes)))
+    ranked = _rank_rows(rows, "bits_per_byte" if by_bytes else "bound")
+    return SweepTable(command, keys, tuple(ranked), tuple(_training_notes(keys, ranked, by_bytes)))
 
 
-def _status(status: str, result: Result) -> str:
+def _status(status: str, result: RunResult) -> str:
     if result.is_final or result.step is None or status == "done":
         return status
     return f"{status} at step {result.step:,}"
 
 
-def _ranked(rows: Sequence[TableRow], number: str) -> list[TableRow]:
+def _rank_rows(rows: Sequence[SweepTableRow], number: str) -> list[SweepTableRow]:
     """Finished runs by their number, then the others by theirs, then those without one."""
 
-    def place(row: TableRow) -> tuple[bool, float]:
+    def place(row: SweepTableRow) -> tuple[bool, float]:
         measured = row.result.numbers.get(number)
         return not row.result.is_final, math.inf if measured is None else measured.value
 
     ranked = sorted(rows, key=place)
     if ranked and ranked[0].result.is_final and number in ranked[0].result.numbers:
         best = ranked[0]
-        marked = TableRow(**{**vars(best), "is_best": True})
+        marked = SweepTableRow(**{**vars(best), "is_best": True})
         return [marked, *ranked[1:]]
     return ranked
 
 
-def _notes(keys: Sequence[str], rows: Sequence[TableRow], by_bytes: bool) -> list[str]:
+def _training_notes(keys: Sequence[str], rows: Sequence[SweepTableRow], by_bytes: bool) -> list[str]:
     notes = []
     number = "bits_per_byte" if by_bytes else "bound"
     if by_bytes:
@@ -101,7 +101,7 @@ def _notes(keys: Sequence[str], rows: Sequence[TableRow], by_bytes: bool) -> lis
         notes.append("The runs differ in [data] or [validation]: bounds on other rows do not compare.")
     if rows and rows[0].is_best:
         best = rows[0].result.numbers[number]
-        near = sum(_is_near(row.result, best, number) for row in rows[1:])
+        near = sum(_is_within_two_errors(row.result, best, number) for row in rows[1:])
         if near:
             which = "1 other is" if near == 1 else f"{near} others are"
             notes.append(
@@ -110,28 +110,28 @@ def _notes(keys: Sequence[str], rows: Sequence[TableRow], by_bytes: bool) -> lis
             )
     if any(not row.result.is_final and row.result.numbers.get("bound") for row in rows):
         notes.append("Numbers of runs that are not done are those of their last validation.")
-    return [*notes, *_notes_of_speed(rows)]
+    return [*notes, *_speed_notes(rows)]
 
 
-def _notes_of_models(keys: Sequence[str]) -> list[str]:
+def _model_notes(keys: Sequence[str]) -> list[str]:
     if "model.path" not in keys:
         return []
     return ["The runs differ in their model: log-probabilities and tokens compare where the tokenizer is the same."]
 
 
-def _notes_of_speed(rows: Sequence[TableRow]) -> list[str]:
+def _speed_notes(rows: Sequence[SweepTableRow]) -> list[str]:
     jobs = max((row.jobs for row in rows), default=1)
     return [f"Up to {jobs} runs shared the machine: tokens/s and time are those of a shared one."] if jobs > 1 else []
 
 
-def _is_near(result: Result, best: Measured, number: str) -> bool:
+def _is_within_two_errors(result: RunResult, best: Measurement, number: str) -> bool:
     measured = result.numbers.get(number)
     if measured is None or not result.is_final:
         return False
     return measured.value - best.value <= 2.0 * math.hypot(measured.error or 0.0, best.error or 0.0)
 
 
-def shown_number(name: str, measured: Measured | None) -> str:
+def format_measurement(name: str, measured: Measurement | None) -> str:
     """A number with its error, with as many digits as people read."""
     if measured is None:
         return ""
@@ -142,19 +142,19 @@ def shown_number(name: str, measured: Measured | None) -> str:
     return f"{measured.value:.{digits}f}{error}"
 
 
-def cells(table: Table, row: TableRow) -> list[str]:
+def format_cells(table: SweepTable, row: SweepTableRow) -> list[str]:
     """A row's texts, under the headings."""
     return [
         *(row.values[key] for key in table.keys),
-        *(shown_number(name, row.result.numbers.get(name)) for name in table.columns),
-        duration(row.seconds) if row.seconds else "",
+        *(format_measurement(name, row.result.numbers.get(name)) for name in table.columns),
+        format_duration(row.seconds) if row.seconds else "",
         f"{row.status}, best" if row.is_best else row.status,
     ]
 
 
-def render_text(table: Table) -> str:
+def render_text(table: SweepTable) -> str:
     """For a terminal: columns with a width of their own, numbers to the right."""
-    grid = [table.headings, *(cells(table, row) for row in table.rows)]
+    grid = [table.headings, *(format_cells(table, row) for row in table.rows)]
     widths = [max(len(line[column]) for line in grid) for column in range(len(grid[0]))]
     lines = []
     for line in grid:
@@ -167,21 +167,24 @@ def render_text(table: Table) -> str:
     return "\n".join([*lines, *(f"\n{note}" for note in table.notes)])
 
 
-def render_markdown(table: Table, title: str) -> str:
+def render_markdown(table: SweepTable, title: str) -> str:
     """``sweep.md``."""
     last = len(table.headings) - 1
-    lines = [f"# {_cell(title)}", "", "| " + " | ".join(map(_cell, table.headings)) + " |"]
+    lines = [f"# {_escape_cell(title)}", "", "| " + " | ".join(map(_escape_cell, table.headings)) + " |"]
     lines.append("|" + "|".join(" --- " if column == last else " ---: " for column in range(last + 1)) + "|")
     for row in table.rows:
-        marked = [f"**{_cell(cell)}**" if row.is_best and cell else _cell(cell) for cell in cells(table, row)]
+        marked = [
+            f"**{_escape_cell(cell)}**" if row.is_best and cell else _escape_cell(cell)
+            for cell in format_cells(table, row)
+        ]
         lines.append("| " + " | ".join(marked) + " |")
     failed = [row for row in table.rows if row.error]
     for row in failed:
-        lines += ["", f"{_cell(row.name)} ended with:", "", *(f"    {line}" for line in row.error)]
+        lines += ["", f"{_escape_cell(row.name)} ended with:", "", *(f"    {line}" for line in row.error)]
     return "\n".join([*lines, *(f"\n{note}" for note in table.notes)]) + "\n"
 
 
-def render_json_lines(table: Table) -> str:
+def render_json_lines(table: SweepTable) -> str:
     """``sweep.jsonl``: a run a line, in the order of the table."""
     lines = []
     for row in table.rows:
@@ -206,5 +209,5 @@ def render_json_lines(table: Table) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

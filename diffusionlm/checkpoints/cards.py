@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from config.model import ModelConfig
-from config.model_directory import GENERATION, read_generation
-from config.spelling import ids_of
+from config.model_directory import GENERATION_CONFIG_FILE, read_generation_config
+from config.spelling import list_eos_token_ids
 
 
-def generation_defaults(config: ModelConfig) -> dict[str, Any]:
+def default_generation_config(config: ModelConfig) -> dict[str, Any]:
     """What generation_config.json says: the tokens that end and pad a text."""
     values = {"eos_token_id": list(config.stop_token_ids) or config.eos_token_id, "pad_token_id": config.pad_token_id}
     return {key: value for key, value in values.items() if value is not None}
 
 
-def generation_text(config: ModelConfig, source: Path | None) -> str:
+def format_generation_config(config: ModelConfig, source: Path | None) -> str:
     """generation_config.json: that of the source, if there is one, with all the tokens that end a text.
 
     It stays as it is if nothing is missing in it: what it says of temperatures is for other programs.
@@ -25,13 +25,17 @@ def generation_text(config: ModelConfig, source: Path | None) -> str:
     Raises:
         ValueError: the source's is no JSON object; names the file.
     """
-    theirs = None if source is None else read_generation(source)
+    theirs = None if source is None else read_generation_config(source)
     if source is None or theirs is None:
-        return json.dumps(generation_defaults(config), indent=2) + "\n"
-    ours = ids_of({"eos_token_id": config.eos_token_id}) if not config.stop_token_ids else list(config.stop_token_ids)
+        return json.dumps(default_generation_config(config), indent=2) + "\n"
+    ours = (
+        list_eos_token_ids({"eos_token_id": config.eos_token_id})
+        if not config.stop_token_ids
+        else list(config.stop_token_ids)
+    )
     # As they are read: config.json, which has the first one, comes before.
-    read = dict.fromkeys([*ours[:1], *ids_of(theirs)])
+    read = dict.fromkeys([*ours[:1], *list_eos_token_ids(theirs)])
     if [each for each in read if each in ours] == ours:
-        return (source / GENERATION).read_text(encoding="utf-8")
+        return (source / GENERATION_CONFIG_FILE).read_text(encoding="utf-8")
     kept = {key: value for key, value in theirs.items() if key != "_from_model_config"}
     return json.dumps(kept | {"eos_token_id": list(dict.fromkeys([*ours, *read]))}, indent=2) + "\n"

@@ -13,40 +13,40 @@ import torch
 from torch import Tensor
 
 from config.convert import ConvertConfig, DiffusionSection
-from config.families import FAMILIES, natural_family, to_json
+from config.families import FAMILIES, infer_model_type, to_config_json
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import (
-    load_as,
+    load_model_with_config,
     load_tokenizer,
-    read_config,
+    read_model_config,
     resolve_model_directory,
     save_model_directory,
-    verify_model,
+    verify_model_files,
 )
-from diffusionlm.checkpoints.manifest import write_directory
+from diffusionlm.checkpoints.manifest import write_directory_atomically
 from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
 from diffusionlm.models.transformer import Transformer
 from tokenizer import SentencePieceTokenizer, Tokenizer, load_chat_template, save_chat_template
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """What a conversion will do."""
 
     source: Path
-    before: ModelConfig
-    after: ModelConfig
+    source_config: ModelConfig
+    target_config: ModelConfig
     tokenizer: Tokenizer
     """As it will be written."""
-    steps: tuple[str, ...]
+    descriptions: tuple[str, ...]
     """For people, in order."""
-    fresh_row: int | None
+    new_mask_row: int | None
     """Row of the embedding (and of the head) that gets the mean of the others: what no token has used says nothing."""
 
 
-def plan_conversion(config: ConvertConfig) -> Plan:
+def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     """What will be done; nothing is written, and no weights are read.
 
     Raises:
@@ -58,52 +58,54 @@ def plan_conversion(config: ConvertConfig) -> Plan:
     if config.target.exists():
         raise ValueError(f"target = {config.target} exists already: name another directory, or remove it")
     source = resolve_model_directory(config.source)
-    before, tokenizer = read_config(source), load_tokenizer(source)
-    steps = [f"read {source}: {before.num_hidden_layers} layers, {before.vocab_size:,} rows of the embedding"]
-    after, fresh = before, None
+    source_config, tokenizer = read_model_config(source), load_tokenizer(source)
+    descriptions = [
+        f"read {source}: {source_config.num_hidden_layers} layers, {source_config.vocab_size:,} rows of the embedding"
+    ]
+    target_config, fresh = source_config, None
     if config.diffusion is not None:
-        after, tokenizer, fresh, added = _to_diffusion(config.diffusion, before, tokenizer)
-        steps += added
+        target_config, tokenizer, fresh, added = _add_mask_token(config.diffusion, source_config, tokenizer)
+        descriptions += added
     if config.model_type is not None:
-        after = _in_family(config.model_type, after)
-    values = to_json(after)
-    steps.append(f"write it as model_type = {values['model_type']!r} ({values['architectures'][0]})")
-    ordinary = {token_id: token.decode(errors="replace") for token, token_id in tokenizer.vocab.items()}
-    check_vocabulary(Vocabulary(ordinary, tokenizer.vocab_size), after, source)
+        target_config = _change_family(config.model_type, target_config)
+    values = to_config_json(target_config)
+    descriptions.append(f"write it as model_type = {values['model_type']!r} ({values['architectures'][0]})")
+    ordinary_tokens = {token_id: token.decode(errors="replace") for token, token_id in tokenizer.vocab.items()}
+    check_vocabulary(Vocabulary(ordinary_tokens, tokenizer.vocab_size), target_config, source)
     dtype = "their dtype" if config.dtype == "keep" else config.dtype
-    steps.append(f"write {config.target}: weights in {dtype}, files of up to {config.max_shard_gigabytes:g} GB")
-    return Plan(source, before, after, tokenizer, tuple(steps), fresh)
+    descriptions.append(f"write {config.target}: weights in {dtype}, files of up to {config.max_shard_gigabytes:g} GB")
+    return ConversionPlan(source, source_config, target_config, tokenizer, tuple(descriptions), fresh)
 
 
-def _to_diffusion(
-    wanted: DiffusionSection, before: ModelConfig, tokenizer: Tokenizer
+def _add_mask_token(
+    section: DiffusionSection, source_config: ModelConfig, tokenizer: Tokenizer
 ) -> tuple[ModelConfig, Tokenizer, int | None, list[str]]:
     """The config and the tokenizer with a mask token, the row that is new, and what was done."""
-    token_id, fresh, steps = _mask_row(wanted, before, tokenizer)
-    if wanted.mask_token not in tokenizer.special_tokens and isinstance(tokenizer, SentencePieceTokenizer):
+    token_id, fresh, descriptions = _choose_mask_row(section, source_config, tokenizer)
+    if section.mask_token not in tokenizer.special_tokens and isinstance(tokenizer, SentencePieceTokenizer):
         raise ValueError(
-            f"diffusion.mask_token = {wanted.mask_token!r} cannot be added to a SentencePiece tokenizer: name one of "
+            f"diffusion.mask_token = {section.mask_token!r} cannot be added to a SentencePiece tokenizer: name one of "
             f"its special tokens, such as an unused one, of {sorted(tokenizer.special_tokens)[:20]}"
         )
-    made = tokenizer.with_mask_token(wanted.mask_token, token_id)
-    alignment = before.logit_alignment if wanted.logit_alignment == "keep" else wanted.logit_alignment
-    after = before.model_copy(
+    made = tokenizer.with_mask_token(section.mask_token, token_id)
+    alignment = source_config.logit_alignment if section.logit_alignment == "keep" else section.logit_alignment
+    target_config = source_config.model_copy(
         update={
-            "vocab_size": max(before.vocab_size, token_id + 1),
+            "vocab_size": max(source_config.vocab_size, token_id + 1),
             "mask_token_id": token_id,
-            "block_length": wanted.block_length,
+            "block_length": section.block_length,
             "logit_alignment": alignment,
-            "tie_word_embeddings": before.tie_word_embeddings and not wanted.untie_head,
+            "tie_word_embeddings": source_config.tie_word_embeddings and not section.untie_head,
         }
     )
-    blocks = "the whole sequence at once" if wanted.block_length is None else f"blocks of {wanted.block_length}"
-    steps.append(f"{blocks}; outputs {alignment.replace('_', ' ')}")
-    if wanted.untie_head and before.tie_word_embeddings:
-        steps.append("the head gets a copy of the embedding")
-    return ModelConfig.model_validate(after.model_dump()), made, fresh, steps
+    blocks = "the whole sequence at once" if section.block_length is None else f"blocks of {section.block_length}"
+    descriptions.append(f"{blocks}; outputs {alignment.replace('_', ' ')}")
+    if section.untie_head and source_config.tie_word_embeddings:
+        descriptions.append("the head gets a copy of the embedding")
+    return ModelConfig.model_validate(target_config.model_dump()), made, fresh, descriptions
 
 
-def _in_family(model_type: str, config: ModelConfig) -> ModelConfig:
+def _change_family(model_type: str, config: ModelConfig) -> ModelConfig:
     """The same model in the words of another family.
 
     Raises:
@@ -118,64 +120,66 @@ def _in_family(model_type: str, config: ModelConfig) -> ModelConfig:
             wrong.append(
                 f"logit_alignment = {config.logit_alignment!r} (it has {alignment!r}; see diffusion.logit_alignment)"
             )
-        if family.has_blocks_in_name and config.block_length is None:
+        if family.has_block_size_key and config.block_length is None:
             wrong.append("no block_length (set diffusion.block_length)")
     if wrong:
         raise ValueError(f"model_type = {model_type!r}: the family cannot express a model with {'; '.join(wrong)}")
-    said = None if natural_family(config) == model_type else model_type
+    said = None if infer_model_type(config) == model_type else model_type
     return config.model_copy(update={"model_type": said})
 
 
-def _mask_row(wanted: DiffusionSection, before: ModelConfig, tokenizer: Tokenizer) -> tuple[int, int | None, list[str]]:
+def _choose_mask_row(
+    section: DiffusionSection, source_config: ModelConfig, tokenizer: Tokenizer
+) -> tuple[int, int | None, list[str]]:
     """The mask token's id, whether its row is to be filled, and why."""
-    name, known = wanted.mask_token, tokenizer.special_tokens.get(wanted.mask_token)
+    name, known = section.mask_token, tokenizer.special_tokens.get(section.mask_token)
     if known is not None:
-        if wanted.mask_token_id not in (None, known):
+        if section.mask_token_id not in (None, known):
             raise ValueError(
-                f"diffusion.mask_token_id = {wanted.mask_token_id}, but {name!r} has the id {known} in the tokenizer: "
+                f"diffusion.mask_token_id = {section.mask_token_id}, but {name!r} has the id {known} in the tokenizer: "
                 "leave it out, or choose another mask_token"
             )
-        fresh = known if known >= before.vocab_size else None
+        fresh = known if known >= source_config.vocab_size else None
         return known, fresh, [f"the mask token is {name!r}, id {known}, of the tokenizer"]
     used = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
-    if wanted.mask_token_id is not None:
-        if wanted.mask_token_id in used:
-            taken = tokenizer.decode([wanted.mask_token_id])
+    if section.mask_token_id is not None:
+        if section.mask_token_id in used:
+            taken = tokenizer.decode([section.mask_token_id])
             raise ValueError(
-                f"diffusion.mask_token_id = {wanted.mask_token_id} is the token {taken!r}: name an id that no token has"
+                f"diffusion.mask_token_id = {section.mask_token_id} is the token {taken!r}: name an id that no token has"
             )
-        if wanted.mask_token_id > before.vocab_size:
+        if section.mask_token_id > source_config.vocab_size:
             raise ValueError(
-                f"diffusion.mask_token_id = {wanted.mask_token_id} would leave rows without tokens: the embedding has "
-                f"{before.vocab_size} rows, the next one is {before.vocab_size}"
+                f"diffusion.mask_token_id = {section.mask_token_id} would leave rows without tokens: the embedding has "
+                f"{source_config.vocab_size} rows, the next one is {source_config.vocab_size}"
             )
-        token_id = wanted.mask_token_id
+        token_id = section.mask_token_id
     else:
-        token_id = next((row for row in range(before.vocab_size) if row not in used), before.vocab_size)
-    where = "a new row" if token_id >= before.vocab_size else "a row that no token used"
+        token_id = next((row for row in range(source_config.vocab_size) if row not in used), source_config.vocab_size)
+    where = "a new row" if token_id >= source_config.vocab_size else "a row that no token used"
     return token_id, token_id, [f"add {name!r} with the id {token_id}, {where}; it gets the mean of the others"]
 
 
-def convert(plan: Plan, config: ConvertConfig, say: Callable[[str], None]) -> None:
+def convert(plan: ConversionPlan, config: ConvertConfig, log: Callable[[str], None]) -> None:
     """Carry out a plan. The target appears when it is complete, or not at all.
 
     Raises:
         ValueError: weights that do not fit, or no room to write.
     """
     assert config.target is not None, "the plan has one"
-    for step in plan.steps:
-        say(step)
-    verify_model(plan.source)
-    model = load_as(plan.before, plan.source, dtype=config.dtype)
+    for step in plan.descriptions:
+        log(step)
+    verify_model_files(plan.source)
+    model = load_model_with_config(plan.source_config, plan.source, dtype=config.dtype)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    if not plan.after.tie_word_embeddings and HEAD not in weights:
-        weights[HEAD] = weights[EMBEDDING].clone()
-    if plan.fresh_row is not None:
-        for name in (EMBEDDING, HEAD):
+    if not plan.target_config.tie_word_embeddings and HEAD_WEIGHT not in weights:
+        weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT].clone()
+    if plan.new_mask_row is not None:
+        for name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
             if name in weights:
-                weights[name] = _with_row(weights[name], plan.fresh_row)
+                weights[name] = _fill_row_with_mean(weights[name], plan.new_mask_row)
     with torch.device("meta"):
-        shape = Transformer(plan.after)
+        shape = Transformer(plan.target_config)
     template, shard_bytes = load_chat_template(plan.source), int(config.max_shard_gigabytes * 10**9)
 
     def write(folder: Path) -> None:
@@ -183,10 +187,10 @@ def convert(plan: Plan, config: ConvertConfig, say: Callable[[str], None]) -> No
         if template is not None:
             save_chat_template(template, folder)
 
-    write_directory(config.target, write)
+    write_directory_atomically(config.target, write)
 
 
-def _with_row(table_VD: Tensor, row: int) -> Tensor:
+def _fill_row_with_mean(table_VD: Tensor, row: int) -> Tensor:
     """The table with the mean of its other rows in one row, which may be the first one behind its end."""
     others = torch.cat([table_VD[:row], table_VD[row + 1 :]])
     mean_D = others.double().mean(0, keepdim=True).to(table_VD.dtype)

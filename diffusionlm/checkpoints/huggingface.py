@@ -9,32 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config.families import to_json
+from config.families import to_config_json
 from config.model import ModelConfig
-from config.model_directory import GENERATION, read_config, resolve_model_directory
+from config.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
 from diffusionlm.checkpoints import llada
-from diffusionlm.checkpoints.cards import generation_text
-from diffusionlm.checkpoints.manifest import verify
-from diffusionlm.checkpoints.model_card import write_card
+from diffusionlm.checkpoints.cards import format_generation_config
+from diffusionlm.checkpoints.manifest import verify_directory
+from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
-from diffusionlm.checkpoints.weights import WEIGHTS, load_weights, save_weights, saved_dtype, weight_files
-from diffusionlm.models.attention import Backend
+from diffusionlm.checkpoints.weights import WEIGHTS, list_weight_files, load_weights, read_saved_dtype, save_weights
+from diffusionlm.models.attention import AttentionBackend
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, save_tokenizer
 from tokenizer import load_tokenizer as load_tokenizer_files
 
 __all__ = [
     "WEIGHTS",
-    "config_json",
-    "load_as",
+    "build_config_json",
     "load_model",
+    "load_model_with_config",
     "load_tokenizer",
     "load_weights",
-    "read_config",
+    "read_model_config",
     "resolve_model_directory",
     "save_model",
     "save_model_directory",
-    "verify_model",
+    "verify_model_files",
 ]
 
 DTYPES = {
@@ -50,7 +50,7 @@ def load_model(
     *,
     device: str = "cpu",
     dtype: str = "float32",
-    attention_backend: Backend = "auto",
+    attention_backend: AttentionBackend = "auto",
 ) -> Transformer:
     """A model directory, a checkpoint or a run directory, ready for inference.
 
@@ -68,29 +68,32 @@ def load_model(
     if dtype not in (*DTYPES, "keep"):
         raise ValueError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}, keep")
     directory = resolve_model_directory(path)
-    verify_model(directory)
-    config, vocabulary = read_config(directory), read_vocabulary(directory)
+    verify_model_files(directory)
+    config, vocabulary = read_model_config(directory), read_vocabulary(directory)
     if vocabulary is not None:
         check_vocabulary(vocabulary, config, directory)
-    return load_as(config, directory, device=device, dtype=dtype, attention_backend=attention_backend)
+    return load_model_with_config(config, directory, device=device, dtype=dtype, attention_backend=attention_backend)
 
 
-def verify_model(directory: Path) -> None:
+def verify_model_files(directory: Path) -> None:
     """Compare what a model is read from with the manifest, if there is one.
 
     Raises:
         ValueError: no weights, or a file that is missing, truncated or changed; names it.
     """
-    verify(directory, only={"config.json", GENERATION, *(file.name for file in weight_files(directory))})
+    verify_directory(
+        directory,
+        file_names={"config.json", GENERATION_CONFIG_FILE, *(file.name for file in list_weight_files(directory))},
+    )
 
 
-def load_as(
+def load_model_with_config(
     config: ModelConfig,
     directory: Path,
     *,
     device: str = "cpu",
     dtype: str = "float32",
-    attention_backend: Backend = "auto",
+    attention_backend: AttentionBackend = "auto",
 ) -> Transformer:
     """The weights of a directory in a model of this config, whatever tokenizer lies beside them.
 
@@ -99,14 +102,14 @@ def load_as(
     """
     with torch.device("meta"):
         model = Transformer(config, attention_backend=attention_backend)
-    wanted = DTYPES[dtype] if dtype != "keep" else saved_dtype(directory)
+    wanted = DTYPES[dtype] if dtype != "keep" else read_saved_dtype(directory)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             # Not to_empty: operations on the meta device load sympy, which takes longer than a small model does.
             setattr(module, name, torch.nn.Parameter(torch.empty(parameter.shape, dtype=wanted, device=device)))
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    load_weights(model, directory, adopt=True)
+    load_weights(model, directory, mmap=True)
     return model.eval()
 
 
@@ -137,11 +140,11 @@ def save_model(
         ValueError: no checkpoint of the family holds such a model, or a size that is none.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
-    values = config_json(model.config, next(iter(tensors.values())).dtype)
+    values = build_config_json(model.config, next(iter(tensors.values())).dtype)
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    (directory / GENERATION).write_text(generation_text(model.config, None), encoding="utf-8")
+    (directory / GENERATION_CONFIG_FILE).write_text(format_generation_config(model.config, None), encoding="utf-8")
     if model.config.model_type == "llada":
-        tensors = {llada.file_name(name): tensor for name, tensor in tensors.items()}
+        tensors = {llada.stored_name(name): tensor for name, tensor in tensors.items()}
     save_weights(tensors, directory, max_shard_size)
 
 
@@ -171,16 +174,16 @@ def save_model_directory(
     directory.mkdir(parents=True, exist_ok=True)
     save_model(model, directory, weights, max_shard_size=max_shard_size)
     save_tokenizer(tokenizer, directory)
-    (directory / GENERATION).write_text(generation_text(model.config, source), encoding="utf-8")
+    (directory / GENERATION_CONFIG_FILE).write_text(format_generation_config(model.config, source), encoding="utf-8")
     written = dict(model.named_parameters()) if weights is None else weights
-    write_card(directory, model.config, written, source=source)
+    write_model_card(directory, model.config, written, source=source)
 
 
-def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def build_config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """What config.json says: the family's names, and the three that diffusion adds.
 
     Raises:
         ValueError: an option that the family's config.json cannot say; names it.
     """
     values = {"dtype": str(dtype).removeprefix("torch."), "use_cache": False}
-    return {**to_json(config), **values}
+    return {**to_config_json(config), **values}

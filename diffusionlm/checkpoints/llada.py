@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_TENSORS = {
+_LAYER_TENSOR_NAMES = {
     "attn_norm": "input_layernorm",
     "q_proj": "self_attn.q_proj",
     "k_proj": "self_attn.k_proj",
@@ -15,29 +15,29 @@ _TENSORS = {
     "up_proj": "mlp.up_proj",
     "ff_out": "mlp.down_proj",
 }
-_OUTER = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
-_TRUNK = "model.transformer."
+_OUTER_TENSOR_NAMES = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
+_TENSOR_PREFIX = "model.transformer."
 
 
-def canonical_name(name: str) -> str:
+def parameter_name(name: str) -> str:
     """The name that Llama has for a tensor of LLaDA; any other name as it is."""
-    if not name.startswith(_TRUNK):
+    if not name.startswith(_TENSOR_PREFIX):
         return name
-    parts = name.removeprefix(_TRUNK).rsplit(".", 1)
-    if len(parts) == 2 and parts[0] in _OUTER:
-        return f"{_OUTER[parts[0]]}.{parts[1]}"
-    match = re.fullmatch(r"blocks\.(\d+)\.(\w+)\.(\w+)", name.removeprefix(_TRUNK))
-    if match is None or match[2] not in _TENSORS:
+    parts = name.removeprefix(_TENSOR_PREFIX).rsplit(".", 1)
+    if len(parts) == 2 and parts[0] in _OUTER_TENSOR_NAMES:
+        return f"{_OUTER_TENSOR_NAMES[parts[0]]}.{parts[1]}"
+    match = re.fullmatch(r"blocks\.(\d+)\.(\w+)\.(\w+)", name.removeprefix(_TENSOR_PREFIX))
+    if match is None or match[2] not in _LAYER_TENSOR_NAMES:
         return name
-    return f"model.layers.{match[1]}.{_TENSORS[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{_LAYER_TENSOR_NAMES[match[2]]}.{match[3]}"
 
 
-def file_name(name: str) -> str:
+def stored_name(name: str) -> str:
     """The name that LLaDA has for one of Llama's tensors."""
     stem, _, kind = name.rpartition(".")
-    for theirs, ours in _OUTER.items():
+    for theirs, ours in _OUTER_TENSOR_NAMES.items():
         if stem == ours:
-            return f"{_TRUNK}{theirs}.{kind}"
+            return f"{_TENSOR_PREFIX}{theirs}.{kind}"
     layer, _, module = stem.removeprefix("model.layers.").partition(".")
-    theirs = next(theirs for theirs, ours in _TENSORS.items() if ours == module)
-    return f"{_TRUNK}blocks.{layer}.{theirs}.{kind}"
+    theirs = next(theirs for theirs, ours in _LAYER_TENSOR_NAMES.items() if ours == module)
+    return f"{_TENSOR_PREFIX}blocks.{layer}.{theirs}.{kind}"

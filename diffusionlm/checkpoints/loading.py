@@ -9,7 +9,7 @@ from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.models.transformer import Transformer
 
 
-def open_model(config: InferModelConfig) -> Transformer:
+def load_configured_model(config: InferModelConfig) -> Transformer:
     """Load the model to its device, with the number of threads set.
 
     Raises:

@@ -10,21 +10,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from config.families import natural_family
+from config.families import infer_model_type
 from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
-from diffusionlm.checkpoints.manifest import MANIFEST, Entries, entries_of
-from files.atomic import replace_text
+from diffusionlm.checkpoints.manifest import MANIFEST, ManifestEntries, make_manifest_entries
+from files.atomic import write_text_atomic
 from profiling.flops import count_idle_parameters
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 TRAINING_HEADING = "## Training"
-_OUTSIDE = (CARD, MANIFEST, "state.json")
+_UNLISTED_FILES = (CARD_FILE, MANIFEST, "state.json")
 """Files that the card says nothing of: they are about it, or not of the model."""
 
 
 @dataclass(frozen=True)
-class Source:
+class CardDataSource:
     """Data that a model was trained on."""
 
     name: str
@@ -39,7 +39,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Bound:
+class ValidationBound:
     """What a validation came to, in nats per token."""
 
     nats_per_token: float
@@ -50,7 +50,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Training:
+class CardTraining:
     """How a model was made. Plain values: the run goes on while its card is written."""
 
     name: str
@@ -62,7 +62,7 @@ class Training:
     row_length: int
     """Tokens of a row."""
     tokens_seen: int
-    sources: tuple[Source, ...]
+    sources: tuple[CardDataSource, ...]
     objective: str
     """TOML."""
     optimizer: str
@@ -72,14 +72,14 @@ class Training:
     """The model that the weights began as."""
     ema_decay: float = 0.0
     """Of the average that the weights are; 0: they are none."""
-    bound: Bound | None = None
+    bound: ValidationBound | None = None
 
 
-def write_card(
+def write_model_card(
     folder: Path,
     config: ModelConfig,
     weights: Mapping[str, Tensor],
-    training: Training | None = None,
+    training: CardTraining | None = None,
     source: Path | None = None,
 ) -> None:
     """README.md of a model directory, whose other files are all there.
@@ -94,20 +94,20 @@ def write_card(
     Raises:
         OSError: a file cannot be read, or the card written.
     """
-    made = "" if training is None else _training_section(training)
+    training_text = "" if training is None else _training_section(training)
     if source is not None:
-        made += _conversion_section(source)
+        training_text += _conversion_section(source)
     name = None if training is None else training.name
-    datasets = () if source is None else _datasets_of(_card_in(source))
+    datasets = () if source is None else _parse_datasets(_read_card(source))
     if training is not None:
         datasets += tuple(each.dataset for each in training.sources if each.dataset)
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _OUTSIDE]
-    numbers = sum(weight.numel() for weight in weights.values())
-    text = _card(config, numbers, entries_of(folder, files), made, name, datasets)
-    (folder / CARD).write_text(text, encoding="utf-8")
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _UNLISTED_FILES]
+    num_parameters = sum(weight.numel() for weight in weights.values())
+    text = _format_card(config, num_parameters, make_manifest_entries(folder, files), training_text, name, datasets)
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
-def update_training(folder: Path, training: Training) -> None:
+def update_training_section(folder: Path, training: CardTraining) -> None:
     """Say what became known of a run after its checkpoint was sealed, in the card of that.
 
     Whenever this is interrupted, the checkpoint verifies: the manifest has no entry of the card while it changes.
@@ -116,36 +116,42 @@ def update_training(folder: Path, training: Training) -> None:
         OSError: something cannot be written.
         ValueError: the card or the manifest are not what was written with the weights; they stay as they are.
     """
-    card = (folder / CARD).read_text(encoding="utf-8")
-    found = _section(card)
+    card = (folder / CARD_FILE).read_text(encoding="utf-8")
+    found = _find_training_section(card)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        others = {name: entry for name, entry in manifest["files"].items() if name != CARD}
+        others = {name: entry for name, entry in manifest["files"].items() if name != CARD_FILE}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / MANIFEST}: damaged manifest: {error!r}") from error
     if found is None:
-        raise ValueError(f"{folder / CARD} has no {TRAINING_HEADING!r}")
-    _seal(folder, others)
-    replace_text(folder / CARD, card.replace(found, _training_section(training).strip(), 1))
-    _seal(folder, others | entries_of(folder, [folder / CARD]))
+        raise ValueError(f"{folder / CARD_FILE} has no {TRAINING_HEADING!r}")
+    _write_manifest(folder, others)
+    write_text_atomic(folder / CARD_FILE, card.replace(found, _training_section(training).strip(), 1))
+    _write_manifest(folder, others | make_manifest_entries(folder, [folder / CARD_FILE]))
 
 
-def _seal(folder: Path, entries: Entries) -> None:
-    replace_text(folder / MANIFEST, json.dumps({"files": dict(sorted(entries.items()))}, indent=1) + "\n")
+def _write_manifest(folder: Path, entries: ManifestEntries) -> None:
+    write_text_atomic(folder / MANIFEST, json.dumps({"files": dict(sorted(entries.items()))}, indent=1) + "\n")
 
 
-def _card(
-    config: ModelConfig, numbers: int, files: Entries, made: str, name: str | None, datasets: tuple[str, ...]
+def _format_card(
+    config: ModelConfig,
+    num_parameters: int,
+    files: ManifestEntries,
+    training_text: str,
+    name: str | None,
+    datasets: tuple[str, ...],
 ) -> str:
-    family = config.model_type or natural_family(config)
+    family = config.model_type or infer_model_type(config)
     title = family if name is None else name
     sums = {each: f"{entry['bytes']:,} bytes, SHA-256 `{entry['sha256']}`" for each, entry in files.items()}
-    unknown = "" if made else f"{TRAINING_HEADING}\n\nNothing is known here of how it was made.\n\n"
+    unknown = "" if training_text else f"{TRAINING_HEADING}\n\nNothing is known here of how it was made.\n\n"
     return (
-        f"{_front_matter(config, datasets)}\n# {_plain(title)}, {numbers:,} parameters\n\n{_kind(config)}.\n\n"
-        f"## Architecture\n\n{_table(_architecture(config, family, numbers))}\n\n{made}{unknown}"
+        f"{_front_matter(config, datasets)}\n# {_escape_markdown(title)}, {num_parameters:,} parameters\n\n"
+        f"{_describe_model_kind(config)}.\n\n"
+        f"## Architecture\n\n{_format_table(_architecture_rows(config, family, num_parameters))}\n\n{training_text}{unknown}"
         f"{_use_section(config)}{_limits_section(config)}"
-        f"## Files\n\n{_table(sums)}\n"
+        f"## Files\n\n{_format_table(sums)}\n"
     )
 
 
@@ -160,7 +166,7 @@ def _front_matter(config: ModelConfig, datasets: tuple[str, ...]) -> str:
     return "\n".join(["---", *lines, "---", ""])
 
 
-def _kind(config: ModelConfig) -> str:
+def _describe_model_kind(config: ModelConfig) -> str:
     if config.is_autoregressive:
         return "An autoregressive language model"
     if config.block_length is None:
@@ -168,10 +174,10 @@ def _kind(config: ModelConfig) -> str:
     return f"A block diffusion language model, which fills blocks of {config.block_length} tokens one after the other"
 
 
-def _architecture(config: ModelConfig, family: str, numbers: int) -> dict[str, str]:
+def _architecture_rows(config: ModelConfig, family: str, num_parameters: int) -> dict[str, str]:
     rows: dict[str, object] = {
         "family (`model_type`)": family,
-        "parameters": f"{numbers:,}",
+        "parameters": f"{num_parameters:,}",
         "layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
         "feed-forward size": _feed_forward_size(config),
@@ -186,8 +192,8 @@ def _architecture(config: ModelConfig, family: str, numbers: int) -> dict[str, s
         "output that predicts token i": "i - 1" if config.logit_alignment == "shifted" else "i",
     }
     if config.num_experts:
-        active = numbers - count_idle_parameters(config)
-        rows["parameters"] = f"{numbers:,}, of which a token meets {active:,}"
+        active = num_parameters - count_idle_parameters(config)
+        rows["parameters"] = f"{num_parameters:,}, of which a token meets {active:,}"
         rows["experts"] = f"{config.num_experts_per_tok} of {config.num_experts} for each token"
     return {key: str(value) for key, value in rows.items()}
 
@@ -199,7 +205,7 @@ def _feed_forward_size(config: ModelConfig) -> str:
     return ", ".join(whole + experts)
 
 
-def _training_section(training: Training) -> str:
+def _training_section(training: CardTraining) -> str:
     """Up to the next heading."""
     bound = training.bound
     rows = {
@@ -208,52 +214,52 @@ def _training_section(training: Training) -> str:
         "tokens seen": f"{training.tokens_seen:,}",
         "optimizer": training.optimizer,
         "weights": f"averaged, decay {training.ema_decay:g}" if training.ema_decay else "of the last step",
-        "began as": "random numbers" if training.init_from is None else _plain(training.init_from),
+        "began as": "random numbers" if training.init_from is None else _escape_markdown(training.init_from),
         "tokenizer": f"`{training.tokenizer_fingerprint}`",
-        "validation": "not known" if bound is None else _told(bound),
+        "validation": "not known" if bound is None else _format_bound(bound),
     }
     data = "\n".join(
-        f"| {_plain(each.name)} | {_plain(each.provenance)} | {_plain(each.identity)} | {each.share:.1%} |"
+        f"| {_escape_markdown(each.name)} | {_escape_markdown(each.provenance)} | {_escape_markdown(each.identity)} | {each.share:.1%} |"
         for each in training.sources
     )
     return (
-        f"{TRAINING_HEADING}\n\n{_table(rows)}\n\n"
+        f"{TRAINING_HEADING}\n\n{_format_table(rows)}\n\n"
         f"Data:\n\n| source | where | identity | share |\n|---|---|---|---|\n{data}\n\n"
-        f"Objective:\n\n{_fenced(training.objective, 'toml')}\n\n"
+        f"Objective:\n\n{_fence_code(training.objective, 'toml')}\n\n"
         "Made again by this, typed where the run was started, since relative paths begin there; DIR is where the run "
-        f"saved the model and its `config.toml`:\n\n{_fenced(training.command, 'bash')}\n\n"
+        f"saved the model and its `config.toml`:\n\n{_fence_code(training.command, 'bash')}\n\n"
     )
 
 
-def _told(bound: Bound) -> str:
+def _format_bound(bound: ValidationBound) -> str:
     sign = "" if bound.is_exact else "at most "
     return f"{sign}{bound.nats_per_token:.3f} ± {bound.standard_error:.3f} nats per token, at step {bound.step:,}"
 
 
 def _conversion_section(source: Path) -> str:
     """What is known of a model that was converted, from the card of the other one."""
-    card = _card_in(source)
-    there = _section(card)
+    card = _read_card(source)
+    there = _find_training_section(card)
     if there is None:
-        name = _plain(source.resolve().name)
+        name = _escape_markdown(source.resolve().name)
         return f"{TRAINING_HEADING}\n\nConverted from {name}, of which no card tells how it was made.\n\n"
     body = there.removeprefix(TRAINING_HEADING).strip()
     title = re.search(r"^# (.*)$", card, re.MULTILINE)
-    name = title[1] if title else _plain(source.resolve().name)
+    name = title[1] if title else _escape_markdown(source.resolve().name)
     note = f"Converted from {name}. What follows is said of that model, before it was converted."
     # Once it was converted more often: the origins stand one above the other.
     return f"{TRAINING_HEADING}\n\n{note}\n\n{body}\n\n"
 
 
-def _card_in(source: Path) -> str:
+def _read_card(source: Path) -> str:
     """Whosever it is; empty: there is none that can be read."""
     try:
-        return (source / CARD).read_text(encoding="utf-8")
+        return (source / CARD_FILE).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def _datasets_of(card: str) -> tuple[str, ...]:
+def _parse_datasets(card: str) -> tuple[str, ...]:
     """Of the head of a card of ours."""
     head = re.match(r"---\nlibrary_name: diffusionlm\n.*?^---$", card, re.DOTALL | re.MULTILINE)
     named = re.search(r"^datasets: (\[.*\])$", head[0], re.MULTILINE) if head else None
@@ -264,7 +270,7 @@ def _datasets_of(card: str) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str))
 
 
-def _section(card: str) -> str | None:
+def _find_training_section(card: str) -> str | None:
     """What a card of ours says of training, from its heading on; None: it is none, or says nothing."""
     if "library_name: diffusionlm" not in card:
         return None
@@ -286,7 +292,7 @@ def _use_section(config: ModelConfig) -> str:
         'done = diffusionlm.generate(model, [tokenizer.encode("...")], options)\n'
         "print(tokenizer.decode(done[0].token_ids))"
     )
-    return f"## Use\n\n{_fenced(shell, 'bash')}\n\n{_fenced(python, 'python')}\n\n"
+    return f"## Use\n\n{_fence_code(shell, 'bash')}\n\n{_fence_code(python, 'python')}\n\n"
 
 
 def _limits_section(config: ModelConfig) -> str:
@@ -298,16 +304,16 @@ def _limits_section(config: ModelConfig) -> str:
     )
 
 
-def _table(rows: Mapping[str, str]) -> str:
+def _format_table(rows: Mapping[str, str]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())])
 
 
-def _plain(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Text of others on one line, in which nothing is Markdown or HTML."""
     return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", " ".join(text.split()))
 
 
-def _fenced(text: str, language: str) -> str:
+def _fence_code(text: str, language: str) -> str:
     """Text as it is, whatever backticks are in it."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)

@@ -21,36 +21,47 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diffusionlm.checkpoints.llada import canonical_name
+from diffusionlm.checkpoints.llada import parameter_name
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-LISTED = 20
+MAX_LISTED_PROBLEMS = 20
 """Problems that an error lists before it only counts."""
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-CHUNK = 1 << 24
+HEAD_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.embed_tokens.weight"
+COMPARE_CHUNK_ELEMENTS = 1 << 24
 """Values that are compared at once."""
-_COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
+_IGNORED_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")
 """Buffers that old files have: they follow from the config."""
-_STACKED = re.compile(r"(?P<stem>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_STACKED_EXPERTS = re.compile(
+    r"(?P<stem>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?"
+)
+_SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_BYTE_UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A tensor of a file, or a part of one, by the name of the parameter that it is for."""
 
     file: Path
-    stored_as: str
+    stored_name: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     """The values, still those of the mapped file."""
 
 
-def weight_files(directory: Path) -> list[Path]:
+def list_weight_files(directory: Path) -> list[Path]:
     """The index, if there is one, and the files that hold a directory's weights.
 
     Raises:
@@ -63,7 +74,7 @@ def weight_files(directory: Path) -> list[Path]:
             shards = sorted(set(_read_index(directory / index).values()))
             missing = [name for name in shards if not (directory / name).is_file()]
             if missing:
-                raise ValueError(f"{directory / index}: missing shards: {_shortened(missing)}; fetch them again")
+                raise ValueError(f"{directory / index}: missing shards: {_join_problems(missing)}; fetch them again")
             return [directory / index, *(directory / name for name in shards)]
     raise ValueError(f"{directory} has no weights: none of {', '.join((WEIGHTS, INDEX, PICKLE, PICKLE_INDEX))}")
 
@@ -76,12 +87,12 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path}: damaged index, it has no readable weight_map: {error!r}") from error
     strange = sorted({file for file in placed.values() if Path(file).name != file})
     if strange or not placed:
-        raise ValueError(f"{path}: weight_map must name files beside it, not {_shortened(strange) or 'none'}")
+        raise ValueError(f"{path}: weight_map must name files beside it, not {_join_problems(strange) or 'none'}")
     return placed
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, path: Path, *, adopt: bool = False) -> None:
+def load_weights(model: nn.Module, path: Path, *, mmap: bool = False) -> None:
     """Copy every tensor of a directory, or of one file, into the parameter of its name, converted to its dtype.
 
     Nothing is copied unless all of it fits.
@@ -95,27 +106,27 @@ def load_weights(model: nn.Module, path: Path, *, adopt: bool = False) -> None:
         ValueError: a file is missing or damaged, or tensors are missing, unexpected, misshapen or not floating-point
             numbers; lists them.
     """
-    files = weight_files(path) if path.is_dir() else [path]
+    files = list_weight_files(path) if path.is_dir() else [path]
     parameters = dict(model.named_parameters())
     with ExitStack() as stack:
-        entries, problems = _entries(files, stack)
-        is_tied = HEAD not in parameters
-        head = entries.pop(HEAD, None) if is_tied else None
-        if head is not None and EMBEDDING not in entries:
-            entries[EMBEDDING] = head
-        problems += _misfits(parameters, entries)
-        if not problems and head is not None and not _are_equal(head.read(), entries[EMBEDDING].read()):
+        entries, problems = _open_stored_tensors(files, stack)
+        is_tied = HEAD_WEIGHT not in parameters
+        head = entries.pop(HEAD_WEIGHT, None) if is_tied else None
+        if head is not None and EMBEDDING_WEIGHT not in entries:
+            entries[EMBEDDING_WEIGHT] = head
+        problems += _find_mismatches(parameters, entries)
+        if not problems and head is not None and not _are_equal(head.read(), entries[EMBEDDING_WEIGHT].read()):
             problems.append(
-                f"{HEAD} is not {EMBEDDING}, though config.json says tie_word_embeddings (true where it is silent); "
+                f"{HEAD_WEIGHT} is not {EMBEDDING_WEIGHT}, though config.json says tie_word_embeddings (true where it is silent); "
                 "set it to false there"
             )
         if problems:
             described = " that its config.json describes" if path.is_dir() else ""
-            raise ValueError(f"{path} does not fit the model{described}: {_shortened(problems)}")
+            raise ValueError(f"{path} does not fit the model{described}: {_join_problems(problems)}")
         for name, parameter in parameters.items():
-            values = _guarded(entries[name])
+            values = _read_tensor(entries[name])
             is_alike = values.dtype == parameter.dtype and parameter.device.type == "cpu" and values.is_contiguous()
-            if adopt and is_alike:
+            if mmap and is_alike:
                 parameter.data = values
             else:
                 parameter.copy_(values)
@@ -128,37 +139,37 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
         ValueError: a file is missing or damaged, or two hold the same tensor; lists them.
     """
     with ExitStack() as stack:
-        entries, problems = _entries(weight_files(directory), stack)
+        entries, problems = _open_stored_tensors(list_weight_files(directory), stack)
         if problems:
-            raise ValueError(f"{directory}: {_shortened(problems)}")
-        return {name: _guarded(entry).clone() for name, entry in entries.items()}
+            raise ValueError(f"{directory}: {_join_problems(problems)}")
+        return {name: _read_tensor(entry).clone() for name, entry in entries.items()}
 
 
-def saved_dtype(path: Path) -> torch.dtype:
+def read_saved_dtype(path: Path) -> torch.dtype:
     """The dtype of the floating-point weights of a directory; of several, the narrowest that holds all of them.
 
     Raises:
         ValueError: there are none, or they are damaged.
     """
     with ExitStack() as stack:
-        entries, _ = _entries(weight_files(path), stack)
-        dtypes = {_guarded(entry).dtype for entry in entries.values()} & set(_FLOATING)
+        entries, _ = _open_stored_tensors(list_weight_files(path), stack)
+        dtypes = {_read_tensor(entry).dtype for entry in entries.values()} & set(_FLOAT_DTYPES)
         if not dtypes:
-            raise ValueError(f"{path}: its weight files hold no tensors of {', '.join(map(str, _FLOATING))}")
+            raise ValueError(f"{path}: its weight files hold no tensors of {', '.join(map(str, _FLOAT_DTYPES))}")
         return functools.reduce(torch.promote_types, dtypes)
 
 
-def _entries(files: list[Path], stack: ExitStack) -> tuple[dict[str, Entry], list[str]]:
+def _open_stored_tensors(files: list[Path], stack: ExitStack) -> tuple[dict[str, StoredTensor], list[str]]:
     """What the files hold, by parameter, and what is wrong with that."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StoredTensor] = {}
     held: dict[str, str] = {}
     problems = []
     for file in files:
         if file.name.endswith(".json"):
             continue
         for stored in _open_pickle(file) if file.suffix == ".bin" else _open_safetensors(file, stack):
-            held[stored.stored_as] = file.name
-            for name, entry in _split(stored):
+            held[stored.stored_name] = file.name
+            for name, entry in _split_stacked_experts(stored):
                 if name in entries:
                     problems.append(f"{name} is in {entries[name].file.name} and in {file.name}")
                 entries[name] = entry
@@ -169,17 +180,17 @@ def _entries(files: list[Path], stack: ExitStack) -> tuple[dict[str, Entry], lis
     return entries, problems
 
 
-def _open_safetensors(path: Path, stack: ExitStack) -> Iterator[Entry]:
+def _open_safetensors(path: Path, stack: ExitStack) -> Iterator[StoredTensor]:
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
         for name in file.keys():  # noqa: SIM118 (it is no dictionary)
             shape = tuple(file.get_slice(name).get_shape())
-            yield Entry(path, name, shape, lambda name=name: file.get_tensor(name))  # type: ignore[misc]
+            yield StoredTensor(path, name, shape, lambda name=name: file.get_tensor(name))  # type: ignore[misc]
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: cannot be read as safetensors: {error}; fetch or write it again") from error
 
 
-def _open_pickle(path: Path) -> Iterator[Entry]:
+def _open_pickle(path: Path) -> Iterator[StoredTensor]:
     """Without running what a pickle may contain, and without reading what it holds."""
     try:
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -189,15 +200,15 @@ def _open_pickle(path: Path) -> Iterator[Entry]:
     if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
         raise ValueError(f"{path}: holds other things than named tensors; save a state_dict")
     for name, tensor in held.items():
-        yield Entry(path, str(name), tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
+        yield StoredTensor(path, str(name), tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
 
 
-def _split(entry: Entry) -> Iterator[tuple[str, Entry]]:
+def _split_stacked_experts(entry: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """By parameter: one entry, or those of the experts that a file has stacked ([experts, out, in])."""
-    name = canonical_name(entry.stored_as)
-    match = _STACKED.fullmatch(name)
+    name = parameter_name(entry.stored_name)
+    match = _STACKED_EXPERTS.fullmatch(name)
     if match is None or len(entry.shape) != 3:
-        if _COMPUTED.fullmatch(name) is None:
+        if _IGNORED_BUFFERS.fullmatch(name) is None:
             yield name, entry
         return
     count, width, inner = entry.shape
@@ -205,62 +216,62 @@ def _split(entry: Entry) -> Iterator[tuple[str, Entry]]:
     part = width // len(kinds)
     for expert in range(count):
         for place, kind in enumerate(kinds):
-            read = _part_reader(entry, expert, slice(place * part, (place + 1) * part))
+            read = _make_slice_reader(entry, expert, slice(place * part, (place + 1) * part))
             parameter = f"{match['stem']}.{expert}.{kind}.weight"
-            yield parameter, Entry(entry.file, entry.stored_as, (part, inner), read)
+            yield parameter, StoredTensor(entry.file, entry.stored_name, (part, inner), read)
 
 
-def _part_reader(entry: Entry, expert: int, rows: slice) -> Callable[[], Tensor]:
+def _make_slice_reader(entry: StoredTensor, expert: int, rows: slice) -> Callable[[], Tensor]:
     return lambda: entry.read()[expert, rows]
 
 
-def _misfits(parameters: dict[str, nn.Parameter], entries: dict[str, Entry]) -> list[str]:
+def _find_mismatches(parameters: dict[str, nn.Parameter], entries: dict[str, StoredTensor]) -> list[str]:
     """Tensors that are missing, unexpected, misshapen, or no floating-point numbers."""
     problems = []
     for name in sorted(parameters.keys() - entries.keys()):
-        hint = " (a file without it wants tie_word_embeddings = true in config.json)" if name == HEAD else ""
+        hint = " (a file without it wants tie_word_embeddings = true in config.json)" if name == HEAD_WEIGHT else ""
         problems.append(f"missing {name}{hint}")
     unexpected = (entries[name] for name in sorted(entries.keys() - parameters.keys()))
-    problems += dict.fromkeys(f"unexpected {entry.stored_as} in {entry.file.name}" for entry in unexpected)
+    problems += dict.fromkeys(f"unexpected {entry.stored_name} in {entry.file.name}" for entry in unexpected)
     for name in sorted(parameters.keys() & entries.keys()):
         entry, expected = entries[name], tuple(parameters[name].shape)
         if entry.shape != expected:
-            problems.append(f"{entry.stored_as} has shape {list(entry.shape)}, the model {list(expected)}")
-        elif (dtype := _guarded(entry).dtype) not in _FLOATING:
-            problems.append(f"{entry.stored_as} has dtype {dtype}, which is not supported: quantised weights are not")
+            problems.append(f"{entry.stored_name} has shape {list(entry.shape)}, the model {list(expected)}")
+        elif (dtype := _read_tensor(entry).dtype) not in _FLOAT_DTYPES:
+            problems.append(f"{entry.stored_name} has dtype {dtype}, which is not supported: quantised weights are not")
     return problems
 
 
-def _guarded(entry: Entry) -> Tensor:
+def _read_tensor(entry: StoredTensor) -> Tensor:
     try:
         return entry.read()
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{entry.file}: {entry.stored_as} cannot be read: {error}") from error
+        raise ValueError(f"{entry.file}: {entry.stored_name} cannot be read: {error}") from error
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
     """Compared in pieces: the tables are large."""
     if a.shape != b.shape:
         return False
-    rows = max(1, CHUNK // max(1, a[0].numel()))
+    rows = max(1, COMPARE_CHUNK_ELEMENTS // max(1, a[0].numel()))
     return all(
         torch.equal(x.float(), y.float()) for x, y in zip(torch.split(a, rows), torch.split(b, rows), strict=True)
     )
 
 
-def _shortened(problems: list[str]) -> str:
-    more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-    return "; ".join(problems[:LISTED]) + more
+def _join_problems(problems: list[str]) -> str:
+    more = f"; and {len(problems) - MAX_LISTED_PROBLEMS} more" if len(problems) > MAX_LISTED_PROBLEMS else ""
+    return "; ".join(problems[:MAX_LISTED_PROBLEMS]) + more
 
 
-def parse_size(size: int | str) -> int:
+def parse_byte_size(size: int | str) -> int:
     """Bytes of a size such as 5_000_000_000, "5GB" (10^9) or "5GiB" (2^30).
 
     Raises:
         ValueError: not a positive size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
-    bytes_ = int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 1)) if match else 0
+    bytes_ = int(float(match[1]) * _BYTE_UNITS.get((match[2] or "").upper(), 1)) if match else 0
     if bytes_ <= 0:
         raise ValueError(f'max_shard_size = {size!r} must be a number of bytes, or a size such as "5GB" or "500MB"')
     return bytes_
@@ -278,7 +289,7 @@ def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: in
     Raises:
         ValueError: a size that is none. OSError, SafetensorError: they could not be written.
     """
-    limit, shards, room = parse_size(max_shard_size), [dict[str, Tensor]()], 0
+    limit, shards, room = parse_byte_size(max_shard_size), [dict[str, Tensor]()], 0
     for name, tensor in tensors.items():
         if shards[-1] and room + tensor.nbytes > limit:
             shards.append({})
@@ -286,7 +297,7 @@ def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: in
         shards[-1][name] = tensor
         room += tensor.nbytes
     for path in directory.glob("model*.safetensors*"):
-        if path.name in (WEIGHTS, INDEX) or _SHARD.fullmatch(path.name):
+        if path.name in (WEIGHTS, INDEX) or _SHARD_FILE.fullmatch(path.name):
             path.unlink()
     count = len(shards)
     names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -18,11 +18,11 @@ CHUNK = 1 << 20
 COMPRESSED_BLOCK = 1 << 16
 """Compressed bytes that are read at once. Lines that were read depend on it where an archive is damaged."""
 
-LARGEST_WINDOW = 1 << 31
+MAX_ZSTD_WINDOW = 1 << 31
 """Memory that a .zst may ask for, as `zstd --long=31` does."""
 
 
-class DamagedFile(Exception):
+class CorruptFileError(Exception):
     """What is left of a file cannot be read; the message says why, and what to do."""
 
     def __init__(self, reason: str, found: str) -> None:
@@ -48,7 +48,7 @@ def _gzip() -> Decompressor:
 
 
 def _zstd() -> Decompressor:
-    return zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+    return zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj()
 
 
 DECOMPRESSORS: dict[str, Callable[[], Decompressor]] = {
@@ -60,7 +60,7 @@ DECOMPRESSORS: dict[str, Callable[[], Decompressor]] = {
 """By the ending of a file."""
 
 
-def compression_of(path: Path) -> str | None:
+def detect_compression(path: Path) -> str | None:
     """The ending that says how a file is compressed; None: it is not."""
     ending = path.suffix.lower()
     return ending if ending in DECOMPRESSORS else None
@@ -71,33 +71,33 @@ def open_bytes(path: Path, offset: int = 0) -> BinaryIO:
 
     Raises:
         ValueError: the file ends before.
-        DamagedFile: while it is read; the archive is cut off, or is none. All that could be read was given.
+        CorruptFileError: while it is read; the archive is cut off, or is none. All that could be read was given.
     """
-    ending = compression_of(path)
+    ending = detect_compression(path)
     if ending is None:
         plain = path.open("rb", buffering=CHUNK)
         if offset > plain.seek(0, os.SEEK_END):
-            raise _too_short(path, offset)
+            raise _offset_beyond_end_error(path, offset)
         plain.seek(offset)
         return plain
-    stream = io.BufferedReader(_Decompressed(path, DECOMPRESSORS[ending]), CHUNK)
+    stream = io.BufferedReader(_DecompressedFile(path, DECOMPRESSORS[ending]), CHUNK)
     left = offset
     while left > 0:
         skipped = len(stream.read(min(CHUNK, left)))
         if not skipped:
-            raise _too_short(path, offset)
+            raise _offset_beyond_end_error(path, offset)
         left -= skipped
     return stream
 
 
-def _too_short(path: Path, offset: int) -> ValueError:
+def _offset_beyond_end_error(path: Path, offset: int) -> ValueError:
     return ValueError(
         f"{path} ends before byte {offset:,}, where reading is to go on: it is not the file that was read before; put "
         "that one back, or start a new run"
     )
 
 
-class _Decompressed(io.RawIOBase):
+class _DecompressedFile(io.RawIOBase):
     """Decompresses a file as it is read. Everything before a damaged place is given before the error is raised."""
 
     def __init__(self, path: Path, new: Callable[[], Decompressor]) -> None:
@@ -137,8 +137,8 @@ def _decompress(file: BinaryIO, new: Callable[[], Decompressor]) -> Iterator[byt
             try:
                 piece = decompressor.decompress(block)
             except (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError) as error:
-                raise DamagedFile("damaged archive", f"{error}; download or copy it again") from error
+                raise CorruptFileError("damaged archive", f"{error}; download or copy it again") from error
             yield piece
             block = decompressor.unused_data
     if not decompressor.eof:
-        raise DamagedFile("truncated archive", "it ends in the middle; download or copy it again")
+        raise CorruptFileError("truncated archive", "it ends in the middle; download or copy it again")

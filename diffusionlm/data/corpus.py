@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diffusionlm.data.reader import Reader
+from diffusionlm.data.reader import ResumableReader
 
 DOCUMENTS_AT_ONCE = 64
 
 
-def first_documents(source: Reader[str], max_bytes: int) -> Iterator[str]:
+def first_documents(source: ResumableReader[str], max_bytes: int) -> Iterator[str]:
     """Documents of the first epoch in order, up to and with the one that brings them to ``max_bytes`` of UTF-8.
 
     Raises:

@@ -7,44 +7,44 @@ from typing import Protocol
 
 import numpy as np
 
-from diffusionlm.data.reader import Reader, Tokens
-from diffusionlm.data.windows import Pending, Windows
+from diffusionlm.data.reader import ResumableReader, Tokens
+from diffusionlm.data.windows import ItemsFuture, WindowedReader
 
 CHUNK = 64
 """Documents that are tokenised together; a run that resumes does at most so many again."""
 
-Encode = Callable[[str], list[int]]
+EncodeFunction = Callable[[str], list[int]]
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """Who tokenises."""
 
     @property
-    def ahead(self) -> int:
+    def prefetch_depth(self) -> int:
         """Chunks that are worth handing over before they are needed."""
 
-    def submit(self, texts: list[str]) -> Pending[Tokens]:
+    def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
         """Take over a chunk. What comes back waits for its tokens."""
 
 
-class InlineEncoder:
+class InlineTextEncoder:
     """Tokenises in this process, when the tokens are asked for."""
 
-    ahead = 0
+    prefetch_depth = 0
 
-    def __init__(self, encode: Encode) -> None:
+    def __init__(self, encode: EncodeFunction) -> None:
         self._encode = encode
 
-    def submit(self, texts: list[str]) -> Pending[Tokens]:
+    def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
         """Nothing yet."""
-        return lambda: encode_all(self._encode, texts)
+        return lambda: encode_texts(self._encode, texts)
 
 
-def encode_all(encode: Encode, texts: list[str]) -> list[Tokens]:
+def encode_texts(encode: EncodeFunction, texts: list[str]) -> list[Tokens]:
     """Tokens of each text."""
     return [np.array(encode(text), dtype=np.int32) for text in texts]
 
 
-def encoded(upstream: Reader[str], encoder: Encoder) -> Windows[str, Tokens]:
+def tokenize_reader(upstream: ResumableReader[str], encoder: TextEncoder) -> WindowedReader[str, Tokens]:
     """The documents of a reader, tokenised."""
-    return Windows(upstream, CHUNK, lambda _epoch, _number, texts: encoder.submit(texts), encoder.ahead)
+    return WindowedReader(upstream, CHUNK, lambda _epoch, _number, texts: encoder.submit(texts), encoder.prefetch_depth)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-END_BYTES = 1 << 16
+FINGERPRINT_BYTES = 1 << 16
 """Bytes at each end of a file that tell it from another one."""
 
 
@@ -25,7 +25,7 @@ def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
     for pattern in patterns:
         literal = Path(os.path.expanduser(pattern))  # a name may hold what looks like a glob
         matches = [literal] if literal.exists() else map(Path, glob.glob(str(literal), recursive=True))
-        files = [path for match in matches for path in _files_of(match, key)]
+        files = [path for match in matches for path in _expand_directory(match, key)]
         if not files:
             what = "is a directory without files" if literal.is_dir() else "matches no file"
             raise ValueError(f"{key}: {pattern!r} {what}; paths are relative to {Path.cwd()}")
@@ -33,34 +33,34 @@ def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
     return sorted(found)
 
 
-def _files_of(match: Path, key: str) -> Iterator[Path]:
+def _expand_directory(match: Path, key: str) -> Iterator[Path]:
     """The file itself, or those below a directory."""
     if not match.is_dir():
         yield match
         return
 
-    def refuse(error: OSError) -> None:
+    def raise_unreadable(error: OSError) -> None:
         raise ValueError(f"{key}: {error.filename} cannot be read ({error.strerror})") from error
 
-    for folder, folders, names in os.walk(match, onerror=refuse):
+    for folder, folders, names in os.walk(match, onerror=raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 @dataclass(frozen=True)
-class FoundFile:
+class FileFingerprint:
     """A file as it was when it was found."""
 
     path: Path
     size: int
     """Bytes."""
-    modified: int
+    modified_ns: int
     """Time in ns."""
-    ends: str
+    ends_sha256: str
     """Digest of its beginning and its end: whole files may be too large to read twice."""
 
     @classmethod
-    def of(cls, path: Path, key: str) -> FoundFile:
+    def of(cls, path: Path, key: str) -> FileFingerprint:
         """What is there now.
 
         Raises:
@@ -69,17 +69,17 @@ class FoundFile:
         try:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                ends = hashlib.sha256(file.read(END_BYTES))
-                file.seek(max(0, status.st_size - END_BYTES))
-                ends.update(file.read(END_BYTES))
+                ends_sha256 = hashlib.sha256(file.read(FINGERPRINT_BYTES))
+                file.seek(max(0, status.st_size - FINGERPRINT_BYTES))
+                ends_sha256.update(file.read(FINGERPRINT_BYTES))
         except OSError as error:
             raise ValueError(f"{key}: {path} cannot be read ({error.strerror})") from error
-        return cls(path, status.st_size, status.st_mtime_ns, ends.hexdigest())
+        return cls(path, status.st_size, status.st_mtime_ns, ends_sha256.hexdigest())
 
     @property
     def identity(self) -> str:
         """Name, size and content as far as it is known; the same in another place."""
-        return f"{self.path.name} {self.size} {self.ends}"
+        return f"{self.path.name} {self.size} {self.ends_sha256}"
 
     def check(self, key: str) -> None:
         """That it is still what it was.
@@ -91,9 +91,9 @@ class FoundFile:
             status = self.path.stat()
         except OSError as error:
             raise ValueError(f"{key}: {self.path} was there, and cannot be read now ({error.strerror})") from error
-        if (status.st_size, status.st_mtime_ns) == (self.size, self.modified):
+        if (status.st_size, status.st_mtime_ns) == (self.size, self.modified_ns):
             return
-        now = FoundFile.of(self.path, key)
+        now = FileFingerprint.of(self.path, key)
         if now.identity != self.identity:
             raise ValueError(
                 f"{key}: {self.path} has changed since it was opened ({self.size:,} bytes then, {now.size:,} now); "

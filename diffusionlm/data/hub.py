@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.data import HubDataset
-from diffusionlm.data.found_files import FoundFile, find_files
+from diffusionlm.data.found_files import FileFingerprint, find_files
 from diffusionlm.data.reader import Split
-from diffusionlm.data.record_source import WrittenSource
-from diffusionlm.data.records import Fault, checked
+from diffusionlm.data.record_source import RecordSource
+from diffusionlm.data.records import BadRecord, validate_text
 
 CACHE_MODULE = "datasets.packaged_modules.cache."
 """Where the library's builder lives that serves its local cache."""
 
 
-def open_hub(config: HubDataset, split: Split) -> WrittenSource:
+def open_hub(config: HubDataset, split: Split) -> RecordSource:
     """The documents of a split; a hash of its text decides where a document belongs if there is no split for it.
 
     A directory with a dataset is read in place of one of the Hub. Streams are never shuffled: the library cannot resume
@@ -29,29 +29,29 @@ def open_hub(config: HubDataset, split: Split) -> WrittenSource:
         ValueError: no such dataset, configuration, revision, split or column, or the Hub cannot be reached.
     """
     validation, separate = split == "validation", config.validation_split is not None
-    train_name, max_documents = config.train_part
+    train_name, max_documents = config.train_split_and_limit
     name = config.validation_split if validation and config.validation_split is not None else train_name
-    builder = _builder(config)
+    builder = _load_builder(config)
     key = "validation_split" if validation and separate else "train_split"
-    stream = _stream(config, builder, key, name)
-    version, served = _version(config, builder)
-    fraction = None if separate else config.validation_fraction
+    stream = _open_stream(config, builder, key, name)
+    version, served = _dataset_version(config, builder)
+    validation_fraction = None if separate else config.validation_fraction
     max_documents = None if validation else max_documents
-    how = [fraction, max_documents, config.on_bad_row, config.text_field]
+    how = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
     digest = hashlib.sha256(json.dumps(how).encode()).hexdigest()[:16]
     limit = "" if max_documents is None else f", the first {max_documents:,} documents"
-    return WrittenSource(
+    return RecordSource(
         HubRecords(stream, stream.state_dict(), config.dataset, config.text_field),
         identity=f"hub/{config.dataset}/{builder.config.name}/{version}/{name}/{split}/{digest}",
         provenance=f"{config.dataset}, config {builder.config.name}, {served}, split {name}{limit}",
         on_bad_row=config.on_bad_row,
         max_documents=max_documents,
-        fraction=fraction,
-        wants_validation=validation,
+        validation_fraction=validation_fraction,
+        is_validation=validation,
     )
 
 
-def _builder(config: HubDataset) -> Any:
+def _load_builder(config: HubDataset) -> Any:
     """What the library knows of the dataset."""
     import datasets
 
@@ -72,18 +72,18 @@ def _builder(config: HubDataset) -> Any:
             f"{key} = {value!r}" for key in ("config", "revision") if (value := getattr(config, key)) is not None
         )
         raise ValueError(
-            f"data.source.dataset = {config.dataset!r}{options and f' with {options}'} cannot be opened: {_said(error)}"
+            f"data.source.dataset = {config.dataset!r}{options and f' with {options}'} cannot be opened: {_error_text(error)}"
         ) from error
 
 
-def _stream(config: HubDataset, builder: Any, key: str, split: str) -> Any:
+def _open_stream(config: HubDataset, builder: Any, key: str, split: str) -> Any:
     """The text column of a split."""
     try:
         stream = builder.as_streaming_dataset(split=split)
         columns = stream.column_names
     except Exception as error:  # no such split, or whatever its reader raises at the first file
         raise ValueError(
-            f"data.source.{key} = {split!r} of {config.dataset} cannot be opened: {_said(error)}"
+            f"data.source.{key} = {split!r} of {config.dataset} cannot be opened: {_error_text(error)}"
         ) from error
     if columns is None:  # known with the first row
         return stream
@@ -95,7 +95,7 @@ def _stream(config: HubDataset, builder: Any, key: str, split: str) -> Any:
     return stream.select_columns([config.text_field])
 
 
-def _version(config: HubDataset, builder: Any) -> tuple[str, str]:
+def _dataset_version(config: HubDataset, builder: Any) -> tuple[str, str]:
     """What tells this version of the dataset from others, and where it comes from.
 
     Raises:
@@ -103,7 +103,7 @@ def _version(config: HubDataset, builder: Any) -> tuple[str, str]:
     """
     name = os.path.expanduser(config.dataset)
     if os.path.isdir(name):
-        files = [FoundFile.of(path, "data.source.dataset") for path in find_files((name,), "data.source.dataset")]
+        files = [FileFingerprint.of(path, "data.source.dataset") for path in find_files((name,), "data.source.dataset")]
         digest = hashlib.sha256("\n".join(file.identity for file in files).encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16], f"{len(files):,} files in a directory"
     commit = str(builder.hash)
@@ -117,7 +117,7 @@ def _version(config: HubDataset, builder: Any) -> tuple[str, str]:
     return commit, f"revision {commit}, from the local cache (the Hub was not asked, or not reached)"
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """An error of the library; some have no text, such as the StopIteration for an empty file."""
     return str(error) or f"{error!r}; is one of its files missing or empty?"
 
@@ -136,9 +136,9 @@ class HubRecords:
         """Reads on from a state of the stream."""
         return HubCursor(self, **(place or {"state": self.start, "row": 0}))
 
-    def key(self, *, in_field: bool) -> str:
+    def key(self, *, is_field_error: bool) -> str:
         """The config's key of the field, or of the dataset."""
-        return f"data.source.text_field = {self.text_field!r}" if in_field else "data.source.dataset"
+        return f"data.source.text_field = {self.text_field!r}" if is_field_error else "data.source.dataset"
 
 
 @dataclass
@@ -149,7 +149,7 @@ class HubCursor:
     state: dict[str, Any]
     row: int
 
-    def __iter__(self) -> Iterator[str | Fault]:
+    def __iter__(self) -> Iterator[str | BadRecord]:
         stream, field = self.records.stream, self.records.text_field
         stream.load_state_dict(self.state)
         rows = iter(stream)
@@ -159,22 +159,24 @@ class HubCursor:
             except Exception as error:  # whatever its reader raises: network, Arrow, Unicode
                 raise ValueError(
                     f"data.source.dataset = {self.records.dataset!r} cannot be read on behind row {self.row}: "
-                    f"{_said(error)}; the library gives no row from there on: try again, or download the files and "
+                    f"{_error_text(error)}; the library gives no row from there on: try again, or download the files and "
                     'read them with kind = "files", which can skip bad rows'
                 ) from error
             if row is None:
                 return
             self.row += 1
             if field in row:
-                yield checked(row[field])
+                yield validate_text(row[field])
             else:
-                yield Fault(f"no field {field!r}", f"its fields are {', '.join(map(repr, row))}", in_field=True)
+                yield BadRecord(
+                    f"no field {field!r}", f"its fields are {', '.join(map(repr, row))}", is_field_error=True
+                )
 
     def place(self) -> dict[str, Any]:
         return {"state": self.records.stream.state_dict(), "row": self.row}
 
-    def order(self) -> tuple[int, ...]:
+    def sort_key(self) -> tuple[int, ...]:
         return (self.row,)
 
-    def where(self) -> str:
+    def location(self) -> str:
         return f"{self.records.dataset}, row {self.row}"

@@ -13,26 +13,26 @@ import torch
 from config.data import DataConfig
 from config.model import ModelConfig
 from config.objective import Objective as ObjectiveConfig
-from diffusionlm.data.encoding import Encoder
-from diffusionlm.data.packing import Row, cut_at_random
-from diffusionlm.data.pipeline import Part, open_parts, rows_of
-from diffusionlm.data.reader import Position, Reader
-from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
+from diffusionlm.data.encoding import TextEncoder
+from diffusionlm.data.packing import Row, split_row_randomly
+from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
+from diffusionlm.data.reader import ReaderPosition, ResumableReader
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import Objective, build_objective
-from diffusionlm.diffusion.rng import Stream, generator
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from tokenizer import Tokenizer
 
 
-def batch_of(rows: Sequence[Row]) -> Batch:
+def collate_rows(rows: Sequence[Row]) -> CleanBatch:
     """Rows, stacked."""
-    return Batch(
+    return CleanBatch(
         tokens_BL=torch.from_numpy(np.stack([row.tokens_L for row in rows])).long(),
-        is_target_BL=torch.from_numpy(np.stack([row.is_target_L for row in rows])),
-        document_BL=torch.from_numpy(np.stack([row.documents_L for row in rows])),
+        loss_mask_BL=torch.from_numpy(np.stack([row.loss_mask_L for row in rows])),
+        document_BL=torch.from_numpy(np.stack([row.document_ids_L for row in rows])),
     )
 
 
-def count_rows(rows: Reader[Row]) -> int:
+def count_rows(rows: ResumableReader[Row]) -> int:
     """Rows of one epoch, by reading it."""
     total, position = 0, None
     while True:
@@ -62,7 +62,7 @@ class LoaderMetrics:
 class StepLoader(Protocol):
     """Where a run's draws come from: this process or workers."""
 
-    def next_step(self, step: int) -> list[Draw]:
+    def next_step(self, step: int) -> list[NoisedBatch]:
         """The micro-batches of a step, in order."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Loader:
     of ranks, and a state serves any number of them.
     """
 
-    rows: Reader[Row]
+    rows: ResumableReader[Row]
     objective: Objective
     batch_size: int
     """Rows of a step, over all ranks."""
@@ -97,7 +97,7 @@ class Loader:
     """Of a step whose rows are cut at random places."""
     rank: int = 0
     world_size: int = 1
-    parts: Sequence[Part] = ()
+    parts: Sequence[MixtureComponent] = ()
     """The sources behind the rows, for their counters."""
 
     def __post_init__(self) -> None:
@@ -106,14 +106,14 @@ class Loader:
                 f"training.batch_size = {self.batch_size} must be a multiple of the {self.world_size} ranks"
             )
         self.epoch = 0
-        self.position: Position = None
-        self._places = 0
-        self._padding = 0
-        self._tokens_timed = 0
+        self.position: ReaderPosition = None
+        self._num_positions = 0
+        self._num_padding = 0
+        self._num_timed_tokens = 0
         self._seconds = 0.0
         self._last_seconds = 0.0
 
-    def next_step(self, step: int) -> list[Draw]:
+    def next_step(self, step: int) -> list[NoisedBatch]:
         """The micro-batches of a step: this rank's.
 
         Raises:
@@ -123,18 +123,20 @@ class Loader:
         own = self.batch_size // self.world_size
         first_own = self.rank * own
         rows = self._next_rows()
-        self._count(rows)
+        self._count_positions(rows)
         rows = rows[first_own : first_own + own]
-        if generator(self.seed, Stream.RANDOM_LENGTH, step).random() < self.random_length_probability:
-            chances = (generator(self.seed, Stream.RANDOM_LENGTH, step, first_own + row) for row in range(own))
-            rows = [cut_at_random(row, chance) for row, chance in zip(rows, chances, strict=True)]
-        draws = []
+        if keyed_rng(self.seed, RngStream.RANDOM_LENGTH, step).random() < self.random_length_probability:
+            chances = (keyed_rng(self.seed, RngStream.RANDOM_LENGTH, step, first_own + row) for row in range(own))
+            rows = [split_row_randomly(row, rng) for row, rng in zip(rows, chances, strict=True)]
+        noised_batches = []
         for first in range(0, own, self.micro_batch_size):
-            key = DrawKey(self.seed, step, first_own + first, self.batch_size)
-            draws.append(self.objective.draw(batch_of(rows[first : first + self.micro_batch_size]), key))
+            key = NoiseKey(self.seed, step, first_own + first, self.batch_size)
+            noised_batches.append(
+                self.objective.build_noised_batch(collate_rows(rows[first : first + self.micro_batch_size]), key)
+            )
         self._last_seconds = time.perf_counter() - started
         self._seconds += self._last_seconds
-        return draws
+        return noised_batches
 
     def _next_rows(self) -> list[Row]:
         rows: list[Row] = []
@@ -148,39 +150,44 @@ class Loader:
                 self.epoch += 1
         return rows
 
-    def _count(self, rows: list[Row]) -> None:
-        places = sum(len(row.documents_L) for row in rows)
-        padding = sum(int((row.documents_L < 0).sum()) for row in rows)
-        self._places += places
-        self._padding += padding
-        self._tokens_timed += places - padding
+    def _count_positions(self, rows: list[Row]) -> None:
+        places = sum(len(row.document_ids_L) for row in rows)
+        padding = sum(int((row.document_ids_L < 0).sum()) for row in rows)
+        self._num_positions += places
+        self._num_padding += padding
+        self._num_timed_tokens += places - padding
 
     def metrics(self) -> LoaderMetrics:
         """Of the steps so far."""
         return LoaderMetrics(
             epoch=self.epoch,
-            padding_share=self._padding / max(1, self._places),
+            padding_share=self._num_padding / max(1, self._num_positions),
             skipped=sum(part.num_skipped for part in self.parts),
-            tokens_per_second=self._tokens_timed / self._seconds if self._seconds else 0.0,
+            tokens_per_second=self._num_timed_tokens / self._seconds if self._seconds else 0.0,
             wait_seconds=self._last_seconds,
             buffered_steps=0,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step reads; JSON."""
-        return {"epoch": self.epoch, "position": self.position, "places": self._places, "padding": self._padding}
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "places": self._num_positions,
+            "padding": self._num_padding,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.epoch, self.position = state["epoch"], state["position"]
-        self._places, self._padding = state["places"], state["padding"]
+        self._num_positions, self._num_padding = state["places"], state["padding"]
 
     def close(self) -> None:
         """Nothing to do."""
 
 
 @dataclass(frozen=True)
-class LoaderPlan:
+class LoaderSpec:
     """Everything that a loader is made of; can be sent to another process."""
 
     data: DataConfig
@@ -194,7 +201,7 @@ class LoaderPlan:
     rank: int = 0
     world_size: int = 1
 
-    def open(self, parts: list[Part] | None = None, encoder: Encoder | None = None) -> Loader:
+    def open(self, parts: list[MixtureComponent] | None = None, encoder: TextEncoder | None = None) -> Loader:
         """The loader.
 
         Args:
@@ -204,9 +211,9 @@ class LoaderPlan:
         Raises:
             ValueError: nothing to read, or rows that do not fit.
         """
-        parts = open_parts(self.data, "train") if parts is None else parts
+        parts = open_components(self.data, "train") if parts is None else parts
         return Loader(
-            rows_of(parts, self.data, self.tokenizer, self.row_length, self.seed, encoder=encoder),
+            build_row_reader(parts, self.data, self.tokenizer, self.row_length, self.seed, encoder=encoder),
             build_objective(self.objective, self.model),
             self.batch_size,
             self.micro_batch_size,

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Literal
 
 from config.data import LocalFiles
-from diffusionlm.data.bytestreams import DECOMPRESSORS, DamagedFile, compression_of
+from diffusionlm.data.bytestreams import DECOMPRESSORS, CorruptFileError, detect_compression
 from diffusionlm.data.file_formats import json_records
-from diffusionlm.data.found_files import FoundFile, find_files
+from diffusionlm.data.found_files import FileFingerprint, find_files
 from diffusionlm.data.reader import Split
-from diffusionlm.data.record_source import WrittenSource
-from diffusionlm.data.records import Fault, Record, SampleBy, plain_records
+from diffusionlm.data.record_source import RecordSource
+from diffusionlm.data.records import BadRecord, ParsedRecord, SampleBy, read_plain_records
 
-Format = Literal["json", "text", "parquet"]
+TextFileFormat = Literal["json", "text", "parquet"]
 
-FORMATS: dict[str, Format] = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}
+FORMATS: dict[str, TextFileFormat] = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}
 TEXT_ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".html", ".tex"}
 
 
-def open_files(config: LocalFiles, split: Split) -> WrittenSource:
+def open_local_files(config: LocalFiles, split: Split) -> RecordSource:
     """The documents of a split; a hash of its text decides where a document belongs if there are no files for it.
 
     Raises:
@@ -32,7 +32,7 @@ def open_files(config: LocalFiles, split: Split) -> WrittenSource:
     validation, separate = split == "validation", bool(config.validation_paths)
     key = "data.source.validation_paths" if validation and separate else "data.source.paths"
     patterns = config.validation_paths if validation and separate else config.paths
-    files = _data_files(config, patterns, key)
+    files = _find_data_files(config, patterns, key)
     empty = [file for file in files if file.found.size == 0]
     # One of plain text is an empty document; of the other formats it is a loss.
     lost = [file for file in empty if file.format != "text"]
@@ -42,24 +42,24 @@ def open_files(config: LocalFiles, split: Split) -> WrittenSource:
             f"{key}: empty file {', '.join(str(file.found.path) for file in empty[:5])}; remove it, name others{remedy}"
         )
     files = [file for file in files if file not in lost]
-    fraction = None if separate else config.validation_fraction
+    validation_fraction = None if separate else config.validation_fraction
     max_documents = None if validation else config.max_documents
-    how = [fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
+    how = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
     lines = [f"{file.format} {file.found.identity}" for file in files]
     digest = hashlib.sha256("\n".join([json.dumps(how), *lines]).encode("utf-8", "surrogateescape"))
-    return WrittenSource(
-        FileRecords(files, key, config.text_field, config.sample_by),
+    return RecordSource(
+        LocalFileRecords(files, key, config.text_field, config.sample_by),
         identity=f"files/{split}/{digest.hexdigest()[:16]}",
         provenance=_provenance(files, patterns),
         on_bad_row=config.on_bad_row,
         max_documents=max_documents,
-        fraction=fraction,
-        wants_validation=validation,
+        validation_fraction=validation_fraction,
+        is_validation=validation,
         skipped={"empty file": len(lost)} if lost else {},
     )
 
 
-def format_of(path: Path) -> Format | None:
+def detect_format(path: Path) -> TextFileFormat | None:
     """json, text or parquet, by the ending; None where it says nothing."""
     endings = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in DECOMPRESSORS]
     ending = endings[-1] if endings else ""
@@ -70,29 +70,29 @@ def format_of(path: Path) -> Format | None:
 class DataFile:
     """A file and how it is read."""
 
-    found: FoundFile
-    format: Format
+    found: FileFingerprint
+    format: TextFileFormat
 
     @property
     def kind(self) -> str:
         """Format and compression, for people."""
-        ending = compression_of(self.found.path)
+        ending = detect_compression(self.found.path)
         return f"{self.format} ({ending[1:]})" if ending else self.format
 
 
-def _data_files(config: LocalFiles, patterns: tuple[str, ...], key: str) -> list[DataFile]:
+def _find_data_files(config: LocalFiles, patterns: tuple[str, ...], key: str) -> list[DataFile]:
     """The files, all with fields or all without: plain text that lies beside other data is hardly meant to be read."""
     files: list[DataFile] = []
     for path in find_files(patterns, key):
-        kind = format_of(path) if config.format == "auto" else config.format
+        kind = detect_format(path) if config.format == "auto" else config.format
         if kind is None:
             raise ValueError(
                 f"{key}: cannot tell the format of {path} by its ending; name the other files alone, or set "
                 "data.source.format to json, text or parquet"
             )
-        if kind == "parquet" and compression_of(path) is not None:
+        if kind == "parquet" and detect_compression(path) is not None:
             raise ValueError(f"{key}: {path} cannot be read inside of its archive; unpack it: Parquet is compressed")
-        files.append(DataFile(FoundFile.of(path, key), kind))
+        files.append(DataFile(FileFingerprint.of(path, key), kind))
     plain = [file for file in files if file.format == "text"]
     if plain and len(plain) < len(files):
         other = next(file for file in files if file.format != "text")
@@ -111,29 +111,29 @@ def _provenance(files: Sequence[DataFile], patterns: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class FileRecords:
+class LocalFileRecords:
     """What several files hold, one file after the other."""
 
     files: list[DataFile]
-    patterns_key: str
+    config_key: str
     text_field: str
     sample_by: SampleBy
 
-    def cursor(self, place: dict[str, int] | None) -> FileCursor:
+    def cursor(self, place: dict[str, int] | None) -> LocalFileCursor:
         """Reads on from a file, a place in it, and the number of lines before."""
-        return FileCursor(self, **(place or {}))
+        return LocalFileCursor(self, **(place or {}))
 
-    def key(self, *, in_field: bool) -> str:
+    def key(self, *, is_field_error: bool) -> str:
         """The config's key of the field, or of the files."""
-        return f"data.source.text_field = {self.text_field!r}" if in_field else self.patterns_key
+        return f"data.source.text_field = {self.text_field!r}" if is_field_error else self.config_key
 
-    def of(self, file: DataFile, at: int, line: int) -> Iterator[Record]:
+    def of(self, file: DataFile, at: int, line: int) -> Iterator[ParsedRecord]:
         """What one file holds from a place on."""
         match file.format:
             case "json":
                 return json_records(file.found.path, self.text_field, at, line)
             case "text":
-                return plain_records(file.found.path, self.sample_by, at, line)
+                return read_plain_records(file.found.path, self.sample_by, at, line)
             case "parquet":
                 from diffusionlm.data.parquet_records import parquet_records
 
@@ -141,39 +141,39 @@ class FileRecords:
 
 
 @dataclass
-class FileCursor:
+class LocalFileCursor:
     """A place in the files: behind the record given last."""
 
-    records: FileRecords
+    records: LocalFileRecords
     file: int = 0
     at: int = 0
     """In the file: bytes, characters or rows, as its format counts."""
     line: int = 0
     """Lines, or rows, of the file up to there."""
 
-    def __iter__(self) -> Iterator[str | Fault]:
+    def __iter__(self) -> Iterator[str | BadRecord]:
         while self.file < len(self.records.files):
             file = self.records.files[self.file]
-            file.found.check(self.records.patterns_key)
+            file.found.check(self.records.config_key)
             try:
                 for record in self.records.of(file, self.at, self.line):
                     content, self.at, self.line = record
                     yield content
-            except DamagedFile as damage:
+            except CorruptFileError as damage:
                 self.at += 1  # a record of its own
-                yield Fault(damage.reason, damage.found)
+                yield BadRecord(damage.reason, damage.found)
             except OSError as error:
                 path = file.found.path
-                raise ValueError(f"{self.records.patterns_key}: {path} cannot be read on ({error.strerror})") from error
+                raise ValueError(f"{self.records.config_key}: {path} cannot be read on ({error.strerror})") from error
             self.file, self.at, self.line = self.file + 1, 0, 0
 
     def place(self) -> dict[str, int]:
         return {"file": self.file, "at": self.at, "line": self.line}
 
-    def order(self) -> tuple[int, ...]:
+    def sort_key(self) -> tuple[int, ...]:
         return self.file, self.at
 
-    def where(self) -> str:
+    def location(self) -> str:
         file = self.records.files[self.file]
         unit = "row" if file.format == "parquet" else "line"
         return f"{file.found.path}, {unit} {self.line}" if self.line else str(file.found.path)

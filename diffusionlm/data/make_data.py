@@ -21,23 +21,37 @@ from typing import TextIO
 
 from config.make_data import MakeDataConfig
 from diffusionlm.data.corpus import first_documents
-from diffusionlm.data.meter import Meter, Say
-from diffusionlm.data.reader import DocumentSource, Position, Split, Tokens, open_source
+from diffusionlm.data.meter import Log, MakeDataMeter
+from diffusionlm.data.reader import DocumentSource, ReaderPosition, Split, Tokens, open_source
 from diffusionlm.data.shard_index import (
-    INDEX,
-    PROGRESS,
-    TOKENIZER,
-    Dtype,
-    Index,
-    Shard,
-    check_contents,
+    INDEX_FILE,
+    PROGRESS_FILE,
+    TOKENIZER_DIRECTORY,
+    ShardDtype,
+    ShardEntry,
+    ShardIndex,
+    check_checksums,
     check_sizes,
     read_index,
 )
-from diffusionlm.data.shard_progress import Progress, SplitProgress, begin_or_go_on, check_same, claimed, writing
-from diffusionlm.data.shard_writers import ShardWriter, aside, fsync, open_writer, publish, replace_text
-from diffusionlm.data.tokenization import Tokenisers
-from diffusionlm.data.windows import Pending
+from diffusionlm.data.shard_progress import (
+    MakeDataProgress,
+    SplitProgress,
+    check_same_inputs,
+    load_or_create_progress,
+    lock_directory,
+    protect_write,
+)
+from diffusionlm.data.shard_writers import (
+    ShardWriter,
+    fsync,
+    open_writer,
+    rename_dat_file,
+    temporary_path,
+    write_text_atomic,
+)
+from diffusionlm.data.tokenization import TokenizerPool
+from diffusionlm.data.windows import ItemsFuture
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 
@@ -51,7 +65,7 @@ DOCUMENTS_AT_ONCE = 16
 """Are read before their length is looked at."""
 
 
-def make_data(config: MakeDataConfig, say: Say, terminal: TextIO | None = None) -> Index:
+def make_data(config: MakeDataConfig, log: Log, terminal: TextIO | None = None) -> ShardIndex:
     """Make the directory, or the rest of it; check it if it is complete already.
 
     Args:
@@ -61,26 +75,26 @@ def make_data(config: MakeDataConfig, say: Say, terminal: TextIO | None = None) 
         ValueError: nothing to read, a tokenizer that does not do, a directory that holds something else or cannot be
             written, or a damaged file.
     """
-    directory, meter = config.output.directory, Meter(say, terminal)
+    directory, meter = config.output.directory, MakeDataMeter(log, terminal)
     with _keys_of_this_config():
         sources = {split: open_source(config.source, split) for split in SPLITS}
-    given = None if config.tokenizer.path is None else _load(config.tokenizer.path)
-    with claimed(directory):
-        if (directory / INDEX).is_file():
-            return _check_complete(config, sources, given, meter)
-        with writing(directory):
-            progress = begin_or_go_on(config, sources, given)
-        job = _Job(config, sources, meter, progress)
+    provided_tokenizer = None if config.tokenizer.path is None else _load_tokenizer(config.tokenizer.path)
+    with lock_directory(directory):
+        if (directory / INDEX_FILE).is_file():
+            return _check_complete(config, sources, provided_tokenizer, meter)
+        with protect_write(directory):
+            progress = load_or_create_progress(config, sources, provided_tokenizer)
+        job = _MakeDataJob(config, sources, meter, progress)
         try:
-            return job.run(given)
+            return job.run(provided_tokenizer)
         except KeyboardInterrupt:
-            meter.say(f"stopped; {job.shards_done} shards are complete. The same command goes on from there")
+            meter.log(f"stopped; {job.num_shards_done} shards are complete. The same command goes on from there")
             raise
         finally:
             meter.close()
 
 
-def report(index: Index, directory: Path) -> str:
+def report(index: ShardIndex, directory: Path) -> str:
     """A table of what there is, and the command that trains on it."""
     rows = [["", "documents", "tokens", "bytes of text", "bytes/token", "files", "MiB"]]
     skipped = []
@@ -88,7 +102,7 @@ def report(index: Index, directory: Path) -> str:
         ratio = f"{held.text_bytes / held.tokens:.2f}" if held.tokens else "-"
         counts = (f"{count:,}" for count in (held.documents, held.tokens, held.text_bytes))
         rows.append([split, *counts, ratio, str(len(held.sizes)), f"{held.bytes_on_disk / 2**20:,.1f}"])
-        skipped.append(f"left out or mended, {split}: {_listed(held.skipped)}")
+        skipped.append(f"left out or mended, {split}: {_format_counts(held.skipped)}")
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = [
         "  ".join(
@@ -100,7 +114,7 @@ def report(index: Index, directory: Path) -> str:
         [
             *table,
             *skipped,
-            f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX} lists the files",
+            f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists the files",
             "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
             f"    --set {shlex.quote(f'data.source.path={directory}')} "
             f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",
@@ -109,11 +123,11 @@ def report(index: Index, directory: Path) -> str:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _DocumentChunk:
     """Documents that are tokenised together."""
 
     texts: list[str]
-    position: Position
+    position: ReaderPosition
     """Where they were read."""
     past: int
     """Documents from there on that are not among them, as they are done."""
@@ -121,19 +135,19 @@ class _Chunk:
     """What the source had left out before them."""
 
 
-class _OpenShard:
+class _ShardBuilder:
     """A shard that is being written."""
 
-    def __init__(self, writer: ShardWriter, wanted_tokens: int) -> None:
+    def __init__(self, writer: ShardWriter, target_tokens: int) -> None:
         self.writer = writer
-        self._wanted = wanted_tokens
+        self._target_tokens = target_tokens
         self.documents = self.tokens = self.text_bytes = 0
 
     @property
     def is_full(self) -> bool:
-        return self.tokens >= self._wanted
+        return self.tokens >= self._target_tokens
 
-    def take(self, documents: list[Tokens], text_bytes: list[int]) -> int:
+    def add_documents(self, documents: list[Tokens], text_bytes: list[int]) -> int:
         """Write the first documents, up to the one that fills the shard; how many these were."""
         count = 0
         for document in documents:
@@ -146,58 +160,62 @@ class _OpenShard:
         self.writer.add(documents[:count])
         return count
 
-    def finish(self) -> Shard:
+    def finish(self) -> ShardEntry:
         parts = self.writer.finish()
-        return Shard(documents=self.documents, tokens=self.tokens, text_bytes=self.text_bytes, parts=parts)
+        return ShardEntry(documents=self.documents, tokens=self.tokens, text_bytes=self.text_bytes, parts=parts)
 
 
-class _Job:
+class _MakeDataJob:
     """The making of one directory."""
 
     def __init__(
-        self, config: MakeDataConfig, sources: Mapping[Split, DocumentSource], meter: Meter, progress: Progress
+        self,
+        config: MakeDataConfig,
+        sources: Mapping[Split, DocumentSource],
+        meter: MakeDataMeter,
+        progress: MakeDataProgress,
     ) -> None:
         self._config, self._sources, self._meter, self._progress = config, sources, meter, progress
         self._directory = config.output.directory
 
     @property
-    def shards_done(self) -> int:
+    def num_shards_done(self) -> int:
         return sum(len(state.index.shards) for state in self._progress.splits.values())
 
-    def run(self, given: Tokenizer | None) -> Index:
-        tokenizer = self._prepare_tokenizer(given)
-        eos = tokenizer.eos_token_id
-        assert eos is not None, "a tokenizer without it was refused"
-        dtype: Dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    def run(self, provided_tokenizer: Tokenizer | None) -> ShardIndex:
+        tokenizer = self._prepare_tokenizer(provided_tokenizer)
+        eos_token_id = tokenizer.eos_token_id
+        assert eos_token_id is not None, "a tokenizer without it was refused"
+        dtype: ShardDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         if self._config.output.format == "parquet":
             dtype = "int32"
-        if self.shards_done:
-            self._meter.say(f"{self._directory}: going on behind {self.shards_done} complete shards")
+        if self.num_shards_done:
+            self._meter.log(f"{self._directory}: going on behind {self.num_shards_done} complete shards")
         left = [split for split in SPLITS if not self._progress.splits[split].done]
-        processes = _processes(self._config.output.workers) if left else 0
-        with Tokenisers(tokenizer, processes) as tokenisers, _keys_of_this_config():
+        processes = _choose_num_processes(self._config.output.workers) if left else 0
+        with TokenizerPool(tokenizer, processes) as tokenizer_pool, _keys_of_this_config():
             for split in left:
-                self._make(split, tokenisers, dtype, eos)
-        index = Index(
+                self._make_split(split, tokenizer_pool, dtype, eos_token_id)
+        index = ShardIndex(
             format=self._config.output.format,
             dtype=dtype,
             vocab_size=tokenizer.vocab_size,
-            eos_token_id=eos,
+            eos_token_id=eos_token_id,
             tokenizer_fingerprint=tokenizer.fingerprint,
             config=self._progress.config,
             splits={split: state.index for split, state in self._progress.splits.items()},
         )
-        with writing(self._directory):
-            for split, described in index.splits.items():
-                publish(self._directory, split, index.format)
-                check_sizes(self._directory, described)
-            replace_text(self._directory / INDEX, index.model_dump_json(indent=1) + "\n")
-            (self._directory / PROGRESS).unlink()
+        with protect_write(self._directory):
+            for split, split_index in index.splits.items():
+                rename_dat_file(self._directory, split, index.format)
+                check_sizes(self._directory, split_index)
+            write_text_atomic(self._directory / INDEX_FILE, index.model_dump_json(indent=1) + "\n")
+            (self._directory / PROGRESS_FILE).unlink()
         return index
 
-    def _prepare_tokenizer(self, given: Tokenizer | None) -> Tokenizer:
+    def _prepare_tokenizer(self, provided_tokenizer: Tokenizer | None) -> Tokenizer:
         """The tokenizer of the directory; put there if there is none yet."""
-        folder, fingerprint = self._directory / TOKENIZER, self._progress.tokenizer_fingerprint
+        folder, fingerprint = self._directory / TOKENIZER_DIRECTORY, self._progress.tokenizer_fingerprint
         if fingerprint is not None:
             tokenizer = load_tokenizer(folder)
             if tokenizer.fingerprint != fingerprint:
@@ -205,87 +223,87 @@ class _Job:
                     f"{folder} is not the tokenizer that was used so far: remove the directory, begin again"
                 )
             return tokenizer
-        tokenizer = given or _train(self._config, self._meter)
+        tokenizer = provided_tokenizer or _train_tokenizer(self._config, self._meter)
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer.path = {self._config.tokenizer.path}: the tokenizer has no end-of-text token, which "
                 "documents end in; name one in its special_tokens.json or tokenizer_config.json"
             )
-        with writing(self._directory):
-            shutil.rmtree(aside(folder), ignore_errors=True)
-            save_tokenizer(tokenizer, aside(folder))
-            fsync(aside(folder))
-            os.rename(aside(folder), folder)
+        with protect_write(self._directory):
+            shutil.rmtree(temporary_path(folder), ignore_errors=True)
+            save_tokenizer(tokenizer, temporary_path(folder))
+            fsync(temporary_path(folder))
+            os.rename(temporary_path(folder), folder)
             fsync(self._directory)
-            self._save(self._progress.model_copy(update={"tokenizer_fingerprint": tokenizer.fingerprint}))
+            self._save_progress(self._progress.model_copy(update={"tokenizer_fingerprint": tokenizer.fingerprint}))
         return tokenizer
 
-    def _make(self, split: Split, tokenisers: Tokenisers, dtype: Dtype, eos: int) -> None:
+    def _make_split(self, split: Split, tokenizer_pool: TokenizerPool, dtype: ShardDtype, eos_token_id: int) -> None:
         """The rest of a split."""
         state = self._progress.splits[split]
         self._meter.begin(split)
-        source = _CountedSource(self._sources[split], state)
-        shard: _OpenShard | None = None
+        source = _ResumedSource(self._sources[split], state)
+        shard: _ShardBuilder | None = None
         try:
-            for chunk, documents in _in_order(source.chunks(), tokenisers):
+            for chunk, documents in _in_order(source.chunks(), tokenizer_pool):
                 text_bytes = [len(text.encode()) for text in chunk.texts]
                 taken = 0
                 while taken < len(documents):
-                    with writing(self._directory):
-                        shard = shard or self._open_shard(split, dtype, eos)
-                        taken += shard.take(documents[taken:], text_bytes[taken:])
+                    with protect_write(self._directory):
+                        shard = shard or self._open_shard(split, dtype, eos_token_id)
+                        taken += shard.add_documents(documents[taken:], text_bytes[taken:])
                         if shard.is_full:
                             behind = {"position": chunk.position, "past": chunk.past + taken}
-                            self._finish(split, shard, chunk.skipped, behind)
+                            self._commit_shard(split, shard, chunk.skipped, behind)
                             shard = None
                 self._meter.advance(len(documents), sum(map(len, documents)), sum(text_bytes))
-            with writing(self._directory):
-                self._finish(split, shard, source.skipped(), {"done": True})
+            with protect_write(self._directory):
+                self._commit_shard(split, shard, source.skipped(), {"done": True})
         except BaseException:
             if shard is not None:
                 shard.writer.discard()
             raise
 
-    def _open_shard(self, split: Split, dtype: Dtype, eos: int) -> _OpenShard:
+    def _open_shard(self, split: Split, dtype: ShardDtype, eos_token_id: int) -> _ShardBuilder:
         shards = self._progress.splits[split].index.shards
         output = self._config.output
         start = sum(part.bytes for shard in shards for part in shard.parts)
-        writer = open_writer(output.format, self._directory, split, len(shards), start, dtype, eos)
-        return _OpenShard(writer, output.shard_tokens)
+        writer = open_writer(output.format, self._directory, split, len(shards), start, dtype, eos_token_id)
+        return _ShardBuilder(writer, output.shard_tokens)
 
-    def _finish(
-        self, split: Split, shard: _OpenShard | None, skipped: dict[str, int], update: dict[str, object]
+    def _commit_shard(
+        self, split: Split, shard: _ShardBuilder | None, skipped: dict[str, int], update: dict[str, object]
     ) -> None:
         """Make a shard count."""
         state = self._progress.splits[split]
         shards = (*state.index.shards, *([shard.finish()] if shard is not None else []))
         if not shards:
-            raise _empty(split, state.index.provenance, skipped)
+            raise _no_documents_error(split, state.index.provenance, skipped)
         index = state.index.model_copy(update={"shards": shards, "skipped": skipped})
         splits = {**self._progress.splits, split: state.model_copy(update={"index": index, **update})}
-        self._save(self._progress.model_copy(update={"splits": splits}))
+        self._save_progress(self._progress.model_copy(update={"splits": splits}))
 
-    def _save(self, progress: Progress) -> None:
+    def _save_progress(self, progress: MakeDataProgress) -> None:
         progress.save(self._directory)
         self._progress = progress
 
 
-class _CountedSource:
+class _ResumedSource:
     """What is left of a source, and what was left out of it, the earlier parts of the job included."""
 
     def __init__(self, source: DocumentSource, state: SplitProgress) -> None:
         self._source, self._state = source, state
         # Rows that are left out when a source is opened were counted the first time.
-        self._counted_again = dict(source.skipped) if state.index.shards else {}
+        self._already_counted = dict(source.skipped) if state.index.shards else {}
 
     def skipped(self) -> dict[str, int]:
         """Rows left out so far, counted by reason."""
         counts = Counter(self._source.skipped)
-        counts.subtract(self._counted_again)
+        counts.subtract(self._already_counted)
         counts.update(self._state.index.skipped)
         return {reason: count for reason, count in sorted(counts.items()) if count}
 
-    def chunks(self) -> Iterator[_Chunk]:
+    def chunks(self) -> Iterator[_DocumentChunk]:
         """The documents that are not in shards yet, in order. How they are cut changes nothing but the speed."""
         position, past = self._state.position, self._state.past
         while True:
@@ -299,72 +317,77 @@ class _CountedSource:
                 if position is None:
                     break
             if past < len(texts):
-                yield _Chunk(texts[past:], start, past, skipped)
+                yield _DocumentChunk(texts[past:], start, past, skipped)
             past = max(0, past - len(texts))
             if position is None:
                 return
 
 
-def _in_order(chunks: Iterator[_Chunk], tokenisers: Tokenisers) -> Iterator[tuple[_Chunk, list[Tokens]]]:
+def _in_order(
+    chunks: Iterator[_DocumentChunk], tokenizer_pool: TokenizerPool
+) -> Iterator[tuple[_DocumentChunk, list[Tokens]]]:
     """Each chunk with its tokens; as many are in flight as the processes need."""
-    waiting: deque[tuple[_Chunk, Pending[Tokens]]] = deque()
+    waiting: deque[tuple[_DocumentChunk, ItemsFuture[Tokens]]] = deque()
     for chunk in chunks:
-        waiting.append((chunk, tokenisers.submit(chunk.texts)))
-        if len(waiting) > tokenisers.ahead:
-            first, pending = waiting.popleft()
-            yield first, pending()
-    for first, pending in waiting:
-        yield first, pending()
+        waiting.append((chunk, tokenizer_pool.submit(chunk.texts)))
+        if len(waiting) > tokenizer_pool.prefetch_depth:
+            first, future = waiting.popleft()
+            yield first, future()
+    for first, future in waiting:
+        yield first, future()
 
 
-def _train(config: MakeDataConfig, meter: Meter) -> Tokenizer:
+def _train_tokenizer(config: MakeDataConfig, meter: MakeDataMeter) -> Tokenizer:
     wanted = config.tokenizer
-    meter.say(f"training a byte-level BPE tokenizer of {wanted.vocab_size:,} tokens ...")
+    meter.log(f"training a byte-level BPE tokenizer of {wanted.vocab_size:,} tokens ...")
     with _keys_of_this_config():
         source = open_source(config.source, "train")
         texts = first_documents(source, wanted.max_training_bytes)
         first = next(texts, None)
         if first is None:
-            raise _empty("train", source.provenance, source.skipped)
+            raise _no_documents_error("train", source.provenance, source.skipped)
         tokenizer = train_bpe(chain([first], texts), vocab_size=wanted.vocab_size, pattern=wanted.pattern)
     if tokenizer.vocab_size < wanted.vocab_size:
-        meter.say(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
+        meter.log(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
     return tokenizer
 
 
-def _empty(split: Split, provenance: str, skipped: dict[str, int]) -> ValueError:
+def _no_documents_error(split: Split, provenance: str, skipped: dict[str, int]) -> ValueError:
     return ValueError(
-        f"[source] has no {split} documents ({provenance}; left out: {_listed(skipped)}); give more text, or another "
+        f"[source] has no {split} documents ({provenance}; left out: {_format_counts(skipped)}); give more text, or another "
         "share of it for validation"
     )
 
 
-def _listed(skipped: dict[str, int]) -> str:
+def _format_counts(skipped: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "nothing"
 
 
-def _load(path: str) -> Tokenizer:
+def _load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer in a directory, or in the one of a run or of other shards."""
-    inside = Path(path) / TOKENIZER
+    inside = Path(path) / TOKENIZER_DIRECTORY
     return load_tokenizer(inside if inside.is_dir() else path)
 
 
 def _check_complete(
-    config: MakeDataConfig, sources: Mapping[Split, DocumentSource], given: Tokenizer | None, meter: Meter
-) -> Index:
+    config: MakeDataConfig,
+    sources: Mapping[Split, DocumentSource],
+    provided_tokenizer: Tokenizer | None,
+    meter: MakeDataMeter,
+) -> ShardIndex:
     """The index of a directory that was made from the same, every file of it compared with its checksum."""
     directory = config.output.directory
     index = read_index(directory, "output.directory")
-    identities = {split: described.identity for split, described in index.splits.items()}
-    check_same(config, sources, given, index.config, identities, index.tokenizer_fingerprint)
-    meter.say(f"{directory} is complete; comparing its files with their checksums ...")
-    for described in index.splits.values():
-        check_contents(directory, described)
-    (directory / PROGRESS).unlink(missing_ok=True)
+    identities = {split: split_index.identity for split, split_index in index.splits.items()}
+    check_same_inputs(config, sources, provided_tokenizer, index.config, identities, index.tokenizer_fingerprint)
+    meter.log(f"{directory} is complete; comparing its files with their checksums ...")
+    for split_index in index.splits.values():
+        check_checksums(directory, split_index)
+    (directory / PROGRESS_FILE).unlink(missing_ok=True)
     return index
 
 
-def _processes(workers: int | None) -> int:
+def _choose_num_processes(workers: int | None) -> int:
     """None: one for each core that this process may use; not every system tells."""
     if workers is not None:
         return workers

@@ -8,20 +8,20 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusionlm.data.bytestreams import DamagedFile
-from diffusionlm.data.records import Record, checked
+from diffusionlm.data.bytestreams import CorruptFileError
+from diffusionlm.data.records import ParsedRecord, validate_text
 
 BATCH_BYTES = 4 << 20
 """Text that is decoded at once, where the rows of a group are alike."""
 MOST_BATCH_ROWS = 1_024
 
 
-def parquet_records(path: Path, column: str, at: int) -> Iterator[Record]:
+def parquet_records(path: Path, column: str, at: int) -> Iterator[ParsedRecord]:
     """The cells of a column; places are rows. Other columns are not read.
 
     Raises:
         ValueError: there is no such column; lists those there are.
-        DamagedFile: the file is none, or cannot be read on.
+        CorruptFileError: the file is none, or cannot be read on.
     """
     try:
         with pq.ParquetFile(path) as file:
@@ -31,16 +31,16 @@ def parquet_records(path: Path, column: str, at: int) -> Iterator[Record]:
                     f"data.source.text_field = {column!r} is no column of {path}; "
                     f"its columns are {', '.join(map(repr, names))}"
                 )
-            for value in _values(file, column, at):
+            for value in _read_column(file, column, at):
                 at += 1
-                yield checked(value), at, at
+                yield validate_text(value), at, at
     except (FileNotFoundError, PermissionError):
         raise
     except (pa.ArrowException, OSError) as error:
-        raise DamagedFile("damaged Parquet", f"{error}; download or copy it again") from error
+        raise CorruptFileError("damaged Parquet", f"{error}; download or copy it again") from error
 
 
-def _values(file: pq.ParquetFile, column: str, start: int) -> Iterator[object]:
+def _read_column(file: pq.ParquetFile, column: str, start: int) -> Iterator[object]:
     """The cells from row ``start`` on; text as bytes, because nothing has checked that it is UTF-8."""
     first = 0
     for group in range(file.metadata.num_row_groups):
@@ -50,7 +50,7 @@ def _values(file: pq.ParquetFile, column: str, start: int) -> Iterator[object]:
             skipped = max(0, start - first)
             for batch in file.iter_batches(size, [group], [column], use_threads=False):
                 if skipped < len(batch):
-                    yield from _as_python(batch.column(0).slice(skipped))
+                    yield from _to_python(batch.column(0).slice(skipped))
                 skipped = max(0, skipped - len(batch))
         first += rows
 
@@ -63,7 +63,7 @@ def _batch_rows(file: pq.ParquetFile, column: str, group: int) -> int:
     return max(1, min(MOST_BATCH_ROWS, rows))
 
 
-def _as_python(values: pa.Array) -> list[object]:
+def _to_python(values: pa.Array) -> list[object]:
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     kind = values.type

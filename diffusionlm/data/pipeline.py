@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from config.data import DataConfig, Shards
-from diffusionlm.data.encoding import Encoder, InlineEncoder, encoded
-from diffusionlm.data.mixture import MixedRows
-from diffusionlm.data.packing import Frame, PackedRows, PaddedRows, Row, best_fit_rows
-from diffusionlm.data.reader import MENDED, DocumentSource, Reader, Split, Tokens, open_source
-from diffusionlm.data.shards import ShardDocuments, ShuffledShards
-from diffusionlm.data.windows import shuffled
-from diffusionlm.diffusion.rng import Stream
+from diffusionlm.data.encoding import InlineTextEncoder, TextEncoder, tokenize_reader
+from diffusionlm.data.mixture import MixedRowReader
+from diffusionlm.data.packing import PackedRowReader, PaddedRowReader, Row, RowFormat, pack_best_fit
+from diffusionlm.data.reader import REPAIRED_PREFIX, DocumentSource, ResumableReader, Split, Tokens, open_source
+from diffusionlm.data.shards import ShardDocuments, ShardReader
+from diffusionlm.data.windows import shuffle_windows
+from diffusionlm.diffusion.rng import RngStream
 from tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Part:
+class MixtureComponent:
     """One source of a run's data."""
 
     name: str
@@ -34,10 +34,10 @@ class Part:
     @property
     def num_skipped(self) -> int:
         """Rows left out so far."""
-        return sum(count for reason, count in self.skipped.items() if not reason.startswith(MENDED))
+        return sum(count for reason, count in self.skipped.items() if not reason.startswith(REPAIRED_PREFIX))
 
 
-def open_parts(config: DataConfig, split: Split) -> list[Part]:
+def open_components(config: DataConfig, split: Split) -> list[MixtureComponent]:
     """The sources of a split.
 
     Raises:
@@ -47,7 +47,7 @@ def open_parts(config: DataConfig, split: Split) -> list[Part]:
     for index, part in enumerate(config.parts):
         section = part.source
         source = ShardDocuments.open(section, split) if isinstance(section, Shards) else open_source(section, split)
-        opened.append(Part(part.name or f"{section.kind}-{index}", part.weight, source))
+        opened.append(MixtureComponent(part.name or f"{section.kind}-{index}", part.weight, source))
     names = [part.name for part in opened]
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
@@ -55,7 +55,7 @@ def open_parts(config: DataConfig, split: Split) -> list[Part]:
     return opened
 
 
-def identity_of(parts: list[Part]) -> str:
+def compute_data_identity(parts: list[MixtureComponent]) -> str:
     """Changes when the documents of a source do, or their weights."""
     if len(parts) == 1:
         return parts[0].source.identity
@@ -63,7 +63,7 @@ def identity_of(parts: list[Part]) -> str:
     return f"mixture/{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
 
-def check_tokenizer(parts: list[Part], tokenizer: Tokenizer) -> None:
+def check_shard_tokenizer(parts: list[MixtureComponent], tokenizer: Tokenizer) -> None:
     """See that shards were made with this tokenizer.
 
     Raises:
@@ -78,29 +78,34 @@ def check_tokenizer(parts: list[Part], tokenizer: Tokenizer) -> None:
             )
 
 
-def documents_of(
-    part: Part, tokenizer: Tokenizer, window: int, seed: int, key: tuple[int, ...] = (), encoder: Encoder | None = None
-) -> Reader[Tokens]:
+def build_token_reader(
+    part: MixtureComponent,
+    tokenizer: Tokenizer,
+    window: int,
+    seed: int,
+    key: tuple[int, ...] = (),
+    encoder: TextEncoder | None = None,
+) -> ResumableReader[Tokens]:
     """The tokens of a source's documents, shuffled within windows of so many (0, 1: in their order)."""
     source = part.source
     if isinstance(source, ShardDocuments):
-        return ShuffledShards(source, seed, window > 1, key)
-    texts: Reader[str] = source
+        return ShardReader(source, seed, window > 1, key)
+    texts: ResumableReader[str] = source
     if window > 1:
-        texts = shuffled(texts, window, seed, Stream.DOCUMENT_ORDER, *key)
-    return encoded(texts, encoder or InlineEncoder(tokenizer.encode))
+        texts = shuffle_windows(texts, window, seed, RngStream.DOCUMENT_ORDER, *key)
+    return tokenize_reader(texts, encoder or InlineTextEncoder(tokenizer.encode))
 
 
-def rows_of(
-    parts: list[Part],
+def build_row_reader(
+    parts: list[MixtureComponent],
     config: DataConfig,
     tokenizer: Tokenizer,
     row_length: int,
     seed: int,
     *,
     repeat: bool = True,
-    encoder: Encoder | None = None,
-) -> Reader[Row]:
+    encoder: TextEncoder | None = None,
+) -> ResumableReader[Row]:
     """The rows of all parts: documents shuffled, cut into rows, rows shuffled.
 
     Args:
@@ -110,31 +115,33 @@ def rows_of(
     Raises:
         ValueError: no end-of-text token, rows too short, or shards of another tokenizer.
     """
-    check_tokenizer(parts, tokenizer)
+    check_shard_tokenizer(parts, tokenizer)
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-text token, which rows are padded with; give one that has")
-    frame = Frame(row_length, tokenizer.eos_token_id, config.begin_with_eos, config.end_with_eos)
-    readers: list[Reader[Row]] = []
+    row_format = RowFormat(row_length, tokenizer.eos_token_id, config.begin_with_eos, config.end_with_eos)
+    readers: list[ResumableReader[Row]] = []
     for index, part in enumerate(parts):
         key = (index,) if len(parts) > 1 else ()
-        documents = documents_of(part, tokenizer, config.document_shuffle_window, seed, key, encoder)
-        rows: Reader[Row]
+        documents = build_token_reader(part, tokenizer, config.document_shuffle_window, seed, key, encoder)
+        rows: ResumableReader[Row]
         match config.rows:
             case "packed":
-                rows = PackedRows(documents, frame)
+                rows = PackedRowReader(documents, row_format)
             case "best_fit":
-                rows = best_fit_rows(documents, frame, config.packing_window)
+                rows = pack_best_fit(documents, row_format, config.packing_window)
             case "padded":
-                rows = PaddedRows(documents, frame)
+                rows = PaddedRowReader(documents, row_format)
         if config.row_shuffle_window > 1:
-            rows = shuffled(rows, config.row_shuffle_window, seed, Stream.ROW_ORDER, *key)
+            rows = shuffle_windows(rows, config.row_shuffle_window, seed, RngStream.SEQUENCE_ORDER, *key)
         readers.append(rows)
     if len(readers) == 1:
         return readers[0]
-    return MixedRows(readers, [part.weight for part in parts], [part.name for part in parts], repeat)
+    return MixedRowReader(readers, [part.weight for part in parts], [part.name for part in parts], repeat)
 
 
-def training_tokens(parts: list[Part], tokenizer: Tokenizer, limit: int, end_with_eos: bool = True) -> Tokens:
+def read_training_tokens(
+    parts: list[MixtureComponent], tokenizer: Tokenizer, limit: int, end_with_eos: bool = True
+) -> Tokens:
     """The first tokens of the training documents, each ended by end-of-text or not, up to ``limit`` and a document.
 
     Those of a mixture are there by their weights.
@@ -143,7 +150,7 @@ def training_tokens(parts: list[Part], tokenizer: Tokenizer, limit: int, end_wit
     total = sum(part.weight for part in parts)
     documents: list[Tokens] = []
     for part in parts:
-        reader = documents_of(part, tokenizer, window=0, seed=0)
+        reader = build_token_reader(part, tokenizer, window=0, seed=0)
         wanted, position = limit * part.weight / total, None
         while wanted > 0:
             some, position = reader.read(0, position, 64)

@@ -20,24 +20,24 @@ Tokens = NDArray[np.int32]
 
 Split = Literal["train", "validation"]
 
-MENDED = "mended: "
+REPAIRED_PREFIX = "mended: "
 """What the reasons of rows begin with that were mended, and not left out."""
 
-Position = Any
+ReaderPosition = Any
 """A JSON value that says where to read on: made by a reader, kept in checkpoints, given back to it. None: the start."""
 
 
-class Reader(Protocol[T]):
+class ResumableReader(Protocol[T]):
     """An ordered, repeatable sequence for each epoch, readable from any position."""
 
-    def read(self, epoch: int, position: Position, limit: int) -> tuple[list[T], Position]:
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[T], ReaderPosition]:
         """Up to ``limit`` items from ``position`` on, and the position behind them.
 
         Fewer than ``limit`` items: the epoch has ended, and the position is None.
         """
 
 
-class DocumentSource(Reader[str], Protocol):
+class DocumentSource(ResumableReader[str], Protocol):
     """Documents of one split, with an identity."""
 
     @property
@@ -90,9 +90,9 @@ def open_source(config: TextSource, split: Split) -> DocumentSource:
         case PythonStdlib():
             return StdlibSource.open(config, split)
         case LocalFiles():
-            from diffusionlm.data.local_files import open_files
+            from diffusionlm.data.local_files import open_local_files
 
-            return open_files(config, split)
+            return open_local_files(config, split)
         case HubDataset():
             from diffusionlm.data.hub import open_hub
 
@@ -133,7 +133,7 @@ class StdlibSource:
         chosen, skipped, digest, size = list[Path](), dict[str, int](), hashlib.sha256(), 0
         for path in files:
             name = path.relative_to(root).as_posix()
-            if _one_in(name, config.validation_share) != (split == "validation"):
+            if _is_one_in(name, config.validation_share) != (split == "validation"):
                 continue
             content = path.read_bytes()
             try:
@@ -149,13 +149,13 @@ class StdlibSource:
         identity = f"python-stdlib/{split}/{digest.hexdigest()[:16]}"
         return cls(root, chosen, identity, f"{len(chosen)} files, {size:,} bytes, in {root}", skipped)
 
-    def read(self, epoch: int, position: Position, limit: int) -> tuple[list[str], Position]:
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
         """The files from the ``position``-th on."""
         start = position or 0
         documents = [path.read_text(encoding="utf-8") for path in self.paths[start : start + limit]]
         return documents, start + limit if len(documents) == limit else None
 
 
-def _one_in(name: str, share: int) -> bool:
+def _is_one_in(name: str, share: int) -> bool:
     """True for one name in ``share``, by its hash."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % share == 0

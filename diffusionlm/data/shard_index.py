@@ -23,32 +23,32 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from diffusionlm.data.reader import Split
 
-INDEX = "index.json"
-PROGRESS = "progress.json"
+INDEX_FILE = "index.json"
+PROGRESS_FILE = "progress.json"
 """In place of the index while the directory is being made."""
-TOKENIZER = "tokenizer"
-VERSION: Literal[1] = 1
+TOKENIZER_DIRECTORY = "tokenizer"
+FORMAT_VERSION: Literal[1] = 1
 
-OFFSET = "<i8"
+OFFSET_DTYPE = "<i8"
 """Dtype of ``.idx`` files."""
-COLUMN = "input_ids"
+PARQUET_COLUMN = "input_ids"
 """Of Parquet files."""
 
-Format = Literal["bin", "parquet", "dat"]
-Dtype = Literal["uint16", "uint32", "int32"]
+ShardFormat = Literal["bin", "parquet", "dat"]
+ShardDtype = Literal["uint16", "uint32", "int32"]
 
 
-class Record(BaseModel):
+class StrictModel(BaseModel):
     """What the JSON files are made of: strict, and immutable."""
 
     # Unknown keys are passed over: totals are written for people, and not read.
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
-RecordT = TypeVar("RecordT", bound=Record)
+StrictModelT = TypeVar("StrictModelT", bound=StrictModel)
 
 
-class FilePart(Record):
+class FileRange(StrictModel):
     """A file, or for ``dat`` the part of one that a shard takes."""
 
     file: str
@@ -58,17 +58,17 @@ class FilePart(Record):
     sha256: str
 
 
-class Shard(Record):
+class ShardEntry(StrictModel):
     """Consecutive documents."""
 
     documents: PositiveInt
     tokens: NonNegativeInt
     text_bytes: NonNegativeInt
     """UTF-8 bytes of the text."""
-    parts: tuple[FilePart, ...]
+    parts: tuple[FileRange, ...]
 
 
-class SplitIndex(Record):
+class SplitIndex(StrictModel):
     """The documents of a split, in their order."""
 
     identity: str
@@ -77,7 +77,7 @@ class SplitIndex(Record):
     """Of the source, for people."""
     skipped: dict[str, int] = {}
     """Rows of the source that were left out, counted by reason."""
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[ShardEntry, ...] = ()
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -108,12 +108,12 @@ class SplitIndex(Record):
         return {part.file: part.start + part.bytes for shard in self.shards for part in shard.parts}
 
 
-class Index(Record):
+class ShardIndex(StrictModel):
     """The whole file."""
 
-    version: Literal[1] = VERSION
-    format: Format
-    dtype: Dtype
+    version: Literal[1] = FORMAT_VERSION
+    format: ShardFormat
+    dtype: ShardDtype
     """Of the ids: uint16 where the vocabulary fits, else uint32; int32 in Parquet."""
     vocab_size: PositiveInt
     eos_token_id: NonNegativeInt
@@ -123,31 +123,31 @@ class Index(Record):
     splits: dict[Split, SplitIndex]
 
 
-def read_index(directory: Path, key: str) -> Index:
+def read_index(directory: Path, key: str) -> ShardIndex:
     """The index of a complete directory, which the config's ``key`` names.
 
     Raises:
         ValueError: there is none, or it is damaged, or from another version; says what to do.
     """
-    path = directory / INDEX
+    path = directory / INDEX_FILE
     named = f"{key} = {directory}"
     if not directory.is_dir():
         raise ValueError(f"{named} is not a directory; diffusionlm-make-data makes one")
     if not path.is_file():
-        if (directory / PROGRESS).is_file():
+        if (directory / PROGRESS_FILE).is_file():
             raise ValueError(f"{named} is not complete: repeat the diffusionlm-make-data command, which then goes on")
-        raise ValueError(f"{named} has no {INDEX}: name a directory that diffusionlm-make-data wrote")
-    return read_record(Index, path, "make the data again, or with the version that wrote it")
+        raise ValueError(f"{named} has no {INDEX_FILE}: name a directory that diffusionlm-make-data wrote")
+    return read_json_model(ShardIndex, path, "make the data again, or with the version that wrote it")
 
 
-def read_record(kind: type[RecordT], path: Path, remedy: str) -> RecordT:
+def read_json_model(model_class: type[StrictModelT], path: Path, remedy: str) -> StrictModelT:
     """A JSON file of this kind.
 
     Raises:
         ValueError: it cannot be read or is something else; names the first fault.
     """
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return model_class.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -165,13 +165,13 @@ def check_sizes(directory: Path, split: SplitIndex) -> None:
     for name, size in split.sizes.items():
         path = directory / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing, though {INDEX} names it: copy it again, or make the data again")
+            raise ValueError(f"{path} is missing, though {INDEX_FILE} names it: copy it again, or make the data again")
         found = path.stat().st_size
         if found != size:
             raise ValueError(f"{path} has {found:,} bytes, not {size:,}: copy it again, or make the data again")
 
 
-def check_contents(directory: Path, split: SplitIndex) -> None:
+def check_checksums(directory: Path, split: SplitIndex) -> None:
     """Compare every file with its checksum; this reads all of them.
 
     Raises:
@@ -180,11 +180,11 @@ def check_contents(directory: Path, split: SplitIndex) -> None:
     check_sizes(directory, split)
     for part in (part for shard in split.shards for part in shard.parts):
         path = directory / part.file
-        if sha256_of(path, part.start, part.bytes) != part.sha256:
+        if compute_sha256(path, part.start, part.bytes) != part.sha256:
             raise ValueError(f"{path} is damaged: its checksum is not the index's; copy it again, or make it again")
 
 
-def sha256_of(path: Path, start: int, size: int) -> str:
+def compute_sha256(path: Path, start: int, size: int) -> str:
     """Checksum of a part of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:

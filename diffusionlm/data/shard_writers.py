@@ -11,9 +11,9 @@ from typing import IO, Any, Protocol, assert_never
 import numpy as np
 
 from diffusionlm.data.reader import Split, Tokens
-from diffusionlm.data.shard_index import COLUMN, OFFSET, Dtype, FilePart, Format
+from diffusionlm.data.shard_index import OFFSET_DTYPE, PARQUET_COLUMN, FileRange, ShardDtype, ShardFormat
 
-ASIDE = ".tmp"
+TEMPORARY_SUFFIX = ".tmp"
 """Ending of a file that is being written."""
 
 ROW_GROUP_TOKENS = 1 << 22
@@ -26,7 +26,7 @@ class ShardWriter(Protocol):
     def add(self, documents: list[Tokens]) -> None:
         """Append documents."""
 
-    def finish(self) -> tuple[FilePart, ...]:
+    def finish(self) -> tuple[FileRange, ...]:
         """Make the shard durable; says what was written."""
 
     def discard(self) -> None:
@@ -34,7 +34,7 @@ class ShardWriter(Protocol):
 
 
 def open_writer(
-    kind: Format, directory: Path, split: Split, number: int, start: int, dtype: Dtype, eos_token_id: int
+    kind: ShardFormat, directory: Path, split: Split, number: int, start: int, dtype: ShardDtype, eos_token_id: int
 ) -> ShardWriter:
     """The writer of a split's shard with this number; ``start`` is where it begins in a ``dat`` file.
 
@@ -53,28 +53,28 @@ def open_writer(
             assert_never(kind)
 
 
-def publish(directory: Path, split: Split, kind: Format) -> None:
+def rename_dat_file(directory: Path, split: Split, kind: ShardFormat) -> None:
     """Give the file of a split that grew over all its shards its name; those of the other formats have theirs."""
     path = directory / f"{split}.dat"
-    if kind == "dat" and aside(path).exists():
-        os.replace(aside(path), path)
+    if kind == "dat" and temporary_path(path).exists():
+        os.replace(temporary_path(path), path)
         fsync(directory)
 
 
-def replace_text(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
     try:
-        aside(path).write_text(text, encoding="utf-8")
-        fsync(aside(path))
-        os.replace(aside(path), path)
+        temporary_path(path).write_text(text, encoding="utf-8")
+        fsync(temporary_path(path))
+        os.replace(temporary_path(path), path)
         fsync(path.parent)
     finally:
-        aside(path).unlink(missing_ok=True)
+        temporary_path(path).unlink(missing_ok=True)
 
 
-def aside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Where a file is written until it is complete."""
-    return path.with_name(path.name + ASIDE)
+    return path.with_name(path.name + TEMPORARY_SUFFIX)
 
 
 def fsync(path: Path) -> None:
@@ -118,49 +118,49 @@ class HashedFile:
         self._file.close()
         self.closed = True
 
-    def abandon(self) -> None:
+    def close_without_sync(self) -> None:
         """Close it as it is."""
         with contextlib.suppress(OSError):  # a full disk once more
             self._file.close()
 
-    def part(self, name: str, start: int = 0) -> FilePart:
+    def part(self, name: str, start: int = 0) -> FileRange:
         """What was written."""
-        return FilePart(file=name, start=start, bytes=self._size, sha256=self._digest.hexdigest())
+        return FileRange(file=name, start=start, bytes=self._size, sha256=self._digest.hexdigest())
 
 
-class _NewFile:
+class _TemporaryFile:
     """A file that gets its name when it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.file = HashedFile(aside(path).open("wb"))
+        self.file = HashedFile(temporary_path(path).open("wb"))
 
-    def finish(self) -> FilePart:
+    def finish(self) -> FileRange:
         self.file.close()
-        os.replace(aside(self._path), self._path)
+        os.replace(temporary_path(self._path), self._path)
         fsync(self._path.parent)
         return self.file.part(self._path.name)
 
     def discard(self) -> None:
-        self.file.abandon()
-        aside(self._path).unlink(missing_ok=True)
+        self.file.close_without_sync()
+        temporary_path(self._path).unlink(missing_ok=True)
 
 
 class _BinWriter:
-    def __init__(self, path: Path, dtype: Dtype) -> None:
-        self._path, self._dtype = path, _little(dtype)
-        self._ids = _NewFile(path.with_name(path.name + ".bin"))
+    def __init__(self, path: Path, dtype: ShardDtype) -> None:
+        self._path, self._dtype = path, _little_endian(dtype)
+        self._ids = _TemporaryFile(path.with_name(path.name + ".bin"))
         self._lengths: list[int] = []
 
     def add(self, documents: list[Tokens]) -> None:
         self._ids.file.write(np.concatenate(documents).astype(self._dtype).data)
         self._lengths += map(len, documents)
 
-    def finish(self) -> tuple[FilePart, ...]:
+    def finish(self) -> tuple[FileRange, ...]:
         ids = self._ids.finish()
-        offsets = _NewFile(self._path.with_name(self._path.name + ".idx"))
+        offsets = _TemporaryFile(self._path.with_name(self._path.name + ".idx"))
         try:
-            offsets.file.write(np.cumsum([0, *self._lengths]).astype(OFFSET).data)
+            offsets.file.write(np.cumsum([0, *self._lengths]).astype(OFFSET_DTYPE).data)
             return ids, offsets.finish()
         except BaseException:
             offsets.discard()
@@ -173,14 +173,14 @@ class _BinWriter:
 class _DatWriter:
     """Appends to the one file of the split, which gets its name when all of it is there."""
 
-    def __init__(self, path: Path, start: int, dtype: Dtype, eos_token_id: int) -> None:
-        self._path, self._start, self._dtype = path, start, _little(dtype)
+    def __init__(self, path: Path, start: int, dtype: ShardDtype, eos_token_id: int) -> None:
+        self._path, self._start, self._dtype = path, start, _little_endian(dtype)
         self._end = np.array([eos_token_id], dtype=np.int32)
-        file = aside(path).open("r+b" if start else "wb")
+        file = temporary_path(path).open("r+b" if start else "wb")
         if file.seek(0, os.SEEK_END) < start:
             file.close()
             raise ValueError(
-                f"{aside(path)} is shorter than {start:,} bytes, which were there: remove the directory and begin again"
+                f"{temporary_path(path)} is shorter than {start:,} bytes, which were there: remove the directory and begin again"
             )
         file.truncate(start)
         file.seek(start)
@@ -190,15 +190,15 @@ class _DatWriter:
         ended = [each for tokens in documents for each in (tokens, self._end)]
         self._file.write(np.concatenate(ended).astype(self._dtype).data)
 
-    def finish(self) -> tuple[FilePart, ...]:
+    def finish(self) -> tuple[FileRange, ...]:
         self._file.close()
         return (self._file.part(self._path.name, self._start),)
 
     def discard(self) -> None:
         if self._file.closed:
             return  # it may be on record already; if not, the next writer of this shard cuts it off
-        self._file.abandon()
-        os.truncate(aside(self._path), self._start)
+        self._file.close_without_sync()
+        os.truncate(temporary_path(self._path), self._start)
 
 
 class _ParquetWriter:
@@ -206,8 +206,8 @@ class _ParquetWriter:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self._new = _NewFile(path.with_name(path.name + ".parquet"))
-        self._schema = pa.schema([pa.field(COLUMN, pa.list_(pa.field("element", pa.int32(), nullable=False)))])
+        self._new = _TemporaryFile(path.with_name(path.name + ".parquet"))
+        self._schema = pa.schema([pa.field(PARQUET_COLUMN, pa.list_(pa.field("element", pa.int32(), nullable=False)))])
         try:  # it writes the first bytes at once
             self._writer = pq.ParquetWriter(self._new.file, self._schema, compression="zstd", write_page_checksum=True)
         except BaseException:
@@ -223,7 +223,7 @@ class _ParquetWriter:
             if self._tokens >= ROW_GROUP_TOKENS:
                 self._write_group()
 
-    def finish(self) -> tuple[FilePart, ...]:
+    def finish(self) -> tuple[FileRange, ...]:
         self._write_group()
         self._writer.close()
         return (self._new.finish(),)
@@ -243,6 +243,6 @@ class _ParquetWriter:
         self._group, self._tokens = [], 0
 
 
-def _little(dtype: Dtype) -> np.dtype[Any]:
+def _little_endian(dtype: ShardDtype) -> np.dtype[Any]:
     """Unsigned integers, little-endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")

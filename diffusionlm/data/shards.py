@@ -19,27 +19,36 @@ from numpy.typing import NDArray
 
 from config.data import Shards
 from diffusionlm.data.permutation import KeyedPermutation
-from diffusionlm.data.reader import Position, Split, Tokens
-from diffusionlm.data.shard_index import COLUMN, OFFSET, TOKENIZER, Index, Shard, SplitIndex, check_sizes, read_index
-from diffusionlm.diffusion.rng import Stream
+from diffusionlm.data.reader import ReaderPosition, Split, Tokens
+from diffusionlm.data.shard_index import (
+    OFFSET_DTYPE,
+    PARQUET_COLUMN,
+    TOKENIZER_DIRECTORY,
+    ShardEntry,
+    ShardIndex,
+    SplitIndex,
+    check_sizes,
+    read_index,
+)
+from diffusionlm.diffusion.rng import RngStream
 
-KEY = "data.source.path"
+PATH_KEY = "data.source.path"
 
 LOOK_AHEAD_DOCUMENTS = 1_024
 LOOK_AHEAD_TOKENS = 1 << 20
-"""`ShuffledShards` fetches about so many at once, whichever is less: one by one costs ten times as much."""
+"""`ShardReader` fetches about so many at once, whichever is less: one by one costs ten times as much."""
 
 MOST_PARQUET_TOKENS = 1 << 30
 """Parquet is read into memory, 4 bytes a token, by each process that reads."""
 
-Ids = NDArray[Any]
+TokenIdArray = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class _File:
+class _ShardFile:
     """Documents that lie one behind the other."""
 
-    ids: Ids
+    ids: TokenIdArray
     offsets: Sequence[int]
     """Where each document starts in ``ids``, and the end of the last one."""
 
@@ -59,10 +68,10 @@ class ShardDocuments:
     num_documents: int
     vocab_size: int
     _path: Path
-    _files: list[_File]
-    _first_F: NDArray[np.int64]
+    _files: list[_ShardFile]
+    _first_document_F: NDArray[np.int64]
     """Number of the first document of each file."""
-    _gap: int
+    _num_separator_tokens: int
     """Tokens between two documents: the end-of-text tokens of ``dat``."""
 
     @classmethod
@@ -73,34 +82,34 @@ class ShardDocuments:
             ValueError: the directory is missing, not complete or damaged, or too large to be read as Parquet; names
                 the file, and says what to do.
         """
-        index = read_index(config.path, KEY)
-        described = index.splits.get(split)
-        if described is None or not described.documents:
-            raise ValueError(f"{KEY} = {config.path} has no {split} documents: make the data again")
-        check_sizes(config.path, described)
-        if not (config.path / TOKENIZER).is_dir():
-            raise ValueError(f"{config.path / TOKENIZER} is missing: copy it again, or make the data again")
-        files = _open_files(config.path, index, described)
+        index = read_index(config.path, PATH_KEY)
+        split_index = index.splits.get(split)
+        if split_index is None or not split_index.documents:
+            raise ValueError(f"{PATH_KEY} = {config.path} has no {split} documents: make the data again")
+        check_sizes(config.path, split_index)
+        if not (config.path / TOKENIZER_DIRECTORY).is_dir():
+            raise ValueError(f"{config.path / TOKENIZER_DIRECTORY} is missing: copy it again, or make the data again")
+        files = _open_shard_files(config.path, index, split_index)
         most = config.max_documents if split == "train" else None
         firsts = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
         count = min(int(firsts[-1]), most or sys.maxsize)
         gap = int(index.format == "dat")
-        cut = "" if count == described.documents else f"the first {count:,} of "
-        on_disk = f"{described.bytes_on_disk / 2**20:,.1f} MiB of {index.format}"
-        in_memory = f", {described.tokens * 4 / 2**20:,.1f} MiB in memory" if index.format == "parquet" else ""
+        cut = "" if count == split_index.documents else f"the first {count:,} of "
+        on_disk = f"{split_index.bytes_on_disk / 2**20:,.1f} MiB of {index.format}"
+        in_memory = f", {split_index.tokens * 4 / 2**20:,.1f} MiB in memory" if index.format == "parquet" else ""
         return cls(
-            identity=_identity(index, described, split, count),
-            provenance=f"{cut}{described.documents:,} documents, {described.tokens:,} tokens, {on_disk} in "
-            f"{config.path}{in_memory}, made from {described.provenance}",
-            tokenizer_directory=config.path / TOKENIZER,
+            identity=_compute_identity(index, split_index, split, count),
+            provenance=f"{cut}{split_index.documents:,} documents, {split_index.tokens:,} tokens, {on_disk} in "
+            f"{config.path}{in_memory}, made from {split_index.provenance}",
+            tokenizer_directory=config.path / TOKENIZER_DIRECTORY,
             tokenizer_fingerprint=index.tokenizer_fingerprint,
-            num_tokens=_tokens_of_first(files, firsts, count, gap),
+            num_tokens=_count_tokens(files, firsts, count, gap),
             num_documents=count,
             vocab_size=index.vocab_size,
             _path=config.path,
             _files=files,
-            _first_F=firsts[:-1],
-            _gap=gap,
+            _first_document_F=firsts[:-1],
+            _num_separator_tokens=gap,
         )
 
     def __len__(self) -> int:
@@ -119,9 +128,9 @@ class ShardDocuments:
         if not indices.size:
             return []
         assert 0 <= int(indices.min()) <= int(indices.max()) < len(self), "documents are 0 to len - 1"
-        file_of = np.searchsorted(self._first_F, indices, side="right") - 1
-        within = indices - self._first_F[file_of]
-        files, gap = self._files, self._gap
+        file_of = np.searchsorted(self._first_document_F, indices, side="right") - 1
+        within = indices - self._first_document_F[file_of]
+        files, gap = self._files, self._num_separator_tokens
         pieces = []
         for number, document in zip(file_of.tolist(), within.tolist(), strict=True):
             file = files[number]
@@ -130,7 +139,7 @@ class ShardDocuments:
         # Without signs, so that an id of 2 ** 31 or more is large too.
         if together.size and int(together.view(np.uint32).max()) >= self.vocab_size:
             raise ValueError(
-                f"{KEY} = {self._path} is damaged: it has the token id {int(together.view(np.uint32).max())}, and the "
+                f"{PATH_KEY} = {self._path} is damaged: it has the token id {int(together.view(np.uint32).max())}, and the "
                 f"vocabulary has {self.vocab_size}; repeat the diffusionlm-make-data command to find the file"
             )
         ends = np.cumsum([len(piece) for piece in pieces]).tolist()
@@ -138,7 +147,7 @@ class ShardDocuments:
 
 
 @dataclass
-class ShuffledShards:
+class ShardReader:
     """All documents of each epoch, in an order that is a function of (seed, epoch); a position is a number.
 
     The order takes no memory, and reading may begin anywhere in it.
@@ -146,99 +155,99 @@ class ShuffledShards:
 
     documents: ShardDocuments
     seed: int
-    shuffled: bool
+    is_shuffled: bool
     """Else in the order of the shards, each epoch alike."""
     key: tuple[int, ...] = ()
     """Of the order, beside the epoch: two readers of one run do not share theirs."""
 
     def __post_init__(self) -> None:
         mean = max(1, self.documents.num_tokens // len(self.documents))
-        self._ahead = min(LOOK_AHEAD_DOCUMENTS, max(1, LOOK_AHEAD_TOKENS // mean))
-        self._held: tuple[int, int, list[Tokens]] = (0, 0, [])
+        self._fetch_size = min(LOOK_AHEAD_DOCUMENTS, max(1, LOOK_AHEAD_TOKENS // mean))
+        self._cached: tuple[int, int, list[Tokens]] = (0, 0, [])
         self._order: tuple[int, KeyedPermutation] | None = None
 
-    def read(self, epoch: int, position: Position, limit: int) -> tuple[list[Tokens], Position]:
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Tokens], ReaderPosition]:
         """Up to ``limit`` documents, and the position behind them."""
         start: int = position or 0
         stop = min(start + limit, len(self.documents))
-        held_epoch, first, held = self._held
+        held_epoch, first, held = self._cached
         if held_epoch != epoch or start < first or stop > first + len(held):
-            first, held = start, self._fetch(epoch, start, max(limit, self._ahead))
-            self._held = (epoch, first, held)
+            first, held = start, self._fetch(epoch, start, max(limit, self._fetch_size))
+            self._cached = (epoch, first, held)
         documents = held[start - first : stop - first]
         return documents, stop if len(documents) == limit else None
 
     def _fetch(self, epoch: int, start: int, count: int) -> list[Tokens]:
         places = np.arange(start, min(start + count, len(self.documents)))
-        if not self.shuffled:
+        if not self.is_shuffled:
             return self.documents.documents(places)
         if self._order is None or self._order[0] != epoch:
             self._order = (
                 epoch,
-                KeyedPermutation(len(self.documents), self.seed, Stream.DOCUMENT_ORDER, *self.key, epoch),
+                KeyedPermutation(len(self.documents), self.seed, RngStream.DOCUMENT_ORDER, *self.key, epoch),
             )
         return self.documents.documents(self._order[1](places))
 
 
-def _identity(index: Index, described: SplitIndex, split: Split, count: int) -> str:
-    sums = " ".join(part.sha256 for shard in described.shards for part in shard.parts)
+def _compute_identity(index: ShardIndex, split_index: SplitIndex, split: Split, count: int) -> str:
+    sums = " ".join(part.sha256 for shard in split_index.shards for part in shard.parts)
     digest = hashlib.sha256(f"{index.tokenizer_fingerprint} {count} {sums}".encode()).hexdigest()
     return f"shards/{split}/{digest[:16]}"
 
 
-def _open_files(directory: Path, index: Index, described: SplitIndex) -> list[_File]:
+def _open_shard_files(directory: Path, index: ShardIndex, split_index: SplitIndex) -> list[_ShardFile]:
     match index.format:
         case "bin":
-            return [_open_bin(directory, shard, index.dtype) for shard in described.shards]
+            return [_open_bin(directory, shard, index.dtype) for shard in split_index.shards]
         case "dat":
-            return [_open_dat(directory / name, index, described) for name in described.sizes]
+            return [_open_dat(directory / name, index, split_index) for name in split_index.sizes]
         case "parquet":
-            if described.tokens > MOST_PARQUET_TOKENS:
+            if split_index.tokens > MOST_PARQUET_TOKENS:
                 raise ValueError(
-                    f"{KEY} = {directory} is Parquet, whose {described.tokens:,} tokens would take "
-                    f"{described.tokens * 4 / 2**30:.1f} GiB in memory; at most {MOST_PARQUET_TOKENS * 4 / 2**30:.0f} "
+                    f"{PATH_KEY} = {directory} is Parquet, whose {split_index.tokens:,} tokens would take "
+                    f"{split_index.tokens * 4 / 2**30:.1f} GiB in memory; at most {MOST_PARQUET_TOKENS * 4 / 2**30:.0f} "
                     'are read: make the data with output.format = "bin", which is for training'
                 )
-            names = [directory / name for name in described.sizes]
-            return [_read_parquet(*each) for each in zip(names, described.shards, strict=True)]
+            names = [directory / name for name in split_index.sizes]
+            return [_read_parquet(*each) for each in zip(names, split_index.shards, strict=True)]
 
 
-def _open_bin(directory: Path, shard: Shard, dtype: str) -> _File:
+def _open_bin(directory: Path, shard: ShardEntry, dtype: str) -> _ShardFile:
     ids, path = (directory / part.file for part in shard.parts)
-    offsets = _mapped(path, OFFSET)
+    offsets = _memory_map(path, OFFSET_DTYPE)
     whole = len(offsets) == shard.documents + 1 and offsets[0] == 0 and offsets[-1] == shard.tokens
     if not whole or (offsets[1:] < offsets[:-1]).any():
         raise ValueError(
             f"{path} is damaged: it does not cut {shard.tokens:,} tokens into {shard.documents:,} documents; copy it "
             "again, or make the data again"
         )
-    return _File(_mapped(ids, _little(dtype)), _integers(offsets))
+    return _ShardFile(_memory_map(ids, _little_endian(dtype)), _as_int_sequence(offsets))
 
 
-def _open_dat(path: Path, index: Index, described: SplitIndex) -> _File:
+def _open_dat(path: Path, index: ShardIndex, split_index: SplitIndex) -> _ShardFile:
     """The file is read once, to find where documents end; that takes 8 bytes of memory for each."""
-    ids = _mapped(path, _little(index.dtype))
+    ids = _memory_map(path, _little_endian(index.dtype))
     block = 1 << 24
     ends = [np.flatnonzero(ids[at : at + block] == index.eos_token_id) + at for at in range(0, len(ids), block)]
     offsets = np.concatenate([[0], *(each + 1 for each in ends)])
-    if len(offsets) != described.documents + 1 or offsets[-1] != len(ids):
+    if len(offsets) != split_index.documents + 1 or offsets[-1] != len(ids):
         raise ValueError(
-            f"{path} is damaged: {len(offsets) - 1:,} documents end in it, not {described.documents:,}, or it goes on "
+            f"{path} is damaged: {len(offsets) - 1:,} documents end in it, not {split_index.documents:,}, or it goes on "
             "behind the last one; copy it again, or make the data again"
         )
-    return _File(ids, _integers(offsets))
+    return _ShardFile(ids, _as_int_sequence(offsets))
 
 
-def _integers(offsets: NDArray[np.int64]) -> Sequence[int]:
+def _as_int_sequence(offsets: NDArray[np.int64]) -> Sequence[int]:
     """The same as Python's integers, several times faster to get at than those of an array."""
     return memoryview(offsets)  # type: ignore[arg-type]
 
 
-def _little(dtype: str) -> str:
+def _little_endian(dtype: str) -> str:
     return np.dtype(dtype).newbyteorder("<").str
 
 
-def _mapped(path: Path, dtype: str) -> Ids:
+def _memory_map(path: Path, dtype: str) -> TokenIdArray:
     """A file as an array that is read when it is used."""
     try:
         with path.open("rb") as file:
@@ -256,7 +265,7 @@ def _map(descriptor: int) -> mmap.mmap:
     return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
 
 
-def _read_parquet(path: Path, shard: Shard) -> _File:
+def _read_parquet(path: Path, shard: ShardEntry) -> _ShardFile:
     """The file in memory."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -264,7 +273,7 @@ def _read_parquet(path: Path, shard: Shard) -> _File:
     ids, offsets = np.empty(shard.tokens, np.int32), np.zeros(shard.documents + 1, np.int64)
     document = token = 0
     try:
-        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(columns=[COLUMN]):
+        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(columns=[PARQUET_COLUMN]):
             lists = batch.column(0)
             values, lengths = lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
             ids[token : token + len(values)] = values
@@ -278,10 +287,10 @@ def _read_parquet(path: Path, shard: Shard) -> _File:
             f"{path} is damaged: it has {document:,} documents of {token:,} tokens, not {shard.documents:,} of "
             f"{shard.tokens:,}; copy it again, or make the data again"
         )
-    return _File(ids, _integers(offsets))
+    return _ShardFile(ids, _as_int_sequence(offsets))
 
 
-def _tokens_of_first(files: list[_File], firsts: NDArray[np.int64], count: int, gap: int) -> int:
+def _count_tokens(files: list[_ShardFile], firsts: NDArray[np.int64], count: int, gap: int) -> int:
     """Tokens of the first ``count`` documents."""
     taken = [min(len(file.offsets) - 1, max(0, count - int(first))) for file, first in zip(files, firsts, strict=False)]
     return sum(file.offsets[number] - gap * number for file, number in zip(files, taken, strict=True))

@@ -28,23 +28,23 @@ from config.data import (
     ShidokuGrids,
     SyntheticText,
 )
-from diffusionlm.data.reader import Position, Split
-from diffusionlm.diffusion.rng import Stream, generator
+from diffusionlm.data.reader import ReaderPosition, Split
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
-BLOCK = 1_024
+DOCUMENTS_PER_BLOCK = 1_024
 """Documents that share one key of chance, and are drawn at once."""
 
 DIGITS = "0123456789"
 OPERATORS = ("+", "*")
 """Of nested expressions, equally likely."""
-NESTING = 0.6
+NESTING_PROBABILITY = 0.6
 """Probability that an expression that may be nested is."""
 
-UNKNOWN = "."
+EMPTY_CELL = "."
 """A cell of a Shidoku puzzle that is to be found."""
 
 
-class Law(Protocol):
+class TextDistribution(Protocol):
     """A distribution over texts."""
 
     @property
@@ -59,7 +59,7 @@ class Law(Protocol):
     def max_length(self) -> int:
         """Characters of the longest text."""
 
-    def sample(self, count: int, chance: np.random.Generator) -> list[str]:
+    def sample(self, count: int, rng: np.random.Generator) -> list[str]:
         """Independent texts."""
 
     def log_probability(self, text: str) -> float:
@@ -74,7 +74,7 @@ class Law(Protocol):
 class SyntheticSource:
     """Documents drawn from a law; each is a function of (seed, split, epoch, its place in the epoch)."""
 
-    law: Law
+    distribution: TextDistribution
     seed: int
     split: Split
     documents: int
@@ -83,7 +83,7 @@ class SyntheticSource:
     skipped: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._held: tuple[tuple[int, int] | None, list[str]] = (None, [])
+        self._cached: tuple[tuple[int, int] | None, list[str]] = (None, [])
 
     @property
     def provenance(self) -> str:
@@ -96,41 +96,41 @@ class SyntheticSource:
         documents = config.documents_per_epoch if split == "train" else config.validation_documents
         what = config.model_dump_json(exclude={"documents_per_epoch", "validation_documents"})
         digest = hashlib.sha256(f"{what} {documents}".encode()).hexdigest()[:16]
-        return cls(law_of(config), config.seed, split, documents, f"{config.kind}/{split}/{digest}")
+        return cls(build_distribution(config), config.seed, split, documents, f"{config.kind}/{split}/{digest}")
 
-    def read(self, epoch: int, position: Position, limit: int) -> tuple[list[str], Position]:
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
         """The documents from the ``position``-th on."""
         start = position or 0
         stop = min(start + limit, self.documents)
         documents: list[str] = []
-        for block in range(start // BLOCK, -(-stop // BLOCK)):
-            first = block * BLOCK
-            documents += self._block(epoch, block)[max(start - first, 0) : stop - first]
+        for block in range(start // DOCUMENTS_PER_BLOCK, -(-stop // DOCUMENTS_PER_BLOCK)):
+            first = block * DOCUMENTS_PER_BLOCK
+            documents += self._sample_block(epoch, block)[max(start - first, 0) : stop - first]
         return documents, stop if len(documents) == limit else None
 
-    def _block(self, epoch: int, block: int) -> list[str]:
+    def _sample_block(self, epoch: int, block: int) -> list[str]:
         """All documents of a block; the last one read is kept, as readers often take one document at a time."""
-        key, texts = self._held
+        key, texts = self._cached
         if key != (epoch, block):
-            chance = generator(self.seed, Stream.SYNTHETIC, int(self.split == "validation"), epoch, block)
-            texts = self.law.sample(BLOCK, chance)
-            self._held = ((epoch, block), texts)
+            rng = keyed_rng(self.seed, RngStream.SYNTHETIC, int(self.split == "validation"), epoch, block)
+            texts = self.distribution.sample(DOCUMENTS_PER_BLOCK, rng)
+            self._cached = ((epoch, block), texts)
         return texts
 
     @property
     def entropy_nats(self) -> float:
         """Exact entropy of one document in nats."""
-        return self.law.entropy_nats
+        return self.distribution.entropy_nats
 
     @property
     def length_entropy_nats(self) -> float:
         """Exact entropy of a document's length in nats."""
-        return self.law.length_entropy_nats
+        return self.distribution.length_entropy_nats
 
     @property
     def max_length(self) -> int:
         """Characters of the longest document."""
-        return self.law.max_length
+        return self.distribution.max_length
 
     def log_probability(self, text: str) -> float:
         """Exact log-probability of a document in nats.
@@ -138,28 +138,28 @@ class SyntheticSource:
         Raises:
             ValueError: the source never gives this text.
         """
-        return self.law.log_probability(text)
+        return self.distribution.log_probability(text)
 
 
-def law_of(config: SyntheticText) -> Law:
+def build_distribution(config: SyntheticText) -> TextDistribution:
     """The distribution that a config section describes."""
     match config:
         case MarkovChain():
-            return MarkovLaw(config.symbols, config.length, config.stay)
+            return MarkovDistribution(config.symbols, config.length, config.stay)
         case ShidokuGrids():
-            return ShidokuLaw()
+            return ShidokuDistribution()
         case CopiedSymbols():
-            return CopyLaw(config.symbols, config.length)
+            return CopyDistribution(config.symbols, config.length)
         case ReversedAddition():
-            return AdditionLaw(config.digits)
+            return AdditionDistribution(config.digits)
         case NestedExpressions():
-            return GrammarLaw(config.depth)
+            return GrammarDistribution(config.depth)
         case _:
             assert_never(config)
 
 
 @dataclass(frozen=True)
-class MarkovLaw:
+class MarkovDistribution:
     """A sticky chain of L symbols of V: H = ln V + (L - 1) h with the entropy h of one transition."""
 
     symbols: str
@@ -169,7 +169,7 @@ class MarkovLaw:
     @property
     def entropy_nats(self) -> float:
         others = len(self.symbols) - 1
-        transition = _surprise(self.stay) + others * _surprise((1.0 - self.stay) / others)
+        transition = _entropy_term(self.stay) + others * _entropy_term((1.0 - self.stay) / others)
         return math.log(len(self.symbols)) + (self.length - 1) * transition
 
     @property
@@ -180,13 +180,13 @@ class MarkovLaw:
     def max_length(self) -> int:
         return self.length
 
-    def sample(self, count: int, chance: np.random.Generator) -> list[str]:
+    def sample(self, count: int, rng: np.random.Generator) -> list[str]:
         """Independent chains."""
         size = len(self.symbols)
-        moves_NL = chance.integers(1, size, (count, self.length))
-        moves_NL[chance.random((count, self.length)) < self.stay] = 0
-        moves_NL[:, 0] = chance.integers(0, size, count)
-        return _spell(self.symbols, np.cumsum(moves_NL, axis=1) % size)
+        moves_NL = rng.integers(1, size, (count, self.length))
+        moves_NL[rng.random((count, self.length)) < self.stay] = 0
+        moves_NL[:, 0] = rng.integers(0, size, count)
+        return _decode_symbols(self.symbols, np.cumsum(moves_NL, axis=1) % size)
 
     def log_probability(self, text: str) -> float:
         """In nats; ValueError for a text that is no such chain."""
@@ -201,7 +201,7 @@ class MarkovLaw:
 
 
 @dataclass(frozen=True)
-class CopyLaw:
+class CopyDistribution:
     """L random symbols of V, twice: H = L ln V."""
 
     symbols: str
@@ -219,10 +219,10 @@ class CopyLaw:
     def max_length(self) -> int:
         return 2 * self.length
 
-    def sample(self, count: int, chance: np.random.Generator) -> list[str]:
+    def sample(self, count: int, rng: np.random.Generator) -> list[str]:
         """Independent texts."""
-        half_NL = chance.integers(0, len(self.symbols), (count, self.length))
-        return _spell(self.symbols, np.concatenate([half_NL, half_NL], axis=1))
+        half_NL = rng.integers(0, len(self.symbols), (count, self.length))
+        return _decode_symbols(self.symbols, np.concatenate([half_NL, half_NL], axis=1))
 
     def log_probability(self, text: str) -> float:
         """In nats; ValueError for a text whose halves differ."""
@@ -233,7 +233,7 @@ class CopyLaw:
 
 
 @dataclass(frozen=True)
-class AdditionLaw:
+class AdditionDistribution:
     """a+b=c, least significant digits first, with random a and b of D digits: H = 2 D ln 10."""
 
     digits: int
@@ -250,10 +250,10 @@ class AdditionLaw:
     def max_length(self) -> int:
         return 3 * self.digits + 3
 
-    def sample(self, count: int, chance: np.random.Generator) -> list[str]:
+    def sample(self, count: int, rng: np.random.Generator) -> list[str]:
         """Independent sums."""
         width = self.digits
-        terms_N2D = chance.integers(0, 10, (count, 2, width))
+        terms_N2D = rng.integers(0, 10, (count, 2, width))
         codes_NL = np.empty((count, self.max_length), dtype=np.int64)
         codes_NL[:, :width] = terms_N2D[:, 0]
         codes_NL[:, width] = 10
@@ -265,7 +265,7 @@ class AdditionLaw:
             codes_NL[:, 2 * width + 2 + place] = column_N % 10
             carry_N = column_N // 10
         codes_NL[:, -1] = carry_N
-        return _spell(DIGITS + "+=", codes_NL)
+        return _decode_symbols(DIGITS + "+=", codes_NL)
 
     def log_probability(self, text: str) -> float:
         """In nats; ValueError for a text that is no such sum, or a wrong one."""
@@ -280,7 +280,7 @@ class AdditionLaw:
 
 
 @dataclass(frozen=True)
-class ShidokuLaw:
+class ShidokuDistribution:
     """The 288 grids of 4x4 Sudoku, equally likely: H = ln 288."""
 
     @property
@@ -295,10 +295,10 @@ class ShidokuLaw:
     def max_length(self) -> int:
         return 16
 
-    def sample(self, count: int, chance: np.random.Generator) -> list[str]:
+    def sample(self, count: int, rng: np.random.Generator) -> list[str]:
         """Independent grids."""
         grids = shidoku_grids()
-        return [grids[index] for index in chance.integers(0, len(grids), count).tolist()]
+        return [grids[index] for index in rng.integers(0, len(grids), count).tolist()]
 
     def log_probability(self, text: str) -> float:
         """In nats; ValueError for a text that is no grid."""
@@ -312,11 +312,11 @@ def shidoku_grids() -> tuple[str, ...]:
     rows = ["".join(row) for row in itertools.permutations("1234")]
     grids = [""]
     for _ in range(4):
-        grids = [grid + row for grid in grids for row in rows if _fits(grid, row)]
+        grids = [grid + row for grid in grids for row in rows if _can_append_row(grid, row)]
     return tuple(grids)
 
 
-def _fits(grid: str, row: str) -> bool:
+def _can_append_row(grid: str, row: str) -> bool:
     """Whether a row may follow the rows of a grid."""
     columns = all(digit not in grid[column::4] for column, digit in enumerate(row))
     # An odd number of rows: the last of them and this one make two boxes.
@@ -329,7 +329,7 @@ def is_shidoku(text: str) -> bool:
     return text in shidoku_grids()
 
 
-def puzzle(grid: str, givens: int, chance: np.random.Generator) -> str:
+def puzzle(grid: str, givens: int, rng: np.random.Generator) -> str:
     """The grid with ``givens`` random cells kept and ``.`` in the others; it may have several solutions.
 
     Raises:
@@ -338,18 +338,20 @@ def puzzle(grid: str, givens: int, chance: np.random.Generator) -> str:
     _check_grid(grid)
     if not 0 <= givens <= 16:
         raise ValueError(f"givens = {givens}: a grid has 0 to 16 of them")
-    kept = set(chance.permutation(16)[:givens].tolist())
-    return "".join(digit if cell in kept else UNKNOWN for cell, digit in enumerate(grid))
+    kept = set(rng.permutation(16)[:givens].tolist())
+    return "".join(digit if cell in kept else EMPTY_CELL for cell, digit in enumerate(grid))
 
 
-def solutions(puzzle: str) -> list[str]:
+def find_solutions(puzzle: str) -> list[str]:
     """The grids that agree with a puzzle of 16 cells, each 1 to 4 or ``.``, sorted.
 
     Raises:
         ValueError: the text is no puzzle.
     """
     if re.fullmatch(r"[1-4.]{16}", puzzle) is None:
-        raise ValueError(f"{puzzle!r} is not a 4x4 puzzle: 16 cells row by row, each 1 to 4, or {UNKNOWN} if unknown")
+        raise ValueError(
+            f"{puzzle!r} is not a 4x4 puzzle: 16 cells row by row, each 1 to 4, or {EMPTY_CELL} if unknown"
+        )
     matches = re.compile(puzzle).fullmatch
     return [grid for grid in shidoku_grids() if matches(grid)]
 
@@ -360,7 +362,7 @@ def _check_grid(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class GrammarLaw:
+class GrammarDistribution:
     """Nested expressions of an unambiguous probabilistic context-free grammar of bounded depth.
 
     E(0) is a digit; E(d) is a digit or, with probability `NESTING`, ``(E(d-1) operator E(d-1))``. Each text has one
@@ -373,14 +375,18 @@ class GrammarLaw:
     @property
     def entropy_nats(self) -> float:
         leaf = entropy = math.log(len(DIGITS))
-        choice = _surprise(NESTING) + _surprise(1.0 - NESTING)
+        choice = _entropy_term(NESTING_PROBABILITY) + _entropy_term(1.0 - NESTING_PROBABILITY)
         for _ in range(self.depth):
-            entropy = choice + (1.0 - NESTING) * leaf + NESTING * (math.log(len(OPERATORS)) + 2.0 * entropy)
+            entropy = (
+                choice
+                + (1.0 - NESTING_PROBABILITY) * leaf
+                + NESTING_PROBABILITY * (math.log(len(OPERATORS)) + 2.0 * entropy)
+            )
         return entropy
 
     @property
     def length_entropy_nats(self) -> float:
-        return float(sum(_surprise(share) for share in self.length_probabilities().tolist()))
+        return float(sum(_entropy_term(share) for share in self.length_probabilities().tolist()))
 
     @property
     def max_length(self) -> int:
@@ -391,14 +397,14 @@ class GrammarLaw:
         shares = np.array([0.0, 1.0])
         for _ in range(self.depth):
             # Two expressions, an operator and two parentheses.
-            shares = np.concatenate([np.zeros(3), NESTING * np.convolve(shares, shares)])
-            shares[1] += 1.0 - NESTING
+            shares = np.concatenate([np.zeros(3), NESTING_PROBABILITY * np.convolve(shares, shares)])
+            shares[1] += 1.0 - NESTING_PROBABILITY
         return shares
 
-    def sample(self, count: int, chance: np.random.Generator) -> list[str]:
+    def sample(self, count: int, rng: np.random.Generator) -> list[str]:
         """Independent expressions."""
-        uniforms = _uniforms(chance)
-        return [_expression(self.depth, uniforms) for _ in range(count)]
+        uniforms = _uniform_stream(rng)
+        return [_sample_expression(self.depth, uniforms) for _ in range(count)]
 
     def log_probability(self, text: str) -> float:
         """In nats; ValueError for a text outside of the grammar."""
@@ -411,7 +417,7 @@ class GrammarLaw:
         """Log-probability of the expression that starts here, and where it ends."""
         first = text[start : start + 1]
         if first and first in DIGITS:
-            return -math.log(len(DIGITS)) + (math.log(1.0 - NESTING) if depth else 0.0), start + 1
+            return -math.log(len(DIGITS)) + (math.log(1.0 - NESTING_PROBABILITY) if depth else 0.0), start + 1
         if first != "(" or depth == 0:
             raise self._error(text, start)
         left, middle = self._parse(text, start + 1, depth - 1)
@@ -420,7 +426,7 @@ class GrammarLaw:
         right, end = self._parse(text, middle + 1, depth - 1)
         if text[end : end + 1] != ")":
             raise self._error(text, end)
-        return math.log(NESTING) - math.log(len(OPERATORS)) + left + right, end + 1
+        return math.log(NESTING_PROBABILITY) - math.log(len(OPERATORS)) + left + right, end + 1
 
     def _error(self, text: str, place: int) -> ValueError:
         found = repr(text[place]) if place < len(text) else "the end"
@@ -430,26 +436,26 @@ class GrammarLaw:
         )
 
 
-def _expression(depth: int, uniforms: Iterator[float]) -> str:
-    if depth and next(uniforms) < NESTING:
-        left = _expression(depth - 1, uniforms)
+def _sample_expression(depth: int, uniforms: Iterator[float]) -> str:
+    if depth and next(uniforms) < NESTING_PROBABILITY:
+        left = _sample_expression(depth - 1, uniforms)
         operator = OPERATORS[int(next(uniforms) * len(OPERATORS))]
-        return f"({left}{operator}{_expression(depth - 1, uniforms)})"
+        return f"({left}{operator}{_sample_expression(depth - 1, uniforms)})"
     return DIGITS[int(next(uniforms) * len(DIGITS))]
 
 
-def _uniforms(chance: np.random.Generator) -> Iterator[float]:
+def _uniform_stream(rng: np.random.Generator) -> Iterator[float]:
     """Numbers in [0, 1), drawn many at a time."""
     while True:
-        yield from chance.random(BLOCK).tolist()
+        yield from rng.random(DOCUMENTS_PER_BLOCK).tolist()
 
 
-def _surprise(probability: float) -> float:
+def _entropy_term(probability: float) -> float:
     """-p ln p, in nats."""
     return -probability * math.log(probability) if probability else 0.0
 
 
-def _spell(alphabet: str, codes_NL: NDArray[np.int64]) -> list[str]:
+def _decode_symbols(alphabet: str, codes_NL: NDArray[np.int64]) -> list[str]:
     """Texts of places in an ASCII alphabet."""
     text = np.frombuffer(alphabet.encode("ascii"), dtype=np.uint8)[codes_NL].tobytes().decode("ascii")
     length = codes_NL.shape[1]

@@ -17,38 +17,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.data.reader import Tokens
-from diffusionlm.data.windows import Pending
+from diffusionlm.data.windows import ItemsFuture
 from tokenizer import Tokenizer
 
-SPAWN = get_context("spawn")
+SPAWN_CONTEXT = get_context("spawn")
 """Forked children of a process with threads may hang."""
 
 CHUNKS_AHEAD = 2
 """Chunks in flight for each process: one in work, one waiting."""
 
 
-class Tokenisers:
-    """An `Encoder` of some processes, or without any, of this one; a context, which ends them.
+class TokenizerPool:
+    """An `TextEncoder` of some processes, or without any, of this one; a context, which ends them.
 
     They end with the pipe to them as well, so that none outlives this process, whatever ends it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, processes: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, num_processes: int) -> None:
         self._tokenizer = tokenizer
-        self._wanted = processes
-        self._started: list[tuple[Any, Connection]] = []
+        self._num_processes = num_processes
+        self._workers: list[tuple[Any, Connection]] = []
         self._idle: queue.SimpleQueue[tuple[Any, Connection]] = queue.SimpleQueue()
         # A thread for each process: both ends of a pipe may be busy writing to each other.
-        self._threads = ThreadPoolExecutor(max(1, processes))
+        self._threads = ThreadPoolExecutor(max(1, num_processes))
 
     @property
-    def ahead(self) -> int:
+    def prefetch_depth(self) -> int:
         """Chunks that are worth handing over before they are needed."""
-        return CHUNKS_AHEAD * self._wanted
+        return CHUNKS_AHEAD * self._num_processes
 
-    def __enter__(self) -> Tokenisers:
+    def __enter__(self) -> TokenizerPool:
         try:
-            with signals_held_back():
+            with block_signals():
                 self._start()
         except BaseException:
             self.__exit__()
@@ -57,42 +57,44 @@ class Tokenisers:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process, _connection in self._started:
+        for process, _connection in self._workers:
             process.kill()  # they have nothing to lose, and hold back gentler signals
-        for process, _connection in self._started:
+        for process, _connection in self._workers:
             process.join()
         self._threads.shutdown()
-        for _process, connection in self._started:
+        for _process, connection in self._workers:
             connection.close()
 
-    def submit(self, texts: list[str]) -> Pending[Tokens]:
+    def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
         """Take over a chunk. What comes back waits for its tokens.
 
         Raises:
             ValueError: (when waiting) a text that has no UTF-8 form, or the process was killed.
         """
-        if not self._wanted:
-            return lambda: _cut(*_flat(self._tokenizer, texts))
-        return self._threads.submit(self._call, texts).result
+        if not self._num_processes:
+            return lambda: _split_by_length(*_encode_flat(self._tokenizer, texts))
+        return self._threads.submit(self._encode_in_process, texts).result
 
     def _start(self) -> None:
-        for number in range(self._wanted):
-            ours, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(target=_serve, args=(theirs,), name=f"tokeniser {number}", daemon=True)
+        for number in range(self._num_processes):
+            ours, theirs = SPAWN_CONTEXT.Pipe()
+            process = SPAWN_CONTEXT.Process(
+                target=_run_tokenizer, args=(theirs,), name=f"tokeniser {number}", daemon=True
+            )
             process.start()
             theirs.close()
-            self._started.append((process, ours))
+            self._workers.append((process, ours))
         tokenizer = pickle.dumps(self._tokenizer, pickle.HIGHEST_PROTOCOL)
-        for process, connection in self._started:
-            self._threads.submit(self._hand_over, process, connection, tokenizer)
+        for process, connection in self._workers:
+            self._threads.submit(self._send_tokenizer, process, connection, tokenizer)
 
-    def _hand_over(self, process: Any, connection: Connection, tokenizer: bytes) -> None:
+    def _send_tokenizer(self, process: Any, connection: Connection, tokenizer: bytes) -> None:
         """Not as an argument of the process: to one that ends while it starts, `start` would write for ever."""
         with contextlib.suppress(OSError):  # its first chunk tells
             connection.send_bytes(tokenizer)
         self._idle.put((process, connection))
 
-    def _call(self, texts: list[str]) -> list[Tokens]:
+    def _encode_in_process(self, texts: list[str]) -> list[Tokens]:
         process, connection = self._idle.get()
         try:
             connection.send(texts)
@@ -107,34 +109,34 @@ class Tokenisers:
             self._idle.put((process, connection))
         if isinstance(answer, Exception):
             raise answer
-        return _cut(*answer)
+        return _split_by_length(*answer)
 
 
-def _serve(connection: Connection) -> None:
+def _run_tokenizer(connection: Connection) -> None:
     """What a process does."""
     with contextlib.suppress(EOFError, OSError):  # nobody is there any more
         tokenizer: Tokenizer = connection.recv()
         while True:
             texts = connection.recv()
             try:
-                connection.send(_flat(tokenizer, texts))
+                connection.send(_encode_flat(tokenizer, texts))
             except ValueError as error:
                 connection.send(ValueError(str(error)))
 
 
-def _flat(tokenizer: Tokenizer, texts: list[str]) -> tuple[Tokens, NDArray[np.int64]]:
+def _encode_flat(tokenizer: Tokenizer, texts: list[str]) -> tuple[Tokens, NDArray[np.int64]]:
     """Ids of all texts, and how many each has: two arrays are sent faster than one for each text."""
     documents = [tokenizer.encode(text) for text in texts]
     lengths = np.fromiter(map(len, documents), np.int64, len(documents))
     return np.fromiter(chain.from_iterable(documents), np.int32, int(lengths.sum())), lengths
 
 
-def _cut(ids: Tokens, lengths: NDArray[np.int64]) -> list[Tokens]:
+def _split_by_length(ids: Tokens, lengths: NDArray[np.int64]) -> list[Tokens]:
     return [ids[start:end] for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
 
 
 @contextlib.contextmanager
-def signals_held_back() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Processes that start now never see Ctrl-C, SIGTERM and SIGUSR1, which reach the whole group of processes: whoever
     started them decides when they end. This process sees them behind the block."""
     resource_tracker.ensure_running()  # else the first process to start brings it along, and that lets signals through

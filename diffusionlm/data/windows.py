@@ -7,97 +7,99 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from diffusionlm.data.reader import Position, Reader
-from diffusionlm.diffusion.rng import Stream, generator
+from diffusionlm.data.reader import ReaderPosition, ResumableReader
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-Pending = Callable[[], list[T]]
+ItemsFuture = Callable[[], list[T]]
 """What a window becomes, when it is asked for: elsewhere it may be worked on until then."""
 
-Transform = Callable[[int, int, list[S]], Pending[T]]
+WindowTransform = Callable[[int, int, list[S]], ItemsFuture[T]]
 """(epoch, number of the window, its items) -> what they become."""
 
 
 @dataclass
-class _Window(Generic[T]):
+class _PrefetchedWindow(Generic[T]):
     epoch: int
     number: int
-    pending: Pending[T]
-    behind: Position
+    future: ItemsFuture[T]
+    next_position: ReaderPosition
     """Where the next one starts; None: there is none."""
 
 
 @dataclass
-class Windows(Generic[S, T]):
+class WindowedReader(Generic[S, T]):
     """A reader whose items are those of another one, transformed window by window.
 
     A position holds where the window starts and how much of what it became was read; resuming reads and transforms the
     window again. So a checkpoint holds no items, and nothing is lost or repeated.
     """
 
-    upstream: Reader[S]
+    upstream: ResumableReader[S]
     size: int
     """Items of a window."""
-    transform: Transform[S, T]
+    transform: WindowTransform[S, T]
     """Must give the same for the same window."""
-    ahead: int = 0
+    prefetch_depth: int = 0
     """Windows that are handed to ``transform`` before they are read, so that others can work on them."""
 
     def __post_init__(self) -> None:
-        self._loaded: tuple[int, int] | None = None
+        self._loaded_window: tuple[int, int] | None = None
         self._items: list[T] = []
-        self._behind: Position = None
-        self._coming: deque[_Window[T]] = deque()
+        self._next_position: ReaderPosition = None
+        self._prefetched: deque[_PrefetchedWindow[T]] = deque()
 
-    def read(self, epoch: int, position: Position, limit: int) -> tuple[list[T], Position]:
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[T], ReaderPosition]:
         """Up to ``limit`` items, and the position behind them."""
         place = position or {"window": 0, "start": None, "used": 0}
         items: list[T] = []
         while True:
-            self._load(epoch, place["window"], place["start"])
+            self._load_window(epoch, place["window"], place["start"])
             taken = self._items[place["used"] : place["used"] + limit - len(items)]
             items += taken
             place = {**place, "used": place["used"] + len(taken)}
             if len(items) == limit:
                 return items, place
-            if self._behind is None:
+            if self._next_position is None:
                 return items, None
-            place = {"window": place["window"] + 1, "start": self._behind, "used": 0}
+            place = {"window": place["window"] + 1, "start": self._next_position, "used": 0}
 
-    def _load(self, epoch: int, number: int, start: Position) -> None:
-        if self._loaded == (epoch, number):
+    def _load_window(self, epoch: int, number: int, start: ReaderPosition) -> None:
+        if self._loaded_window == (epoch, number):
             return
         self._items = []  # the old window goes before the new one comes
-        coming = self._coming
+        coming = self._prefetched
         if not coming or (coming[0].epoch, coming[0].number) != (epoch, number):
             coming.clear()
-            self._begin(epoch, number, start)
+            self._submit_window(epoch, number, start)
         window = coming.popleft()
         last = window
-        while len(coming) < self.ahead:
+        while len(coming) < self.prefetch_depth:
             last = coming[-1] if coming else last
-            if last.behind is None:
+            if last.next_position is None:
                 break
-            self._begin(epoch, last.number + 1, last.behind)
-        self._items, self._behind = window.pending(), window.behind
-        self._loaded = (epoch, number)
+            self._submit_window(epoch, last.number + 1, last.next_position)
+        self._items, self._next_position = window.future(), window.next_position
+        self._loaded_window = (epoch, number)
 
-    def _begin(self, epoch: int, number: int, start: Position) -> None:
-        items, behind = self.upstream.read(epoch, start, self.size)
-        self._coming.append(_Window(epoch, number, self.transform(epoch, number, items), behind))
+    def _submit_window(self, epoch: int, number: int, start: ReaderPosition) -> None:
+        items, next_position = self.upstream.read(epoch, start, self.size)
+        self._prefetched.append(_PrefetchedWindow(epoch, number, self.transform(epoch, number, items), next_position))
 
 
-def shuffled(upstream: Reader[T], window: int, seed: int, stream: Stream, *key: int) -> Windows[T, T]:
+def shuffle_windows(
+    upstream: ResumableReader[T], window: int, seed: int, stream: RngStream, *key: int
+) -> WindowedReader[T, T]:
     """The items, permuted within consecutive windows: an order that is a function of (seed, epoch, place).
 
     Args:
         stream, key: whose chance: two shuffles of a run do not share theirs.
     """
 
-    def permute(epoch: int, number: int, items: list[T]) -> Pending[T]:
-        order = generator(seed, stream, *key, epoch, number).permutation(len(items))
+    def permute(epoch: int, number: int, items: list[T]) -> ItemsFuture[T]:
+        order = keyed_rng(seed, stream, *key, epoch, number).permutation(len(items))
         return lambda: [items[index] for index in order]
 
-    return Windows(upstream, window, permute)
+    return WindowedReader(upstream, window, permute)

@@ -20,27 +20,27 @@ from typing import Any
 
 import torch
 
-from diffusionlm.data.loader import LoaderMetrics, LoaderPlan
-from diffusionlm.data.tokenization import Tokenisers, signals_held_back
-from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.data.loader import LoaderMetrics, LoaderSpec
+from diffusionlm.data.tokenization import TokenizerPool, block_signals
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 
-SPAWN = get_context("spawn")
+SPAWN_CONTEXT = get_context("spawn")
 """Forked children of a process with threads may hang, and CUDA does not survive a fork."""
 
-SECONDS_TO_END = 5.0
+SECONDS_TO_JOIN = 5.0
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepMessage:
     """What the loader's process sends of a step."""
 
-    draws: list[Draw]
+    noised_batches: list[NoisedBatch]
     state: dict[str, Any]
     metrics: LoaderMetrics
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _FailureMessage:
     """What it sends in place of a step, as its last word."""
 
     error: Exception
@@ -49,20 +49,20 @@ class _Failure:
 class WorkerLoader:
     """A loader in another process, some steps ahead."""
 
-    def __init__(self, plan: LoaderPlan) -> None:
-        if plan.data.workers < 1:
-            raise ValueError(f"data.workers = {plan.data.workers}: a loader in another process needs at least 1")
-        self._plan = plan
+    def __init__(self, spec: LoaderSpec) -> None:
+        if spec.data.workers < 1:
+            raise ValueError(f"data.workers = {spec.data.workers}: a loader in another process needs at least 1")
+        self._spec = spec
         self._state: dict[str, Any] | None = None
         self._metrics: LoaderMetrics | None = None
-        self._ready: queue.Queue[bytes | Exception] = queue.Queue(plan.data.prefetch_steps)
+        self._ready: queue.Queue[bytes | Exception] = queue.Queue(spec.data.prefetch_steps)
         self._receiver: threading.Thread | None = None
         self._connection: Connection | None = None
         self._process: Any = None
-        self._next = 0
+        self._next_step = 0
         self._closed = False
 
-    def next_step(self, step: int) -> list[Draw]:
+    def next_step(self, step: int) -> list[NoisedBatch]:
         """The micro-batches of a step; steps come one after the other.
 
         Raises:
@@ -71,18 +71,18 @@ class WorkerLoader:
         """
         if self._process is None:
             self._start(step)
-        assert step == self._next, "workers draw the steps in order"
+        assert step == self._next_step, "workers draw the steps in order"
         started, buffered = time.perf_counter(), self._ready.qsize()
         received = self._ready.get()
         message = received if isinstance(received, Exception) else pickle.loads(received)
-        if not isinstance(message, _Step):
-            error = message.error if isinstance(message, _Failure) else message
+        if not isinstance(message, _StepMessage):
+            error = message.error if isinstance(message, _FailureMessage) else message
             self.close()
             raise error
         waited = time.perf_counter() - started
-        self._next, self._state = step + 1, message.state
+        self._next_step, self._state = step + 1, message.state
         self._metrics = replace(message.metrics, wait_seconds=waited, buffered_steps=buffered)
-        return message.draws
+        return message.noised_batches
 
     def metrics(self) -> LoaderMetrics:
         """Of the last step that was asked for."""
@@ -113,14 +113,14 @@ class WorkerLoader:
         self._connection.close()
 
     def _start(self, step: int) -> None:
-        ours, theirs = SPAWN.Pipe()
+        ours, theirs = SPAWN_CONTEXT.Pipe()
         # Not a daemon: those may have no processes of their own.
-        self._process = SPAWN.Process(target=_load, args=(theirs,), name="diffusionlm loader")
-        with signals_held_back():  # the training makes its last step with what it gets from here
+        self._process = SPAWN_CONTEXT.Process(target=_run_loader, args=(theirs,), name="diffusionlm loader")
+        with block_signals():  # the training makes its last step with what it gets from here
             self._process.start()
         theirs.close()
-        self._connection, self._next = ours, step
-        work = pickle.dumps((self._plan, self._state, step), pickle.HIGHEST_PROTOCOL)
+        self._connection, self._next_step = ours, step
+        work = pickle.dumps((self._spec, self._state, step), pickle.HIGHEST_PROTOCOL)
         self._receiver = threading.Thread(target=self._receive, args=(work,), daemon=True)
         self._receiver.start()
 
@@ -134,39 +134,39 @@ class WorkerLoader:
             try:
                 self._ready.put(self._connection.recv_bytes())
             except (EOFError, OSError):
-                self._process.join(SECONDS_TO_END)
-                self._ready.put(_ended("loads data", self._process.exitcode))
+                self._process.join(SECONDS_TO_JOIN)
+                self._ready.put(_process_ended_error("loads data", self._process.exitcode))
                 return
 
 
-def _ended(what: str, code: int | None) -> ChildProcessError:
+def _process_ended_error(what: str, code: int | None) -> ChildProcessError:
     return ChildProcessError(
         f"the process that {what} ended (exit code {code}); if the system ran out of memory, lower "
         "data.prefetch_steps, data.document_shuffle_window or data.row_shuffle_window"
     )
 
 
-def _load(connection: Connection) -> None:
+def _run_loader(connection: Connection) -> None:
     """The first worker."""
     torch.set_num_threads(1)
     try:
-        plan, state, step = pickle.loads(connection.recv_bytes())
-        with Tokenisers(plan.tokenizer, plan.data.workers - 1) as encoder:
-            loader = plan.open(encoder=encoder)
+        spec, state, step = pickle.loads(connection.recv_bytes())
+        with TokenizerPool(spec.tokenizer, spec.data.workers - 1) as encoder:
+            loader = spec.open(encoder=encoder)
             if state is not None:
                 loader.load_state_dict(state)
             while True:
-                sent = _Step(loader.next_step(step), loader.state_dict(), loader.metrics())
+                sent = _StepMessage(loader.next_step(step), loader.state_dict(), loader.metrics())
                 connection.send_bytes(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
                 step += 1
     except (BrokenPipeError, ConnectionResetError, EOFError):
         return  # the training ended
     except Exception as error:
         with contextlib.suppress(OSError):
-            connection.send_bytes(pickle.dumps(_Failure(_sendable(error))))
+            connection.send_bytes(pickle.dumps(_FailureMessage(_picklable_error(error))))
 
 
-def _sendable(error: Exception) -> Exception:
+def _picklable_error(error: Exception) -> Exception:
     """The error itself where it is the user's; else one with its place in the text."""
     if isinstance(error, ValueError):
         return ValueError(str(error))

@@ -13,9 +13,9 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from config.objective import Bernoulli, Counts, Estimator, Unit, Weight
-from diffusionlm.diffusion.noised_batch import Batch, DrawKey
-from diffusionlm.diffusion.rng import Stream, generator
+from config.objective import Estimator, FixedCountMasking, IndependentMasking, LossWeighting, NoiseGrouping
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.schedules import build_schedule
 from diffusionlm.models.patterns import document_offsets
 
@@ -24,12 +24,12 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-LEAST_TIME = 1e-12
+MIN_TIME = 1e-12
 """Of Bernoulli draws: at t = 0 the weight of some schedules is infinite."""
 
 
 @dataclass(frozen=True)
-class Noise:
+class MaskSample:
     """What was noised in a batch."""
 
     masked_BL: Bools
@@ -42,61 +42,63 @@ class Noise:
 # Units
 
 
-def unit_numbers(batch: Batch, eligible_BL: Bools, per: Unit, block_length: int | None) -> Ints:
+def assign_noise_groups(
+    batch: CleanBatch, maskable_BL: Bools, grouping: NoiseGrouping, block_length: int | None
+) -> Ints:
     """Number of each target's unit within its row, from 0 without gaps; -1 where there is no target. [B, L]
 
     Blocks are counted from each document's start; the last one of a document may be short.
     """
-    if per == "row":
-        return np.where(eligible_BL, 0, -1)
-    offsets_BL: Ints = np.broadcast_to(np.arange(eligible_BL.shape[1]), eligible_BL.shape)
+    if grouping == "row":
+        return np.where(maskable_BL, 0, -1)
+    offsets_BL: Ints = np.broadcast_to(np.arange(maskable_BL.shape[1]), maskable_BL.shape)
     if batch.document_BL is not None:
         offsets_BL = document_offsets(batch.document_BL).numpy()
-    if per == "block":
+    if grouping == "block":
         assert block_length is not None
         offsets_BL = offsets_BL % block_length
     run_BL = np.cumsum(offsets_BL == 0, axis=1) - 1
     # Runs without a target get no number: strata are dealt to those that have one.
-    seen_BL = np.zeros_like(eligible_BL)
-    rows, places = np.nonzero(eligible_BL)
+    seen_BL = np.zeros_like(maskable_BL)
+    rows, places = np.nonzero(maskable_BL)
     seen_BL[rows, run_BL[rows, places]] = True
     numbers_BL = np.take_along_axis(np.cumsum(seen_BL, axis=1) - 1, run_BL, axis=1)
-    return np.where(eligible_BL, numbers_BL, -1)
+    return np.where(maskable_BL, numbers_BL, -1)
 
 
-def targets_without_mask_token(batch: Batch, mask_token: int | None) -> Bools:
+def exclude_mask_tokens(batch: CleanBatch, mask_token: int | None) -> Bools:
     """What may be noised: targets, but for a mask token that occurs in the data. [B, L]
 
     That one is data, not noise: it stays as it is, is not scored (the model gives it probability zero) and not counted.
     """
-    eligible_BL: Bools = batch.is_target_BL.numpy()
-    return eligible_BL if mask_token is None else eligible_BL & (batch.tokens_BL.numpy() != mask_token)
+    maskable_BL: Bools = batch.loss_mask_BL.numpy()
+    return maskable_BL if mask_token is None else maskable_BL & (batch.tokens_BL.numpy() != mask_token)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Noise levels
 
 
-def row_offsets(key: DrawKey, num_rows: int, times: str = "stratified") -> Floats:
+def sample_sequence_offsets(key: NoiseKey, num_rows: int, times: str = "stratified") -> Floats:
     """A number in [0, 1) for each of the batch's rows, from which the levels of its units are made. [B]
 
     stratified: evenly spread over all rows of the step, with one shared offset, dealt out by a random permutation: a
     stratum tied to the row's place would bias data that come in a fixed order. antithetic: u and 1 - u for the two rows
     of a pair. uniform: independent.
     """
-    chance = generator(key.seed, Stream.DRAW_STRATA, key.step)
-    total = key.rows_in_step
+    rng = keyed_rng(key.seed, RngStream.NOISE_LEVELS, key.step)
+    total = key.num_sequences_in_step
     match times:
         case "stratified":
-            spread = (chance.permutation(total) + chance.random()) / total
+            spread = (rng.permutation(total) + rng.random()) / total
         case "antithetic":
-            spread = _in_pairs(chance.random((total + 1) // 2), total)
+            spread = _antithetic_pairs(rng.random((total + 1) // 2), total)
         case _:
-            spread = chance.random(total)
-    return spread[key.first_row : key.first_row + num_rows]
+            spread = rng.random(total)
+    return spread[key.first_sequence : key.first_sequence + num_rows]
 
 
-def unit_levels(offset: float, num_units: int, chance: np.random.Generator, times: str = "stratified") -> Floats:
+def sample_group_levels(offset: float, num_groups: int, rng: np.random.Generator, times: str = "stratified") -> Floats:
     """A noise level in [0, 1] for each unit of a row. [U]
 
     With one unit it is the row's offset. Stratified: U strata, dealt out at random, all with the row's offset; since
@@ -104,15 +106,15 @@ def unit_levels(offset: float, num_units: int, chance: np.random.Generator, time
     rows have as many units.
     """
     if times == "stratified":
-        return (chance.permutation(num_units) + offset) / num_units
-    rest = chance.random(num_units)
+        return (rng.permutation(num_groups) + offset) / num_groups
+    rest = rng.random(num_groups)
     if times == "antithetic":
-        return _in_pairs(np.concatenate([[offset], rest])[: (num_units + 1) // 2], num_units)
+        return _antithetic_pairs(np.concatenate([[offset], rest])[: (num_groups + 1) // 2], num_groups)
     rest[:1] = offset
     return rest
 
 
-def _in_pairs(values: Floats, total: int) -> Floats:
+def _antithetic_pairs(values: Floats, total: int) -> Floats:
     return np.stack([values, 1.0 - values], axis=1).flatten()[:total]
 
 
@@ -120,29 +122,31 @@ def _in_pairs(values: Floats, total: int) -> Floats:
 # Noise
 
 
-def draw_noise(units_BL: Ints, key: DrawKey, estimator: Estimator, weight: Weight) -> list[Noise]:
-    """Noised positions and weights of a batch: one `Noise`, or a pair where masks come with their complements.
+def sample_masks(group_ids_BL: Ints, key: NoiseKey, estimator: Estimator, weight: LossWeighting) -> list[MaskSample]:
+    """Noised positions and weights of a batch: one `MaskSample`, or a pair where masks come with their complements.
 
     Counts: k uniform on 1 ... n of the unit's n targets, with weight n / k: the weighted sum of cross-entropies is an
     unbiased estimate of the continuous-time NELBO (Ou et al. 2024, lambda-DCE; Nie et al. 2025, eq. 6), of less
     variance than any estimator by times. Bernoulli: see `config.objective.Bernoulli`.
     """
-    B = len(units_BL)
-    offsets_B = row_offsets(key, B, "stratified" if isinstance(estimator, Counts) else estimator.times)
-    parts = 2 if isinstance(estimator, Counts) and estimator.complementary else 1
-    masked = np.zeros((parts, *units_BL.shape), dtype=np.bool_)
-    weights = np.zeros((parts, *units_BL.shape))
+    B = len(group_ids_BL)
+    offsets_B = sample_sequence_offsets(
+        key, B, "stratified" if isinstance(estimator, FixedCountMasking) else estimator.times
+    )
+    parts = 2 if isinstance(estimator, FixedCountMasking) and estimator.complementary else 1
+    masked = np.zeros((parts, *group_ids_BL.shape), dtype=np.bool_)
+    weights = np.zeros((parts, *group_ids_BL.shape))
     for row in range(B):
-        places = np.flatnonzero(units_BL[row] >= 0)
+        places = np.flatnonzero(group_ids_BL[row] >= 0)
         if len(places) == 0:
             continue
-        chance = generator(key.seed, Stream.DRAW_ROW, key.step, key.first_row + row)
-        units, sizes_U = units_BL[row, places], np.bincount(units_BL[row, places])
+        rng = keyed_rng(key.seed, RngStream.MASKS, key.step, key.first_sequence + row)
+        group_ids, group_sizes_G = group_ids_BL[row, places], np.bincount(group_ids_BL[row, places])
         match estimator:
-            case Counts():
-                drawn = _draw_counts(units, sizes_U, offsets_B[row], chance, estimator)
-            case Bernoulli():
-                drawn = [_draw_bernoulli(units, sizes_U, offsets_B[row], chance, estimator, weight)]
+            case FixedCountMasking():
+                drawn = _sample_fixed_counts(group_ids, group_sizes_G, offsets_B[row], rng, estimator)
+            case IndependentMasking():
+                drawn = [_sample_independent(group_ids, group_sizes_G, offsets_B[row], rng, estimator, weight)]
             case _:
                 assert_never(estimator)
         for part, (chosen, weight_U) in enumerate(drawn):
@@ -150,47 +154,54 @@ def draw_noise(units_BL: Ints, key: DrawKey, estimator: Estimator, weight: Weigh
             if estimator.reweight_cap is not None:
                 factor_U = np.minimum(factor_U, estimator.reweight_cap / parts)
             masked[part, row, places] = chosen
-            weights[part, row, places] = np.where(chosen, factor_U[units], 0.0)
-    return [Noise(masked[part], weights[part]) for part in range(parts)]
+            weights[part, row, places] = np.where(chosen, factor_U[group_ids], 0.0)
+    return [MaskSample(masked[part], weights[part]) for part in range(parts)]
 
 
-def _draw_counts(
-    units: Ints, sizes_U: Ints, offset: float, chance: np.random.Generator, config: Counts
+def _sample_fixed_counts(
+    group_ids: Ints, group_sizes_G: Ints, offset: float, rng: np.random.Generator, config: FixedCountMasking
 ) -> list[tuple[Bools, Floats]]:
     """Chosen targets and the weight of each unit, for the mask and, where asked for, its complement."""
     low, high = config.range
-    levels_U = low + (high - low) * unit_levels(offset, len(sizes_U), chance)
-    order = _Order(units, sizes_U, chance, config.contiguous_probability)
+    levels_U = low + (high - low) * sample_group_levels(offset, len(group_sizes_G), rng)
+    order = _GroupOrder(group_ids, group_sizes_G, rng, config.contiguous_probability)
     if not config.complementary:
-        counts_U = counts_at(levels_U, sizes_U)
-        return [(order.first(counts_U), sizes_U / counts_U)]
-    counts_U = np.minimum((levels_U * (sizes_U + 1)).astype(np.int64), sizes_U)
-    chosen = order.first(counts_U)
+        counts_G = masked_counts_at_levels(levels_U, group_sizes_G)
+        return [(order.select_first(counts_G), group_sizes_G / counts_G)]
+    counts_G = np.minimum((levels_U * (group_sizes_G + 1)).astype(np.int64), group_sizes_G)
+    chosen = order.select_first(counts_G)
     # k is uniform on 0 ... n: E of (n + 1) / k, over k >= 1, is the NELBO, and half of it comes from each of the pair.
     return [
-        (taken, (sizes_U + 1) / (2 * np.maximum(count_U, 1)))
-        for taken, count_U in ((chosen, counts_U), (~chosen, sizes_U - counts_U))
+        (taken, (group_sizes_G + 1) / (2 * np.maximum(count_U, 1)))
+        for taken, count_U in ((chosen, counts_G), (~chosen, group_sizes_G - counts_G))
     ]
 
 
-def counts_at(levels: Floats, sizes: Ints) -> Ints:
+def masked_counts_at_levels(levels: Floats, sizes: Ints) -> Ints:
     """Masked counts 1 ... n at levels in [0, 1]: uniform where the levels are."""
     return np.minimum((levels * sizes).astype(np.int64) + 1, np.maximum(sizes, 1))
 
 
-def _draw_bernoulli(
-    units: Ints, sizes_U: Ints, offset: float, chance: np.random.Generator, config: Bernoulli, weight: Weight
+def _sample_independent(
+    group_ids: Ints,
+    group_sizes_G: Ints,
+    offset: float,
+    rng: np.random.Generator,
+    config: IndependentMasking,
+    weight: LossWeighting,
 ) -> tuple[Bools, Floats]:
     low, high = config.range
-    t_U = np.maximum(low + (high - low) * unit_levels(offset, len(sizes_U), chance, config.times), LEAST_TIME)
+    t_U = np.maximum(low + (high - low) * sample_group_levels(offset, len(group_sizes_G), rng, config.times), MIN_TIME)
     schedule = build_schedule(config.schedule)
     share_U = (1.0 - config.epsilon) * (1.0 - schedule.alpha(t_U)) + config.epsilon
     p_U = np.maximum(share_U, config.min_masking_rate)
-    keys = chance.random(len(units))
-    chosen = keys < p_U[units]
+    keys = rng.random(len(group_ids))
+    chosen = keys < p_U[group_ids]
     if config.contiguous_probability > 0.0:
-        spans = _Order(units, sizes_U, chance, 1.0).first(np.maximum(1, np.round(p_U * sizes_U)).astype(np.int64))
-        chosen = np.where((chance.random(len(sizes_U)) < config.contiguous_probability)[units], spans, chosen)
+        spans = _GroupOrder(group_ids, group_sizes_G, rng, 1.0).select_first(
+            np.maximum(1, np.round(p_U * group_sizes_G)).astype(np.int64)
+        )
+        chosen = np.where((rng.random(len(group_sizes_G)) < config.contiguous_probability)[group_ids], spans, chosen)
     # Of the schedule that epsilon makes, whose alpha is (1 - epsilon) times that of the config.
     slope_U = -(1.0 - config.epsilon) * schedule.alpha_prime(t_U)
     factor_U = slope_U if weight == "elbo" else np.ones_like(p_U)
@@ -198,37 +209,41 @@ def _draw_bernoulli(
     return chosen, np.divide(factor_U, p_U, out=np.zeros_like(p_U), where=p_U > 0.0)
 
 
-def choose_counts(units: Ints, counts_U: Ints, chance: np.random.Generator) -> Bools:
+def choose_masked_in_groups(group_ids: Ints, counts_G: Ints, rng: np.random.Generator) -> Bools:
     """So many of each unit's targets, uniformly; ``units`` are the targets' units, ascending from 0 without gaps."""
-    return _Order(units, np.bincount(units, minlength=len(counts_U)), chance, 0.0).first(counts_U)
+    return _GroupOrder(group_ids, np.bincount(group_ids, minlength=len(counts_G)), rng, 0.0).select_first(counts_G)
 
 
-class _Order:
+class _GroupOrder:
     """An order of each unit's targets: at random, or, with probability ``contiguous``, one run from a random start."""
 
-    def __init__(self, units: Ints, sizes_U: Ints, chance: np.random.Generator, contiguous: float) -> None:
-        self.units, self.sizes_U = units, sizes_U
-        keys = chance.random(len(units))
-        order = np.lexsort((keys, units))
-        firsts_U = np.concatenate([[0], np.cumsum(sizes_U)[:-1]])
-        self.rank = np.empty(len(units), dtype=np.int64)
-        self.rank[order] = np.arange(len(units)) - np.repeat(firsts_U, sizes_U)
-        self.in_unit = np.arange(len(units)) - firsts_U[units]
-        self.is_run_U = chance.random(len(sizes_U)) < contiguous
-        self.start_U = chance.random(len(sizes_U))
+    def __init__(
+        self, group_ids: Ints, group_sizes_G: Ints, rng: np.random.Generator, contiguous_probability: float
+    ) -> None:
+        self.group_ids, self.group_sizes_G = group_ids, group_sizes_G
+        keys = rng.random(len(group_ids))
+        order = np.lexsort((keys, group_ids))
+        firsts_U = np.concatenate([[0], np.cumsum(group_sizes_G)[:-1]])
+        self.random_rank = np.empty(len(group_ids), dtype=np.int64)
+        self.random_rank[order] = np.arange(len(group_ids)) - np.repeat(firsts_U, group_sizes_G)
+        self.index_in_group = np.arange(len(group_ids)) - firsts_U[group_ids]
+        self.is_contiguous_G = rng.random(len(group_sizes_G)) < contiguous_probability
+        self.start_fraction_G = rng.random(len(group_sizes_G))
 
-    def first(self, counts_U: Ints) -> Bools:
+    def select_first(self, counts_G: Ints) -> Bools:
         """So many targets of each unit."""
-        starts_U = (self.start_U * (self.sizes_U - counts_U + 1)).astype(np.int64)
-        place = np.where(self.is_run_U[self.units], self.in_unit - starts_U[self.units], self.rank)
-        return (place >= 0) & (place < counts_U[self.units])
+        starts_U = (self.start_fraction_G * (self.group_sizes_G - counts_G + 1)).astype(np.int64)
+        place = np.where(
+            self.is_contiguous_G[self.group_ids], self.index_in_group - starts_U[self.group_ids], self.random_rank
+        )
+        return (place >= 0) & (place < counts_G[self.group_ids])
 
 
-def replacement_tokens(shape: tuple[int, int], vocab_size: int, mask_token: int, key: DrawKey) -> Ints:
+def sample_replacement_tokens(shape: tuple[int, int], vocab_size: int, mask_token: int, key: NoiseKey) -> Ints:
     """Tokens drawn uniformly from the vocabulary without the mask token. [B, L]"""
     tokens = np.stack(
         [
-            generator(key.seed, Stream.DRAW_REPLACEMENT, key.step, key.first_row + row).integers(
+            keyed_rng(key.seed, RngStream.REPLACEMENT_TOKENS, key.step, key.first_sequence + row).integers(
                 0, vocab_size - 1, shape[1]
             )
             for row in range(shape[0])

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from config.model import ModelConfig
-from diffusionlm.diffusion.corruption import targets_without_mask_token
-from diffusionlm.diffusion.noised_batch import Batch, Draw
+from diffusionlm.diffusion.corruption import exclude_mask_tokens
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch
 from diffusionlm.models.patterns import Bidirectional, BlockDiffusion, Causal, document_offsets
 
-Alignment = Literal["same_position", "shifted"]
+LogitAlignment = Literal["same_position", "shifted"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class InputLayout:
     """How a model is asked for the tokens that were noised.
 
     Without blocks: one stream, every position sees its whole document. With blocks: two streams ``[xt | x0]`` (Arriola
@@ -33,13 +33,13 @@ class Layout:
 
     block_length: int | None
     """Tokens of a block, counted from each document's start; None: the document is one."""
-    alignment: Alignment = "same_position"
+    alignment: LogitAlignment = "same_position"
     """Which output predicts token i: i, or i - 1 (of the clean stream, where i is the first token of its block)."""
     mask_token: int | None = None
     """None: an autoregressive model, which has none."""
 
     @classmethod
-    def of(cls, config: ModelConfig, block_length: int | None) -> Layout:
+    def of(cls, config: ModelConfig, block_length: int | None) -> InputLayout:
         """For a model and a block length.
 
         Raises:
@@ -55,79 +55,83 @@ class Layout:
         """Every token is predicted by the output before it, which sees all clean tokens up to itself."""
         return self.block_length == 1 and self.alignment == "shifted"
 
-    def eligible(self, batch: Batch) -> NDArray[np.bool_]:
+    def maskable(self, batch: CleanBatch) -> NDArray[np.bool_]:
         """Tokens that may be noised and scored: targets, but for mask tokens of the data, and, with shifted outputs,
         but for the first token of each document, which no output predicts. [B, L]"""
-        eligible_BL = targets_without_mask_token(batch, self.mask_token)
+        maskable_BL = exclude_mask_tokens(batch, self.mask_token)
         if self.alignment == "same_position":
-            return eligible_BL
-        has_before_BL: NDArray[np.bool_] = (_offsets(batch) > 0).numpy()
-        return eligible_BL & has_before_BL
+            return maskable_BL
+        has_before_BL: NDArray[np.bool_] = (_offsets_in_document(batch) > 0).numpy()
+        return maskable_BL & has_before_BL
 
-    def draw(
+    def build_noised_batch(
         self,
-        batch: Batch,
+        batch: CleanBatch,
         masked_BL: NDArray[np.bool_],
         weights_BL: NDArray[np.floating],
         *,
         num_targets: int,
         denominator: float,
-        replacement_BL: NDArray[np.int64] | None = None,
-    ) -> Draw:
+        replacement_tokens_BL: NDArray[np.int64] | None = None,
+    ) -> NoisedBatch:
         """The forward that scores the masked tokens with these weights.
 
         Args:
-            replacement_BL: what stands in place of the masked tokens; the mask token if None.
+            replacement_tokens_BL: what stands in place of the masked tokens; the mask token if None.
         """
         masked = torch.from_numpy(masked_BL)
-        documents_BL = _documents(batch)
+        documents_BL = _document_ids_or_none(batch)
         flat = masked.flatten().nonzero()[:, 0]
-        targets_R, weights_R = batch.tokens_BL.flatten()[flat], torch.from_numpy(weights_BL).flatten()[flat].double()
+        targets_N, weights_N = batch.tokens_BL.flatten()[flat], torch.from_numpy(weights_BL).flatten()[flat].double()
         L = masked.shape[1]
         row_R, place_R = flat // L, flat % L
         if self.is_autoregressive:
-            inputs, rows_R = batch.tokens_BL, flat - 1
+            inputs, positions_N = batch.tokens_BL, flat - 1
             causal = Causal(documents_BL)
-            return Draw(inputs, causal, rows_R, targets_R, weights_R, num_targets, denominator, batch.is_target_BL)
+            return NoisedBatch(
+                inputs, causal, positions_N, targets_N, weights_N, num_targets, denominator, batch.loss_mask_BL
+            )
         assert self.mask_token is not None
-        noise = self.mask_token if replacement_BL is None else torch.from_numpy(replacement_BL)
+        noise = self.mask_token if replacement_tokens_BL is None else torch.from_numpy(replacement_tokens_BL)
         noised = torch.where(masked, noise, batch.tokens_BL)
-        if self.block_length is None or self.block_length > int(_offsets(batch).max()):
-            rows_R = flat - int(self.alignment == "shifted")
+        if self.block_length is None or self.block_length > int(_offsets_in_document(batch).max()):
+            positions_N = flat - int(self.alignment == "shifted")
             pattern = Bidirectional(documents_BL)
-            return Draw(noised, pattern, rows_R, targets_R, weights_R, num_targets, denominator, batch.is_target_BL)
-        rows_R = row_R * 2 * L + place_R
+            return NoisedBatch(
+                noised, pattern, positions_N, targets_N, weights_N, num_targets, denominator, batch.loss_mask_BL
+            )
+        positions_N = row_R * 2 * L + place_R
         if self.alignment == "shifted":
-            is_first_R = (_offsets(batch) % self.block_length == 0).expand(masked.shape).flatten()[flat]
-            rows_R = rows_R - 1 + L * is_first_R
-            rows_R, order = rows_R.sort()
-            targets_R, weights_R = targets_R[order], weights_R[order]
-        return Draw(
+            is_first_R = (_offsets_in_document(batch) % self.block_length == 0).expand(masked.shape).flatten()[flat]
+            positions_N = positions_N - 1 + L * is_first_R
+            positions_N, order = positions_N.sort()
+            targets_N, weights_N = targets_N[order], weights_N[order]
+        return NoisedBatch(
             torch.cat([noised, batch.tokens_BL], dim=1),
             BlockDiffusion(self.block_length, documents_BL),
-            rows_R,
-            targets_R,
-            weights_R,
+            positions_N,
+            targets_N,
+            weights_N,
             num_targets,
             denominator,
-            batch.is_target_BL,
+            batch.loss_mask_BL,
         )
 
 
-def target_places(draw: Draw, alignment: Alignment) -> Tensor:
+def target_positions(draw: NoisedBatch, alignment: LogitAlignment) -> Tensor:
     """Flat indices into B * L of the tokens that the scored outputs predict. [R]"""
-    S, L = draw.inputs_BS.shape[1], draw.inputs_BS.shape[1] // draw.pattern.streams
-    return draw.rows_R // S * L + draw.rows_R % S % L + int(alignment == "shifted")
+    S, L = draw.inputs_BS.shape[1], draw.inputs_BS.shape[1] // draw.pattern.positions_per_token
+    return draw.positions_N // S * L + draw.positions_N % S % L + int(alignment == "shifted")
 
 
-def _offsets(batch: Batch) -> Tensor:
+def _offsets_in_document(batch: CleanBatch) -> Tensor:
     """Place of each token in its document, [B or 1, L]."""
     if batch.document_BL is None:
         return torch.arange(batch.tokens_BL.shape[1])[None]
     return document_offsets(batch.document_BL)
 
 
-def _documents(batch: Batch) -> Tensor | None:
+def _document_ids_or_none(batch: CleanBatch) -> Tensor | None:
     """The documents, or None where every row is a single one: then no mask is needed, which is faster."""
     documents_BL = batch.document_BL
     if documents_BL is None or bool((documents_BL == documents_BL[:, :1]).all()):

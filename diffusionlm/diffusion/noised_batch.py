@@ -14,36 +14,36 @@ from diffusionlm.models.patterns import AttentionPattern
 
 
 @dataclass(frozen=True)
-class Batch:
+class CleanBatch:
     """Clean rows, on the CPU."""
 
     tokens_BL: Tensor
     """Token ids, int64."""
-    is_target_BL: Tensor
+    loss_mask_BL: Tensor
     """May be noised and scored; false for prompts and padding."""
     document_BL: Tensor | None = None
     """Document number of each position, for packing. None: one document a row."""
 
-    def rows(self, some: slice) -> Batch:
+    def rows(self, some: slice) -> CleanBatch:
         """Some of the rows."""
         documents = None if self.document_BL is None else self.document_BL[some]
-        return Batch(self.tokens_BL[some], self.is_target_BL[some], documents)
+        return CleanBatch(self.tokens_BL[some], self.loss_mask_BL[some], documents)
 
 
 @dataclass(frozen=True)
-class DrawKey:
+class NoiseKey:
     """Chance is a function of this and of the row's place in the step: never of rank, micro-batch or worker."""
 
     seed: int
     step: int
-    first_row: int
+    first_sequence: int
     """Place of the batch's first row among the rows of the optimizer step, over all ranks and micro-batches."""
-    rows_in_step: int
+    num_sequences_in_step: int
     """All rows of the optimizer step."""
 
 
 @dataclass(frozen=True)
-class Draw:
+class NoisedBatch:
     """Everything that chance decided for a batch, ready for one forward."""
 
     inputs_BS: Tensor
@@ -51,21 +51,21 @@ class Draw:
     token, clean ones."""
     pattern: AttentionPattern
     """Who sees whom."""
-    rows_R: Tensor
+    positions_N: Tensor
     """Scored outputs, flat indices into B * S, ascending."""
-    targets_R: Tensor
+    targets_N: Tensor
     """The clean token that each of them predicts."""
-    weights_R: Tensor
+    weights_N: Tensor
     """Factors of their negative log-likelihoods, fp64."""
     num_targets: int
     """Target tokens of the batch."""
     denominator: float
     """This batch's part of what the weighted sum of the step is divided by: target tokens, rows or masked tokens, as
     the objective says."""
-    is_target_BL: Tensor | None = None
+    loss_mask_BL: Tensor | None = None
     """Which tokens of the rows might have been scored, on the CPU; None: all."""
 
-    def to(self, device: torch.device) -> Draw:
+    def to(self, device: torch.device) -> NoisedBatch:
         """The same on another device."""
         if device.type == "cpu":
             return self
@@ -73,7 +73,7 @@ class Draw:
             self,
             inputs_BS=self.inputs_BS.to(device, non_blocking=True),
             pattern=self.pattern.to(device),
-            rows_R=self.rows_R.to(device, non_blocking=True),
-            targets_R=self.targets_R.to(device, non_blocking=True),
-            weights_R=self.weights_R.to(device, non_blocking=True),
+            positions_N=self.positions_N.to(device, non_blocking=True),
+            targets_N=self.targets_N.to(device, non_blocking=True),
+            weights_N=self.weights_N.to(device, non_blocking=True),
         )

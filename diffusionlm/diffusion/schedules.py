@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from config.objective import (
-    CleanCosine,
-    Cosine,
-    Linear,
-    Logarithmic,
+    CleanCosineScheduleConfig,
+    CosineScheduleConfig,
+    LinearScheduleConfig,
+    LogarithmicScheduleConfig,
     NoiseScheduleConfig,
-    Power,
-    RaisedCosine,
-    Sigmoid,
-    SquareRoot,
+    PowerScheduleConfig,
+    RaisedCosineScheduleConfig,
+    SigmoidScheduleConfig,
+    SquareRootScheduleConfig,
 )
 
 Array = NDArray[np.float64]
@@ -128,21 +128,21 @@ class LogarithmicSchedule:
 def build_schedule(config: NoiseScheduleConfig) -> NoiseSchedule:
     """The schedule of a config section."""
     match config:
-        case Linear():
+        case LinearScheduleConfig():
             return PowerSchedule(1.0)
-        case SquareRoot():
+        case SquareRootScheduleConfig():
             return PowerSchedule(0.5)
-        case Power(exponent=exponent):
+        case PowerScheduleConfig(exponent=exponent):
             return PowerSchedule(exponent)
-        case Cosine():
+        case CosineScheduleConfig():
             return CosineSchedule()
-        case RaisedCosine():
+        case RaisedCosineScheduleConfig():
             return RaisedCosineSchedule()
-        case CleanCosine():
+        case CleanCosineScheduleConfig():
             return CleanCosineSchedule()
-        case Sigmoid(steepness=steepness):
+        case SigmoidScheduleConfig(steepness=steepness):
             return SigmoidSchedule(steepness)
-        case Logarithmic():
+        case LogarithmicScheduleConfig():
             return LogarithmicSchedule()
         case _:
             assert_never(config)

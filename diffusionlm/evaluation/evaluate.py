@@ -14,57 +14,57 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp.process_group import Ranks
-from diffusionlm.data.loader import batch_of
+from ddp.process_group import World
+from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.diffusion.layout import Layout
-from diffusionlm.diffusion.noised_batch import Batch
-from diffusionlm.diffusion.rng import Stream
-from diffusionlm.evaluation.nelbo import NelboForwards, choose_masked, ratio_and_error
+from diffusionlm.diffusion.layout import InputLayout
+from diffusionlm.diffusion.noised_batch import CleanBatch
+from diffusionlm.diffusion.rng import RngStream
+from diffusionlm.evaluation.nelbo import NelboEstimator, choose_masked_per_sequence, ratio_with_standard_error
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 from tokenizer import Tokenizer
 
 FILL_FRACTIONS = (0.15, 0.50)
 
-GRID_SEED = 0
+VALIDATION_SEED = 0
 """The rows and draws of a validation are the same whatever the run's seed, so that runs compare."""
 
 T = TypeVar("T")
 
 
-class Spread(Protocol):
+class MapForwards(Protocol):
     """Who computes ``work(0)`` ... ``work(count - 1)``, each a forward and what is made of it; returns all of them."""
 
     def __call__(self, count: int, work: Callable[[int], T]) -> list[T]:
         """Raises ValueError where ``work`` does."""
 
 
-def here(count: int, work: Callable[[int], T]) -> list[T]:
+def map_locally(count: int, work: Callable[[int], T]) -> list[T]:
     """This process does it all."""
     return [work(index) for index in range(count)]
 
 
 @dataclass(frozen=True)
-class OverRanks:
+class MapOverRanks:
     """Each rank computes its share, and all have all results: those of one process, since the forwards are the same."""
 
-    ranks: Ranks
+    world: World
     is_collective: bool = False
     """Whether a forward takes all ranks (FSDP), so that all make equally many; what is too much is dropped."""
 
     def __call__(self, count: int, work: Callable[[int], T]) -> list[T]:
         """An error of any rank is raised on all, once all have made their forwards."""
-        size = self.ranks.world_size
+        size = self.world.world_size
         own: list[tuple[list[T], str]] = []
-        for index in range(self.ranks.rank, -(-count // size) * size, size):
+        for index in range(self.world.rank, -(-count // size) * size, size):
             if index >= count and not self.is_collective:
                 continue
             try:
                 own.append(([work(min(index, count - 1))], ""))
             except ValueError as error:
                 own.append(([], str(error)))
-        gathered = self.ranks.gather(own)
+        gathered = self.world.all_gather_objects(own)
         results: list[T] = []
         for index in range(count):
             result, problem = gathered[index % size][index // size]
@@ -75,19 +75,19 @@ class OverRanks:
 
 
 @dataclass(frozen=True)
-class Fill:
+class FillAccuracy:
     """Held-out tokens guessed right, as shares of the masked ones."""
 
     fraction: float
     """Share of each row that is masked."""
-    first_guess: float
-    first_five: float
+    top1_accuracy: float
+    top5_accuracy: float
     commonest: float | None
     """Share of the masked tokens that are the commonest training token: what guessing it always would get."""
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """The table at the end of a run."""
 
     nats_per_token: float
@@ -99,7 +99,7 @@ class Evaluation:
     num_tokens: int
     num_bytes: int
     by_masked_fraction: tuple[tuple[float, float, float], ...]
-    fills: tuple[Fill, ...]
+    fills: tuple[FillAccuracy, ...]
     block_length: int | None
     """Of block diffusion; 1: exact, from left to right. None: bidirectional."""
     num_rows: int
@@ -118,8 +118,8 @@ def evaluate(
     batch_size: int,
     block_length: int | None = None,
     commonest: int | None = None,
-    spread: Spread = here,
-) -> Evaluation:
+    map_forwards: MapForwards = map_locally,
+) -> EvaluationResult:
     """The evaluation of validation rows on a fixed grid of draws.
 
     Args:
@@ -133,24 +133,24 @@ def evaluate(
     Raises:
         ValueError: no token to score, or a model whose numbers are not finite.
     """
-    batch = batch_of(rows)
-    forwards = NelboForwards.of(
+    batch = collate_rows(rows)
+    forwards = NelboEstimator.of(
         model.config,
         batch.tokens_BL,
-        batch.is_target_BL,
+        batch.loss_mask_BL,
         block_length,
         draws,
-        GRID_SEED,
+        VALIDATION_SEED,
         document_BL=batch.document_BL,
         batch_size=batch_size,
     )
-    report = forwards.report(spread(forwards.count, lambda index: forwards.run(model, index)))
-    layout = Layout.of(model.config, block_length)
-    eligible_BL = layout.eligible(batch)
-    tokens = batch.tokens_BL.numpy()[eligible_BL]
-    bytes_B = bytes_of_rows(tokenizer, batch.tokens_BL.numpy(), eligible_BL)
+    report = forwards.report(map_forwards(forwards.count, lambda index: forwards.run(model, index)))
+    layout = InputLayout.of(model.config, block_length)
+    maskable_BL = layout.maskable(batch)
+    tokens = batch.tokens_BL.numpy()[maskable_BL]
+    bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), maskable_BL)
     bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
-    return Evaluation(
+    return EvaluationResult(
         nats_per_token=report.nats_per_token,
         standard_error=report.standard_error,
         bits_per_byte=bits,
@@ -160,7 +160,7 @@ def evaluate(
         num_bytes=int(bytes_B.sum()),
         by_masked_fraction=report.by_masked_fraction,
         fills=tuple(
-            fill_accuracy(model, batch, fraction, batch_size, commonest, spread)
+            measure_fill_accuracy(model, batch, fraction, batch_size, commonest, map_forwards)
             for fraction in FILL_FRACTIONS
             if block_length is None
         ),
@@ -169,7 +169,7 @@ def evaluate(
     )
 
 
-def bytes_of_rows(
+def count_row_bytes(
     tokenizer: Tokenizer, tokens_BL: NDArray[np.integer[Any]], is_scored_BL: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """Bytes of text behind the scored tokens of each row, [B]; special tokens have none."""
@@ -181,7 +181,7 @@ def bits_per_byte(row_nats: Sequence[float], bytes_B: NDArray[np.int64]) -> tupl
     """Bits for each byte of the text, and their standard error over rows; infinite where there is no byte at all."""
     if not bytes_B.any():
         return math.inf, math.inf
-    nats, error = ratio_and_error(np.array(row_nats), bytes_B)
+    nats, error = ratio_with_standard_error(np.array(row_nats), bytes_B)
     return nats / math.log(2), error / math.log(2)
 
 
@@ -192,29 +192,38 @@ def entropy(counts: NDArray[np.int64]) -> float:
 
 
 @torch.no_grad()
-def fill_accuracy(
-    model: Transformer, batch: Batch, fraction: float, batch_size: int, commonest: int | None, spread: Spread = here
-) -> Fill:
+def measure_fill_accuracy(
+    model: Transformer,
+    batch: CleanBatch,
+    fraction: float,
+    batch_size: int,
+    commonest: int | None,
+    map_forwards: MapForwards = map_locally,
+) -> FillAccuracy:
     """Mask a share of each row's tokens, once; count how many come back at the first and in the first five guesses."""
-    layout = Layout.of(model.config, None)
-    eligible_BL = layout.eligible(batch)
-    counts_B = np.ceil(fraction * eligible_BL.sum(axis=1)).astype(np.int64)
-    masked_BL = choose_masked(eligible_BL, counts_B, GRID_SEED, Stream.FILL, round(1000 * fraction))
+    layout = InputLayout.of(model.config, None)
+    maskable_BL = layout.maskable(batch)
+    counts_B = np.ceil(fraction * maskable_BL.sum(axis=1)).astype(np.int64)
+    masked_BL = choose_masked_per_sequence(
+        maskable_BL, counts_B, VALIDATION_SEED, RngStream.FILL_MASKS, round(1000 * fraction)
+    )
     mask_token = model.config.mask_token
 
     def count(index: int) -> tuple[int, int, int, int]:
         """Right at the first guess, among five, commonest token, and all masked ones, of one batch of rows."""
         some = slice(index * batch_size, (index + 1) * batch_size)
         masked = masked_BL[some]
-        draw = layout.draw(batch.rows(some), masked, np.ones(masked.shape), num_targets=0, denominator=0.0)
+        draw = layout.build_noised_batch(
+            batch.rows(some), masked, np.ones(masked.shape), num_targets=0, denominator=0.0
+        )
         draw = draw.to(model.lm_head.weight.device)
         with nvtx.range("filling: forward"):
-            logits_RV = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R).float()
+            logits_RV = model(draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N).float()
         logits_RV[:, mask_token] = float("-inf")
-        hits_R5 = logits_RV.topk(min(5, logits_RV.shape[1]), dim=1).indices == draw.targets_R[:, None]
-        common = 0 if commonest is None else int((draw.targets_R == commonest).sum())
-        return int(hits_R5[:, 0].sum()), int(hits_R5.sum()), common, len(draw.targets_R)
+        hits_R5 = logits_RV.topk(min(5, logits_RV.shape[1]), dim=1).indices == draw.targets_N[:, None]
+        common = 0 if commonest is None else int((draw.targets_N == commonest).sum())
+        return int(hits_R5[:, 0].sum()), int(hits_R5.sum()), common, len(draw.targets_N)
 
-    counts = spread(-(-len(eligible_BL) // batch_size), count)
+    counts = map_forwards(-(-len(maskable_BL) // batch_size), count)
     right, among, common, total = (sum(column) for column in zip(*counts, strict=True))
-    return Fill(fraction, right / total, among / total, None if commonest is None else common / total)
+    return FillAccuracy(fraction, right / total, among / total, None if commonest is None else common / total)

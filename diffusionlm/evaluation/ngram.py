@@ -15,12 +15,12 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _Order:
+class _OrderCounts:
     """Counts of one order: contexts are numbered by their place among the sorted keys."""
 
     contexts: Ints
     totals_per_context: Floats
-    kinds_per_context: Floats
+    continuations_per_context: Floats
     grams: Ints
     counts_per_gram: Floats
 
@@ -37,7 +37,9 @@ class NgramModel:
         self.order, self.vocab_size = order, vocab_size
         counts = np.bincount(tokens, minlength=vocab_size).astype(np.float64)
         self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
-        self._orders = [_count(_keys(tokens, length, vocab_size), vocab_size) for length in range(2, order + 1)]
+        self._orders = [
+            _count_ngrams(_encode_ngrams(tokens, length, vocab_size), vocab_size) for length in range(2, order + 1)
+        ]
 
     def nats_per_token(self, tokens: Ints) -> float:
         """Cross-entropy of a text, each token given up to ``order - 1`` before it."""
@@ -47,12 +49,12 @@ class NgramModel:
         """Probability of each token given those before it."""
         result: Floats = self.unigram[tokens]
         for length, order in zip(range(2, self.order + 1), self._orders, strict=True):
-            keys = _keys(tokens, length, self.vocab_size)
-            context, known = _find(order.contexts, keys // self.vocab_size)
-            gram, seen = _find(order.grams, keys)
+            keys = _encode_ngrams(tokens, length, self.vocab_size)
+            context, known = _look_up(order.contexts, keys // self.vocab_size)
+            gram, seen = _look_up(order.grams, keys)
             total = order.totals_per_context[context]
             direct = np.where(seen, order.counts_per_gram[gram] - DISCOUNT, 0.0) / total
-            backed = DISCOUNT * order.kinds_per_context[context] / total
+            backed = DISCOUNT * order.continuations_per_context[context] / total
             shorter = result[length - 1 :]
             result[length - 1 :] = np.where(known, direct + backed * shorter, shorter)
         return result
@@ -63,7 +65,7 @@ def max_order(vocab_size: int) -> int:
     return min(4, int(63 / np.log2(vocab_size)))
 
 
-def _keys(tokens: Ints, length: int, vocab_size: int) -> Ints:
+def _encode_ngrams(tokens: Ints, length: int, vocab_size: int) -> Ints:
     """Number of the n-gram that ends at each place from length - 1 on; its context is the number // vocab_size."""
     keys = np.zeros(max(0, len(tokens) - length + 1), dtype=np.int64)
     for offset in range(length):
@@ -71,14 +73,14 @@ def _keys(tokens: Ints, length: int, vocab_size: int) -> Ints:
     return keys
 
 
-def _count(keys: Ints, vocab_size: int) -> _Order:
+def _count_ngrams(keys: Ints, vocab_size: int) -> _OrderCounts:
     grams, counts = np.unique(keys, return_counts=True)
     contexts, first, kinds = np.unique(grams // vocab_size, return_index=True, return_counts=True)
     totals = np.add.reduceat(counts, first) if len(first) else counts
-    return _Order(contexts, totals.astype(np.float64), kinds.astype(np.float64), grams, counts.astype(np.float64))
+    return _OrderCounts(contexts, totals.astype(np.float64), kinds.astype(np.float64), grams, counts.astype(np.float64))
 
 
-def _find(table: Ints, keys: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+def _look_up(table: Ints, keys: Ints) -> tuple[Ints, NDArray[np.bool_]]:
     """Place of each key in a sorted table (any place where it is not there), and whether it is there."""
     places = np.minimum(np.searchsorted(table, keys), len(table) - 1)
     return places, table[places] == keys

@@ -16,21 +16,27 @@ from torch import Tensor
 
 from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
 from config.model import ModelConfig
-from diffusionlm.diffusion.layout import Layout
-from diffusionlm.diffusion.noised_batch import Batch
-from diffusionlm.evaluation.nelbo import ratio_and_error
-from diffusionlm.inference.blocks import Block, block_causal_length, blocks_of, comparable, placeholder_token
-from diffusionlm.inference.model_runner import open_logits
-from diffusionlm.inference.sampling import CHUNK_BYTES
-from diffusionlm.inference.settings import with_defaults
-from diffusionlm.inference.strategies import Look, Policy, build_policy
+from diffusionlm.diffusion.layout import InputLayout
+from diffusionlm.diffusion.noised_batch import CleanBatch
+from diffusionlm.evaluation.nelbo import ratio_with_standard_error
+from diffusionlm.inference.blocks import (
+    DecodingBlock,
+    block_causal_length,
+    placeholder_token_id,
+    round_if_uniform_canvas,
+    split_into_blocks,
+)
+from diffusionlm.inference.model_runner import masked_position_logits
+from diffusionlm.inference.sampling import PROBABILITY_CHUNK_BYTES
+from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.strategies import DecodeState, Strategy, build_strategy
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 
-LOGITS_BYTES = 1 << 30
+MAX_LOGITS_BYTES = 1 << 30
 """Budget for the logits of one forward, counted in fp32; a single text may need more."""
 
-OnProgress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Told the tokens scored so far, and all of them."""
 
 
@@ -56,12 +62,12 @@ class SamplerReport:
 def sampler_likelihood(
     model: Transformer,
     tokens_BL: Tensor,
-    is_target_BL: Tensor | None = None,
+    loss_mask_BL: Tensor | None = None,
     config: GenerationConfig | None = None,
     *,
     document_BL: Tensor | None = None,
     batch_size: int = 32,
-    on_progress: OnProgress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> SamplerReport:
     """Negative log-likelihood of texts under a sampler with a deterministic order (DUEL, arXiv 2603.01367).
 
@@ -72,7 +78,7 @@ def sampler_likelihood(
 
     Args:
         tokens_BL: clean token ids.
-        is_target_BL: tokens that are decoded; all but padding if None. A mask token in the data is never one, and with
+        loss_mask_BL: tokens that are decoded; all but padding if None. A mask token in the data is never one, and with
             shifted outputs nor is the first token of a document.
         config: blocks, steps, attention and strategy, the defaults if None. ``max_new_tokens`` and ``stop_token_ids``
             play no part: the length of a text is given.
@@ -86,74 +92,76 @@ def sampler_likelihood(
             default, stands for it), or what makes other distributions than the model's: top_k, top_p, suppressed or
             deferred tokens, guidance, an approximate cache, a growing canvas.
     """
-    config = with_defaults(GenerationConfig() if config is None else config, model.config)
+    config = fill_defaults(GenerationConfig() if config is None else config, model.config)
     _check_config(config, model.config)
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size} must be at least 1")
-    texts = list(_texts(model, tokens_BL, is_target_BL, document_BL, config))
+    texts = list(_split_into_documents(model, tokens_BL, loss_mask_BL, document_BL, config))
     num_tokens = sum(text.num_targets for text in texts)
     if num_tokens == 0:
-        raise ValueError("no target token: is_target_BL is false wherever a token could be predicted")
-    reader = _Reader(build_policy(config), model.config.mask_token_id)
+        raise ValueError("no target token: loss_mask_BL is false wherever a token could be predicted")
+    reader = _LogitReader(build_strategy(config), model.config.mask_token_id)
     block_length = block_causal_length(config, model.config)
     # Texts of like length together: less padding.
     waiting = sorted((text for text in texts if text.blocks), key=lambda text: len(text.tokens_L), reverse=True)
-    active: list[_Text] = []
+    active: list[_DocumentState] = []
     num_scored = 0
     while waiting or active:
         while waiting and len(active) < batch_size:
             active.append(waiting.pop())
-        some = _within_budget(active, model.config.vocab_size)
-        canvases, places = [text.canvas_L for text in some], [text.open_positions() for text in some]
+        some = _take_within_budget(active, model.config.vocab_size)
+        canvases, places = [text.canvas_L for text in some], [text.masked_positions() for text in some]
         with nvtx.range("likelihood: forward"):
-            logits_RV = open_logits(model, canvases, places, block_length)
-        num_scored += reader.read(logits_RV, some)
+            logits_NV = masked_position_logits(model, canvases, places, block_length)
+        num_scored += reader.read(logits_NV, some)
         active = [*active[len(some) :], *(text for text in some if text.blocks)]
         if on_progress is not None:
             on_progress(num_scored, num_tokens)
     return _report(texts, len(tokens_BL))
 
 
-class _Text:
+class _DocumentState:
     """One document on its way from masks to its own tokens."""
 
-    def __init__(self, row: int, tokens_L: NDArray[np.int64], canvas_L: NDArray[np.int64], blocks: list[Block]) -> None:
+    def __init__(
+        self, row: int, tokens_L: NDArray[np.int64], canvas_L: NDArray[np.int64], blocks: list[DecodingBlock]
+    ) -> None:
         self.row = row
         self.tokens_L = tokens_L
         self.canvas_L = canvas_L
         """The tokens, placeholders where they are not revealed yet."""
         self.blocks = blocks
         """Still to be revealed, the current one first."""
-        self.is_open_L = np.zeros(len(tokens_L), dtype=np.bool_)
+        self.is_masked_L = np.zeros(len(tokens_L), dtype=np.bool_)
         for block in blocks:
-            self.is_open_L[block.positions] = True
-        self.num_targets = int(self.is_open_L.sum())
+            self.is_masked_L[block.positions] = True
+        self.num_targets = int(self.is_masked_L.sum())
         self.num_forwards = 0
         self.step = 0
         """Of the current block."""
         self.nats = 0.0
 
-    def open_positions(self) -> NDArray[np.int64]:
+    def masked_positions(self) -> NDArray[np.int64]:
         """Masked positions of the current block, [M]."""
         positions = self.blocks[0].positions
-        return positions[self.is_open_L[positions]]
+        return positions[self.is_masked_L[positions]]
 
-    def reveal(self, confidence_M: NDArray[np.float64], nll_M: NDArray[np.float64], policy: Policy) -> int:
+    def reveal(self, confidence_M: NDArray[np.float64], nll_M: NDArray[np.float64], strategy: Strategy) -> int:
         """Put the true tokens where the policy settles some; how many."""
-        plan = self.blocks[0].plan
-        chosen_M = policy.choose(
-            Look(
-                confidence_N=comparable(confidence_M, self.canvas_L),
-                is_masked_N=np.ones(len(confidence_M), dtype=np.bool_),
-                uniforms_N=np.zeros(len(confidence_M)),
-                quota=plan[self.step],
+        unmasking_schedule = self.blocks[0].unmasking_schedule
+        chosen_M = strategy.select_positions(
+            DecodeState(
+                confidence_M=round_if_uniform_canvas(confidence_M, self.canvas_L),
+                is_masked_M=np.ones(len(confidence_M), dtype=np.bool_),
+                uniforms_M=np.zeros(len(confidence_M)),
+                tokens_per_step=unmasking_schedule[self.step],
                 step=self.step,
-                num_steps=len(plan),
+                num_steps=len(unmasking_schedule),
             )
         )
-        positions = self.open_positions()[chosen_M]
+        positions = self.masked_positions()[chosen_M]
         self.canvas_L[positions] = self.tokens_L[positions]
-        self.is_open_L[positions] = False
+        self.is_masked_L[positions] = False
         self.num_forwards += 1
         self.step += 1
         self.nats += float(nll_M[chosen_M].sum())
@@ -164,45 +172,45 @@ class _Text:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _LogitReader:
     """How logits are read."""
 
-    policy: Policy
+    strategy: Strategy
     mask_token: int | None
 
-    def read(self, logits_RV: Tensor, texts: list[_Text]) -> int:
+    def read(self, logits_NV: Tensor, texts: list[_DocumentState]) -> int:
         """Reveal some tokens of each text; how many in all. The one wait for the device in a forward."""
-        R, V = logits_RV.shape
-        ends = np.cumsum([0, *(len(text.open_positions()) for text in texts)]).tolist()
-        targets = np.concatenate([text.tokens_L[text.open_positions()] for text in texts])
-        targets_R = torch.from_numpy(targets).to(logits_RV.device)
-        size = max(1, CHUNK_BYTES // (8 * V))
+        R, V = logits_NV.shape
+        ends = np.cumsum([0, *(len(text.masked_positions()) for text in texts)]).tolist()
+        targets = np.concatenate([text.tokens_L[text.masked_positions()] for text in texts])
+        targets_N = torch.from_numpy(targets).to(logits_NV.device)
+        size = max(1, PROBABILITY_CHUNK_BYTES // (8 * V))
         chunks = [slice(start, start + size) for start in range(0, R, size)]
-        read = [self._rows(logits_RV[some], targets_R[some]) for some in chunks]
-        confidence_R, nll_R = torch.cat(read, dim=1).cpu().numpy()
-        if np.isnan(confidence_R).any() or np.isnan(nll_R).any():
+        read = [self._score_positions(logits_NV[some], targets_N[some]) for some in chunks]
+        confidence_M, nll_N = torch.cat(read, dim=1).cpu().numpy()
+        if np.isnan(confidence_M).any() or np.isnan(nll_N).any():
             raise ValueError(
                 "the model's probabilities are not finite: its weights may be damaged, or its numbers overflow in this "
                 'dtype; try dtype = "float32"'
             )
         return sum(
-            text.reveal(confidence_R[start:end], nll_R[start:end], self.policy)
+            text.reveal(confidence_M[start:end], nll_N[start:end], self.strategy)
             for text, (start, end) in zip(texts, pairwise(ends), strict=True)
         )
 
-    def _rows(self, logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    def _score_positions(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         """Confidence and negative log-likelihood of the true token of each row, [2, R] in fp64."""
-        own_RV = logits_RV.to(torch.float64, copy=True)
+        own_NV = logits_NV.to(torch.float64, copy=True)
         if self.mask_token is not None:
-            own_RV[:, self.mask_token] = float("-inf")
-        logprobs_RV = own_RV.log_softmax(dim=1)
-        probs_RV = logprobs_RV.exp()
-        confidence_R = self.policy.confidence(probs_RV, probs_RV.argmax(dim=1))
-        return torch.stack([confidence_R, -logprobs_RV.gather(1, targets_R[:, None])[:, 0]])
+            own_NV[:, self.mask_token] = float("-inf")
+        logprobs_NV = own_NV.log_softmax(dim=1)
+        probs_NV = logprobs_NV.exp()
+        confidence_M = self.strategy.confidence(probs_NV, probs_NV.argmax(dim=1))
+        return torch.stack([confidence_M, -logprobs_NV.gather(1, targets_N[:, None])[:, 0]])
 
 
 def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
-    if not build_policy(config).is_deterministic:
+    if not build_strategy(config).is_deterministic:
         known = ", ".join(name for name in STRATEGIES if _is_deterministic(name, model))
         name = (
             f"alg_temp = {config.alg_temp}"
@@ -229,46 +237,46 @@ def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
 
 
 def _is_deterministic(strategy: RemaskingStrategy, model: ModelConfig) -> bool:
-    return build_policy(with_defaults(GenerationConfig(remasking_strategy=strategy), model)).is_deterministic
+    return build_strategy(fill_defaults(GenerationConfig(remasking_strategy=strategy), model)).is_deterministic
 
 
-def _texts(
+def _split_into_documents(
     model: Transformer,
     tokens_BL: Tensor,
-    is_target_BL: Tensor | None,
+    loss_mask_BL: Tensor | None,
     document_BL: Tensor | None,
     config: GenerationConfig,
-) -> Iterator[_Text]:
+) -> Iterator[_DocumentState]:
     """Each document of each row, masked."""
     tokens_BL = tokens_BL.cpu()
     documents_BL = torch.zeros_like(tokens_BL) if document_BL is None else document_BL.cpu().expand_as(tokens_BL)
     is_text_BL = documents_BL >= 0
-    targets_BL = is_text_BL if is_target_BL is None else is_target_BL.bool().cpu() & is_text_BL
-    layout = Layout.of(model.config, block_causal_length(config, model.config))
-    eligible_BL = layout.eligible(Batch(tokens_BL, targets_BL, documents_BL))
-    placeholder = placeholder_token(config, model.config)
-    for row, (tokens_L, documents_L) in enumerate(zip(tokens_BL.numpy(), documents_BL.numpy(), strict=True)):
-        edges = np.flatnonzero(np.diff(documents_L)) + 1
+    targets_BL = is_text_BL if loss_mask_BL is None else loss_mask_BL.bool().cpu() & is_text_BL
+    layout = InputLayout.of(model.config, block_causal_length(config, model.config))
+    maskable_BL = layout.maskable(CleanBatch(tokens_BL, targets_BL, documents_BL))
+    placeholder_id = placeholder_token_id(config, model.config)
+    for row, (tokens_L, document_ids_L) in enumerate(zip(tokens_BL.numpy(), documents_BL.numpy(), strict=True)):
+        edges = np.flatnonzero(np.diff(document_ids_L)) + 1
         for places in np.split(np.arange(len(tokens_L)), edges):
-            if documents_L[places[0]] < 0:
+            if document_ids_L[places[0]] < 0:
                 continue
-            text_L, holes = tokens_L[places].astype(np.int64), np.flatnonzero(eligible_BL[row, places])
+            text_L, holes = tokens_L[places].astype(np.int64), np.flatnonzero(maskable_BL[row, places])
             canvas_L = text_L.copy()
-            canvas_L[holes] = placeholder
-            yield _Text(row, text_L, canvas_L, blocks_of(holes, config, model.config))
+            canvas_L[holes] = placeholder_id
+            yield _DocumentState(row, text_L, canvas_L, split_into_blocks(holes, config, model.config))
 
 
-def _within_budget(texts: list[_Text], vocab_size: int) -> list[_Text]:
-    """The first texts, as many as have logits within `LOGITS_BYTES`, at least one."""
-    rows = np.cumsum([len(text.open_positions()) for text in texts])
-    return texts[: max(1, int((rows * vocab_size * 4 <= LOGITS_BYTES).sum()))]
+def _take_within_budget(texts: list[_DocumentState], vocab_size: int) -> list[_DocumentState]:
+    """The first texts, as many as have logits within `MAX_LOGITS_BYTES`, at least one."""
+    rows = np.cumsum([len(text.masked_positions()) for text in texts])
+    return texts[: max(1, int((rows * vocab_size * 4 <= MAX_LOGITS_BYTES).sum()))]
 
 
-def _report(texts: list[_Text], num_rows: int) -> SamplerReport:
+def _report(texts: list[_DocumentState], num_rows: int) -> SamplerReport:
     nats_B, sizes_B = np.zeros(num_rows), np.zeros(num_rows, dtype=np.int64)
     for text in texts:
         nats_B[text.row] += text.nats
         sizes_B[text.row] += text.num_targets
-    mean, error = ratio_and_error(nats_B, sizes_B)
+    mean, error = ratio_with_standard_error(nats_B, sizes_B)
     num_forwards = sum(text.num_forwards for text in texts)
     return SamplerReport(mean, error, int(sizes_B.sum()), float(nats_B.sum()), tuple(nats_B.tolist()), num_forwards)

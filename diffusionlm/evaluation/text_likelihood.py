@@ -17,28 +17,28 @@ from typing import Any
 from tqdm import tqdm
 
 from config.data import DataConfig, LocalFiles
-from config.eval import EvalConfig, EvalDataConfig, NelboConfig, SamplerConfig
+from config.eval import EvalConfig, EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_tokenizer
-from diffusionlm.checkpoints.loading import open_model
-from diffusionlm.data.loader import batch_of
+from diffusionlm.checkpoints.loading import load_configured_model
+from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.data.pipeline import Part, open_parts, rows_of
-from diffusionlm.data.reader import Position
-from diffusionlm.diffusion.layout import Layout
-from diffusionlm.diffusion.noised_batch import Batch
-from diffusionlm.evaluation.evaluate import bits_per_byte, bytes_of_rows
+from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
+from diffusionlm.data.reader import ReaderPosition
+from diffusionlm.diffusion.layout import InputLayout
+from diffusionlm.diffusion.noised_batch import CleanBatch
+from diffusionlm.evaluation.evaluate import bits_per_byte, count_row_bytes
 from diffusionlm.evaluation.nelbo import NelboReport, nelbo
 from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
 from diffusionlm.inference.blocks import block_causal_length
-from diffusionlm.inference.settings import with_defaults
+from diffusionlm.inference.settings import fill_defaults
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
-LONGEST_DEFAULT_ROW = 1_024
-ROWS_AT_ONCE = 64
+MAX_DEFAULT_ROW_LENGTH = 1_024
+ROWS_PER_READ = 64
 
-SECONDS_WITHOUT_PROGRESS = 3.0
+PROGRESS_DELAY_SECONDS = 3.0
 """What is over sooner shows none."""
 
 
@@ -79,7 +79,7 @@ class LikelihoodResult:
 
     def to_json(self) -> str:
         """One object on a line; null in place of numbers that are not finite."""
-        values = {key: _finite(value) for key, value in asdict(self).items()}
+        values = {key: _null_if_not_finite(value) for key, value in asdict(self).items()}
         return json.dumps(values, allow_nan=False)
 
     def to_text(self) -> str:
@@ -88,10 +88,10 @@ class LikelihoodResult:
         lines = [
             (
                 self.method,
-                f"{sign}{_with_error(self.nats_per_token, self.nats_per_token_standard_error)} nats per token",
+                f"{sign}{_format_with_error(self.nats_per_token, self.nats_per_token_standard_error)} nats per token",
             ),
-            ("", f"{sign}{_with_error(self.perplexity, self.perplexity_standard_error)} perplexity"),
-            ("", f"{sign}{_with_error(self.bits_per_byte, self.bits_per_byte_standard_error)} bits per byte"),
+            ("", f"{sign}{_format_with_error(self.perplexity, self.perplexity_standard_error)} perplexity"),
+            ("", f"{sign}{_format_with_error(self.bits_per_byte, self.bits_per_byte_standard_error)} bits per byte"),
             ("scored", f"{self.num_tokens:,} tokens, {self.num_bytes:,} bytes"),
             ("rows", f"{self.num_rows:,} of up to {self.row_length:,} tokens"),
         ]
@@ -122,21 +122,21 @@ def evaluate_likelihood(config: EvalConfig) -> LikelihoodResult:
     if config.model.path is None or config.data.source is None:
         raise ValueError("model.path and data.source are both needed")
     tokenizer = load_tokenizer(config.model.path)
-    model = open_model(config.model)
-    layout, method = _method(config.likelihood, model.config)
-    recipe = _recipe(config.data, model.config)
-    parts = open_parts(recipe, "validation" if config.data.split == "validation" else "train")
-    row_length = _row_length(config.data, model.config)
+    model = load_configured_model(config.model)
+    layout, method = _resolve_layout(config.likelihood, model.config)
+    recipe = _build_data_config(config.data, model.config)
+    parts = open_components(recipe, "validation" if config.data.split == "validation" else "train")
+    row_length = _resolve_row_length(config.data, model.config)
     rows = _read_rows(config.data, recipe, parts, tokenizer, model.config, row_length)
-    batch = batch_of(rows)
-    eligible_BL = layout.eligible(batch)
-    if not eligible_BL.any():
+    batch = collate_rows(rows)
+    maskable_BL = layout.maskable(batch)
+    if not maskable_BL.any():
         raise ValueError(
             f"nothing to score in {len(rows)} rows of {row_length} tokens: shifted outputs do not predict the first "
             "token of a document; set data.begin_with_eos = true, or raise data.row_length"
         )
-    report = _score(config.likelihood, layout, model, batch)
-    bytes_B = bytes_of_rows(tokenizer, batch.tokens_BL.numpy(), eligible_BL)
+    report = _compute_report(config.likelihood, layout, model, batch)
+    bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), maskable_BL)
     bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
     perplexity = math.exp(report.nats_per_token) if report.nats_per_token < 700.0 else math.inf
     is_exact = isinstance(report, SamplerReport) or layout.block_length == 1
@@ -153,7 +153,7 @@ def evaluate_likelihood(config: EvalConfig) -> LikelihoodResult:
         bits_per_byte_standard_error=bits_error,
         num_tokens=report.num_tokens,
         num_bytes=int(bytes_B.sum()),
-        num_unscored_tokens=int(batch.is_target_BL.sum()) - report.num_tokens,
+        num_unscored_tokens=int(batch.loss_mask_BL.sum()) - report.num_tokens,
         num_rows=len(rows),
         row_length=row_length,
         num_forwards=report.num_forwards if isinstance(report, SamplerReport) else None,
@@ -163,16 +163,16 @@ def evaluate_likelihood(config: EvalConfig) -> LikelihoodResult:
     )
 
 
-def _method(config: NelboConfig | SamplerConfig, model: ModelConfig) -> tuple[Layout, str]:
+def _resolve_layout(config: NelboConfig | SamplerLikelihoodConfig, model: ModelConfig) -> tuple[InputLayout, str]:
     """How the model is asked, and what its answer is called.
 
     Raises:
         ValueError: an autoregressive model asked for anything else, or a model without a mask token.
     """
     match config:
-        case SamplerConfig():
+        case SamplerLikelihoodConfig():
             key = "likelihood.generation"
-            generation = with_defaults(config.generation, model)
+            generation = fill_defaults(config.generation, model)
             block_length = block_causal_length(generation, model)
             name = f"exact, {generation.remasking_strategy} sampler"
         case NelboConfig():
@@ -187,10 +187,10 @@ def _method(config: NelboConfig | SamplerConfig, model: ModelConfig) -> tuple[La
             f"{key}: {wish} is not for this autoregressive model, which predicts the next token (block_length 1 with "
             f"shifted logits): leave block_length and attention of [{key}] out"
         )
-    return Layout.of(model, block_length), name
+    return InputLayout.of(model, block_length), name
 
 
-def _recipe(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
+def _build_data_config(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
     """The rows, as the data of a training run."""
     source = config.source
     if config.split == "all":
@@ -207,10 +207,10 @@ def _recipe(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
     )
 
 
-def _row_length(config: EvalDataConfig, model: ModelConfig) -> int:
+def _resolve_row_length(config: EvalDataConfig, model: ModelConfig) -> int:
     context = model.max_position_embeddings
     if config.row_length is None:
-        return min(context, LONGEST_DEFAULT_ROW)
+        return min(context, MAX_DEFAULT_ROW_LENGTH)
     if config.row_length > context:
         raise ValueError(
             f"data.row_length = {config.row_length} is longer than the model's context, max_position_embeddings = "
@@ -222,7 +222,7 @@ def _row_length(config: EvalDataConfig, model: ModelConfig) -> int:
 def _read_rows(
     config: EvalDataConfig,
     recipe: DataConfig,
-    parts: list[Part],
+    parts: list[MixtureComponent],
     tokenizer: Tokenizer,
     model: ModelConfig,
     row_length: int,
@@ -232,12 +232,12 @@ def _read_rows(
     Raises:
         ValueError: there are none, or tokens that the model does not know.
     """
-    reader = rows_of(parts, recipe, tokenizer, row_length, config.seed, repeat=False)
+    reader = build_row_reader(parts, recipe, tokenizer, row_length, config.seed, repeat=False)
     rows: list[Row] = []
-    position: Position = None
-    with _progress("reading", config.max_rows or None, "row") as bar:
+    position: ReaderPosition = None
+    with _open_progress_bar("reading", config.max_rows or None, "row") as bar:
         while not config.max_rows or len(rows) < config.max_rows:
-            limit = min(ROWS_AT_ONCE, config.max_rows - len(rows)) if config.max_rows else ROWS_AT_ONCE
+            limit = min(ROWS_PER_READ, config.max_rows - len(rows)) if config.max_rows else ROWS_PER_READ
             some, position = reader.read(0, position, limit)
             rows += some
             bar.update(len(some))
@@ -254,16 +254,16 @@ def _read_rows(
     return rows
 
 
-def _score(
-    config: NelboConfig | SamplerConfig, layout: Layout, model: Transformer, batch: Batch
+def _compute_report(
+    config: NelboConfig | SamplerLikelihoodConfig, layout: InputLayout, model: Transformer, batch: CleanBatch
 ) -> NelboReport | SamplerReport:
     match config:
-        case SamplerConfig():
-            with _progress("decoding", int(layout.eligible(batch).sum()), "token") as bar:
+        case SamplerLikelihoodConfig():
+            with _open_progress_bar("decoding", int(layout.maskable(batch).sum()), "token") as bar:
                 return sampler_likelihood(
                     model,
                     batch.tokens_BL,
-                    batch.is_target_BL,
+                    batch.loss_mask_BL,
                     config.generation,
                     document_BL=batch.document_BL,
                     batch_size=config.batch_size,
@@ -272,13 +272,13 @@ def _score(
         case NelboConfig():
             draws = 1 if layout.block_length == 1 else config.num_draws
             num_forwards = draws * math.ceil(len(batch.tokens_BL) / config.batch_size)
-            with _progress("scoring", num_forwards, "forward") as bar:
+            with _open_progress_bar("scoring", num_forwards, "forward") as bar:
                 counting = model.register_forward_hook(lambda *_: bar.update())
                 try:
                     return nelbo(
                         model,
                         batch.tokens_BL,
-                        batch.is_target_BL,
+                        batch.loss_mask_BL,
                         layout.block_length,
                         config.num_draws,
                         config.seed,
@@ -290,16 +290,16 @@ def _score(
 
 
 @contextmanager
-def _progress(what: str, total: int | None, unit: str) -> Iterator[Any]:
+def _open_progress_bar(what: str, total: int | None, unit: str) -> Iterator[Any]:
     """A bar on standard error for what takes long; now and then a line where no one watches."""
-    style = {"mininterval": 0.2 if sys.stderr.isatty() else 30.0, "delay": SECONDS_WITHOUT_PROGRESS, "leave": False}
+    style = {"mininterval": 0.2 if sys.stderr.isatty() else 30.0, "delay": PROGRESS_DELAY_SECONDS, "leave": False}
     with tqdm(desc=what, total=total, unit=unit, file=sys.stderr, **style) as bar:
         yield bar
 
 
-def _with_error(value: float, error: float) -> str:
+def _format_with_error(value: float, error: float) -> str:
     return f"{value:.3f} (no error: a single row)" if math.isinf(error) else f"{value:.3f} +- {error:.3f}"
 
 
-def _finite(value: Any) -> Any:
+def _null_if_not_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

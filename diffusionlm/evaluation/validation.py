@@ -14,11 +14,11 @@ import torch
 from config.generation import GenerationConfig
 from config.parallel import FSDP
 from config.train import TrainConfig
-from ddp.process_group import SINGLE, Ranks
+from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row
-from diffusionlm.data.pipeline import Part, open_parts, rows_of, training_tokens
+from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components, read_training_tokens
 from diffusionlm.data.reader import KnownEntropy
-from diffusionlm.evaluation.evaluate import GRID_SEED, Evaluation, OverRanks, evaluate, here
+from diffusionlm.evaluation.evaluate import VALIDATION_SEED, EvaluationResult, MapOverRanks, evaluate, map_locally
 from diffusionlm.evaluation.ngram import NgramModel, max_order
 from diffusionlm.inference.generate import Generation, check_infill, infill
 from diffusionlm.inference.text import parse_infill, token_texts
@@ -27,7 +27,7 @@ from diffusionlm.optim.ema import WeightAverage
 from logger import RunLogger
 from tokenizer import Tokenizer
 
-NGRAM_TOKENS = 10_000_000
+MAX_NGRAM_TOKENS = 10_000_000
 """n-gram models count at most so many training tokens."""
 
 
@@ -38,26 +38,30 @@ class Validator:
 
     config: TrainConfig
     tokenizer: Tokenizer
-    training_parts: list[Part]
+    training_parts: list[MixtureComponent]
     rows: list[Row]
-    ranks: Ranks = SINGLE
+    world: World = SINGLE_PROCESS
 
     @classmethod
     def open(
-        cls, config: TrainConfig, tokenizer: Tokenizer, training_parts: list[Part], ranks: Ranks = SINGLE
+        cls,
+        config: TrainConfig,
+        tokenizer: Tokenizer,
+        training_parts: list[MixtureComponent],
+        world: World = SINGLE_PROCESS,
     ) -> Validator:
         """Read the rows once: a shuffled choice of the validation documents.
 
         Raises:
             ValueError: there are none.
         """
-        parts = open_parts(config.data, "validation")
-        rows = rows_of(parts, config.data, tokenizer, config.row_length, GRID_SEED, repeat=False)
+        parts = open_components(config.data, "validation")
+        rows = build_row_reader(parts, config.data, tokenizer, config.row_length, VALIDATION_SEED, repeat=False)
         most = max(config.validation.rows, config.validation.final_rows)
         chosen, _ = rows.read(0, None, most)
         if not chosen:
             raise ValueError("data.source has no validation documents; give some, or a larger validation_fraction")
-        return cls(config, tokenizer, training_parts, chosen, ranks)
+        return cls(config, tokenizer, training_parts, chosen, world)
 
     @property
     def block_lengths(self) -> list[int | None]:
@@ -84,21 +88,25 @@ class Validator:
             return source.entropy_nats - source.length_entropy_nats
         return source.entropy_nats if source.length_entropy_nats == 0.0 else None
 
-    def quick(self, model: Transformer, average: WeightAverage | None) -> Evaluation:
+    def evaluate_quick(self, model: Transformer, average: WeightAverage | None) -> EvaluationResult:
         """The evaluation during the run."""
-        with inference_weights(model, average):
+        with use_inference_weights(model, average):
             return self._evaluate(model, self.rows[: self.config.validation.rows], self.block_lengths[0], None)
 
-    def final(self, model: Transformer, average: WeightAverage | None) -> tuple[list[Evaluation], dict[str, float]]:
+    def final(
+        self, model: Transformer, average: WeightAverage | None
+    ) -> tuple[list[EvaluationResult], dict[str, float]]:
         """The evaluation at the end for each block length, and the n-gram models' cross-entropy of the same rows."""
         rows = self.rows[: self.config.validation.final_rows]
-        commonest, ngrams = self.ranks.from_first(lambda: self._of_training_tokens(rows))
-        with inference_weights(model, average):
+        commonest, ngrams = self.world.run_on_first(lambda: self._compute_baselines(rows))
+        with use_inference_weights(model, average):
             return [self._evaluate(model, rows, length, commonest) for length in self.block_lengths], ngrams
 
-    def _of_training_tokens(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
+    def _compute_baselines(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
         """The commonest one, and the n-gram models' cross-entropy of the rows in nats per token."""
-        read = training_tokens(self.training_parts, self.tokenizer, NGRAM_TOKENS, self.config.data.end_with_eos)
+        read = read_training_tokens(
+            self.training_parts, self.tokenizer, MAX_NGRAM_TOKENS, self.config.data.end_with_eos
+        )
         tokens = read.astype(np.int64)
         vocab_size = self.tokenizer.vocab_size
         ngrams: dict[str, float] = {}
@@ -106,13 +114,13 @@ class Validator:
             for order in sorted({2, max_order(vocab_size)}):
                 counts = NgramModel(tokens, order, vocab_size)
                 # A row starts without context, for the n-gram as for the model.
-                logs = [np.log(counts.probabilities(row.tokens_L[row.is_target_L].astype(np.int64))) for row in rows]
+                logs = [np.log(counts.probabilities(row.tokens_L[row.loss_mask_L].astype(np.int64))) for row in rows]
                 ngrams[f"{order}-gram, left to right"] = float(-np.concatenate(logs).mean())
         return int(np.bincount(tokens).argmax()), ngrams
 
     def _evaluate(
         self, model: Transformer, rows: list[Row], block_length: int | None, commonest: int | None
-    ) -> Evaluation:
+    ) -> EvaluationResult:
         settings = self.config.validation
         is_collective = isinstance(self.config.parallel, FSDP)
         return evaluate(
@@ -123,59 +131,61 @@ class Validator:
             batch_size=settings.batch_size,
             block_length=block_length,
             commonest=commonest,
-            spread=here if self.ranks.is_alone else OverRanks(self.ranks, is_collective),
+            map_forwards=map_locally if self.world.is_single_process else MapOverRanks(self.world, is_collective),
         )
 
 
 @contextlib.contextmanager
-def inference_weights(model: Transformer, average: WeightAverage | None) -> Iterator[None]:
+def use_inference_weights(model: Transformer, average: WeightAverage | None) -> Iterator[None]:
     """The weights that the run is judged by: the averaged ones, where there are any."""
-    with torch.no_grad(), average.applied() if average is not None else contextlib.nullcontext():
+    with torch.no_grad(), average.use_averages() if average is not None else contextlib.nullcontext():
         yield
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleInfills:
     """Texts with holes that a run fills now and then, for the eye."""
 
     tokenizer: Tokenizer
     texts: Sequence[str]
-    beginning: list[int]
+    prefix_ids: list[int]
     """What stands before each text and is not shown."""
     canvases: list[list[int]]
 
     @classmethod
-    def open(cls, texts: Sequence[str], tokenizer: Tokenizer, model: Transformer, takes_part: bool = True) -> Samples:
+    def open(
+        cls, texts: Sequence[str], tokenizer: Tokenizer, model: Transformer, is_participating: bool = True
+    ) -> SampleInfills:
         """Encode the texts, and see that the model can fill them.
 
         Args:
-            takes_part: whether this rank fills them: the first one does, and all do where a forward takes all (FSDP).
+            is_participating: whether this rank fills them: the first one does, and all do where a forward takes all (FSDP).
 
         Raises:
             ValueError: it cannot; names the key.
         """
-        beginning = model.config.beginning
+        prefix_ids = model.config.prefix_ids
         try:
-            canvases = [[*beginning, *parse_infill(text, tokenizer)] for text in texts]
+            canvases = [[*prefix_ids, *parse_infill(text, tokenizer)] for text in texts]
             if canvases:
                 check_infill(model, canvases, GenerationConfig())
         except ValueError as error:
             raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
-        return cls(tokenizer, texts, beginning, canvases if takes_part else [])
+        return cls(tokenizer, texts, prefix_ids, canvases if is_participating else [])
 
-    def show(self, model: Transformer, step: int, logger: RunLogger) -> None:
+    def log_samples(self, model: Transformer, step: int, logger: RunLogger) -> None:
         """Fill the holes greedily, one token a forward, and log what comes out and in which order."""
         if not self.canvases:
             return
         results = infill(model, self.canvases, GenerationConfig())
         for text, canvas, result in zip(self.texts, self.canvases, results, strict=True):
-            values = self._told(text, canvas, result)
+            values = self._describe_sample(text, canvas, result)
             logger.event(step, "sample", f"step {step}: {text!r} -> {values['filled']!r}", values)
 
-    def _told(self, text: str, canvas: list[int], result: Generation) -> dict[str, Any]:
+    def _describe_sample(self, text: str, canvas: list[int], result: Generation) -> dict[str, Any]:
         """``given``, ``filled``, and of each token of ``filled`` its text, and, if it was a hole, the forward from 1 on
         in which it became final and its log-probability in nats (else null)."""
-        start = len(self.beginning)
+        start = len(self.prefix_ids)
         holes = [place - start for place, token in enumerate(canvas) if token == self.tokenizer.mask_token_id]
         texts = token_texts(self.tokenizer, result.token_ids[start:])
         step_map = dict(zip(holes, result.step_map, strict=True))

@@ -12,47 +12,52 @@ from numpy.typing import NDArray
 
 from config.generation import STRATEGIES, GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference.strategies import build_policy
-from diffusionlm.inference.unmasking_schedules import even_quotas
+from diffusionlm.inference.strategies import build_strategy
+from diffusionlm.inference.unmasking_schedules import even_tokens_per_step
 
-DECIMALS_OF_EQUALS = 5
+TIE_DECIMALS = 5
 """Confidences of positions that are alike differ by rounding in the model, less than this."""
 
 
 @dataclass(frozen=True)
-class Block:
+class DecodingBlock:
     """Positions that are decoded together, and the policy's plan for them: one entry a step."""
 
     positions: NDArray[np.int64]
-    plan: tuple[float, ...]
+    unmasking_schedule: tuple[float, ...]
 
 
-def blocks_of(holes: NDArray[np.int64], config: GenerationConfig, model: ModelConfig) -> list[Block]:
+def split_into_blocks(
+    masked_positions: NDArray[np.int64], config: GenerationConfig, model: ModelConfig
+) -> list[DecodingBlock]:
     """The holes in groups, left to right, each with the policy's plan: every ``block_length`` holes, or those of each
-    block of the text. The config is one of `with_defaults`.
+    block of the text. The config is one of `fill_defaults`.
 
     Raises:
         ValueError: fewer ``steps`` than blocks.
     """
     causal_length = block_causal_length(config, model)
-    size = causal_length or config.block_length or max(len(holes), 1)
+    size = causal_length or config.block_length or max(len(masked_positions), 1)
     if causal_length is None:
-        groups = [holes[start : start + size] for start in range(0, len(holes), size)]
+        groups = [masked_positions[start : start + size] for start in range(0, len(masked_positions), size)]
     else:
-        groups = [holes[holes // size == block] for block in np.unique(holes // size)]
+        groups = [masked_positions[masked_positions // size == block] for block in np.unique(masked_positions // size)]
     if config.steps is not None and config.steps < len(groups):
         raise ValueError(
             f"steps = {config.steps} are fewer than the {len(groups)} blocks of block_length = {size} that hold "
-            f"{len(holes)} tokens: give at least one step a block"
+            f"{len(masked_positions)} tokens: give at least one step a block"
         )
-    policy = build_policy(config)
+    strategy = build_strategy(config)
     assert config.remasking_strategy is not None
     # SDAR counts with whole blocks, also where some of one was given.
     counts_whole = STRATEGIES[config.remasking_strategy].family == "SDAR"
     steps = [config.denoising_steps or (size if counts_whole else len(group)) for group in groups]
     if config.steps is not None and groups:
-        steps = list(even_quotas(config.steps, len(groups)))
-    return [Block(group, policy.plan(len(group), count, size)) for group, count in zip(groups, steps, strict=True)]
+        steps = list(even_tokens_per_step(config.steps, len(groups)))
+    return [
+        DecodingBlock(group, strategy.unmasking_schedule(len(group), count, size))
+        for group, count in zip(groups, steps, strict=True)
+    ]
 
 
 def block_causal_length(config: GenerationConfig, model: ModelConfig) -> int | None:
@@ -69,7 +74,7 @@ def block_causal_length(config: GenerationConfig, model: ModelConfig) -> int | N
     return length
 
 
-def placeholder_token(config: GenerationConfig, model: ModelConfig) -> int:
+def placeholder_token_id(config: GenerationConfig, model: ModelConfig) -> int:
     """What stands where nothing is decided yet: the mask token, or, where a model without one looks only at what is
     before, any.
 
@@ -86,10 +91,10 @@ def placeholder_token(config: GenerationConfig, model: ModelConfig) -> int:
     return model.mask_token
 
 
-def comparable(confidence_M: NDArray[np.float64], tokens_L: NDArray[np.int64]) -> NDArray[np.float64]:
+def round_if_uniform_canvas(confidence_M: NDArray[np.float64], tokens_L: NDArray[np.int64]) -> NDArray[np.float64]:
     """Confidences of a canvas's open positions, to be compared with each other.
 
     On a canvas of one token repeated all positions are alike, since rotary embeddings are relative. Rounding in the
     model, which depends on the batch, must not decide which of them comes first.
     """
-    return confidence_M.round(DECIMALS_OF_EQUALS) if (tokens_L == tokens_L[0]).all() else confidence_M
+    return confidence_M.round(TIE_DECIMALS) if (tokens_L == tokens_L[0]).all() else confidence_M

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from config.generation import STRATEGIES, GenerationConfig
-from diffusionlm.inference.blocks import block_causal_length, blocks_of, placeholder_token
-from diffusionlm.inference.model_runner import Forwards
-from diffusionlm.inference.requests import Request
-from diffusionlm.inference.sampling import Reader
-from diffusionlm.inference.settings import with_defaults
-from diffusionlm.inference.stopping import FinishReason, stop_tokens
-from diffusionlm.inference.strategies import build_policy
+from diffusionlm.inference.blocks import block_causal_length, placeholder_token_id, split_into_blocks
+from diffusionlm.inference.model_runner import ModelRunner
+from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.sampling import TokenSampler
+from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.stopping import FinishReason, resolve_stop_token_ids
+from diffusionlm.inference.strategies import build_strategy
 from diffusionlm.models.transformer import Transformer
 
 
@@ -50,7 +50,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Canvas:
+class CanvasSnapshot:
     """A request between two forwards."""
 
     token_ids: tuple[int, ...]
@@ -62,16 +62,16 @@ class Canvas:
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodingStep:
     """What ``on_step`` is told after each forward."""
 
     num_forwards: int
     """Forwards of the whole batch so far."""
-    canvases: tuple[Canvas, ...]
+    canvases: tuple[CanvasSnapshot, ...]
     """One for each request, finished ones included."""
 
 
-OnStep = Callable[[Step], None]
+StepCallback = Callable[[DecodingStep], None]
 
 
 @torch.inference_mode()
@@ -80,11 +80,11 @@ def generate(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     seeds: Sequence[int] | None = None,
-    on_step: OnStep | None = None,
+    on_step: StepCallback | None = None,
 ) -> list[Generation]:
     """Continue each prompt by ``config.max_new_tokens`` tokens, or up to a stop token.
 
-    The strategies are published ones, each with its family's defaults (`with_defaults`), with a mask token that is
+    The strategies are published ones, each with its family's defaults (`fill_defaults`), with a mask token that is
     never chosen, confidences in fp64 and prompts of any lengths.
 
     Args:
@@ -98,10 +98,10 @@ def generate(
             do not match, ``steps`` are fewer than blocks, the config does not fit the model, or the model's
             probabilities are not finite.
     """
-    config = with_defaults(config, model.config)
-    requests = prompt_requests(model, prompts, config, seeds)
-    _decode(model, requests, config, stop_tokens(config, model.config), on_step)
-    return [_generated(request) for request in requests]
+    config = fill_defaults(config, model.config)
+    requests = prepare_prompts(model, prompts, config, seeds)
+    _decode(model, requests, config, resolve_stop_token_ids(config, model.config), on_step)
+    return [_generation_result(request) for request in requests]
 
 
 @torch.inference_mode()
@@ -110,7 +110,7 @@ def infill(
     canvases: Sequence[Sequence[int]],
     config: GenerationConfig,
     seeds: Sequence[int] | None = None,
-    on_step: OnStep | None = None,
+    on_step: StepCallback | None = None,
 ) -> list[Generation]:
     """Fill every mask token of each canvas; all other tokens stay as they are.
 
@@ -121,10 +121,10 @@ def infill(
     Raises:
         ValueError: as in `generate`.
     """
-    config = with_defaults(config, model.config)
-    requests = _infill_requests(model, canvases, config, seeds)
+    config = fill_defaults(config, model.config)
+    requests = prepare_infills(model, canvases, config, seeds)
     _decode(model, requests, config, frozenset(), on_step)
-    return [_infilled(request) for request in requests]
+    return [_infill_result(request) for request in requests]
 
 
 def check_generate(model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
@@ -133,7 +133,7 @@ def check_generate(model: Transformer, prompts: Sequence[Sequence[int]], config:
     Raises:
         ValueError: as in `generate`.
     """
-    prompt_requests(model, prompts, with_defaults(config, model.config), None)
+    prepare_prompts(model, prompts, fill_defaults(config, model.config), None)
 
 
 def check_infill(model: Transformer, canvases: Sequence[Sequence[int]], config: GenerationConfig) -> None:
@@ -142,39 +142,39 @@ def check_infill(model: Transformer, canvases: Sequence[Sequence[int]], config: 
     Raises:
         ValueError: as in `infill`.
     """
-    _infill_requests(model, canvases, with_defaults(config, model.config), None)
+    prepare_infills(model, canvases, fill_defaults(config, model.config), None)
 
 
 def _decode(
     model: Transformer,
-    requests: list[Request],
+    requests: list[ActiveRequest],
     config: GenerationConfig,
     stop_ids: frozenset[int],
-    on_step: OnStep | None,
+    on_step: StepCallback | None,
 ) -> None:
     """Run forwards until every request is done."""
     mask = [] if model.config.mask_token_id is None else [model.config.mask_token_id]
     device = model.lm_head.weight.device
-    forbidden = torch.tensor([*mask, *config.suppress_token_ids], device=device, dtype=torch.long)
-    policy, deferred = build_policy(config), frozenset(config.defer_token_ids)
-    reader, forwards = Reader(config, policy, forbidden), Forwards(model, config, requests)
+    forbidden_token_ids = torch.tensor([*mask, *config.suppress_token_ids], device=device, dtype=torch.long)
+    strategy, deferred_token_ids = build_strategy(config), frozenset(config.defer_token_ids)
+    token_sampler, forwards = TokenSampler(config, strategy, forbidden_token_ids), ModelRunner(model, config, requests)
     active, num_forwards = requests, 0
     while True:
         for request in active:
-            request.prepare(policy)
-            request.find_stop(policy, stop_ids)
+            request.prepare_step(strategy)
+            request.find_stop_token(strategy, stop_ids)
         active = [request for request in active if not request.is_done]
         if not active:
             return
-        proposals = reader.propose(forwards(active), active)
+        proposals = token_sampler.sample_predictions(forwards(active), active)
         num_forwards += 1
-        for request, proposal in zip(active, proposals, strict=True):
-            request.settle(proposal, policy, deferred)
+        for request, predictions in zip(active, proposals, strict=True):
+            request.commit(predictions, strategy, deferred_token_ids)
         if on_step is not None:
-            on_step(Step(num_forwards, tuple(_canvas(request) for request in requests)))
+            on_step(DecodingStep(num_forwards, tuple(_take_snapshot(request) for request in requests)))
 
 
-def _num_new(config: GenerationConfig, prompt_length: int, what: str) -> int:
+def _num_new_tokens(config: GenerationConfig, prompt_length: int, what: str) -> int:
     """New tokens of a prompt."""
     if config.total_length is None:
         assert config.max_new_tokens is not None
@@ -196,72 +196,74 @@ def _decoded_length(length: int, config: GenerationConfig, model: Transformer) -
     return -(-length // block_length) * block_length
 
 
-def prompt_requests(
+def prepare_prompts(
     model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig, seeds: Sequence[int] | None = None
-) -> list[Request]:
-    """What `generate` decodes; the config is one of `with_defaults`.
+) -> list[ActiveRequest]:
+    """What `generate` decodes; the config is one of `fill_defaults`.
 
     Raises:
         ValueError: as in `generate`.
     """
     _check_config(config, model)
     context = model.config.max_position_embeddings
-    placeholder = placeholder_token(config, model.config)
-    tokens, holes, lengths = [], [], []
+    placeholder_id = placeholder_token_id(config, model.config)
+    tokens, masked_positions, lengths = [], [], []
     for index, prompt in enumerate(prompts):
-        new = _num_new(config, len(prompt), f"prompt {index}")
+        new = _num_new_tokens(config, len(prompt), f"prompt {index}")
         what = f"prompt {index} ({len(prompt)} tokens) and max_new_tokens = {new}"
         _check_length(len(prompt) + new, model, what, "shorten the prompt or lower max_new_tokens")
         length = min(_decoded_length(len(prompt) + new, config, model), context)
-        tokens.append(np.array([*prompt, *[placeholder] * (length - len(prompt))], dtype=np.int64))
-        holes.append(np.arange(len(prompt), length))
+        tokens.append(np.array([*prompt, *[placeholder_id] * (length - len(prompt))], dtype=np.int64))
+        masked_positions.append(np.arange(len(prompt), length))
         lengths.append(len(prompt) + new)
-    return _requests(model, tokens, holes, lengths, config, seeds)
+    return _build_requests(model, tokens, masked_positions, lengths, config, seeds)
 
 
-def _infill_requests(
+def prepare_infills(
     model: Transformer, canvases: Sequence[Sequence[int]], config: GenerationConfig, seeds: Sequence[int] | None
-) -> list[Request]:
+) -> list[ActiveRequest]:
     _check_config(config, model)
     for index, canvas in enumerate(canvases):
         _check_length(len(canvas), model, f"canvas {index}", "shorten the text or its holes")
     tokens = [np.array(canvas, dtype=np.int64) for canvas in canvases]
-    holes = [np.flatnonzero(canvas == model.config.mask_token) for canvas in tokens]
-    return _requests(model, tokens, holes, [len(canvas) for canvas in tokens], config, seeds)
+    masked_positions = [np.flatnonzero(canvas == model.config.mask_token) for canvas in tokens]
+    return _build_requests(model, tokens, masked_positions, [len(canvas) for canvas in tokens], config, seeds)
 
 
-def _requests(
+def _build_requests(
     model: Transformer,
     tokens: list[NDArray[np.int64]],
-    holes: list[NDArray[np.int64]],
+    masked_positions: list[NDArray[np.int64]],
     lengths: list[int],
     config: GenerationConfig,
     seeds: Sequence[int] | None,
-) -> list[Request]:
+) -> list[ActiveRequest]:
     """Checked requests with their blocks; ``lengths`` of the texts, beyond which a last block may be decoded."""
     seeds = range(len(tokens)) if seeds is None else seeds
     if len(seeds) != len(tokens):
         raise ValueError(f"{len(seeds)} seeds were given for {len(tokens)} requests: give one for each, or None")
     requests = []
-    for index, (tokens_L, places, length, seed) in enumerate(zip(tokens, holes, lengths, seeds, strict=True)):
+    for index, (tokens_L, places, length, seed) in enumerate(
+        zip(tokens, masked_positions, lengths, seeds, strict=True)
+    ):
         if seed < 0:
             raise ValueError(f"seed {seed} of request {index} is negative: use 0 or more")
-        _check_tokens(tokens_L.tolist(), model, f"request {index}")
+        _check_token_ids(tokens_L.tolist(), model, f"request {index}")
         if model.config.logit_alignment == "shifted" and 0 in places:
             raise ValueError(
                 f"request {index}: the first token of a text cannot be predicted by this model, whose output i - 1 "
                 "predicts token i: begin with a token, such as end of text"
             )
-        requests.append(Request(tokens_L, places, seed, blocks_of(places, config, model.config), length))
+        requests.append(ActiveRequest(tokens_L, places, seed, split_into_blocks(places, config, model.config), length))
     return requests
 
 
-def _canvas(request: Request) -> Canvas:
+def _take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
     shown = (request.tokens_L, request.is_masked_L, request.logprobs_L)
-    return Canvas(*(tuple(values_L[: request.length].tolist()) for values_L in shown))
+    return CanvasSnapshot(*(tuple(values_L[: request.length].tolist()) for values_L in shown))
 
 
-def _generated(request: Request) -> Generation:
+def _generation_result(request: ActiveRequest) -> Generation:
     new = request.new[: request.stop]
     return Generation(
         token_ids=tuple(request.tokens_L[new].tolist()),
@@ -272,26 +274,26 @@ def _generated(request: Request) -> Generation:
     )
 
 
-def _infilled(request: Request) -> Generation:
+def _infill_result(request: ActiveRequest) -> Generation:
     return Generation(
         token_ids=tuple(request.tokens_L.tolist()),
         finish_reason="length",
         num_forwards=request.num_forwards,
-        logprobs=tuple(request.logprobs_L[request.holes].tolist()),
-        step_map=tuple(request.step_map_L[request.holes].tolist()),
+        logprobs=tuple(request.logprobs_L[request.masked_positions].tolist()),
+        step_map=tuple(request.step_map_L[request.masked_positions].tolist()),
     )
 
 
 def _check_config(config: GenerationConfig, model: Transformer) -> None:
     """The ids of the config are the model's, and leave a token to choose."""
-    _check_tokens(config.stop_token_ids or (), model, "stop_token_ids")
-    _check_tokens(config.suppress_token_ids, model, "suppress_token_ids")
-    _check_tokens(config.defer_token_ids, model, "defer_token_ids")
+    _check_token_ids(config.stop_token_ids or (), model, "stop_token_ids")
+    _check_token_ids(config.suppress_token_ids, model, "suppress_token_ids")
+    _check_token_ids(config.defer_token_ids, model, "defer_token_ids")
     if len({model.config.mask_token_id, *config.suppress_token_ids} - {None}) == model.config.vocab_size:
         raise ValueError("suppress_token_ids leave no token to choose: remove some")
 
 
-def _check_tokens(token_ids: Sequence[int], model: Transformer, what: str) -> None:
+def _check_token_ids(token_ids: Sequence[int], model: Transformer, what: str) -> None:
     vocab_size = model.config.vocab_size
     wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if wrong is not None:

@@ -11,14 +11,14 @@ from config.generation import (
     DEFAULT_REMDM_T_OFF,
     DEFAULT_REMDM_T_ON,
     DEFAULT_THRESHOLD_FALLBACK,
-    FAMILY_STRATEGIES,
+    MODEL_TYPE_STRATEGIES,
     STRATEGIES,
     GenerationConfig,
 )
 from config.model import ModelConfig
 
 
-def with_defaults(config: GenerationConfig, model: ModelConfig) -> GenerationConfig:
+def fill_defaults(config: GenerationConfig, model: ModelConfig) -> GenerationConfig:
     """The config with every option filled in that has a default and an effect; given ones stay. Idempotent.
 
     Options that do nothing with the strategy stay None, and ``max_new_tokens`` does where ``total_length`` is given.
@@ -28,7 +28,7 @@ def with_defaults(config: GenerationConfig, model: ModelConfig) -> GenerationCon
             does not fit its attention, blocks without a length or longer than its context, or guidance without a mask
             token.
     """
-    name = config.remasking_strategy or FAMILY_STRATEGIES.get(model.model_type or "", "low_confidence")
+    name = config.remasking_strategy or MODEL_TYPE_STRATEGIES.get(model.model_type or "", "low_confidence")
     if config.remasking_strategy is None:
         try:
             config.model_copy(update={"remasking_strategy": name}).check_strategy()

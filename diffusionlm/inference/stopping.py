@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length"]
 """``stop``: a stop token came; ``length``: every position was decoded and none did."""
 
 
-def stop_tokens(config: GenerationConfig, model: ModelConfig) -> frozenset[int]:
+def resolve_stop_token_ids(config: GenerationConfig, model: ModelConfig) -> frozenset[int]:
     """The ids that end a text: those of the config, else the model's, else its end of text, if it has one."""
     if config.stop_token_ids is not None:
         return frozenset(config.stop_token_ids)
@@ -27,7 +27,9 @@ def stop_tokens(config: GenerationConfig, model: ModelConfig) -> frozenset[int]:
     return frozenset() if model.eos_token_id is None else frozenset({model.eos_token_id})
 
 
-def find_stop(tokens_N: NDArray[np.int64], is_masked_N: NDArray[np.bool_], stop_ids: Collection[int]) -> int | None:
+def find_stop_token(
+    tokens_N: NDArray[np.int64], is_masked_N: NDArray[np.bool_], stop_ids: Collection[int]
+) -> int | None:
     """Place of the first stop token, once everything before it is final; None if that is not so.
 
     Final tokens never change, so the text before that place is already the whole answer.

@@ -14,10 +14,10 @@ from queue import SimpleQueue
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.blocks import block_causal_length
-from diffusionlm.inference.generate import Canvas, Step, generate
-from diffusionlm.inference.settings import with_defaults
-from diffusionlm.inference.stopping import stop_tokens
-from diffusionlm.inference.strategies import build_policy
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, generate
+from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.stopping import resolve_stop_token_ids
+from diffusionlm.inference.strategies import build_strategy
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
@@ -37,16 +37,19 @@ def stream(
     Raises:
         ValueError: as in `generate`, when the next piece is asked for.
     """
-    news: SimpleQueue[Sequence[int] | Exception | None] = SimpleQueue()
+    updates: SimpleQueue[Sequence[int] | Exception | None] = SimpleQueue()
     is_closed = threading.Event()
     thread = threading.Thread(
-        target=_decode, args=(model, prompt_ids, config, seed, news, is_closed), name="diffusionlm-stream", daemon=True
+        target=_decode,
+        args=(model, prompt_ids, config, seed, updates, is_closed),
+        name="diffusionlm-stream",
+        daemon=True,
     )
     thread.start()
     try:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         num_told = 0
-        while (ids := news.get()) is not None:
+        while (ids := updates.get()) is not None:
             if isinstance(ids, Exception):
                 raise ids
             piece = decoder.decode(tokenizer.decode_bytes(ids[num_told:]))
@@ -60,7 +63,7 @@ def stream(
         thread.join()
 
 
-class _ClosedError(Exception):
+class _ReaderClosedError(Exception):
     """Nobody reads on."""
 
 
@@ -69,46 +72,46 @@ def _decode(
     prompt_ids: Sequence[int],
     config: GenerationConfig,
     seed: int,
-    news: SimpleQueue[Sequence[int] | Exception | None],
+    updates: SimpleQueue[Sequence[int] | Exception | None],
     is_closed: threading.Event,
 ) -> None:
     """Put the new tokens that are final, all of them each time, then None or what went wrong."""
     try:
-        finality = _Finality(model, with_defaults(config, model.config), len(prompt_ids))
+        finality = _FinalTokenTracker(model, fill_defaults(config, model.config), len(prompt_ids))
 
-        def tell(step: Step) -> None:
+        def tell(step: DecodingStep) -> None:
             if is_closed.is_set():
-                raise _ClosedError
-            news.put(finality.of(step.canvases[0]))
+                raise _ReaderClosedError
+            updates.put(finality.of(step.canvases[0]))
 
         [result] = generate(model, [prompt_ids], config, [seed], tell)
-        news.put(result.token_ids)
-        news.put(None)
-    except _ClosedError:
+        updates.put(result.token_ids)
+        updates.put(None)
+    except _ReaderClosedError:
         pass
     except Exception as error:
-        news.put(error)
+        updates.put(error)
 
 
-class _Finality:
+class _FinalTokenTracker:
     """Which new tokens of a canvas will not change any more."""
 
     def __init__(self, model: Transformer, config: GenerationConfig, start: int) -> None:
         self._start = start
-        self._remasks = build_policy(config).remasks
-        self._stop_ids = stop_tokens(config, model.config)
+        self._can_remask = build_strategy(config).can_remask
+        self._stop_ids = resolve_stop_token_ids(config, model.config)
         causal = block_causal_length(config, model.config)
         self._origin = start if causal is None else 0
         self._size = causal or config.block_length
 
-    def of(self, canvas: Canvas) -> tuple[int, ...]:
+    def of(self, canvas: CanvasSnapshot) -> tuple[int, ...]:
         """Ids from the first new one on, up to the first that is not final, or to a stop token."""
         ids = canvas.token_ids[self._start : max(self._end(canvas), self._start)]
         stop = next((place for place, token in enumerate(ids) if token in self._stop_ids), len(ids))
         return ids[:stop]
 
-    def _end(self, canvas: Canvas) -> int:
-        if not self._remasks:
+    def _end(self, canvas: CanvasSnapshot) -> int:
+        if not self._can_remask:
             new = enumerate(canvas.is_masked[self._start :], self._start)
             return next((place for place, is_masked in new if is_masked), len(canvas.token_ids))
         # Blocks are decoded in order, so those before the last one that has anything are done.

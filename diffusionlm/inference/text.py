@@ -11,13 +11,13 @@ from itertools import groupby
 
 from tokenizer import IncrementalDecoder, Tokenizer
 
-GLYPH = "░"
+MASK_GLYPH = "░"
 """What a masked position looks like."""
 
-MAX_HOLE = 65_536
+MAX_SPAN_LENGTH = 65_536
 """Longest hole that `parse_infill` believes."""
 
-_HOLE = re.compile(r"\[MASK:([^\[\]\n]*)\]")
+_MASKED_SPAN = re.compile(r"\[MASK:([^\[\]\n]*)\]")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
@@ -37,24 +37,24 @@ def parse_infill(text: str, tokenizer: Tokenizer, mask_token_id: int | None = No
         raise ValueError("the tokenizer has no mask token: pass the model's mask_token_id")
     ids: list[int] = []
     end = 0
-    for match in _HOLE.finditer(text):
+    for match in _MASKED_SPAN.finditer(text):
         ids += tokenizer.encode(text[end : match.start()])
-        ids += [mask] * _hole_length(match)
+        ids += [mask] * _span_length(match)
         end = match.end()
     if end == 0:
         raise ValueError(f"{text!r} has no hole: write [MASK:n] where n tokens are to be filled in")
     return ids + tokenizer.encode(text[end:])
 
 
-def _hole_length(match: re.Match[str]) -> int:
+def _span_length(match: re.Match[str]) -> int:
     number = match[1]
-    if not _NUMBER.fullmatch(number) or not 1 <= int(number) <= MAX_HOLE:
+    if not _NUMBER.fullmatch(number) or not 1 <= int(number) <= MAX_SPAN_LENGTH:
         shown = match[0] if len(match[0]) <= 40 else match[0][:37] + "..."
-        raise ValueError(f"{shown} is no hole: write [MASK:n] with n from 1 to {MAX_HOLE}, as in [MASK:4]")
+        raise ValueError(f"{shown} is no hole: write [MASK:n] with n from 1 to {MAX_SPAN_LENGTH}, as in [MASK:4]")
     return int(number)
 
 
-def canvas_pieces(
+def canvas_text_pieces(
     token_ids: Sequence[int], is_masked: Sequence[bool], is_new: Sequence[bool], tokenizer: Tokenizer
 ) -> list[tuple[str, bool]]:
     """A canvas as pieces of text, each with whether it is new; masked positions are `GLYPH`.
@@ -67,12 +67,12 @@ def canvas_pieces(
     kinds = zip(is_masked, is_new, token_ids, strict=True)
     for (masked, new), run in groupby(kinds, key=lambda kind: (kind[0], kind[1])):
         ids = [token for _, _, token in run]
-        text = continuation(tokenizer, ids) if pieces else tokenizer.decode(ids)
-        pieces.append((GLYPH * len(ids) if masked else text, new))
+        text = decode_continuation(tokenizer, ids) if pieces else tokenizer.decode(ids)
+        pieces.append((MASK_GLYPH * len(ids) if masked else text, new))
     return pieces
 
 
-def continuation(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+def decode_continuation(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     """The text of ids that follow others: `Tokenizer.decode`, but for the space that some take from a beginning."""
     return tokenizer.decode_bytes(ids).decode("utf-8", errors="replace")
 
@@ -88,10 +88,10 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 def render_canvas(token_ids: Sequence[int], is_masked: Sequence[bool], tokenizer: Tokenizer) -> str:
     """The text of a canvas, with `GLYPH` for each masked position."""
-    return "".join(text for text, _ in canvas_pieces(token_ids, is_masked, is_masked, tokenizer))
+    return "".join(text for text, _ in canvas_text_pieces(token_ids, is_masked, is_masked, tokenizer))
 
 
-def ids_without_text(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+def find_ids_without_text(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """Ids of a model that its tokenizer does not know: padding of the embedding and unused ids, not to be generated."""
     known = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
     return tuple(token for token in range(vocab_size) if token not in known)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from diffusionlm.kernels import eager_cross_entropy
-from diffusionlm.kernels.chunking import chunk_rows
-from diffusionlm.kernels.loss_types import LossRule, RowScores
+from diffusionlm.kernels.chunking import chunk_size
+from diffusionlm.kernels.loss_types import LossOptions, RowScores
 
-Backend = Literal["auto", "eager", "triton"]
-"""``triton``: one kernel. ``eager``: torch's own. ``auto``: `choose_backend`."""
+LossBackend = Literal["auto", "eager", "triton"]
+"""``triton``: one kernel. ``eager``: torch's own. ``auto``: `select_loss_backend`."""
 
-ScoreLogits = Callable[[Tensor, Tensor, Tensor, LossRule, RowScores, bool], None]
+ChunkLossFunction = Callable[[Tensor, Tensor, Tensor, LossOptions, RowScores, bool], None]
 """Score the logits of a chunk and put their gradient in their place."""
 
 
@@ -30,15 +30,15 @@ ScoreLogits = Callable[[Tensor, Tensor, Tensor, LossRule, RowScores, bool], None
 class Plan:
     """How the loop runs."""
 
-    rule: LossRule
+    options: LossOptions
     dtype: torch.dtype
     """Of the products."""
-    backend: Backend
+    backend: LossBackend
     chunk_bytes: int | None
     """Budget for the logits of a chunk. None: the device's default."""
-    wants_hidden: bool
+    needs_hidden_grad: bool
     """Whether the gradient of the hidden states is made."""
-    wants_head: bool
+    needs_head_grad: bool
     """Whether the gradient of the head is made."""
 
 
@@ -48,81 +48,81 @@ class LoopResult:
 
     loss_sum: Tensor
     rows: RowScores
-    grad_hidden_RD: Tensor | None
+    grad_hidden_ND: Tensor | None
     """In the dtype of the hidden states."""
     grad_head_VD: Tensor | None
     """At least fp32. None also where it went into a buffer that was given."""
 
 
 @torch.no_grad()
-def score_rows(
-    hidden_RD: Tensor,
+def compute_loss_in_chunks(
+    hidden_ND: Tensor,
     head_VD: Tensor,
-    targets_R: Tensor,
-    weights_R: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
     plan: Plan,
     into: Tensor | None,
 ) -> LoopResult:
     """Score all rows; no row's logits outlive its chunk.
 
     Args:
-        hidden_RD: hidden states.
+        hidden_ND: hidden states.
         head_VD: the head's weight.
-        targets_R: right tokens, int64.
-        weights_R: factors of the rows' losses.
+        targets_N: right tokens, int64.
+        weights_N: factors of the rows' losses.
         plan: how.
         into: buffer that the head's gradient is added to. None: a new one is made.
 
     Raises:
         ValueError: the backend that is asked for cannot run.
     """
-    R, V = hidden_RD.shape[0], head_VD.shape[0]
-    device = hidden_RD.device
-    score_logits = load_backend(choose_backend(plan.backend, device.type, plan.dtype))
-    x_RD, w_VD = hidden_RD.to(plan.dtype), head_VD.to(plan.dtype)
+    R, V = hidden_ND.shape[0], head_VD.shape[0]
+    device = hidden_ND.device
+    compute_chunk_loss = load_loss_backend(select_loss_backend(plan.backend, device.type, plan.dtype))
+    x_RD, w_VD = hidden_ND.to(plan.dtype), head_VD.to(plan.dtype)
     wide = torch.promote_types(plan.dtype, torch.float32)
-    targets_R, weights_R = targets_R.contiguous(), weights_R.to(wide).contiguous()
-    rows = _empty_scores(R, wide, device, plan.rule)
-    grad_hidden_RD = torch.empty_like(hidden_RD) if plan.wants_hidden else None
-    is_fresh = into is None
+    targets_N, weights_N = targets_N.contiguous(), weights_N.to(wide).contiguous()
+    rows = _empty_scores(R, wide, device, plan.options)
+    grad_hidden_ND = torch.empty_like(hidden_ND) if plan.needs_hidden_grad else None
+    overwrite = into is None
     grad_head_VD = into
-    if plan.wants_head and is_fresh:
+    if plan.needs_head_grad and overwrite:
         grad_head_VD = (torch.empty_like if R else torch.zeros_like)(head_VD, dtype=wide)
-    step = chunk_rows(R, V, device=device.type, dtype=plan.dtype, chunk_bytes=plan.chunk_bytes)
+    step = chunk_size(R, V, device=device.type, dtype=plan.dtype, chunk_bytes=plan.chunk_bytes)
     workspace_CV = torch.empty(min(step, R), V, dtype=plan.dtype, device=device)
     for start in range(0, R, step):
         chunk = slice(start, min(start + step, R))
         logits_CV = torch.mm(x_RD[chunk], w_VD.T, out=workspace_CV[: chunk.stop - start])
-        wants_grad = plan.wants_hidden or plan.wants_head
-        score_logits(logits_CV, targets_R[chunk], weights_R[chunk], plan.rule, rows.part(chunk), wants_grad)
-        if grad_hidden_RD is not None:
-            grad_hidden_RD[chunk] = logits_CV @ w_VD
-        if plan.wants_head:
+        needs_grad = plan.needs_hidden_grad or plan.needs_head_grad
+        compute_chunk_loss(logits_CV, targets_N[chunk], weights_N[chunk], plan.options, rows.part(chunk), needs_grad)
+        if grad_hidden_ND is not None:
+            grad_hidden_ND[chunk] = logits_CV @ w_VD
+        if plan.needs_head_grad:
             assert grad_head_VD is not None
-            add_product(grad_head_VD, logits_CV.T, x_RD[chunk], is_fresh=is_fresh and start == 0)
+            accumulate_product(grad_head_VD, logits_CV.T, x_RD[chunk], overwrite=overwrite and start == 0)
     # A row of weight 0 may be anything: infinity times 0 would be NaN.
-    loss_sum = torch.where(weights_R != 0, rows.loss_R * weights_R, 0.0).sum()
-    return LoopResult(loss_sum, rows, grad_hidden_RD, grad_head_VD if is_fresh else None)
+    loss_sum = torch.where(weights_N != 0, rows.loss_R * weights_N, 0.0).sum()
+    return LoopResult(loss_sum, rows, grad_hidden_ND, grad_head_VD if overwrite else None)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, *, is_fresh: bool) -> None:
+def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) -> None:
     """Add a matrix product to ``total``, or write it there if that is fresh, whatever it holds.
 
     The total is at least as wide as its factors. On a GPU the product is accumulated in it directly; elsewhere one of
     narrow factors is rounded first.
     """
-    beta = 0.0 if is_fresh else 1.0
+    beta = 0.0 if overwrite else 1.0
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)
     elif total.device.type == "cuda" and total.dtype == torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, beta=beta, out=total)
-    elif is_fresh:
+    elif overwrite:
         total.copy_(left @ right)
     else:
         total += left @ right
 
 
-def choose_backend(backend: Backend, device: str, dtype: torch.dtype) -> Literal["eager", "triton"]:
+def select_loss_backend(backend: LossBackend, device: str, dtype: torch.dtype) -> Literal["eager", "triton"]:
     """The backend that runs: with ``auto``, Triton's kernel on CUDA for all but float64, where triton is installed.
 
     Args:
@@ -133,12 +133,12 @@ def choose_backend(backend: Backend, device: str, dtype: torch.dtype) -> Literal
     Raises:
         ValueError: no such backend, or Triton's is asked for and cannot run; what is missing is said.
     """
-    if backend not in get_args(Backend):
-        names = ", ".join(f'"{name}"' for name in get_args(Backend))
+    if backend not in get_args(LossBackend):
+        names = ", ".join(f'"{name}"' for name in get_args(LossBackend))
         raise ValueError(f'cross-entropy backend "{backend}" does not exist; choose one of {names}')
     if backend == "eager":
         return "eager"
-    missing = _why_not_triton(device, dtype)
+    missing = _triton_problem(device, dtype)
     if missing is None and (backend == "triton" or device == "cuda"):
         return "triton"
     if backend == "triton":
@@ -146,16 +146,16 @@ def choose_backend(backend: Backend, device: str, dtype: torch.dtype) -> Literal
     return "eager"
 
 
-def load_backend(backend: Literal["eager", "triton"]) -> ScoreLogits:
+def load_loss_backend(backend: Literal["eager", "triton"]) -> ChunkLossFunction:
     """The backend's function; Triton is imported only when it is used."""
     if backend == "eager":
-        return eager_cross_entropy.score_logits
-    from diffusionlm.kernels.triton_cross_entropy import score_logits
+        return eager_cross_entropy.compute_chunk_loss
+    from diffusionlm.kernels.triton_cross_entropy import compute_chunk_loss
 
-    return score_logits
+    return compute_chunk_loss
 
 
-def _why_not_triton(device: str, dtype: torch.dtype) -> str | None:
+def _triton_problem(device: str, dtype: torch.dtype) -> str | None:
     """What Triton's kernel lacks here. None: it can run."""
     if dtype == torch.float64:
         return "computes in float32, and these products are in float64: use float32"
@@ -173,7 +173,7 @@ def _is_triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _empty_scores(rows: int, dtype: torch.dtype, device: torch.device, rule: LossRule) -> RowScores:
-    nll_R, logsumexp_R = (torch.empty(rows, dtype=dtype, device=device) for _ in range(2))
-    loss_R = nll_R if rule.is_plain else torch.empty_like(nll_R)
-    return RowScores(nll_R, loss_R, logsumexp_R, torch.empty(rows, dtype=torch.bool, device=device))
+def _empty_scores(rows: int, dtype: torch.dtype, device: torch.device, options: LossOptions) -> RowScores:
+    nll_N, logsumexp_N = (torch.empty(rows, dtype=dtype, device=device) for _ in range(2))
+    loss_R = nll_N if options.is_unregularized else torch.empty_like(nll_N)
+    return RowScores(nll_N, loss_R, logsumexp_N, torch.empty(rows, dtype=torch.bool, device=device))

@@ -9,13 +9,13 @@ CPU_CHUNK_BYTES = 32 << 20
 CUDA_CHUNK_BYTES = 1 << 30
 """Budget for the logits of one chunk, in the dtype of the product. Each chunk reads and writes the head's whole
 gradient once, so that few and large ones are fast."""
-CUDA_ROWS = (1024, 8192)
+CUDA_CHUNK_SIZE_RANGE = (1024, 8192)
 """Rows of a chunk on a GPU, whatever the budget: fewer starve the matrix products, more gain nothing."""
-CUDA_ROW_MULTIPLE = 128
+CUDA_TILE_SIZE = 128
 """Rows of a tile of a GPU's matrix products."""
 
 
-def chunk_rows(
+def chunk_size(
     rows: int,
     vocab_size: int,
     *,
@@ -33,10 +33,10 @@ def chunk_rows(
         chunk_bytes: budget in bytes. None: the device's default.
     """
     if device == "cuda":
-        fewest, most = CUDA_ROWS
+        fewest, most = CUDA_CHUNK_SIZE_RANGE
         budget = CUDA_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         fits = min(max(budget // (dtype.itemsize * vocab_size), fewest), most)
-        multiple = CUDA_ROW_MULTIPLE
+        multiple = CUDA_TILE_SIZE
     else:
         budget = CPU_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         fits = max(64, budget // (4 * vocab_size))

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from diffusionlm.kernels.chunked_loss import Backend, LoopResult, Plan, score_rows
-from diffusionlm.kernels.loss_types import LossRule, Score, Scored
+from diffusionlm.kernels.chunked_loss import LoopResult, LossBackend, Plan, compute_loss_in_chunks
+from diffusionlm.kernels.loss_types import LossInputs, LossOptions, LossOutput
 from diffusionlm.kernels.operator import score_rows_compiled
 
-__all__ = ["Backend", "Gradients", "Score", "Scored", "linear_cross_entropy"]
+__all__ = ["Gradients", "LossBackend", "LossInputs", "LossOutput", "linear_cross_entropy"]
 
 Gradients = Literal["forward", "recompute"]
 """When gradients are made: beside the loss, with three products of a chunk; or in the backward, which makes the logits
@@ -31,28 +31,28 @@ once more, so that nothing is kept until then."""
 
 
 def linear_cross_entropy(
-    hidden_RD: Tensor,
+    hidden_ND: Tensor,
     head_VD: Tensor,
-    score: Score,
+    loss_inputs: LossInputs,
     softcap: float | None = None,
     *,
-    backend: Backend = "auto",
+    backend: LossBackend = "auto",
     gradients: Gradients = "forward",
     head_grad: Tensor | None = None,
     chunk_bytes: int | None = None,
-) -> Scored:
-    """Negative log-likelihood of ``score.targets_R`` under the logits ``hidden_RD @ head_VD.T``.
+) -> LossOutput:
+    """Negative log-likelihood of ``score.targets_R`` under the logits ``hidden_ND @ head_VD.T``.
 
     With a ``softcap`` c the logits are ``c tanh(logits / c)`` of these (Gemma 2), in at least fp32, for all that
     follows: softmax, label smoothing and z-loss.
 
-    Products run in autocast's dtype where it is on, else in that of ``hidden_RD``; softmax, loss and the head's
+    Products run in autocast's dtype where it is on, else in that of ``hidden_ND``; softmax, loss and the head's
     gradient are at least fp32. Memory is one chunk of logits beside the gradients themselves: with eager's backend a
     second one of fp32 where products are narrower, and one more with a soft cap. Nothing waits for the device. What
     needs no gradient gets none, and without any nothing is kept.
 
     Args:
-        hidden_RD: hidden states.
+        hidden_ND: hidden states.
         head_VD: the head's weight.
         score: targets, weights and options of the loss. A target must be a token: eager's backend raises torch's
             error, Triton's loss is NaN.
@@ -69,27 +69,27 @@ def linear_cross_entropy(
     """
     if gradients not in get_args(Gradients):
         raise ValueError(f'gradients = "{gradients}" does not exist; choose "forward" or "recompute"')
-    device = hidden_RD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
+    device = hidden_ND.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     if head_grad is not None:
         _check_buffer(head_grad, head_VD, torch.promote_types(dtype, torch.float32))
     # Asked here: inside a Function gradients always look switched off.
     is_enabled = torch.is_grad_enabled()
-    wants_hidden, wants_head = is_enabled and hidden_RD.requires_grad, is_enabled and head_VD.requires_grad
-    rule = LossRule(score.excluded_token, score.label_smoothing, score.z_loss, softcap)
-    rows = (score.targets_R, score.weights_R)
-    if gradients == "forward" or not (wants_hidden or wants_head):
-        plan = Plan(rule, dtype, backend, chunk_bytes, wants_hidden, wants_head)
-        made = _run(hidden_RD, head_VD, *rows, plan, head_grad if wants_head else None)
+    needs_hidden_grad, needs_head_grad = is_enabled and hidden_ND.requires_grad, is_enabled and head_VD.requires_grad
+    options = LossOptions(loss_inputs.excluded_token, loss_inputs.label_smoothing, loss_inputs.z_loss, softcap)
+    rows = (loss_inputs.targets_N, loss_inputs.weights_N)
+    if gradients == "forward" or not (needs_hidden_grad or needs_head_grad):
+        plan = Plan(options, dtype, backend, chunk_bytes, needs_hidden_grad, needs_head_grad)
+        made = _run(hidden_ND, head_VD, *rows, plan, head_grad if needs_head_grad else None)
         loss_sum = made.loss_sum
-        if wants_hidden or wants_head:
-            loss_sum = _MadeInForward.apply(hidden_RD, head_VD, loss_sum, made.grad_hidden_RD, made.grad_head_VD)
+        if needs_hidden_grad or needs_head_grad:
+            loss_sum = _PrecomputedGradients.apply(hidden_ND, head_VD, loss_sum, made.grad_hidden_ND, made.grad_head_VD)
     else:
-        plan = Plan(rule, dtype, backend, chunk_bytes, False, False)
-        made = _run(hidden_RD, head_VD, *rows, plan, None)
-        loss_sum = _MadeInBackward.apply(hidden_RD, head_VD, made.loss_sum, *rows, head_grad, plan)
+        plan = Plan(options, dtype, backend, chunk_bytes, False, False)
+        made = _run(hidden_ND, head_VD, *rows, plan, None)
+        loss_sum = _MadeInBackward.apply(hidden_ND, head_VD, made.loss_sum, *rows, head_grad, plan)
     known = made.rows
-    return Scored(loss_sum, known.nll_R, logsumexp_R=known.logsumexp_R, is_hit_R=known.is_hit_R)
+    return LossOutput(loss_sum, known.nll_N, logsumexp_N=known.logsumexp_N, is_hit_N=known.is_hit_N)
 
 
 def _check_buffer(head_grad: Tensor, head_VD: Tensor, dtype: torch.dtype) -> None:
@@ -101,16 +101,16 @@ def _check_buffer(head_grad: Tensor, head_VD: Tensor, dtype: torch.dtype) -> Non
 
 
 def _run(
-    hidden_RD: Tensor,
+    hidden_ND: Tensor,
     head_VD: Tensor,
-    targets_R: Tensor,
-    weights_R: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
     plan: Plan,
     into: Tensor | None,
 ) -> LoopResult:
     """The loop, as one operator where a compiler looks on."""
-    run = score_rows_compiled if torch.compiler.is_compiling() else score_rows
-    return run(hidden_RD, head_VD, targets_R, weights_R, plan, into)
+    run = score_rows_compiled if torch.compiler.is_compiling() else compute_loss_in_chunks
+    return run(hidden_ND, head_VD, targets_N, weights_N, plan, into)
 
 
 def _is_last_backward() -> bool:
@@ -120,20 +120,20 @@ def _is_last_backward() -> bool:
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-class _MadeInForward(torch.autograd.Function):
+class _PrecomputedGradients(torch.autograd.Function):
     """Hands out gradients that are there already, times what comes from behind."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_RD: Tensor,
+        hidden_ND: Tensor,
         head_VD: Tensor,
         loss_sum: Tensor,
-        grad_hidden_RD: Tensor | None,
+        grad_hidden_ND: Tensor | None,
         grad_head_VD: Tensor | None,
     ) -> Tensor:
         ctx.head_dtype = head_VD.dtype
-        ctx.save_for_backward(grad_hidden_RD, grad_head_VD)
+        ctx.save_for_backward(grad_hidden_ND, grad_head_VD)
         return loss_sum.clone()
 
     @staticmethod
@@ -153,26 +153,26 @@ class _MadeInBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_RD: Tensor,
+        hidden_ND: Tensor,
         head_VD: Tensor,
         loss_sum: Tensor,
-        targets_R: Tensor,
-        weights_R: Tensor,
+        targets_N: Tensor,
+        weights_N: Tensor,
         head_grad: Tensor | None,
         plan: Plan,
     ) -> Tensor:
-        ctx.save_for_backward(hidden_RD, head_VD, targets_R, weights_R)
+        ctx.save_for_backward(hidden_ND, head_VD, targets_N, weights_N)
         ctx.head_grad, ctx.plan = head_grad, plan
         return loss_sum.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_RD, head_VD, targets_R, weights_R = ctx.saved_tensors
-        wants_hidden, wants_head = ctx.needs_input_grad[:2]
-        plan = replace(ctx.plan, wants_hidden=wants_hidden, wants_head=wants_head)
-        into = ctx.head_grad if wants_head else None
-        weights_R = weights_R.to(scale.dtype) * scale
-        made = _run(hidden_RD, head_VD, targets_R, weights_R, plan, into)
+        hidden_ND, head_VD, targets_N, weights_N = ctx.saved_tensors
+        needs_hidden_grad, needs_head_grad = ctx.needs_input_grad[:2]
+        plan = replace(ctx.plan, needs_hidden_grad=needs_hidden_grad, needs_head_grad=needs_head_grad)
+        into = ctx.head_grad if needs_head_grad else None
+        weights_N = weights_N.to(scale.dtype) * scale
+        made = _run(hidden_ND, head_VD, targets_N, weights_N, plan, into)
         grad_head = None if made.grad_head_VD is None else made.grad_head_VD.to(head_VD.dtype)
-        return made.grad_hidden_RD, grad_head, None, None, None, None, None
+        return made.grad_hidden_ND, grad_head, None, None, None, None, None

@@ -18,7 +18,7 @@ import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped,import-not-found,unused-ignore]
 from torch import Tensor
 
-from diffusionlm.kernels.loss_types import LossRule, RowScores
+from diffusionlm.kernels.loss_types import LossOptions, RowScores
 
 BLOCK = 16384
 """Logits read at once, a power of two: 16 for each thread of a full program leave room for temporaries. With one row on
@@ -27,7 +27,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _read(row, columns, vocab, excluded, cap, HAS_CAP: tl.constexpr):
+def _load_logits(row, columns, vocab, excluded, cap, HAS_CAP: tl.constexpr):
     """Logits in fp32, minus infinity where there is none, and the slope of the cap."""
     z = tl.load(row + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
     slope = tl.full(z.shape, 1.0, tl.float32)
@@ -41,7 +41,7 @@ def _read(row, columns, vocab, excluded, cap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _join(z, columns, vocab, target, top, first, total, own, sum):
+def _update_softmax_state(z, columns, vocab, target, top, first, total, own, sum):
     """What the loss needs of a row, a block later.
 
     The greatest logit and its first column, the sum of exponentials relative to it, the target's logit, the sum of
@@ -78,7 +78,7 @@ def _gradient(
 
 
 @triton.jit
-def _score_row(
+def _loss_kernel(
     logits,
     stride,
     targets,
@@ -94,7 +94,7 @@ def _score_row(
     share,
     z_loss,
     HAS_CAP: tl.constexpr,
-    WANTS_GRAD: tl.constexpr,
+    NEEDS_GRAD: tl.constexpr,
     IS_ONE_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -103,12 +103,14 @@ def _score_row(
     target = tl.load(targets + index).to(tl.int32)
     weight = tl.load(weights + index)
     columns = tl.arange(0, SIZE)
-    z, slope = _read(row, columns, vocab, excluded, cap, HAS_CAP)
-    top, first, total, own, sum = _join(z, columns, vocab, target, float("-inf"), -1, 0.0, 0.0, 0.0)
+    z, slope = _load_logits(row, columns, vocab, excluded, cap, HAS_CAP)
+    top, first, total, own, sum = _update_softmax_state(z, columns, vocab, target, float("-inf"), -1, 0.0, 0.0, 0.0)
     if not IS_ONE_BLOCK:
         for start in range(SIZE, vocab, SIZE):
-            z, slope = _read(row, start + columns, vocab, excluded, cap, HAS_CAP)
-            top, first, total, own, sum = _join(z, start + columns, vocab, target, top, first, total, own, sum)
+            z, slope = _load_logits(row, start + columns, vocab, excluded, cap, HAS_CAP)
+            top, first, total, own, sum = _update_softmax_state(
+                z, start + columns, vocab, target, top, first, total, own, sum
+            )
     log_total = tl.log(total)
     logsumexp = log_total + top
     # A target that is no token has no likelihood: told by the loss, as nothing here can raise.
@@ -118,7 +120,7 @@ def _score_row(
     tl.store(loss_out + index, loss)
     tl.store(logsumexp_out + index, logsumexp)
     tl.store(is_hit_out + index, first == target)
-    if WANTS_GRAD:
+    if NEEDS_GRAD:
         scale = weight * (1.0 + 2.0 * z_loss * logsumexp) / total
         if IS_ONE_BLOCK:
             grad = _gradient(z, slope, columns, target, excluded, top, scale, weight, smoothing, share)
@@ -126,40 +128,40 @@ def _score_row(
         else:
             for start in range(0, vocab, SIZE):
                 others = start + columns
-                z, slope = _read(row, others, vocab, excluded, cap, HAS_CAP)
+                z, slope = _load_logits(row, others, vocab, excluded, cap, HAS_CAP)
                 grad = _gradient(z, slope, others, target, excluded, top, scale, weight, smoothing, share)
                 tl.store(row + others, grad.to(logits.dtype.element_ty), mask=others < vocab)
 
 
-def score_logits(
-    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, rule: LossRule, into: RowScores, wants_grad: bool
+def compute_chunk_loss(
+    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, options: LossOptions, into: RowScores, needs_grad: bool
 ):
     """Fill the scores of a chunk's rows, fp32, and put the logits' gradient in their place.
 
-    Without ``wants_grad`` the logits stay as they are. A row of weight 0 has no gradient, whatever its logits.
+    Without ``needs_grad`` the logits stay as they are. A row of weight 0 has no gradient, whatever its logits.
     """
     C, V = logits_CV.shape
     if C == 0:
         return
     is_one_block = V <= BLOCK
     size = triton.next_power_of_2(V) if is_one_block else BLOCK
-    _score_row[(C,)](
+    _loss_kernel[(C,)](
         logits_CV,
         logits_CV.stride(0),
         targets_C,
         weights_C,
-        into.nll_R,
+        into.nll_N,
         into.loss_R,
-        into.logsumexp_R,
-        into.is_hit_R,
+        into.logsumexp_N,
+        into.is_hit_N,
         V,
-        -1 if rule.excluded_token is None else rule.excluded_token,
-        1.0 if rule.softcap is None else rule.softcap,
-        rule.label_smoothing,
-        rule.smoothing_per_token(V),
-        rule.z_loss,
-        HAS_CAP=rule.softcap is not None,
-        WANTS_GRAD=wants_grad,
+        -1 if options.excluded_token is None else options.excluded_token,
+        1.0 if options.softcap is None else options.softcap,
+        options.label_smoothing,
+        options.smoothing_per_token(V),
+        options.z_loss,
+        HAS_CAP=options.softcap is not None,
+        NEEDS_GRAD=needs_grad,
         IS_ONE_BLOCK=is_one_block,
         SIZE=size,
         num_warps=min(32, max(4, size // 512)),

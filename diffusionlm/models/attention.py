@@ -17,8 +17,8 @@ from config.model import Architecture
 from diffusionlm.models.layers import Linear, RMSNorm, rotate, soft_cap
 
 DenseBackend = Literal["auto", "eager", "sdpa"]
-"""``eager``: two batched matrix products and a softmax. ``sdpa``: torch's fused kernels. ``auto``: `choose_backend`."""
-Backend = Literal["auto", "eager", "sdpa", "tiled", "flex"]
+"""``eager``: two batched matrix products and a softmax. ``sdpa``: torch's fused kernels. ``auto``: `select_dense_backend`."""
+AttentionBackend = Literal["auto", "eager", "sdpa", "tiled", "flex"]
 """How a pattern is computed: with a dense mask (``eager``, ``sdpa``), or without the hidden keys (``tiled``, ``flex``).
 ``auto``: what is fastest for pattern, device, dtype and length (`lowering.py`)."""
 
@@ -27,7 +27,7 @@ EAGER_MAX_LENGTH = 512
 
 
 @dataclass(frozen=True)
-class Scoring:
+class AttentionScale:
     """How the product of a query and a key becomes their score."""
 
     scale: float | None = None
@@ -35,7 +35,7 @@ class Scoring:
     softcap: float | None = None
     """Then the score is ``c tanh(score / c)``, before anything is hidden or added (Gemma 2). None: as it is."""
 
-    def check(self, backend: Backend) -> None:
+    def check_backend(self, backend: AttentionBackend) -> None:
         """Refuse what cannot cap.
 
         Raises:
@@ -48,28 +48,30 @@ class Scoring:
             )
 
 
-PLAIN = Scoring()
+DEFAULT_SCALE = AttentionScale()
 """Scale 1 / sqrt(H), no cap."""
 
 
-class Lowered(Protocol):
+class PreparedAttention(Protocol):
     """The attention of one pattern, ready for the layers of a forward."""
 
     def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, /) -> Tensor:
         """Softmax attention, [B, Q, N, H]; the queries are those of the first Q positions."""
 
-    def of_rows(self, q_RNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rows: Tensor, /) -> Tensor:
+    def at_positions(self, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor, /) -> Tensor:
         """The same for queries of flat ``rows`` of B * S alone, [R, N, H]."""
 
 
-def choose_backend(backend: DenseBackend, q: Tensor, scoring: Scoring = PLAIN) -> Literal["eager", "sdpa"]:
+def select_dense_backend(
+    backend: DenseBackend, q: Tensor, scale_options: AttentionScale = DEFAULT_SCALE
+) -> Literal["eager", "sdpa"]:
     """What ``auto`` means for queries [B, L, N, H]: eager for soft caps and short bf16 sequences on a CPU, else SDPA.
 
     Raises:
         ValueError: SDPA is asked for, which cannot cap, and there is a soft cap.
     """
-    scoring.check(backend)
-    if scoring.softcap is not None:
+    scale_options.check_backend(backend)
+    if scale_options.softcap is not None:
         return "eager"
     if backend != "auto":
         return backend
@@ -83,7 +85,7 @@ def attend(
     v_BSKH: Tensor,
     mask: Tensor | None,
     backend: DenseBackend = "auto",
-    scoring: Scoring = PLAIN,
+    scale_options: AttentionScale = DEFAULT_SCALE,
 ) -> Tensor:
     """Softmax attention.
 
@@ -103,21 +105,26 @@ def attend(
     if mask is not None:
         mask = mask[:, None] if mask.dim() == 3 else mask
         mask = mask if mask.dtype == torch.bool else mask.to(q_BQNH.dtype)
-    if choose_backend(backend, q_BQNH, scoring) == "eager":
-        return _attend_eager(q_BQNH, k_BSKH, v_BSKH, mask, scoring)
+    if select_dense_backend(backend, q_BQNH, scale_options) == "eager":
+        return _attend_eager(q_BQNH, k_BSKH, v_BSKH, mask, scale_options)
     out_BNQH = F.scaled_dot_product_attention(
         q_BQNH.transpose(1, 2),
         k_BSKH.transpose(1, 2),
         v_BSKH.transpose(1, 2),
         attn_mask=mask,
-        scale=scoring.scale,
+        scale=scale_options.scale,
         enable_gqa=q_BQNH.shape[2] != k_BSKH.shape[2],
     )
     return out_BNQH.transpose(1, 2)
 
 
 def attend_cached(
-    q_BQNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias: Tensor | None, backend: DenseBackend, scoring: Scoring
+    q_BQNH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    bias: Tensor | None,
+    backend: DenseBackend,
+    scale_options: AttentionScale,
 ) -> Tensor:
     """`attend` without gradient for keys and values as a cache has them, a head's side by side.
 
@@ -136,15 +143,17 @@ def attend_cached(
     if not Q:
         return q_BQNH
     q = _stack_groups(q_BQNH, K)
-    if choose_cached_backend(backend, q, scoring) == "eager":
+    if select_cached_backend(backend, q, scale_options) == "eager":
         bias = None if bias is None else bias.view(-1, 1, N // K, Q, S)
-        out = _attend_groups(q, k_BKSH, v_BKSH, bias, scoring)
+        out = _attend_groups(q, k_BKSH, v_BKSH, bias, scale_options)
     else:
-        out = F.scaled_dot_product_attention(q, k_BKSH, v_BKSH, attn_mask=bias, scale=scoring.scale)
+        out = F.scaled_dot_product_attention(q, k_BKSH, v_BKSH, attn_mask=bias, scale=scale_options.scale)
     return _unstack_groups(out, N)
 
 
-def choose_cached_backend(backend: DenseBackend, q_BKUH: Tensor, scoring: Scoring) -> Literal["eager", "sdpa"]:
+def select_cached_backend(
+    backend: DenseBackend, q_BKUH: Tensor, scale_options: AttentionScale
+) -> Literal["eager", "sdpa"]:
     """What ``auto`` means for decoding, with U queries of each key-value head.
 
     Measured with 8 query and 4 key-value heads of width 64, 1 to 64 queries and up to 4096 keys on one core: SDPA with
@@ -154,8 +163,8 @@ def choose_cached_backend(backend: DenseBackend, q_BKUH: Tensor, scoring: Scorin
     Raises:
         ValueError: SDPA is asked for, which cannot cap, and there is a soft cap.
     """
-    scoring.check(backend)
-    if scoring.softcap is not None:
+    scale_options.check_backend(backend)
+    if scale_options.softcap is not None:
         return "eager"
     if backend != "auto":
         return backend
@@ -163,26 +172,28 @@ def choose_cached_backend(backend: DenseBackend, q_BKUH: Tensor, scoring: Scorin
     return "eager" if q_BKUH.device.type == "cpu" and q_BKUH.dtype == torch.bfloat16 and is_eager else "sdpa"
 
 
-def _attend_eager(q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _attend_eager(
+    q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, scale_options: AttentionScale
+) -> Tensor:
     K, N = k_BSKH.shape[2], q_BQNH.shape[2]
     bias = None
     if mask is not None:
-        bias = additive(mask, q_BQNH.dtype) if mask.dtype == torch.bool else mask
+        bias = mask_to_bias(mask, q_BQNH.dtype) if mask.dtype == torch.bool else mask
         heads = (1, 1) if bias.shape[1] == 1 else (K, N // K)
         bias = bias.reshape(len(bias), *heads, *bias.shape[2:])
     k_BKSH, v_BKSH = k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2)
-    return _unstack_groups(_attend_groups(_stack_groups(q_BQNH, K), k_BKSH, v_BKSH, bias, scoring), N)
+    return _unstack_groups(_attend_groups(_stack_groups(q_BQNH, K), k_BKSH, v_BKSH, bias, scale_options), N)
 
 
 def _attend_groups(
-    q_BKUH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias_BKGQS: Tensor | None, scoring: Scoring
+    q_BKUH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, bias_BKGQS: Tensor | None, scale_options: AttentionScale
 ) -> Tensor:
     """Two products for each key-value head, whose U queries are those of its group, stacked: [B, K, U, H]."""
     B, K, U, H = q_BKUH.shape
-    scale = H**-0.5 if scoring.scale is None else scoring.scale
+    scale = H**-0.5 if scale_options.scale is None else scale_options.scale
     scores = torch.bmm((q_BKUH * scale).flatten(0, 1), k_BKSH.flatten(0, 1).transpose(1, 2))
-    if scoring.softcap is not None:
-        scores = soft_cap(scores, scoring.softcap)
+    if scale_options.softcap is not None:
+        scores = soft_cap(scores, scale_options.softcap)
     if bias_BKGQS is not None:
         # In place: neither a product nor a sum needs its result for its gradient.
         scores.view(B, K, -1, *bias_BKGQS.shape[3:]).add_(bias_BKGQS)
@@ -202,7 +213,7 @@ def _unstack_groups(out_BKUH: Tensor, heads: int) -> Tensor:
     return out_BKUH.view(B, K, heads // K, U * K // heads, H).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def mask_to_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Bias of a boolean mask: 0 where True, -inf where False."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
@@ -223,39 +234,48 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(H, eps, offset=offset) if config.qk_norm else nn.Identity()
 
     def forward(
-        self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: Lowered, *, rows: Tensor | None = None
+        self,
+        x_BLD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: PreparedAttention,
+        *,
+        output_positions: Tensor | None = None,
     ) -> Tensor:
         """Attention output [B, L, D], or [R, D] of the flat ``rows`` alone; keys and values are those of all."""
         B = len(x_BLD)
         k = rotate(self.k_norm(self.k_proj(x_BLD).unflatten(-1, (-1, self.head_dim))), rope)
         v = self.v_proj(x_BLD).unflatten(-1, (-1, self.head_dim))
-        if rows is None:
+        if output_positions is None:
             q = rotate(self.q_norm(self.q_proj(x_BLD).unflatten(-1, (-1, self.head_dim))), rope)
             return self.o_proj(attention(q, k, v).flatten(2))  # type: ignore[no-any-return]
-        q_RNH = self.q_norm(self.q_proj(x_BLD.flatten(0, 1)[rows]).unflatten(-1, (-1, self.head_dim)))
-        q_RNH = rotate(q_RNH, (_rows_of(rope[0], rows, B), _rows_of(rope[1], rows, B)))
-        return self.o_proj(attention.of_rows(q_RNH, k, v, rows).flatten(1))  # type: ignore[no-any-return]
+        q_PNH = self.q_norm(self.q_proj(x_BLD.flatten(0, 1)[output_positions]).unflatten(-1, (-1, self.head_dim)))
+        q_PNH = rotate(
+            q_PNH, (_gather_positions(rope[0], output_positions, B), _gather_positions(rope[1], output_positions, B))
+        )
+        return self.o_proj(attention.at_positions(q_PNH, k, v, output_positions).flatten(1))  # type: ignore[no-any-return]
 
 
-def attend_rows(attention: Lowered, q_RNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rows: Tensor) -> Tensor:
+def attend_at_positions(
+    attention: PreparedAttention, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor
+) -> Tensor:
     """Attention of flat ``rows`` alone, [R, N, H], by a lowering that wants a rectangle of queries.
 
     The others are zeros: rows differ in number from sequence to sequence.
     """
     B, L = k_BSKH.shape[:2]
-    Q = _queries_needed(rows, L)
-    places = rows // L * Q + rows % L
-    q = q_RNH.new_zeros(B * Q, *q_RNH.shape[1:]).index_copy(0, places, q_RNH).reshape(B, Q, *q_RNH.shape[1:])
+    Q = _num_queries_needed(output_positions, L)
+    places = output_positions // L * Q + output_positions % L
+    q = q_PNH.new_zeros(B * Q, *q_PNH.shape[1:]).index_copy(0, places, q_PNH).reshape(B, Q, *q_PNH.shape[1:])
     return attention(q, k_BSKH, v_BSKH).flatten(0, 1)[places]
 
 
-def _queries_needed(rows: Tensor, length: int) -> int:
+def _num_queries_needed(output_positions: Tensor, length: int) -> int:
     """How far into their sequence the rows reach, at least 1; without waiting for a device: there, the whole length."""
-    if rows.device.type != "cpu":
+    if output_positions.device.type != "cpu":
         return length
-    return int((rows % length).max()) + 1 if len(rows) else 1
+    return int((output_positions % length).max()) + 1 if len(output_positions) else 1
 
 
-def _rows_of(table: Tensor, rows: Tensor, batch: int) -> Tensor:
+def _gather_positions(table: Tensor, output_positions: Tensor, batch: int) -> Tensor:
     """Rows of a [B or 1, L, heads, H] table of equal heads, flat, for one of them."""
-    return table[:, :, :1].expand(batch, -1, -1, -1).flatten(0, 1)[rows]
+    return table[:, :, :1].expand(batch, -1, -1, -1).flatten(0, 1)[output_positions]

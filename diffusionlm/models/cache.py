@@ -70,7 +70,7 @@ class KeyValueCache:
 
 
 @dataclass(frozen=True)
-class Slots:
+class CacheSlots:
     """One forward's part of a cache: which places its inputs have, and what they see.
 
     Raises:
@@ -81,27 +81,27 @@ class Slots:
     cache: KeyValueCache
     positions_BQ: Tensor
     """Place of each input in its text; -1: padding, which nothing ever sees. On the CPU, int64."""
-    visible_B: Tensor
+    num_visible_B: Tensor
     """Keys at places below this are seen, if the pattern lets them. On the CPU, int64."""
 
     def __post_init__(self) -> None:
-        for tensor in (self.positions_BQ, self.visible_B):
+        for tensor in (self.positions_BQ, self.num_visible_B):
             assert tensor.device.type == "cpu" and tensor.dtype == torch.int64, "Slots are int64, on the CPU"
         batch, length = self.cache.batch, self.cache.length
-        if self.positions_BQ.dim() != 2 or self.visible_B.shape != (batch,) or len(self.positions_BQ) != batch:
+        if self.positions_BQ.dim() != 2 or self.num_visible_B.shape != (batch,) or len(self.positions_BQ) != batch:
             raise ValueError(
-                f"positions_BQ {list(self.positions_BQ.shape)} and visible_B {list(self.visible_B.shape)} must be for "
+                f"positions_BQ {list(self.positions_BQ.shape)} and num_visible_B {list(self.num_visible_B.shape)} must be for "
                 f"the {batch} texts of the cache; select() says which it keeps"
             )
-        positions, visible = self.positions_BQ.tolist(), self.visible_B.tolist()
+        positions, visible = self.positions_BQ.tolist(), self.num_visible_B.tolist()
         if not positions[0]:
             raise ValueError("positions_BQ has no inputs: a forward needs at least one for each text, padding counts")
         if min(map(min, positions)) < -1 or max(map(max, positions)) >= length:
             raise ValueError(f"positions_BQ must be from 0 to {length - 1}, the last of the cache, or -1 for padding")
         if min(visible) < 0 or max(visible) > length:
-            raise ValueError(f"visible_B = {visible} must be from 0 to {length}, the length of the cache")
+            raise ValueError(f"num_visible_B = {visible} must be from 0 to {length}, the length of the cache")
         if any(max(row) >= seen for row, seen in zip(positions, visible, strict=True)):
             raise ValueError(
-                f"visible_B = {visible} hides inputs, the furthest at places {[max(row) for row in positions]}: "
+                f"num_visible_B = {visible} hides inputs, the furthest at places {[max(row) for row in positions]}: "
                 "a text must see its inputs"
             )

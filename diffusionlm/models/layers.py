@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from config.model import LinearRope, Llama3Rope, RopeScaling, YarnRope
 
-NARROW_ROWS = (2, 3, 4)
+TRANSPOSED_PRODUCT_ROWS = (2, 3, 4)
 """So many rows are a narrow product: measured with the MKL of torch 2.15 on one core; from 5 rows on it varies."""
-NARROW_MAX_WIDTH = 1024
+TRANSPOSED_PRODUCT_MAX_INPUTS = 1024
 """With more inputs than this the other side is not always faster."""
 
 
@@ -31,16 +31,19 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        if not self._is_narrow(x):
+        if not self._should_transpose_product(x):
             return F.linear(x, self.weight, self.bias)
         out = torch.mm(self.weight, x.flatten(0, -2).t()).t().contiguous().view(*x.shape[:-1], -1)
         return out if self.bias is None else out.add_(self.bias)
 
-    def _is_narrow(self, x: Tensor) -> bool:
+    def _should_transpose_product(self, x: Tensor) -> bool:
         """A few rows in fp32 on a CPU, as in decoding: the product from the other side takes half the time."""
         if torch.is_grad_enabled() or x.device.type != "cpu" or not x.dtype == self.weight.dtype == torch.float32:
             return False
-        narrow = self.in_features <= NARROW_MAX_WIDTH and x.numel() // self.in_features in NARROW_ROWS
+        narrow = (
+            self.in_features <= TRANSPOSED_PRODUCT_MAX_INPUTS
+            and x.numel() // self.in_features in TRANSPOSED_PRODUCT_ROWS
+        )
         return narrow and not torch.is_autocast_enabled("cpu")
 
 
@@ -71,7 +74,7 @@ class RMSNorm(nn.Module):
         if device == "cpu" and torch.is_grad_enabled():
             return _RMSNorm.apply(x, gain, self.eps, dtype)  # type: ignore[no-any-return]
         if device == "cpu":
-            return _normed(x, gain, self.eps, dtype)[0]
+            return _normalize(x, gain, self.eps, dtype)[0]
         wide = _at_least_fp32(x)
         normed: Tensor = F.rms_norm(wide, gain.shape, gain.to(wide.dtype), self.eps)
         return normed.to(dtype)
@@ -82,7 +85,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        normed, scale = _normed(x, gain, eps, dtype)
+        normed, scale = _normalize(x, gain, eps, dtype)
         ctx.save_for_backward(x, gain, scale)
         return normed
 
@@ -101,7 +104,7 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.view(x.shape).to(x.dtype), grad_gain.to(gain.dtype), None, None
 
 
-def _normed(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _normalize(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The norm, and the factor that it has before the gain, [..., 1]."""
     wide = _at_least_fp32(x)
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -137,8 +140,8 @@ class RotaryEmbedding(nn.Module):
             heads: for how many the same is written down. More than one spares a CPU the short runs of a broadcast.
             dtype: that of what is rotated.
         """
-        angles, length = self._angles(positions)
-        cos, sin = (length * angles.cos()).to(dtype), (length * angles.sin()).to(dtype)
+        angles, attention_scaling = self._angles(positions)
+        cos, sin = (attention_scaling * angles.cos()).to(dtype), (attention_scaling * angles.sin()).to(dtype)
         tables = (torch.cat(halves, dim=-1).unsqueeze(-2) for halves in ((cos, cos), (-sin, sin)))
         cosines, sines = (table.expand(*angles.shape[:-1], heads, self.head_dim).contiguous() for table in tables)
         return cosines, sines
@@ -148,13 +151,15 @@ class RotaryEmbedding(nn.Module):
         exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
         frequencies = self.theta**-exponents
         if isinstance(self.scaling, YarnRope):
-            return positions[..., None].float() * _ramped(frequencies, self.theta, self.scaling), self.scaling.length
+            return positions[..., None].float() * _scale_frequencies_yarn(
+                frequencies, self.theta, self.scaling
+            ), self.scaling.attention_scaling
         if self.scaling is not None:
-            frequencies = _slowed_down(frequencies, self.scaling)
+            frequencies = _scale_frequencies(frequencies, self.scaling)
         return positions[..., None].float() * frequencies, 1.0
 
 
-def _ramped(frequencies: Tensor, theta: float, scaling: YarnRope) -> Tensor:
+def _scale_frequencies_yarn(frequencies: Tensor, theta: float, scaling: YarnRope) -> Tensor:
     """Radians per position for a longer context, by YaRN (Peng et al. 2023, section 3.2).
 
     The pairs of a head turn ever slower. Those before the one with ``beta_fast`` turns in the original context stay,
@@ -172,7 +177,7 @@ def _ramped(frequencies: Tensor, theta: float, scaling: YarnRope) -> Tensor:
     return share * frequencies / scaling.factor + (1.0 - share) * frequencies
 
 
-def _slowed_down(frequencies: Tensor, scaling: LinearRope | Llama3Rope) -> Tensor:
+def _scale_frequencies(frequencies: Tensor, scaling: LinearRope | Llama3Rope) -> Tensor:
     """Radians per position for a longer context.
 
     Llama 3.1 counts the turns that each frequency makes in the original context: from ``high_freq_factor`` turns on it
@@ -192,15 +197,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         ctx.save_for_backward(cosines, sines)
-        return _rotated(x, cosines, sines, sign=1.0)
+        return _apply_rotation(x, cosines, sines, sign=1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cosines, sines = ctx.saved_tensors
-        return _rotated(grads[0], cosines, sines, sign=-1.0), None, None
+        return _apply_rotation(grads[0], cosines, sines, sign=-1.0), None, None
 
 
-def _rotated(x: Tensor, cosines: Tensor, sines: Tensor, *, sign: float) -> Tensor:
+def _apply_rotation(x: Tensor, cosines: Tensor, sines: Tensor, *, sign: float) -> Tensor:
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.mul(x, cosines).addcmul_(swapped, sines, value=sign)
 
@@ -213,7 +218,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cosines, sines = (table[..., : x.shape[-2], :].to(x.dtype) for table in rope)
     if torch.is_grad_enabled():
         return _Rotate.apply(x, cosines, sines)  # type: ignore[no-any-return]
-    return _rotated(x, cosines, sines, sign=1.0)
+    return _apply_rotation(x, cosines, sines, sign=1.0)
 
 
 class SwiGLU(nn.Module):

@@ -28,7 +28,7 @@ class AttentionPattern(Protocol):
         None: one document a row. Holds for every stream."""
 
     @property
-    def streams(self) -> int:
+    def positions_per_token(self) -> int:
         """How many times the tokens are in the sequence, one stream after the other."""
 
     @property
@@ -41,7 +41,7 @@ class AttentionPattern(Protocol):
     def to(self, device: torch.device | str) -> AttentionPattern:
         """The same with its tensors on a device."""
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         """Boolean mask [B or 1, S, S]: True where the query (second dimension) may see the key (third).
 
         Args:
@@ -66,7 +66,7 @@ class Bidirectional:
     """Every position sees its whole document."""
 
     documents_BL: Tensor | None = None
-    streams: ClassVar[int] = 1
+    positions_per_token: ClassVar[int] = 1
 
     @property
     def is_unrestricted(self) -> bool:
@@ -76,16 +76,16 @@ class Bidirectional:
         return replace(self, documents_BL=documents_BL)
 
     def to(self, device: torch.device | str) -> Bidirectional:
-        return replace(self, documents_BL=_moved(self.documents_BL, device))
+        return replace(self, documents_BL=_to_device(self.documents_BL, device))
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
-        return _Places.of(self.documents_BL, length, device).may_meet(window)
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        return _DocumentBounds.of(self.documents_BL, length, device).same_document_mask(window)
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
-        places = _Places.of(self.documents_BL, length, device)
-        return _stack(places.clipped(places.first_BL, places.end_BL, window))
+        places = _DocumentBounds.of(self.documents_BL, length, device)
+        return _stack_ranges(places.clip_to_window(places.document_starts_BL, places.document_ends_BL, window))
 
-    def seen_until(self, places: Tensor) -> Tensor:
+    def key_limit(self, places: Tensor) -> Tensor:
         """One behind the last key that a query at each place of a text sees: beyond the end of any text."""
         return torch.full_like(places, torch.iinfo(places.dtype).max)
 
@@ -95,7 +95,7 @@ class Causal:
     """Every position sees itself and what is before it in its document."""
 
     documents_BL: Tensor | None = None
-    streams: ClassVar[int] = 1
+    positions_per_token: ClassVar[int] = 1
 
     @property
     def is_unrestricted(self) -> bool:
@@ -105,16 +105,16 @@ class Causal:
         return replace(self, documents_BL=documents_BL)
 
     def to(self, device: torch.device | str) -> Causal:
-        return replace(self, documents_BL=_moved(self.documents_BL, device))
+        return replace(self, documents_BL=_to_device(self.documents_BL, device))
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
-        return _Places.of(self.documents_BL, length, device).may_meet(window).tril()
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        return _DocumentBounds.of(self.documents_BL, length, device).same_document_mask(window).tril()
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
-        places = _Places.of(self.documents_BL, length, device)
-        return _stack(places.clipped(places.first_BL, places.index_1L + 1, window))
+        places = _DocumentBounds.of(self.documents_BL, length, device)
+        return _stack_ranges(places.clip_to_window(places.document_starts_BL, places.positions_1L + 1, window))
 
-    def seen_until(self, places: Tensor) -> Tensor:
+    def key_limit(self, places: Tensor) -> Tensor:
         """One behind the last key that a query at each place of a text sees, without documents."""
         return places + 1
 
@@ -125,7 +125,7 @@ class BlockCausal:
 
     block_length: int
     documents_BL: Tensor | None = None
-    streams: ClassVar[int] = 1
+    positions_per_token: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check_block_length(self.block_length)
@@ -138,19 +138,19 @@ class BlockCausal:
         return replace(self, documents_BL=documents_BL)
 
     def to(self, device: torch.device | str) -> BlockCausal:
-        return replace(self, documents_BL=_moved(self.documents_BL, device))
+        return replace(self, documents_BL=_to_device(self.documents_BL, device))
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
-        places = _Places.of(self.documents_BL, length, device)
-        blocks_BL = (places.index_1L - places.first_BL) // self.block_length
-        return places.may_meet(window) & (blocks_BL[:, :, None] >= blocks_BL[:, None, :])
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        places = _DocumentBounds.of(self.documents_BL, length, device)
+        blocks_BL = (places.positions_1L - places.document_starts_BL) // self.block_length
+        return places.same_document_mask(window) & (blocks_BL[:, :, None] >= blocks_BL[:, None, :])
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
-        places = _Places.of(self.documents_BL, length, device)
-        _, ends_BL = places.blocks(places.first_BL, self.block_length)
-        return _stack(places.clipped(places.first_BL, ends_BL, window))
+        places = _DocumentBounds.of(self.documents_BL, length, device)
+        _, ends_BL = places.block_bounds(places.document_starts_BL, self.block_length)
+        return _stack_ranges(places.clip_to_window(places.document_starts_BL, ends_BL, window))
 
-    def seen_until(self, places: Tensor) -> Tensor:
+    def key_limit(self, places: Tensor) -> Tensor:
         """One behind the last key that a query at each place of a text sees, without documents: its block's end."""
         return (places // self.block_length + 1) * self.block_length
 
@@ -167,7 +167,7 @@ class BlockDiffusion:
 
     block_length: int
     documents_BL: Tensor | None = None
-    streams: ClassVar[int] = 2
+    positions_per_token: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         _check_block_length(self.block_length)
@@ -180,12 +180,12 @@ class BlockDiffusion:
         return replace(self, documents_BL=documents_BL)
 
     def to(self, device: torch.device | str) -> BlockDiffusion:
-        return replace(self, documents_BL=_moved(self.documents_BL, device))
+        return replace(self, documents_BL=_to_device(self.documents_BL, device))
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
-        places = _Places.of(self.documents_BL, _half(length), device)
-        blocks_BL = (places.index_1L - places.first_BL) // self.block_length
-        may_meet_BLL = places.may_meet(window)
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        places = _DocumentBounds.of(self.documents_BL, _half_length(length), device)
+        blocks_BL = (places.positions_1L - places.document_starts_BL) // self.block_length
+        may_meet_BLL = places.same_document_mask(window)
         own_BLL = may_meet_BLL & (blocks_BL[:, :, None] == blocks_BL[:, None, :])
         before_BLL = may_meet_BLL & (blocks_BL[:, :, None] > blocks_BL[:, None, :])
         noisy = torch.cat([own_BLL, before_BLL], dim=2)
@@ -193,16 +193,16 @@ class BlockDiffusion:
         return torch.cat([noisy, clean], dim=1)
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
-        places = _Places.of(self.documents_BL, half := _half(length), device)
-        starts_BL, ends_BL = places.blocks(places.first_BL, self.block_length)
+        places = _DocumentBounds.of(self.documents_BL, half := _half_length(length), device)
+        starts_BL, ends_BL = places.block_bounds(places.document_starts_BL, self.block_length)
         # The first range is of noisy keys, the second of clean ones, for the queries of both streams.
-        noisy = _stack(
-            places.clipped(starts_BL, ends_BL, window),
-            places.clipped(places.first_BL, starts_BL, window, shift=half),
+        noisy = _stack_ranges(
+            places.clip_to_window(starts_BL, ends_BL, window),
+            places.clip_to_window(places.document_starts_BL, starts_BL, window, shift=half),
         )
-        clean = _stack(
-            places.clipped(ends_BL, ends_BL, window),
-            places.clipped(places.first_BL, ends_BL, window, shift=half),
+        clean = _stack_ranges(
+            places.clip_to_window(ends_BL, ends_BL, window),
+            places.clip_to_window(places.document_starts_BL, ends_BL, window, shift=half),
         )
         return torch.cat([noisy[0], clean[0]], dim=1), torch.cat([noisy[1], clean[1]], dim=1)
 
@@ -216,7 +216,7 @@ class PromptAndOwnBlock:
     is_prompt_BL: Tensor
     """Boolean [B or 1, L]: True for the prompt, a prefix (maybe empty) of each document."""
     documents_BL: Tensor | None = None
-    streams: ClassVar[int] = 1
+    positions_per_token: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check_block_length(self.block_length)
@@ -234,38 +234,42 @@ class PromptAndOwnBlock:
         return replace(self, documents_BL=documents_BL)
 
     def to(self, device: torch.device | str) -> PromptAndOwnBlock:
-        return replace(self, documents_BL=_moved(self.documents_BL, device), is_prompt_BL=self.is_prompt_BL.to(device))
+        return replace(
+            self, documents_BL=_to_device(self.documents_BL, device), is_prompt_BL=self.is_prompt_BL.to(device)
+        )
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
-        places, prompt_ends_BL = self._places(length, device)
-        is_prompt_BL = places.index_1L < prompt_ends_BL
-        blocks_BL = (places.index_1L - prompt_ends_BL) // self.block_length
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        places, prompt_ends_BL = self._bounds_and_prompt_ends(length, device)
+        is_prompt_BL = places.positions_1L < prompt_ends_BL
+        blocks_BL = (places.positions_1L - prompt_ends_BL) // self.block_length
         own_BLL = ~is_prompt_BL[:, :, None] & (blocks_BL[:, :, None] == blocks_BL[:, None, :])
-        return places.may_meet(window) & (is_prompt_BL[:, None, :] | own_BLL)
+        return places.same_document_mask(window) & (is_prompt_BL[:, None, :] | own_BLL)
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
-        places, prompt_ends_BL = self._places(length, device)
-        starts_BL, ends_BL = places.blocks(prompt_ends_BL, self.block_length)
-        is_prompt_BL = places.index_1L < prompt_ends_BL
-        return _stack(
-            places.clipped(places.first_BL, prompt_ends_BL, window),
-            places.clipped(
+        places, prompt_ends_BL = self._bounds_and_prompt_ends(length, device)
+        starts_BL, ends_BL = places.block_bounds(prompt_ends_BL, self.block_length)
+        is_prompt_BL = places.positions_1L < prompt_ends_BL
+        return _stack_ranges(
+            places.clip_to_window(places.document_starts_BL, prompt_ends_BL, window),
+            places.clip_to_window(
                 torch.maximum(starts_BL, prompt_ends_BL), ends_BL.where(~is_prompt_BL, prompt_ends_BL), window
             ),
         )
 
-    def _places(self, length: int, device: torch.device | str) -> tuple[_Places, Tensor]:
+    def _bounds_and_prompt_ends(self, length: int, device: torch.device | str) -> tuple[_DocumentBounds, Tensor]:
         """Documents, and where the prompt of each position's document ends, [B or 1, L]."""
-        places = _Places.of(self.documents_BL, length, device)
+        places = _DocumentBounds.of(self.documents_BL, length, device)
         is_prompt_BL = self.is_prompt_BL.to(device)
         if is_prompt_BL.shape[1] != length:
             raise ValueError(f"is_prompt_BL is for {is_prompt_BL.shape[1]} tokens, the sequence has {length}")
         before = torch.nn.functional.pad(is_prompt_BL.cumsum(dim=1), (1, 0))
-        rows = max(before.shape[0], places.first_BL.shape[0])
-        first_BL, end_BL, before = (each.expand(rows, -1) for each in (places.first_BL, places.end_BL, before))
-        prompt_ends_BL = first_BL + before.gather(1, end_BL) - before.gather(1, first_BL)
+        rows = max(before.shape[0], places.document_starts_BL.shape[0])
+        document_starts_BL, document_ends_BL, before = (
+            each.expand(rows, -1) for each in (places.document_starts_BL, places.document_ends_BL, before)
+        )
+        prompt_ends_BL = document_starts_BL + before.gather(1, document_ends_BL) - before.gather(1, document_starts_BL)
         # Only where looking costs no wait for a device.
-        if is_prompt_BL.device.type == "cpu" and not (is_prompt_BL == (places.index_1L < prompt_ends_BL)).all():
+        if is_prompt_BL.device.type == "cpu" and not (is_prompt_BL == (places.positions_1L < prompt_ends_BL)).all():
             raise ValueError("is_prompt_BL: the prompt must be a prefix of each document; give documents_BL if packed")
         return places, prompt_ends_BL
 
@@ -283,7 +287,7 @@ class DenseBias:
     Boolean: False hides."""
     documents_BL: Tensor | None = None
     """Restricts it further, if given."""
-    streams: ClassVar[int] = 1
+    positions_per_token: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         shape = list(self.bias.shape)
@@ -300,9 +304,9 @@ class DenseBias:
         return replace(self, documents_BL=documents_BL)
 
     def to(self, device: torch.device | str) -> DenseBias:
-        return replace(self, bias=self.bias.to(device), documents_BL=_moved(self.documents_BL, device))
+        return replace(self, bias=self.bias.to(device), documents_BL=_to_device(self.documents_BL, device))
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         """The bias as given, [B or 1, L, L] or [B or 1, N, L, L]; -inf or False where documents or window hide, too."""
         if self.bias.shape[-1] != length:
             raise ValueError(f"bias is for {self.bias.shape[-1]} positions, the sequence has {length}")
@@ -310,9 +314,13 @@ class DenseBias:
         bias = bias[None] if bias.dim() == 2 else bias
         if self.documents_BL is None and window is None:
             return bias
-        may_meet = _Places.of(self.documents_BL, length, device).may_meet(window)
-        may_meet = may_meet[:, None] if bias.dim() == 4 else may_meet
-        return bias & may_meet if bias.dtype == torch.bool else torch.where(may_meet, bias, float("-inf"))
+        same_document_mask = _DocumentBounds.of(self.documents_BL, length, device).same_document_mask(window)
+        same_document_mask = same_document_mask[:, None] if bias.dim() == 4 else same_document_mask
+        return (
+            bias & same_document_mask
+            if bias.dtype == torch.bool
+            else torch.where(same_document_mask, bias, float("-inf"))
+        )
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> None:
         """None: any mask may be in it."""
@@ -320,71 +328,71 @@ class DenseBias:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _DocumentBounds:
     """Where the tokens of one stream are, and where their documents start and end."""
 
-    index_1L: Tensor
-    first_BL: Tensor
+    positions_1L: Tensor
+    document_starts_BL: Tensor
     """First position of the position's document, [B or 1, L]."""
-    end_BL: Tensor
+    document_ends_BL: Tensor
     """One behind its last, [B or 1, L]."""
 
     @classmethod
     def of(cls, documents_BL: Tensor | None, length: int, device: torch.device | str) -> Self:
-        index_1L = torch.arange(length, device=device)[None]
+        positions_1L = torch.arange(length, device=device)[None]
         if documents_BL is None:
-            return cls(index_1L, torch.zeros_like(index_1L), torch.full_like(index_1L, length))
+            return cls(positions_1L, torch.zeros_like(positions_1L), torch.full_like(positions_1L, length))
         if documents_BL.shape[1] != length:
             raise ValueError(f"documents_BL is for {documents_BL.shape[1]} tokens, the sequence has {length}")
         documents_BL = documents_BL.to(device)
         is_first_BL = torch.ones_like(documents_BL, dtype=torch.bool)
         is_first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
-        first_BL = torch.where(is_first_BL, index_1L, 0).cummax(dim=1).values
-        following_BL = torch.full_like(first_BL, length)
-        following_BL[:, :-1] = torch.where(is_first_BL, index_1L, length)[:, 1:]
-        return cls(index_1L, first_BL, following_BL.flip(1).cummin(dim=1).values.flip(1))
+        document_starts_BL = torch.where(is_first_BL, positions_1L, 0).cummax(dim=1).values
+        following_BL = torch.full_like(document_starts_BL, length)
+        following_BL[:, :-1] = torch.where(is_first_BL, positions_1L, length)[:, 1:]
+        return cls(positions_1L, document_starts_BL, following_BL.flip(1).cummin(dim=1).values.flip(1))
 
-    def may_meet(self, window: int | None) -> Tensor:
+    def same_document_mask(self, window: int | None) -> Tensor:
         """Boolean [B or 1, L, L]: same document, and less than the window apart."""
         _check_window(window)
-        may_meet_BLL = self.first_BL[:, :, None] == self.first_BL[:, None, :]
+        may_meet_BLL = self.document_starts_BL[:, :, None] == self.document_starts_BL[:, None, :]
         if window is None:
             return may_meet_BLL
-        return may_meet_BLL & ((self.index_1L[:, :, None] - self.index_1L[:, None, :]).abs() < window)
+        return may_meet_BLL & ((self.positions_1L[:, :, None] - self.positions_1L[:, None, :]).abs() < window)
 
-    def blocks(self, origin_BL: Tensor, block_length: int) -> Intervals:
+    def block_bounds(self, origin_BL: Tensor, block_length: int) -> Intervals:
         """Start and end, each [B or 1, L], of blocks counted from ``origin_BL``; a document's end cuts its last."""
-        starts_BL = self.index_1L - (self.index_1L - origin_BL) % block_length
-        return starts_BL, torch.minimum(starts_BL + block_length, self.end_BL)
+        starts_BL = self.positions_1L - (self.positions_1L - origin_BL) % block_length
+        return starts_BL, torch.minimum(starts_BL + block_length, self.document_ends_BL)
 
-    def clipped(self, starts_BL: Tensor, ends_BL: Tensor, window: int | None, *, shift: int = 0) -> Intervals:
+    def clip_to_window(self, starts_BL: Tensor, ends_BL: Tensor, window: int | None, *, shift: int = 0) -> Intervals:
         """Ranges cut to the window around each position, then moved by ``shift``."""
         _check_window(window)
         if window is not None:
-            starts_BL = torch.maximum(starts_BL, self.index_1L - window + 1)
-            ends_BL = torch.minimum(ends_BL, self.index_1L + window)
+            starts_BL = torch.maximum(starts_BL, self.positions_1L - window + 1)
+            ends_BL = torch.minimum(ends_BL, self.positions_1L + window)
         ends_BL = torch.maximum(starts_BL, ends_BL)
         return starts_BL.expand_as(ends_BL) + shift, ends_BL + shift
 
 
 def document_offsets(documents_BL: Tensor) -> Tensor:
     """Distance of each position from the start of its document, [B, L]; a document is a run of equal numbers."""
-    places = _Places.of(documents_BL, documents_BL.shape[1], documents_BL.device)
-    return places.index_1L - places.first_BL
+    places = _DocumentBounds.of(documents_BL, documents_BL.shape[1], documents_BL.device)
+    return places.positions_1L - places.document_starts_BL
 
 
-def _stack(*ranges: Intervals) -> Intervals:
+def _stack_ranges(*ranges: Intervals) -> Intervals:
     starts, ends = zip(*ranges, strict=True)
     return torch.stack(starts, dim=-1), torch.stack(ends, dim=-1)
 
 
-def _half(length: int) -> int:
+def _half_length(length: int) -> int:
     if length % 2:
         raise ValueError(f"a sequence of {length} positions cannot be [xt | x0], two streams of equal length")
     return length // 2
 
 
-def _moved(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
+def _to_device(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
     return None if tensor is None else tensor.to(device)
 
 

@@ -27,7 +27,7 @@ TILE_LENGTH = 64
 """Queries of a tile, about (benchmarking/bench_attention.py)."""
 BFLOAT16_TILE_LENGTH = 128
 """The same for bf16: products are so fast that fewer and larger ones pay, although they compute more hidden pairs."""
-KEPT_BYTES = 64 << 20
+MAX_SAVED_BYTES = 64 << 20
 """Softmax probabilities up to this size are kept for the backward; more are computed again, for a tenth more time."""
 
 
@@ -47,22 +47,22 @@ class Tile:
         return sum(end - start for start, end in self.ranges)
 
     @property
-    def pairs(self) -> int:
+    def num_pairs(self) -> int:
         """Scores that are computed, for each head and row."""
         return (self.end - self.first) * self.width
 
 
-def tile_length(dtype: torch.dtype) -> int:
+def target_tile_length(dtype: torch.dtype) -> int:
     """Queries of a tile, about."""
     return BFLOAT16_TILE_LENGTH if dtype == torch.bfloat16 else TILE_LENGTH
 
 
-def density(tiles: Sequence[Tile], length: int) -> float:
+def tile_density(tiles: Sequence[Tile], length: int) -> float:
     """Share of all pairs of positions that the tiles compute; 1 is dense."""
-    return sum(tile.pairs for tile in tiles) / length**2
+    return sum(tile.num_pairs for tile in tiles) / length**2
 
 
-def cut(intervals: Intervals, streams: int, dtype: torch.dtype) -> tuple[Tile, ...]:
+def build_tiles(intervals: Intervals, positions_per_token: int, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Tiles of all queries, in order, with biases of a dtype.
 
     A tile ends where what is seen changes (at the end of a block, of a document), if that is near the wanted length:
@@ -78,27 +78,29 @@ def cut(intervals: Intervals, streams: int, dtype: torch.dtype) -> tuple[Tile, .
     changes_BS = ((starts_BSR[:, 1:] != starts_BSR[:, :-1]) | (ends_BSR[:, 1:] != ends_BSR[:, :-1])).any(dim=-1)
     changes = (changes_BS.any(dim=0).nonzero().flatten() + 1).tolist()
     tiles = []
-    for first, end in _pieces(changes, length, length // streams, tile_length(dtype)):
+    for first, end in _tile_bounds(changes, length, length // positions_per_token, target_tile_length(dtype)):
         low, full_high = minima_2SR[:, first:end].amin(dim=1).tolist()
         high, full_low = maxima_2SR[:, first:end].amax(dim=1).tolist()
         bounds = list(zip(low, high, full_low, full_high, strict=True))
-        tiles.append(_tile(first, end, bounds, intervals, dtype))
+        tiles.append(_build_tile(first, end, bounds, intervals, dtype))
     return tuple(tiles)
 
 
-def _pieces(changes: list[int], length: int, stream: int, wanted: int) -> Iterator[tuple[int, int]]:
+def _tile_bounds(changes: list[int], length: int, half_length: int, target_length: int) -> Iterator[tuple[int, int]]:
     """First and end of each tile, cut at the change nearest to the wanted length, from half of it to one and a half."""
     first = 0
     while first < length:
-        stop = first - first % stream + stream
-        nearest = first + wanted
-        near = slice(bisect_right(changes, nearest - wanted // 2), bisect_right(changes, nearest + wanted // 2))
+        stop = first - first % half_length + half_length
+        nearest = first + target_length
+        near = slice(
+            bisect_right(changes, nearest - target_length // 2), bisect_right(changes, nearest + target_length // 2)
+        )
         end = min(stop, min(changes[near], key=lambda change: abs(change - nearest), default=nearest))
         yield first, end
         first = end
 
 
-def _tile(
+def _build_tile(
     first: int, end: int, bounds: Sequence[tuple[int, int, int, int]], intervals: Intervals, dtype: torch.dtype
 ) -> Tile:
     """Bounds of each range: first key and end of what any query of the tile sees, the same of what all of them see."""
@@ -138,24 +140,24 @@ def attend_tiled(
     q = (q_BQNH * scale).view(B, Q, K, N // K, H).transpose(1, 2).reshape(B * K, Q * (N // K), H)
     k, v = (each.transpose(1, 2).reshape(B * K, S, H) for each in (k_BSKH, v_BSKH))
     with torch.autocast(q.device.type, enabled=False):  # The dtype of a product must be that of its buffer.
-        out: Tensor = _Tiled.apply(q, k, v, tiles, (B, K, N // K))
+        out: Tensor = _TiledAttention.apply(q, k, v, tiles, (B, K, N // K))
     return out.view(B, K, Q, N // K, H).transpose(1, 2).reshape(B, Q, N, H)
 
 
-class _Tiled(torch.autograd.Function):
+class _TiledAttention(torch.autograd.Function):
     """Queries [Z, Q * G, H], scaled; keys and values [Z, S, H]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], groups: tuple[int, ...]) -> Tensor:
         tiles = tuple(itertools.takewhile(lambda tile: tile.first * groups[-1] < q.shape[1], tiles))
         out = torch.empty_like(q)
-        size = q.shape[0] * groups[-1] * q.element_size() * sum(tile.pairs for tile in tiles)
-        is_kept = any(ctx.needs_input_grad[:3]) and size <= KEPT_BYTES
+        size = q.shape[0] * groups[-1] * q.element_size() * sum(tile.num_pairs for tile in tiles)
+        is_kept = any(ctx.needs_input_grad[:3]) and size <= MAX_SAVED_BYTES
         kept = []
         for tile in tiles:
-            rows = _rows(tile, q, groups)
-            probabilities = _probabilities(tile, q[:, rows], _gather(k, tile), groups)
-            torch.bmm(probabilities, _gather(v, tile), out=out[:, rows])
+            rows = _query_slice(tile, q, groups)
+            probabilities = _compute_probabilities(tile, q[:, rows], _gather_keys(k, tile), groups)
+            torch.bmm(probabilities, _gather_keys(v, tile), out=out[:, rows])
             if is_kept:
                 kept.append(probabilities)
         ctx.save_for_backward(q, k, v, *kept)
@@ -171,10 +173,10 @@ class _Tiled(torch.autograd.Function):
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         grad = grad.contiguous()
         for index, tile in enumerate(ctx.tiles):
-            rows = _rows(tile, q, ctx.groups)
-            keys = _gather(k, tile)
-            p = kept[index] if kept else _probabilities(tile, q[:, rows], keys, ctx.groups)
-            grad_p = torch.bmm(grad[:, rows], _gather(v, tile).transpose(1, 2))
+            rows = _query_slice(tile, q, ctx.groups)
+            keys = _gather_keys(k, tile)
+            p = kept[index] if kept else _compute_probabilities(tile, q[:, rows], keys, ctx.groups)
+            grad_p = torch.bmm(grad[:, rows], _gather_keys(v, tile).transpose(1, 2))
             grad_scores = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
             torch.bmm(grad_scores, keys, out=grad_q[:, rows])
             column = 0
@@ -186,17 +188,17 @@ class _Tiled(torch.autograd.Function):
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
-def _rows(tile: Tile, q: Tensor, groups: tuple[int, ...]) -> slice:
+def _query_slice(tile: Tile, q: Tensor, groups: tuple[int, ...]) -> slice:
     return slice(tile.first * groups[-1], min(tile.end * groups[-1], q.shape[1]))
 
 
-def _gather(x_ZSH: Tensor, tile: Tile) -> Tensor:
+def _gather_keys(x_ZSH: Tensor, tile: Tile) -> Tensor:
     """Keys or values of a tile, [Z, W, H]."""
     slices = [x_ZSH[:, start:end] for start, end in tile.ranges]
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=1)
 
 
-def _probabilities(tile: Tile, q: Tensor, k: Tensor, groups: tuple[int, ...]) -> Tensor:
+def _compute_probabilities(tile: Tile, q: Tensor, k: Tensor, groups: tuple[int, ...]) -> Tensor:
     """Softmax of the scores of one tile, [Z, T * G, W]."""
     scores = torch.bmm(q, k.transpose(1, 2))
     B, K, G = groups

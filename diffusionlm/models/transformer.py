@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from config.model import ModelConfig
-from diffusionlm.kernels.cross_entropy import Score, Scored, linear_cross_entropy
-from diffusionlm.models.attention import Attention, Backend, Lowered, Scoring
-from diffusionlm.models.attention_backends import lower, lower_cached
-from diffusionlm.models.cache import Slots
+from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cross_entropy
+from diffusionlm.models.attention import Attention, AttentionBackend, AttentionScale, PreparedAttention
+from diffusionlm.models.attention_backends import prepare_attention, prepare_cached_attention
+from diffusionlm.models.cache import CacheSlots
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
-from diffusionlm.models.moe import Mixture, Routing, balance_loss
+from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
 
 
@@ -42,27 +42,27 @@ class Block(nn.Module):
             self.post_feedforward_layernorm = _norm(config)
         is_sparse = config.is_sparse(layer)
         feed_forward = (config.hidden_size, config.intermediate_size, config.hidden_act)
-        self.mlp: Mixture | SwiGLU = Mixture(config) if is_sparse else SwiGLU(*feed_forward)
+        self.mlp: MoE | SwiGLU = MoE(config) if is_sparse else SwiGLU(*feed_forward)
 
     def forward(
         self,
         x_BLD: Tensor,
         rope: tuple[Tensor, Tensor],
-        attention: Lowered,
+        attention: PreparedAttention,
         *,
-        rows: Tensor | None = None,
+        output_positions: Tensor | None = None,
         routings: list[Routing] | None = None,
     ) -> Tensor:
         """[B, L, D], or [R, D] of ``rows`` alone: then only keys and values are computed for the others.
 
         A router appends what it decided to ``routings``.
         """
-        attended = self.self_attn(self.input_layernorm(x_BLD), rope, attention, rows=rows)
+        attended = self.self_attn(self.input_layernorm(x_BLD), rope, attention, output_positions=output_positions)
         if self.has_sandwich_norms:
             attended = self.post_attention_layernorm(attended)
-        x: Tensor = (x_BLD if rows is None else x_BLD.flatten(0, 1)[rows]) + attended
+        x: Tensor = (x_BLD if output_positions is None else x_BLD.flatten(0, 1)[output_positions]) + attended
         before = self.pre_feedforward_layernorm if self.has_sandwich_norms else self.post_attention_layernorm
-        is_sparse = isinstance(self.mlp, Mixture)
+        is_sparse = isinstance(self.mlp, MoE)
         fed: Tensor = self.mlp(before(x), routings) if is_sparse else self.mlp(before(x))
         return x + (self.post_feedforward_layernorm(fed) if self.has_sandwich_norms else fed)
 
@@ -72,7 +72,7 @@ def _norm(config: ModelConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
 
 
-class Trunk(nn.Module):
+class Backbone(nn.Module):
     """Embedding, blocks and final norm: what Hugging Face calls ``model``."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -88,11 +88,11 @@ class Transformer(nn.Module):
     Parameters are uninitialised until `init.init_weights` or a checkpoint fills them.
     """
 
-    def __init__(self, config: ModelConfig, *, attention_backend: Backend = "auto") -> None:
+    def __init__(self, config: ModelConfig, *, attention_backend: AttentionBackend = "auto") -> None:
         super().__init__()
         self.config = config
         self.attention_backend = attention_backend
-        self.model = Trunk(config)
+        self.model = Backbone(config)
         self.rope = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
@@ -106,9 +106,9 @@ class Transformer(nn.Module):
         pattern: AttentionPattern,
         positions: Tensor | None = ...,
         inputs_embeds_BLD: Tensor | None = ...,
-        rows: Tensor,
-        score: Score,
-    ) -> Scored: ...
+        output_positions: Tensor,
+        loss_inputs: LossInputs,
+    ) -> LossOutput: ...
 
     @overload
     def __call__(
@@ -118,12 +118,12 @@ class Transformer(nn.Module):
         pattern: AttentionPattern,
         positions: Tensor | None = ...,
         inputs_embeds_BLD: Tensor | None = ...,
-        rows: Tensor | None = ...,
-        score: None = ...,
-        cache: Slots | None = ...,
+        output_positions: Tensor | None = ...,
+        loss_inputs: None = ...,
+        cache: CacheSlots | None = ...,
     ) -> Tensor: ...
 
-    def __call__(self, *args: object, **kwargs: object) -> Tensor | Scored:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor | LossOutput:
         """Call `forward`."""
         return super().__call__(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -134,10 +134,10 @@ class Transformer(nn.Module):
         pattern: AttentionPattern,
         positions: Tensor | None = None,
         inputs_embeds_BLD: Tensor | None = None,
-        rows: Tensor | None = None,
-        score: Score | None = None,
-        cache: Slots | None = None,
-    ) -> Tensor | Scored:
+        output_positions: Tensor | None = None,
+        loss_inputs: LossInputs | None = None,
+        cache: CacheSlots | None = None,
+    ) -> Tensor | LossOutput:
         """Logits, or the score of chosen rows.
 
         Args:
@@ -145,43 +145,50 @@ class Transformer(nn.Module):
             pattern: who sees whom.
             positions: position numbers [L] or [B, L]; if None, 0, 1, 2 ... in each stream of the pattern.
             inputs_embeds_BLD: taken instead of the tokens' embeddings, as they are (``scale_embeddings`` is theirs).
-            rows: flat indices into B * L, ascending. The last block computes queries, feed-forward and head for these
-                alone.
-            score: targets and weights of ``rows``.
+            output_positions: flat indices into B * L, ascending, [N]. The last block computes queries, feed-forward and
+                head for these alone.
+            loss_inputs: targets and weights of ``output_positions``; the logits never exist all at once.
             cache: keys and values of earlier forwards, and the places of the tokens among them, instead of positions;
                 for decoding, so without score and gradient.
 
         Returns:
-            Without score: logits [B, L, V], or [R, V] of the rows. With score: `Scored`; the logits of all rows never
-            exist at once.
+            Without loss inputs: logits [B, L, V], or [N, V] of the output positions. With them: `LossOutput`.
 
         Raises:
             ValueError: a score without rows, a sequence longer than the model's context, an attention backend that
                 cannot compute the pattern or the model's soft cap, or what does not go with a cache.
         """
-        if score is not None and rows is None:
-            raise ValueError("a score needs the rows that it scores: pass rows, flat indices into B * L")
+        if loss_inputs is not None and output_positions is None:
+            raise ValueError("loss_inputs need output_positions: flat indices into B * L")
         x = self._embed(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
         if cache is None:
-            attentions, positions = self._lower(pattern, tokens_BL.shape[1], positions, x.device)
+            attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
         else:
-            if positions is not None or score is not None:
+            if positions is not None or loss_inputs is not None:
                 raise ValueError("a cache has positions of its own and is for decoding: pass no positions and no score")
-            attentions, positions = self._lower_cached(pattern, tokens_BL, cache, x)
-        rope = self._turn(positions if positions.dim() == 2 else positions[None], x)
-        routings: list[Routing] | None = [] if score is not None and score.balance_weight else None
+            attentions, positions = self._prepare_cached_attention(pattern, tokens_BL, cache, x)
+        rope = self._build_rotary_tables(positions if positions.dim() == 2 else positions[None], x)
+        routings: list[Routing] | None = [] if loss_inputs is not None and loss_inputs.load_balancing_weight else None
         last = len(self.model.layers) - 1
         for index, (block, attention) in enumerate(zip(self.model.layers, attentions, strict=True)):
-            x = block(x, rope, attention, rows=rows if index == last else None, routings=routings)
+            x = block(
+                x, rope, attention, output_positions=output_positions if index == last else None, routings=routings
+            )
         x = self.model.norm(x)
         softcap = self.config.final_logit_softcapping
-        if score is None:
+        if loss_inputs is None:
             logits: Tensor = self.lm_head(x)
             return logits if softcap is None else soft_cap(logits, softcap)
-        scored = linear_cross_entropy(x, self.lm_head.weight, score, softcap)
-        return replace(scored, balance_sum=score.balance_weight * balance_loss(routings)) if routings else scored
+        scored = linear_cross_entropy(x, self.lm_head.weight, loss_inputs, softcap)
+        return (
+            replace(
+                scored, load_balancing_loss=loss_inputs.load_balancing_weight * compute_load_balancing_loss(routings)
+            )
+            if routings
+            else scored
+        )
 
-    def _turn(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _build_rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary tables of a forward, in the dtype that queries will have."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -197,27 +204,29 @@ class Transformer(nn.Module):
         scale = torch.full((), self.config.hidden_size**0.5, dtype=torch.float32, device=x_BLD.device)
         return x_BLD * scale.to(x_BLD.dtype)
 
-    def _lower(
+    def _prepare_attention(
         self, pattern: AttentionPattern, length: int, positions: Tensor | None, device: torch.device
-    ) -> tuple[Sequence[Lowered], Tensor]:
+    ) -> tuple[Sequence[PreparedAttention], Tensor]:
         """The attention of each layer, and positions. Layers with the same window share their attention."""
-        if length > self.config.max_position_embeddings * pattern.streams:
+        if length > self.config.max_position_embeddings * pattern.positions_per_token:
             raise ValueError(
-                f"{length // pattern.streams} tokens are more than the model's context, "
+                f"{length // pattern.positions_per_token} tokens are more than the model's context, "
                 f"max_position_embeddings = {self.config.max_position_embeddings}; shorten the input"
             )
-        windows, scoring = self._windows(), self._scoring()
+        windows, scale_options = self._layer_windows(), self._build_scale_options()
         made = {
-            window: lower(pattern, length, device, self.attention_backend, window, scoring)
+            window: prepare_attention(pattern, length, device, self.attention_backend, window, scale_options)
             for window in dict.fromkeys(windows)
         }
         if positions is None:
-            positions = torch.arange(length // pattern.streams, device=device).repeat(pattern.streams)
+            positions = torch.arange(length // pattern.positions_per_token, device=device).repeat(
+                pattern.positions_per_token
+            )
         return [made[window] for window in windows], positions
 
-    def _lower_cached(
-        self, pattern: AttentionPattern, tokens_BL: Tensor, slots: Slots, x_BLD: Tensor
-    ) -> tuple[Sequence[Lowered], Tensor]:
+    def _prepare_cached_attention(
+        self, pattern: AttentionPattern, tokens_BL: Tensor, slots: CacheSlots, x_BLD: Tensor
+    ) -> tuple[Sequence[PreparedAttention], Tensor]:
         """The same of a forward with a cache."""
         if slots.positions_BQ.shape != tokens_BL.shape:
             raise ValueError(
@@ -226,15 +235,17 @@ class Transformer(nn.Module):
             )
         if torch.is_grad_enabled():
             raise ValueError("a cache keeps no gradient: call the model under torch.inference_mode() or no_grad()")
-        windows = self._windows()
-        return lower_cached(pattern, slots, windows, x_BLD.device, self.attention_backend, self._scoring())
+        windows = self._layer_windows()
+        return prepare_cached_attention(
+            pattern, slots, windows, x_BLD.device, self.attention_backend, self._build_scale_options()
+        )
 
-    def _scoring(self) -> Scoring:
+    def _build_scale_options(self) -> AttentionScale:
         """How products of queries and keys become scores."""
         scalar = self.config.query_pre_attn_scalar
-        return Scoring(None if scalar is None else scalar**-0.5, self.config.attn_logit_softcapping)
+        return AttentionScale(None if scalar is None else scalar**-0.5, self.config.attn_logit_softcapping)
 
-    def _windows(self) -> list[int | None]:
+    def _layer_windows(self) -> list[int | None]:
         """Of each layer. None: it sees any distance."""
         full = ["full_attention"] * self.config.num_hidden_layers
         return [

@@ -20,13 +20,13 @@ class WeightAverage:
         self.decay = decay
         self.live = dict(model.named_parameters())
         device = next(iter(self.live.values())).device
-        self._updates = torch.zeros((), dtype=torch.int64, device=device)
-        self.average = {name: _own(parameter).float().clone() for name, parameter in self.live.items()}
+        self._num_updates = torch.zeros((), dtype=torch.int64, device=device)
+        self.average = {name: _local_values(parameter).float().clone() for name, parameter in self.live.items()}
 
     @property
-    def updates(self) -> int:
+    def num_updates(self) -> int:
         """How many were made; waits for the device."""
-        return int(self._updates)
+        return int(self._num_updates)
 
     @torch.no_grad()
     def update(self, skip: Tensor | None = None) -> None:
@@ -35,37 +35,37 @@ class WeightAverage:
         Args:
             skip: where this is true, 0-d on the device, nothing changes; the weights must be finite all the same.
         """
-        self._updates += 1 if skip is None else ~skip
-        count = self._updates.double()
+        self._num_updates += 1 if skip is None else ~skip
+        count = self._num_updates.double()
         weight = 1.0 - torch.clamp((1.0 + count) / (10.0 + count), max=self.decay)
         if skip is not None:
             weight.masked_fill_(skip, 0.0)
         for average, parameter in zip(self.average.values(), self.live.values(), strict=True):
-            average.lerp_(_own(parameter).float(), weight.float())
+            average.lerp_(_local_values(parameter).float(), weight.float())
 
-    def restore(self, average: Mapping[str, Tensor], updates: int) -> None:
+    def restore(self, average: Mapping[str, Tensor], num_updates: int) -> None:
         """What a checkpoint kept."""
         for name, value in self.average.items():
             value.copy_(average[name])
-        self._updates.fill_(updates)
+        self._num_updates.fill_(num_updates)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def use_averages(self) -> Iterator[None]:
         """The model has the averaged weights meanwhile. Where parameters are cut over ranks, these must be cut here."""
-        kept = {name: _own(parameter).clone() for name, parameter in self.live.items()}
-        self._write(self.average)
+        kept = {name: _local_values(parameter).clone() for name, parameter in self.live.items()}
+        self._copy_into_model(self.average)
         try:
             yield
         finally:
-            self._write(kept)
+            self._copy_into_model(kept)
 
     @torch.no_grad()
-    def _write(self, values: dict[str, Tensor]) -> None:
+    def _copy_into_model(self, values: dict[str, Tensor]) -> None:
         for name, parameter in self.live.items():
-            _own(parameter).copy_(values[name])
+            _local_values(parameter).copy_(values[name])
 
 
-def _own(parameter: Tensor) -> Tensor:
+def _local_values(parameter: Tensor) -> Tensor:
     """What this rank has of a parameter, in the memory of that: its rows, where it is a DTensor."""
     values: Any = parameter.detach()
     own: Tensor = values.to_local() if hasattr(values, "to_local") else values

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusionlm.optim.conditional_step import settle_gradients, shrink, silence
+from diffusionlm.optim.conditional_step import (
+    decay_unless_skipped,
+    replace_gradients_if_skipped,
+    zero_updates_if_skipped,
+)
 
 
 class Lion(torch.optim.Optimizer):
@@ -49,16 +53,16 @@ class Lion(torch.optim.Optimizer):
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         rate, (first, second) = group["lr"], group["betas"]
         gradients = [each.grad for each in parameters if each.grad is not None]
-        moments = [self._moment(each) for each in parameters]
-        settle_gradients(self.found_inf, gradients, moments)
+        moments = [self._get_moment(each) for each in parameters]
+        replace_gradients_if_skipped(self.found_inf, gradients, moments)
         updates = torch._foreach_lerp(moments, gradients, 1 - first)
         torch._foreach_sign_(updates)
-        silence(self.found_inf, list(updates))
-        shrink(self.found_inf, parameters, 1 - rate * group["weight_decay"])
+        zero_updates_if_skipped(self.found_inf, list(updates))
+        decay_unless_skipped(self.found_inf, parameters, 1 - rate * group["weight_decay"])
         torch._foreach_add_(parameters, updates, alpha=-rate)
         torch._foreach_lerp_(moments, gradients, 1 - second)
 
-    def _moment(self, parameter: Tensor) -> Tensor:
+    def _get_moment(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from config.optimizer import Schedule
+from config.optimizer import LRScheduleConfig
 
 
-def lr_factor(schedule: Schedule, step: int, max_steps: int) -> float:
+def lr_factor(schedule: LRScheduleConfig, step: int, max_steps: int) -> float:
     """Factor of the full rate for optimizer step ``step`` of 0 ... max_steps - 1.
 
     Linear warm-up that is never zero, then constant, or down to ``final_factor``, which the step after the last would
@@ -17,14 +17,14 @@ def lr_factor(schedule: Schedule, step: int, max_steps: int) -> float:
     Raises:
         ValueError: the run is too short for its warm-up and decay.
     """
-    warmup = schedule.warmup_of(max_steps)
+    warmup = schedule.num_warmup_steps(max_steps)
     match schedule.kind:
         case "constant":
             start, shape = max_steps, "linear"
         case "linear" | "cosine":
             start, shape = warmup, schedule.kind
         case "warmup_stable_decay":
-            start, shape = max_steps - schedule.decay_of(max_steps), schedule.decay_shape or "linear"
+            start, shape = max_steps - schedule.num_decay_steps(max_steps), schedule.decay_shape or "linear"
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if step < start or schedule.kind == "constant":

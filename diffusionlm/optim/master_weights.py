@@ -35,12 +35,12 @@ class MasterWeights:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
-        self._low: dict[str, Tensor] = {}
+        self._low_bits: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
-        self._narrow()
+        self._split_parameters()
 
     @torch.no_grad()
-    def collect_gradients(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Add the gradients of a backward up in float32; after each micro-batch."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -57,21 +57,21 @@ class MasterWeights:
         them stays, gradients are dropped."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.data = join(parameter.data, self._low.pop(name))
+                parameter.data = join(parameter.data, self._low_bits.pop(name))
                 parameter.grad = self._grads.pop(name, None)
         try:
             yield
         finally:
-            self._narrow()
+            self._split_parameters()
 
     @torch.no_grad()
-    def _narrow(self) -> None:
+    def _split_parameters(self) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = None
-            parameter.data, self._low[name] = split(parameter.data)
+            parameter.data, self._low_bits[name] = split(parameter.data)
 
 
-def block_matrices(model: Transformer) -> dict[str, nn.Parameter]:
+def select_block_matrices(model: Transformer) -> dict[str, nn.Parameter]:
     """The parameters that `runtime.weights` is about: matrices of the blocks that are trained."""
     return {
         name: parameter

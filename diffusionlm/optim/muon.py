@@ -12,18 +12,22 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from diffusionlm.optim.conditional_step import settle_gradients, shrink, silence
+from diffusionlm.optim.conditional_step import (
+    decay_unless_skipped,
+    replace_gradients_if_skipped,
+    zero_updates_if_skipped,
+)
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of ``a x + b x^3 + c x^5``: steep at zero; five rounds bring singular values near one, not to it."""
-ROUNDS = 5
-MOST_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+NEWTON_SCHULZ_STEPS = 5
+MAX_STACK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Of one stack, by kind of device: what a processor's cache holds, and what a GPU is busy with. Bounds the memory."""
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 
 
-def orthogonalise(stack_NRC: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def orthogonalize(stack_NRC: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Each matrix with its singular values moved to about one (0.7 to 1.2), by Newton and Schulz.
 
     A pure function, matrix by matrix: a stack that is cut gives the same pieces. Products are in ``dtype``, and so is
@@ -38,14 +42,14 @@ def orthogonalise(stack_NRC: Tensor, dtype: torch.dtype = torch.bfloat16) -> Ten
         x = x.mT  # the products of x x^T are then those of the shorter side
     # A product of two matrices is faster than a batch of one.
     x, add_product = (x[0], torch.addmm) if len(x) == 1 else (x, torch.baddbmm)
-    for _ in range(ROUNDS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
         x = add_product(x, polynomial, x, beta=a)
     return (x.mT if is_tall else x).view(stack_NRC.shape)
 
 
-def rate_factor(adjust_lr: AdjustLr, rows: int, columns: int) -> float:
+def learning_rate_scale(adjust_lr: AdjustLr, rows: int, columns: int) -> float:
     """By how much the rate of a matrix of this shape is larger.
 
     match_rms_adamw: updates have the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982, eq. 4). original:
@@ -58,7 +62,7 @@ def rate_factor(adjust_lr: AdjustLr, rows: int, columns: int) -> float:
             return math.sqrt(max(1.0, rows / columns))
 
 
-def product_dtype(precision: Literal["auto", "bfloat16", "float32"], parameter: Tensor) -> torch.dtype:
+def choose_product_dtype(precision: Literal["auto", "bfloat16", "float32"], parameter: Tensor) -> torch.dtype:
     """Of the orthogonalisation; auto is bfloat16 where the device of the parameter has units for it."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -69,14 +73,14 @@ def product_dtype(precision: Literal["auto", "bfloat16", "float32"], parameter: 
     return torch.bfloat16 if native else torch.float32
 
 
-class Exchange(Protocol):
+class MatrixRowExchange(Protocol):
     """Matrices that are cut into rows, one part on each rank; all ranks call it for the same matrices, in order."""
 
     def whole_shape(self, part: Tensor) -> torch.Size:
         """Of the matrix that a parameter has rows of."""
 
     def __call__(
-        self, parts: list[Tensor], rows: list[Tensor], act: Callable[[list[Tensor]], list[Tensor]]
+        self, parts: list[Tensor], rows: list[Tensor], function: Callable[[list[Tensor]], list[Tensor]]
     ) -> list[Tensor]:
         """Put the rows of all ranks together, act on whole matrices, each on one rank, and give rows of the results.
 
@@ -106,7 +110,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
         adjust_lr: AdjustLr = "match_rms_adamw",
         dtype: torch.dtype = torch.bfloat16,
-        exchange: Exchange | None = None,
+        row_exchange: MatrixRowExchange | None = None,
     ) -> None:
         """``dtype`` is that of the orthogonalisation's products. With an ``exchange`` parameters are rows of matrices.
 
@@ -115,7 +119,7 @@ class Muon(torch.optim.Optimizer):
         """
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adjust_lr": adjust_lr}
         super().__init__(params, {**defaults, "dtype": dtype})
-        self.exchange = exchange
+        self.row_exchange = row_exchange
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if parameter.dim() != 2:
                 raise ValueError(f"Muon updates matrices, and a parameter has the shape {list(parameter.shape)}")
@@ -126,48 +130,48 @@ class Muon(torch.optim.Optimizer):
         assert closure is None, "gradients are there before the step"
         for group in self.param_groups:
             ready = [each for each in group["params"] if each.grad is not None]
-            if self.exchange is not None:
-                self._update_rows(self.exchange, ready, group)
+            if self.row_exchange is not None:
+                self._step_sharded(self.row_exchange, ready, group)
                 continue
-            for parameters in stacks(ready):
-                updates = orthogonalise(_stacked(self._ahead(parameters, group)), group["dtype"])
+            for parameters in group_into_stacks(ready):
+                updates = orthogonalize(_stack(self._nesterov_directions(parameters, group)), group["dtype"])
                 self._apply(parameters, list(updates.unbind()), group, parameters[0].shape)
 
-    def _update_rows(self, exchange: Exchange, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _step_sharded(self, row_exchange: MatrixRowExchange, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """All matrices in one exchange, in the dtype of the products, to which they would be rounded next."""
-        ahead = [each.to(group["dtype"]) for each in self._ahead(parameters, group)]
+        ahead = [each.to(group["dtype"]) for each in self._nesterov_directions(parameters, group)]
 
-        def act(matrices: list[Tensor]) -> list[Tensor]:
+        def function(matrices: list[Tensor]) -> list[Tensor]:
             done: dict[int, Tensor] = {}
-            for alike in stacks(matrices):
-                done.update(zip(map(id, alike), orthogonalise(_stacked(alike), group["dtype"]).unbind(), strict=True))
+            for alike in group_into_stacks(matrices):
+                done.update(zip(map(id, alike), orthogonalize(_stack(alike), group["dtype"]).unbind(), strict=True))
             return [done[id(each)] for each in matrices]
 
-        updates = dict(zip(parameters, exchange(parameters, ahead, act), strict=True))
+        updates = dict(zip(parameters, row_exchange(parameters, ahead, function), strict=True))
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for each in parameters:
-            by_shape.setdefault(exchange.whole_shape(each), []).append(each)
+            by_shape.setdefault(row_exchange.whole_shape(each), []).append(each)
         for shape, same in by_shape.items():
             self._apply(same, [updates[each] for each in same], group, shape)
 
-    def _ahead(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def _nesterov_directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """Move the momenta, and look one step ahead of them."""
         if not parameters:
             return []
         gradients = [each.grad for each in parameters if each.grad is not None]
-        buffers = [self._buffer(each) for each in parameters]
-        settle_gradients(self.found_inf, gradients, buffers)
+        buffers = [self._get_buffer(each) for each in parameters]
+        replace_gradients_if_skipped(self.found_inf, gradients, buffers)
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         return list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
 
     def _apply(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any], shape: torch.Size) -> None:
         """Decay parameters, and add their updates, which are those of matrices of this shape."""
         rate = group["lr"]
-        silence(self.found_inf, updates)
-        shrink(self.found_inf, parameters, 1 - rate * group["weight_decay"])
-        torch._foreach_add_(parameters, updates, alpha=-rate * rate_factor(group["adjust_lr"], *shape))
+        zero_updates_if_skipped(self.found_inf, updates)
+        decay_unless_skipped(self.found_inf, parameters, 1 - rate * group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-rate * learning_rate_scale(group["adjust_lr"], *shape))
 
-    def _buffer(self, parameter: Tensor) -> Tensor:
+    def _get_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -175,15 +179,17 @@ class Muon(torch.optim.Optimizer):
         return buffer
 
 
-def _stacked(matrices: list[Tensor]) -> Tensor:
+def _stack(matrices: list[Tensor]) -> Tensor:
     return torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]
 
 
-def stacks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+def group_into_stacks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Cut into lists whose matrices can be stacked: one shape, dtype and device, and not too many."""
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
     for each in parameters:
         alike.setdefault((each.shape, each.dtype, each.device), []).append(each)
     for same in alike.values():
-        most = max(1, MOST_ELEMENTS.get(same[0].device.type, MOST_ELEMENTS["cuda"]) // max(1, same[0].numel()))
+        most = max(
+            1, MAX_STACK_ELEMENTS.get(same[0].device.type, MAX_STACK_ELEMENTS["cuda"]) // max(1, same[0].numel())
+        )
         yield from (same[start : start + most] for start in range(0, len(same), most))

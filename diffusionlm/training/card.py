@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from config.data import HubDataset
 from config.dump import to_toml
-from config.parallel import Single
-from diffusionlm.checkpoints.model_card import Bound, Source, Training, update_training
+from config.parallel import SingleProcess
+from diffusionlm.checkpoints.model_card import CardDataSource, CardTraining, ValidationBound, update_training_section
 from diffusionlm.training.run import Run
 from diffusionlm.training.summary import Summary
 
 
-def describe_training(run: Run, bound: Bound | None) -> Training:
+def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:
     """The run as it stands, in values that do not change any more."""
     config = run.config
     total = sum(part.weight for part in run.parts)
-    command = "diffusionlm-train" if isinstance(config.parallel, Single) else "diffusionlm-train-ddp"
+    command = "diffusionlm-train" if isinstance(config.parallel, SingleProcess) else "diffusionlm-train-ddp"
     init_from = config.model.init_from
-    return Training(
+    return CardTraining(
         name=config.run.directory.resolve().name,
         step=run.progress.step,
         max_steps=run.max_steps,
@@ -24,7 +24,7 @@ def describe_training(run: Run, bound: Bound | None) -> Training:
         row_length=config.row_length,
         tokens_seen=run.progress.tokens_seen,
         sources=tuple(
-            Source(
+            CardDataSource(
                 part.name,
                 part.source.provenance,
                 part.source.identity,
@@ -43,12 +43,12 @@ def describe_training(run: Run, bound: Bound | None) -> Training:
     )
 
 
-def complete_card(run: Run, summary: Summary) -> None:
+def add_final_bound_to_card(run: Run, summary: Summary) -> None:
     """Put the final bound into the card of the last checkpoint; the first rank does. It is no reason to fail."""
     result = summary.evaluation
-    bound = Bound(result.nats_per_token, result.standard_error, summary.step, result.block_length == 1)
+    bound = ValidationBound(result.nats_per_token, result.standard_error, summary.step, result.block_length == 1)
     folder = run.directory.store.path(run.progress.step)
     try:
-        update_training(folder, describe_training(run, bound))
+        update_training_section(folder, describe_training(run, bound))
     except (OSError, ValueError) as error:
-        run.say(f"the card of {folder} does not have the final bound: {error}")
+        run.log(f"the card of {folder} does not have the final bound: {error}")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from config.runtime import RuntimeConfig
-from diffusionlm.models.attention import attend_rows
-from diffusionlm.models.moe import Mixture
+from diffusionlm.models.attention import attend_at_positions
+from diffusionlm.models.moe import MoE
 from diffusionlm.models.transformer import Block, Transformer
 
 
-def chooses_blocks(config: RuntimeConfig, device: torch.device) -> bool:
+def should_compile_blocks(config: RuntimeConfig, device: torch.device) -> bool:
     """Whether blocks are compiled, also for ``auto``."""
     if config.compile != "auto":
         return config.compile == "blocks"
@@ -30,40 +30,42 @@ def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "indu
     """
     for block in model.model.layers:
         assert isinstance(block, Block)
-        if isinstance(block.mlp, Mixture):
-            block.mlp.forward = _disabled(block.mlp.forward)  # type: ignore[method-assign]
-        block.forward = _compiled(block.forward, backend)  # type: ignore[method-assign]
+        if isinstance(block.mlp, MoE):
+            block.mlp.forward = _disable_compile(block.mlp.forward)  # type: ignore[method-assign]
+        block.forward = _compile_forward(block.forward, backend)  # type: ignore[method-assign]
 
 
-def _compiled(forward: Callable[..., Tensor], backend: str | Callable[..., Any]) -> Callable[..., Tensor]:
+def _compile_forward(forward: Callable[..., Tensor], backend: str | Callable[..., Any]) -> Callable[..., Tensor]:
     compiled = torch.compile(forward, backend=backend)
-    attend = _disabled(_attend)
+    attend = _disable_compile(_call_attention)
 
     def run(
         x_BLD: Tensor,
         rope: tuple[Tensor, Tensor],
         attention: Any,
         *,
-        rows: Tensor | None = None,
+        output_positions: Tensor | None = None,
         routings: list[Any] | None = None,
     ) -> Tensor:
         if not torch.is_grad_enabled():  # validation has other shapes, and few steps
-            return forward(x_BLD, rope, attention, rows=rows, routings=routings)
-        return compiled(x_BLD, rope, _Called(attention, attend), rows=rows, routings=routings)
+            return forward(x_BLD, rope, attention, output_positions=output_positions, routings=routings)
+        return compiled(
+            x_BLD, rope, _UncompiledAttention(attention, attend), output_positions=output_positions, routings=routings
+        )
 
     return run
 
 
-def _disabled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _attend(attention: Any, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+def _call_attention(attention: Any, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
     return attention(q_BQNH, k_BSKH, v_BSKH)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
-class _Called:
+class _UncompiledAttention:
     """An attention that the compiler looks past."""
 
     attention: Any
@@ -72,5 +74,5 @@ class _Called:
     def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         return self.attend(self.attention, q_BQNH, k_BSKH, v_BSKH)
 
-    def of_rows(self, q_RNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rows: Tensor) -> Tensor:
-        return attend_rows(self, q_RNH, k_BSKH, v_BSKH, rows)
+    def at_positions(self, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor) -> Tensor:
+        return attend_at_positions(self, q_PNH, k_BSKH, v_BSKH, output_positions)

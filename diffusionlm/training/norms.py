@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp.process_group import Ranks
-from ddp.reductions import sum_on_device
+from ddp.process_group import World
+from ddp.reductions import all_reduce_on_device
 from diffusionlm.models.transformer import Transformer
 
-Named = dict[str, Tensor]
+NormsByName = dict[str, Tensor]
 """Each is 0-d, on the device; over all ranks."""
 
 
@@ -35,7 +35,7 @@ class ActivationNorms:
         self._sums_N2 = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def record_forwards(self) -> Iterator[None]:
         """Forwards inside are looked at; the modules are as they were before and after."""
         with contextlib.ExitStack() as stack:
             for index, module in enumerate(self.modules.values()):
@@ -43,9 +43,9 @@ class ActivationNorms:
                 stack.callback(handle.remove)
             yield
 
-    def result(self, ranks: Ranks) -> Named:
+    def result(self, world: World) -> NormsByName:
         """Of the forwards that were watched. Nothing waits for the device."""
-        sum_on_device(self._sums_N2, ranks)
+        all_reduce_on_device(self._sums_N2, world)
         means_N = self._sums_N2[:, 0] / self._sums_N2[:, 1].clamp(min=1.0)
         return dict(zip(self.modules, means_N, strict=True))
 
@@ -60,7 +60,7 @@ class ActivationNorms:
 
 
 @torch.no_grad()
-def weight_norms(model: Transformer, ranks: Ranks) -> Named:
+def compute_weight_norms(model: Transformer, world: World) -> NormsByName:
     """L2 norm of every parameter, one that is tied once. All ranks call this; nothing waits for the device.
 
     A parameter that is whole on every rank is taken from the first one, of one that is cut each has its rows.
@@ -71,12 +71,12 @@ def weight_norms(model: Transformer, ranks: Ranks) -> Named:
         is_cut = hasattr(values, "to_local")
         own: Tensor = values.to_local() if is_cut else values
         square = torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
-        squares.append(square if is_cut or ranks.is_first else torch.zeros_like(square))
-    roots_N = sum_on_device(torch.stack(squares), ranks).sqrt()
+        squares.append(square if is_cut or world.is_first else torch.zeros_like(square))
+    roots_N = all_reduce_on_device(torch.stack(squares), world).sqrt()
     return dict(zip((name for name, _ in model.named_parameters()), roots_N, strict=True))
 
 
-def told(kind: str, named: Named) -> dict[str, float]:
+def summarize_norms(kind: str, named: NormsByName) -> dict[str, float]:
     """``kind/<name>`` of each, and ``kind/mean``, ``/min`` and ``/max`` of all; waits for the device."""
     values = dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))
     of_all = {"mean": sum(values.values()) / len(values), "min": min(values.values()), "max": max(values.values())}

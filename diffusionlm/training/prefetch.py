@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from diffusionlm.data.loader import LoaderMetrics, StepLoader
-from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _PrefetchedStep:
     """A step that was asked for before its time."""
 
     step: int
-    draws: list[Draw]
+    noised_batches: list[NoisedBatch]
     metrics: LoaderMetrics
 
 
@@ -30,34 +30,34 @@ class Prefetcher:
     def __init__(self, loader: StepLoader, device: torch.device) -> None:
         self.loader = loader
         self.device = device
-        self._ahead: _Ahead | None = None
+        self._prefetched: _PrefetchedStep | None = None
         self._state: dict[str, Any] | None = None
         self._metrics: LoaderMetrics | None = None
-        self._stream = _stream_of(device)
+        self._stream = _create_stream(device)
 
-    def next_step(self, step: int) -> list[Draw]:
+    def next_step(self, step: int) -> list[NoisedBatch]:
         """The micro-batches of a step, on the device."""
-        if self._ahead is None:
-            self.look_ahead(step)
-        assert self._ahead is not None and self._ahead.step == step, "steps are taken in order"
-        draws, self._metrics = self._ahead.draws, self._ahead.metrics
-        self._ahead, self._state = None, self.loader.state_dict()
+        if self._prefetched is None:
+            self.prefetch(step)
+        assert self._prefetched is not None and self._prefetched.step == step, "steps are taken in order"
+        noised_batches, self._metrics = self._prefetched.noised_batches, self._prefetched.metrics
+        self._prefetched, self._state = None, self.loader.state_dict()
         if self._stream is not None:
             present = torch.cuda.current_stream(self.device)
             present.wait_stream(self._stream)
-            for tensor in _tensors(draws):
+            for tensor in _cuda_tensors(noised_batches):
                 tensor.record_stream(present)
-        return draws
+        return noised_batches
 
-    def look_ahead(self, step: int) -> None:
+    def prefetch(self, step: int) -> None:
         """Ask for the step that is taken next; while the device computes."""
-        if self._ahead is not None:
+        if self._prefetched is not None:
             return
-        draws = self.loader.next_step(step)
+        noised_batches = self.loader.next_step(step)
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                draws = [_pinned(draw).to(self.device) for draw in draws]
-        self._ahead = _Ahead(step, draws, self.loader.metrics())
+                noised_batches = [_pin_memory(noised_batch).to(self.device) for noised_batch in noised_batches]
+        self._prefetched = _PrefetchedStep(step, noised_batches, self.loader.metrics())
 
     def state_dict(self) -> dict[str, Any]:
         """Behind the last step that was taken."""
@@ -65,7 +65,7 @@ class Prefetcher:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; before the first step."""
-        assert self._ahead is None, "a step was asked for already"
+        assert self._prefetched is None, "a step was asked for already"
         self.loader.load_state_dict(state)
 
     def metrics(self) -> LoaderMetrics:
@@ -77,23 +77,28 @@ class Prefetcher:
         self.loader.close()
 
 
-def _tensors(draws: list[Draw]) -> list[Tensor]:
+def _cuda_tensors(noised_batches: list[NoisedBatch]) -> list[Tensor]:
     """All that was copied to the device; what stays on the CPU is not."""
-    held = [value for draw in draws for each in (draw, draw.pattern) for value in vars(each).values()]
+    held = [
+        value
+        for noised_batch in noised_batches
+        for each in (noised_batch, noised_batch.pattern)
+        for value in vars(each).values()
+    ]
     return [value for value in held if isinstance(value, Tensor) and value.is_cuda]
 
 
-def _pinned(draw: Draw) -> Draw:
+def _pin_memory(noised_batch: NoisedBatch) -> NoisedBatch:
     return replace(
-        draw,
-        inputs_BS=draw.inputs_BS.pin_memory(),
-        rows_R=draw.rows_R.pin_memory(),
-        targets_R=draw.targets_R.pin_memory(),
-        weights_R=draw.weights_R.pin_memory(),
+        noised_batch,
+        inputs_BS=noised_batch.inputs_BS.pin_memory(),
+        positions_N=noised_batch.positions_N.pin_memory(),
+        targets_N=noised_batch.targets_N.pin_memory(),
+        weights_N=noised_batch.weights_N.pin_memory(),
     )
 
 
-def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
+def _create_stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

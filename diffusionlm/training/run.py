@@ -13,34 +13,34 @@ from config.parallel import FSDP
 from config.train import TrainConfig
 from ddp.fully_sharded import FullySharded
 from ddp.parallelism import Parallelism
-from ddp.process_group import SINGLE, Ranks
-from diffusionlm.checkpoints.model_card import Bound
-from diffusionlm.data.loader import LoaderPlan, StepLoader, count_rows
-from diffusionlm.data.pipeline import Part, open_parts
+from ddp.process_group import SINGLE_PROCESS, World
+from diffusionlm.checkpoints.model_card import ValidationBound
+from diffusionlm.data.loader import LoaderSpec, StepLoader, count_rows
+from diffusionlm.data.pipeline import MixtureComponent, open_components
 from diffusionlm.data.workers import WorkerLoader
 from diffusionlm.diffusion.objectives import Objective, build_objective, why_not_nelbo
-from diffusionlm.evaluation.validation import Samples, Validator
+from diffusionlm.evaluation.validation import SampleInfills, Validator
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.optim.master_weights import MasterWeights
-from diffusionlm.training.checkpointing.async_checkpointer import Saves
+from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
-from diffusionlm.training.checkpointing.save_coordinator import SavingRanks
-from diffusionlm.training.monitor import StepWatch
+from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
+from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.runtime import prepare_model
-from diffusionlm.training.setup import choose_precision, plan_model, prepare_tokenizer, set_up_device
+from diffusionlm.training.setup import choose_precision, create_model_builder, prepare_tokenizer, set_up_device
 from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
-from diffusionlm.training.spreading import on_first, spread
-from diffusionlm.training.step_metrics import NumbersInFlight
-from diffusionlm.training.throughput import FlopAccount
+from diffusionlm.training.spreading import only_on_first_rank, parallelize
+from diffusionlm.training.step_metrics import StepMetricsQueue
+from diffusionlm.training.throughput import ThroughputMeter
 from tokenizer import Tokenizer
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """What changes as the run goes and a checkpoint keeps, beside weights and optimizer."""
 
     step: int = 0
@@ -75,79 +75,77 @@ class Run:
     average: WeightAverage | None
     loader: StepLoader
     validator: Validator
-    samples: Samples
-    saves: Saves
+    samples: SampleInfills
+    checkpointer: AsyncCheckpointer
     max_steps: int
-    parts: list[Part]
+    parts: list[MixtureComponent]
     """The sources of its data, read by this process."""
-    master: MasterWeights
+    master_weights: MasterWeights
     """What makes bfloat16 weights exact; of none, where all are float32."""
-    flops: FlopAccount
+    flops: ThroughputMeter
     guard: SpikeGuard
-    batches: SkippedBatches
-    progress: Progress = field(default_factory=Progress)
-    in_flight: NumbersInFlight = field(default_factory=NumbersInFlight)
-    validated: Bound | None = None
+    skipped_batches: SkippedBatches
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
+    pending_metrics: StepMetricsQueue = field(default_factory=StepMetricsQueue)
+    last_validation: ValidationBound | None = None
     """What the last validation came to."""
-    watch: StepWatch = field(init=False)
+    monitor: StepMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watch = StepWatch(self.config.logging, self.max_steps, self.model, self.parallel, self.master)
+        self.monitor = StepMonitor(self.config.logging, self.max_steps, self.model, self.parallel, self.master_weights)
 
     @property
-    def ranks(self) -> Ranks:
+    def world(self) -> World:
         """Those that train together."""
-        return self.parallel.ranks
+        return self.parallel.world
 
     @property
-    def waits_each_step(self) -> bool:
+    def reads_metrics_each_step(self) -> bool:
         """A CPU is never behind, so its numbers are read at once."""
         return self.device.type == "cpu"
 
     @contextmanager
-    def judged(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """For forwards that judge the run: the weights are those of the last update, in float32 and so are products;
         under FSDP they are as in training, since blocks are gathered for them, and all ranks make the same forwards."""
-        self.parallel.wait_weights()
+        self.parallel.wait_for_weights()
         is_narrow = isinstance(self.config.parallel, FSDP) and self.precision != torch.float32
-        with self.master.full(), torch.autocast(self.device.type, dtype=self.precision, enabled=is_narrow):
+        with self.master_weights.full(), torch.autocast(self.device.type, dtype=self.precision, enabled=is_narrow):
             yield
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """For people, once for all ranks."""
-        on_first(self.ranks, say)(text)
+        only_on_first_rank(self.world, log)(text)
 
 
-def build_run(config: TrainConfig, directory: RunDirectory, ranks: Ranks = SINGLE) -> Run:
+def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGLE_PROCESS) -> Run:
     """Device, tokenizer, model, parallelism, objective, optimizer, loader: in this order."""
-    tell = on_first(ranks, say)
+    tell = only_on_first_rank(world, log)
     device = set_up_device(config.run, config.runtime.keep_freed_memory)
     precision = choose_precision(config.training, device)
-    parts = open_parts(config.data, "train")
-    tokenizer = ranks.from_first(
-        lambda: prepare_tokenizer(config.tokenizer, config.model.init_from, parts, directory.tokenizer, say)
+    parts = open_components(config.data, "train")
+    tokenizer = world.run_on_first(
+        lambda: prepare_tokenizer(config.tokenizer, config.model.init_from, parts, directory.tokenizer, log)
     )
-    blueprint = plan_model(config, tokenizer)
-    is_cut = isinstance(config.parallel, FSDP)
-    model = blueprint.build_empty() if is_cut else blueprint.build(device)
+    blueprint = create_model_builder(config, tokenizer)
+    is_sharded = isinstance(config.parallel, FSDP)
+    model = blueprint.build_on_meta() if is_sharded else blueprint.build(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    master = prepare_model(model, config.runtime, precision, device)
-    parallel = spread(model, config, ranks, device, precision)
+    master_weights = prepare_model(model, config.runtime, precision, device)
+    parallel = parallelize(model, config, world, device, precision)
     if isinstance(parallel, FullySharded):
-        parallel.materialise(blueprint.values())
-    objective = build_objective(config.objective, model.config)
-    exchange = parallel.exchange if isinstance(parallel, FullySharded) else None
-    optimizers = build_optimizers(config.optimizer, parallel.trained(), tell, exchange)
-    with master.full():
+        parallel.materialize(blueprint.values())
+    row_exchange = parallel.row_exchange if isinstance(parallel, FullySharded) else None
+    optimizers = build_optimizers(config.optimizer, parallel.trainable_parameters(), tell, row_exchange)
+    with master_weights.full():
         average = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
-    plan = plan_of_loader(config, tokenizer, model, ranks)
+    plan = build_loader_spec(config, tokenizer, model, world)
     loader: StepLoader = WorkerLoader(plan) if config.data.workers else plan.open(parts)
     if device.type == "cuda" and config.runtime.prefetch:
         loader = Prefetcher(loader, device)
-    max_steps = config.training.max_steps or ranks.from_first(lambda: _steps_of_epochs(config, plan, parts))
-    takes_samples = ranks.is_first or is_cut
+    max_steps = config.training.max_steps or world.run_on_first(lambda: _count_epoch_steps(config, plan, parts))
     infills = config.samples.infills if config.samples.every_steps else ()
-    several = "" if ranks.is_alone else f", {ranks.world_size} ranks"
+    several = "" if world.is_single_process else f", {world.world_size} ranks"
     tell(
         f"{parameters:,} parameters on {device} in {str(precision).removeprefix('torch.')}, "
         f"{torch.get_num_threads()} threads{several}; {max_steps:,} steps"
@@ -155,7 +153,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, ranks: Ranks = SINGL
     bias = why_not_nelbo(config.objective)
     if bias is not None:
         tell(f"the training loss is no estimate of the NELBO: {bias}. Validation is one, always")
-    timeout = 0.0 if ranks.is_alone else getattr(config.parallel, "timeout_seconds", 0.0)
+    timeout = 0.0 if world.is_single_process else getattr(config.parallel, "timeout_seconds", 0.0)
     return Run(
         config=config,
         directory=directory,
@@ -164,30 +162,32 @@ def build_run(config: TrainConfig, directory: RunDirectory, ranks: Ranks = SINGL
         tokenizer=tokenizer,
         model=model,
         parallel=parallel,
-        objective=objective,
+        objective=build_objective(config.objective, model.config),
         optimizers=optimizers,
         average=average,
         loader=loader,
-        validator=Validator.open(config, tokenizer, parts, ranks),
-        samples=Samples.open(infills, tokenizer, model, takes_samples),
-        saves=Saves(directory.store, SavingRanks.join(ranks, timeout), background=config.checkpoint.background),
+        validator=Validator.open(config, tokenizer, parts, world),
+        samples=SampleInfills.open(infills, tokenizer, model, world.is_first or is_sharded),
+        checkpointer=AsyncCheckpointer(
+            directory.store, SaveCoordinator.join(world, timeout), background=config.checkpoint.background
+        ),
         max_steps=max_steps,
         parts=parts,
-        master=master,
-        flops=FlopAccount(model.config, device),
+        master_weights=master_weights,
+        flops=ThroughputMeter(model.config, device),
         guard=SpikeGuard(config.training.max_spike_deviations, config.training.spike_window, device),
-        batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, ranks.rank),
+        skipped_batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, world.rank),
     )
 
 
-def plan_of_loader(config: TrainConfig, tokenizer: Tokenizer, model: Transformer, ranks: Ranks) -> LoaderPlan:
+def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transformer, world: World) -> LoaderSpec:
     """Of this rank's part of each step.
 
     Raises:
         ValueError: the batch cannot be shared by so many ranks.
     """
-    own = config.rows_per_rank(ranks.world_size)
-    return LoaderPlan(
+    own = config.rows_per_rank(world.world_size)
+    return LoaderSpec(
         config.data,
         tokenizer,
         config.row_length,
@@ -196,17 +196,17 @@ def plan_of_loader(config: TrainConfig, tokenizer: Tokenizer, model: Transformer
         config.training.batch_size,
         config.training.micro_batch_size or own,
         config.run.seed,
-        ranks.rank,
-        ranks.world_size,
+        world.rank,
+        world.world_size,
     )
 
 
-def _steps_of_epochs(config: TrainConfig, plan: LoaderPlan, parts: list[Part]) -> int:
-    say("counting the rows of an epoch ...")
+def _count_epoch_steps(config: TrainConfig, plan: LoaderSpec, parts: list[MixtureComponent]) -> int:
+    log("counting the rows of an epoch ...")
     assert config.training.epochs is not None
     return max(1, config.training.epochs * count_rows(plan.open(parts).rows) // plan.batch_size)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """For people."""
     print(text, file=sys.stderr, flush=True)

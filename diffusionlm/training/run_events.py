@@ -20,7 +20,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
-def reported(run: Run, logger: RunLogger) -> Iterator[None]:
+def record_run_events(run: Run, logger: RunLogger) -> Iterator[None]:
     """Note the environment, and, whatever way the run ends, how it ended; then make its page.
 
     The logger may be closed when the run ends. A record or a page that cannot be written never ends a run, nor hides
@@ -31,15 +31,17 @@ def reported(run: Run, logger: RunLogger) -> Iterator[None]:
         yield
     except BaseException as error:
         said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        _note(run, "failed", f"failed after step {run.progress.step}: {said}")
+        _append_event(run, "failed", f"failed after step {run.progress.step}: {said}")
         raise
     else:
         if run.progress.step < run.max_steps:
-            _note(run, "stopped", f"stopped after step {run.progress.step} and saved")
+            _append_event(run, "stopped", f"stopped after step {run.progress.step} and saved")
         elif not run.directory.summary.is_file():
-            _note(run, "stopped", "stopped after the last step, which is saved, and before the final evaluation")
+            _append_event(
+                run, "stopped", "stopped after the last step, which is saved, and before the final evaluation"
+            )
     finally:
-        _report(run)
+        _write_report_page(run)
 
 
 def describe_environment(run: Run) -> str:
@@ -52,17 +54,17 @@ def describe_environment(run: Run) -> str:
         "torch": torch.__version__,
         "device": f"{run.device.type}, {device}",
         "threads": str(torch.get_num_threads()),
-        "ranks": str(run.ranks.world_size),
+        "ranks": str(run.world.world_size),
         "precision": str(run.precision).removeprefix("torch."),
         "system": f"{platform.system()} {platform.release()}",
     }
-    commit = commit_of(_ROOT)
+    commit = describe_commit(_ROOT)
     if commit is not None:
         pieces["commit"] = commit
     return "; ".join(f"{name} {value}" for name, value in pieces.items())
 
 
-def commit_of(root: Path) -> str | None:
+def describe_commit(root: Path) -> str | None:
     """Of the checkout that the code is run from, with ``-dirty`` where files were changed; None: it is none."""
     if not (root / ".git").exists():
         return None
@@ -75,9 +77,9 @@ def commit_of(root: Path) -> str | None:
     return done.stdout.strip() or None
 
 
-def _note(run: Run, kind: str, text: str) -> None:
+def _append_event(run: Run, kind: str, text: str) -> None:
     """An event at the end of the record; not for people, who are told by the command."""
-    if not run.ranks.is_first:
+    if not run.world.is_first:
         return
     with contextlib.suppress(OSError, ValueError):
         record = JsonLinesLogger(run.directory.metrics, run.progress.step)
@@ -85,12 +87,12 @@ def _note(run: Run, kind: str, text: str) -> None:
         record.close()
 
 
-def _report(run: Run) -> None:
-    if not run.ranks.is_first:
+def _write_report_page(run: Run) -> None:
+    if not run.world.is_first:
         return
     try:
         write_report([run.directory.path], run.directory.path / "report.html")
     except Exception as error:
         text = f"report.html could not be written: {type(error).__name__}: {error}"
-        run.say(text)
-        _note(run, "report", text)
+        run.log(text)
+        _append_event(run, "report", text)

@@ -11,11 +11,11 @@ from torch import Tensor
 from config.runtime import RuntimeConfig
 from diffusionlm.models.transformer import Block, Transformer
 from diffusionlm.optim.build import Optimizers
-from diffusionlm.optim.master_weights import MasterWeights, block_matrices
+from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
 from diffusionlm.training.activation_checkpointing import checkpoint_activations
 from profiling import memory, nvtx
 
-Skipping = Callable[[Tensor], contextlib.AbstractContextManager[None]]
+DeviceSkip = Callable[[Tensor], contextlib.AbstractContextManager[None]]
 
 
 def prepare_model(
@@ -34,25 +34,28 @@ def prepare_model(
             'may compute slowly, or runtime.weights = "float32"'
         )
     if config.compile == "blocks" or (config.compile == "auto" and device.type == "cuda"):
-        from diffusionlm.training.compilation import chooses_blocks, compile_blocks  # It loads the compiler: a second.
+        from diffusionlm.training.compilation import (  # It loads the compiler: a second.
+            compile_blocks,
+            should_compile_blocks,
+        )
 
-        if chooses_blocks(config, device):
+        if should_compile_blocks(config, device):
             compile_blocks(model)
     checkpoint_activations(model, config.activation_checkpointing)
-    _name_ranges(model)
-    return MasterWeights(block_matrices(model) if is_narrow else {})
+    _add_nvtx_ranges(model)
+    return MasterWeights(select_block_matrices(model) if is_narrow else {})
 
 
-def _name_ranges(model: Transformer) -> None:
+def _add_nvtx_ranges(model: Transformer) -> None:
     """Ranges of the blocks, and of what is in them, for Nsight Systems."""
     blocks = {f"block {index}": block for index, block in enumerate(model.model.layers)}
-    nvtx.watch_modules(dict(blocks), "fine")
+    nvtx.add_module_ranges(dict(blocks), "fine")
     for name, block in blocks.items():
         assert isinstance(block, Block)
-        nvtx.watch_modules({f"{name} attention": block.self_attn, f"{name} feed-forward": block.mlp}, "verbose")
+        nvtx.add_module_ranges({f"{name} attention": block.self_attn, f"{name} feed-forward": block.mlp}, "verbose")
 
 
-def skips_on_device(optimizers: Optimizers) -> Skipping | None:
+def find_device_skip(optimizers: Optimizers) -> DeviceSkip | None:
     """A context in which a step of the optimizers does nothing where a tensor on the device is true; None: not all of
     them can, and the host has to know. Torch's fused optimizers can, for its gradient scaler."""
     if not all(getattr(each, "_step_supports_amp_scaling", False) for each in optimizers.optimizers):
@@ -71,11 +74,11 @@ def skips_on_device(optimizers: Optimizers) -> Skipping | None:
     return skipping
 
 
-def memory_by_part(model: Transformer, optimizers: Optimizers, peak: int, planned: int) -> str:
+def describe_memory(model: Transformer, optimizers: Optimizers, peak: int, planned: int) -> str:
     """A run's peak of memory in words: what weights, their gradients and the optimizer hold, and the rest, which is
     activations, beside what was planned for them. All in bytes."""
     weights = [each.data for each in model.parameters()]
     trained = [each.data for each in model.parameters() if each.requires_grad]  # gradients are as large
-    parts = memory.by_part(weights, trained, optimizers.state_dict().values(), peak)
+    parts = memory.split_peak_memory(weights, trained, optimizers.state_dict().values(), peak)
     told = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in parts.items())
     return f"memory: {told} ({planned / 2**20:,.1f} MiB by the plan); {peak / 2**20:,.1f} MiB at most"

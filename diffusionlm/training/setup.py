@@ -12,20 +12,20 @@ from torch import Tensor
 
 from config.data import TokenizerConfig
 from config.model import ModelConfig
-from config.objective import NextToken
+from config.objective import NextTokenConfig
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
 from diffusionlm.checkpoints.huggingface import (
-    config_json,
-    load_as,
+    build_config_json,
+    load_model_with_config,
     load_tokenizer,
     load_weights,
-    read_config,
+    read_model_config,
     resolve_model_directory,
 )
-from diffusionlm.checkpoints.manifest import verify, write_directory
+from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
 from diffusionlm.data.corpus import first_documents
-from diffusionlm.data.pipeline import Part, check_tokenizer
+from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
@@ -33,7 +33,7 @@ from profiling import memory
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def set_up_device(config: RunConfig, keep_freed_memory: bool) -> torch.device:
@@ -64,7 +64,7 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> torch.dtyp
 
 
 def prepare_tokenizer(
-    config: TokenizerConfig, init_from: Path | None, parts: list[Part], directory: Path, say: Say
+    config: TokenizerConfig, init_from: Path | None, parts: list[MixtureComponent], directory: Path, log: Log
 ) -> Tokenizer:
     """The tokenizer of the run directory; if there is none yet, the given one, the shards', or one trained on the text.
 
@@ -72,22 +72,22 @@ def prepare_tokenizer(
         ValueError: a given tokenizer that cannot be read or has no end-of-text token; no documents.
     """
     if directory.is_dir():
-        verify(directory)
+        verify_directory(directory)
         tokenizer = load_tokenizer(directory)
     else:
         of_shards = (part.source.tokenizer_directory for part in parts if isinstance(part.source, ShardDocuments))
         given = config.path or init_from or next(of_shards, None)
-        tokenizer = load_tokenizer(given) if given else _train_tokenizer(config, parts, say)
-        write_directory(directory, lambda folder: save_tokenizer(tokenizer, folder))
+        tokenizer = load_tokenizer(given) if given else _train_tokenizer(config, parts, log)
+        write_directory_atomically(directory, lambda folder: save_tokenizer(tokenizer, folder))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {directory} has no end-of-text token, which rows end in")
-    check_tokenizer(parts, tokenizer)
+    check_shard_tokenizer(parts, tokenizer)
     return tokenizer
 
 
-def _train_tokenizer(config: TokenizerConfig, parts: list[Part], say: Say) -> Tokenizer:
+def _train_tokenizer(config: TokenizerConfig, parts: list[MixtureComponent], log: Log) -> Tokenizer:
     """On the first documents of each part, by its weight."""
-    say(f"training a byte-level BPE tokenizer of {config.vocab_size:,} tokens ...")
+    log(f"training a byte-level BPE tokenizer of {config.vocab_size:,} tokens ...")
     total = sum(part.weight for part in parts)
     texts = (
         text
@@ -97,12 +97,12 @@ def _train_tokenizer(config: TokenizerConfig, parts: list[Part], say: Say) -> To
     )
     tokenizer = train_bpe(texts, vocab_size=config.vocab_size, pattern=config.pattern)
     if tokenizer.vocab_size < config.vocab_size:
-        say(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
+        log(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
     return tokenizer
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ModelBuilder:
     """A model that is still to be built, and where its first weights come from."""
 
     config: ModelConfig
@@ -123,7 +123,7 @@ class Blueprint:
             load_weights(model, self.directory)
         return model.to(device)
 
-    def build_empty(self) -> Transformer:
+    def build_on_meta(self) -> Transformer:
         """The model without memory, on ``meta``."""
         with torch.device("meta"):
             return Transformer(self.config)
@@ -136,44 +136,44 @@ class Blueprint:
             ValueError: the weights do not fit.
         """
         if self.directory is not None:
-            given = dict(load_as(self.config, self.directory, dtype="keep").named_parameters())
+            given = dict(load_model_with_config(self.config, self.directory, dtype="keep").named_parameters())
             return lambda name: given[name].detach()
-        shapes = {name: parameter.shape for name, parameter in self.build_empty().named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in self.build_on_meta().named_parameters()}
         return lambda name: initial_value(name, shapes[name], self.config, self.seed)
 
 
-def plan_model(config: TrainConfig, tokenizer: Tokenizer) -> Blueprint:
+def create_model_builder(config: TrainConfig, tokenizer: Tokenizer) -> ModelBuilder:
     """The model for the tokenizer's vocabulary and the objective's blocks, initialised or loaded from ``init_from``.
 
     Raises:
         ValueError: there is no mask token, no checkpoint format holds such a model, or ``init_from`` is damaged.
     """
-    if tokenizer.mask_token_id is None and not isinstance(config.objective, NextToken):
+    if tokenizer.mask_token_id is None and not isinstance(config.objective, NextTokenConfig):
         raise ValueError(
             f'the tokenizer has no mask token, which objective.kind = "{config.objective.kind}" needs: name one in its '
             "special_tokens.json or tokenizer_config.json, or train a tokenizer by leaving tokenizer.path out"
         )
     section = config.model
     directory = None if section.init_from is None else resolve_model_directory(section.init_from)
-    found = None if directory is None else read_config(directory)
+    found = None if directory is None else read_model_config(directory)
     if found is not None:
-        section.check_start(found)
-    full = section.with_vocabulary(
-        vocab_size=tokenizer.vocab_size if found is None else _rows_of(found, section.init_from, tokenizer),
+        section.check_same_architecture(found)
+    full = section.to_model_config(
+        vocab_size=tokenizer.vocab_size if found is None else _check_vocab_size(found, section.init_from, tokenizer),
         mask_token_id=tokenizer.mask_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=() if found is None else _stops_of(found, tokenizer),
+        stop_token_ids=() if found is None else _merge_stop_tokens(found, tokenizer),
         block_length=config.objective.final_block_length,
         begin_with_eos=config.data.begin_with_eos,
     )
-    config_json(full, torch.float32)  # what cannot be saved is refused now, not at the first checkpoint
+    build_config_json(full, torch.float32)  # what cannot be saved is refused now, not at the first checkpoint
     if directory is not None:
-        verify(directory)
-    return Blueprint(full, directory, config.run.seed)
+        verify_directory(directory)
+    return ModelBuilder(full, directory, config.run.seed)
 
 
-def _rows_of(found: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -> int:
+def _check_vocab_size(found: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -> int:
     """Rows of the embedding of a model that training starts from; some may have no token.
 
     Raises:
@@ -187,7 +187,7 @@ def _rows_of(found: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -
     return found.vocab_size
 
 
-def _stops_of(found: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _merge_stop_tokens(found: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ends of text of a model that training starts from, the tokenizer's first; none if its end is another."""
     end = tokenizer.eos_token_id
     if end is None or end not in found.stop_token_ids:

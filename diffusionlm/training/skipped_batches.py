@@ -1,7 +1,7 @@
 """The batches of steps that were skipped, on disk: for a person to look at, and to repeat the step with.
 
 ``<run>/skipped/step-00000007-rank-0.json`` says what happened and shows the text of the first rows; beside it
-``.safetensors`` has what the model read. `read_skipped` makes draws of them again.
+``.safetensors`` has what the model read. `load_skipped_step` makes draws of them again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,
@@ -26,26 +26,26 @@ from diffusionlm.models.patterns import (
     PromptAndOwnBlock,
 )
 from diffusionlm.training.spike_guard import Numbers
-from files.atomic import replace_bytes
+from files.atomic import write_bytes_atomic
 
 MAX_RECORDS = 20
 """So many are kept of each rank, the newest."""
 
-MAX_HELD = 16
+MAX_PENDING_BATCHES = 16
 """So many batches are held at most until their numbers come: a few, as a GPU is only a few steps behind."""
 
-SHOWN_ROWS = 4
+NUM_SHOWN_ROWS = 4
 """Rows whose text is in the record."""
 
 PATTERNS: tuple[type[AttentionPattern], ...] = (Bidirectional, BlockCausal, BlockDiffusion, Causal, PromptAndOwnBlock)
-TENSORS = ("inputs_BS", "rows_R", "targets_R", "weights_R")
+TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N")
 
 
 @dataclass(frozen=True)
-class _Held:
+class _PendingBatch:
     """A batch whose step is not judged yet, as far as this process knows."""
 
-    draws: list[Draw]
+    noised_batches: list[NoisedBatch]
     position: dict[str, Any] | None
     """Where the loader began to read it; None: at the start of the data."""
 
@@ -57,27 +57,27 @@ class SkippedBatches:
         """``decode`` makes text of token ids; ``seed`` is the run's."""
         self.folder = folder
         self._decode, self._seed, self._rank = decode, seed, rank
-        self._held: dict[int, _Held] = {}
+        self._pending: dict[int, _PendingBatch] = {}
         self._position: dict[str, Any] | None = None
 
-    def start_at(self, position: dict[str, Any]) -> None:
+    def resume_from(self, position: dict[str, Any]) -> None:
         """The loader's state that a run goes on from; before the first step."""
         self._position = position
 
-    def hold(self, step: int, draws: list[Draw], position: dict[str, Any]) -> None:
+    def hold(self, step: int, noised_batches: list[NoisedBatch], position: dict[str, Any]) -> None:
         """Keep the draws of a step (from 1) until it is judged; ``position`` is the loader's state behind it."""
-        self._held[step] = _Held(draws, self._position)
+        self._pending[step] = _PendingBatch(noised_batches, self._position)
         self._position = position
-        if len(self._held) > MAX_HELD:
-            del self._held[next(iter(self._held))]
+        if len(self._pending) > MAX_PENDING_BATCHES:
+            del self._pending[next(iter(self._pending))]
 
     def release(self, step: int) -> None:
         """It was good."""
-        self._held.pop(step, None)
+        self._pending.pop(step, None)
 
     def record(self, numbers: Numbers) -> str:
         """Write the batch of a skipped step. Returns where it is; or why it is not, since no record is worth a run."""
-        held = self._held.pop(numbers.step, None)
+        held = self._pending.pop(numbers.step, None)
         if held is None:
             return "its batch is not held any more"
         path = self.folder / f"step-{numbers.step:08d}-rank-{self._rank}.json"
@@ -88,20 +88,20 @@ class SkippedBatches:
             return f"its batch could not be kept: {error}"
         return f"its batch is kept in {path}"
 
-    def _write(self, path: Path, numbers: Numbers, held: _Held) -> None:
+    def _write(self, path: Path, numbers: Numbers, held: _PendingBatch) -> None:
         tensors: dict[str, Tensor] = {}
         described = []
-        for index, draw in enumerate(held.draws):
-            fields = {name: getattr(draw, name) for name in TENSORS}
-            fields |= {f"pattern.{name}": value for name, value in vars(draw.pattern).items()}
+        for index, noised_batch in enumerate(held.noised_batches):
+            fields = {name: getattr(noised_batch, name) for name in TENSORS}
+            fields |= {f"pattern.{name}": value for name, value in vars(noised_batch.pattern).items()}
             kept = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
             tensors |= {f"{index}.{name}": value.detach().cpu().contiguous().clone() for name, value in kept.items()}
             described.append(
                 {
-                    "pattern": type(draw.pattern).__name__,
+                    "pattern": type(noised_batch.pattern).__name__,
                     **{name: value for name, value in fields.items() if name not in kept},
-                    "num_targets": draw.num_targets,
-                    "denominator": draw.denominator,
+                    "num_targets": noised_batch.num_targets,
+                    "denominator": noised_batch.denominator,
                 }
             )
         record = {
@@ -109,25 +109,25 @@ class SkippedBatches:
             "seed": self._seed,
             "rank": self._rank,
             "reason": "spike" if numbers.is_finite else "not finite",
-            "loss": _plain(numbers.loss),
-            "grad_norm": _plain(numbers.grad_norm),
-            "first_rows": self._shown(held.draws),
+            "loss": _to_json_number(numbers.loss),
+            "grad_norm": _to_json_number(numbers.grad_norm),
+            "first_rows": self._decode_first_rows(held.noised_batches),
             "loader": held.position,
             "draws": described,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        replace_bytes(path.with_suffix(".safetensors"), safetensors.torch.save(tensors))
-        replace_bytes(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+        write_bytes_atomic(path.with_suffix(".safetensors"), safetensors.torch.save(tensors))
+        write_bytes_atomic(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
-    def _shown(self, draws: Sequence[Draw]) -> list[dict[str, str]]:
+    def _decode_first_rows(self, noised_batches: Sequence[NoisedBatch]) -> list[dict[str, str]]:
         """What the model read in the first stream of the first rows, and all tokens that it should have said."""
         shown: list[dict[str, str]] = []
-        for draw in draws:
-            S = draw.inputs_BS.shape[1]
-            L = S // draw.pattern.streams
-            row_R = draw.rows_R.cpu() // S
-            for row, read in enumerate(draw.inputs_BS[: SHOWN_ROWS - len(shown), :L].tolist()):
-                wanted = draw.targets_R.cpu()[row_R == row].tolist()
+        for noised_batch in noised_batches:
+            S = noised_batch.inputs_BS.shape[1]
+            L = S // noised_batch.pattern.positions_per_token
+            row_R = noised_batch.positions_N.cpu() // S
+            for row, read in enumerate(noised_batch.inputs_BS[: NUM_SHOWN_ROWS - len(shown), :L].tolist()):
+                wanted = noised_batch.targets_N.cpu()[row_R == row].tolist()
                 shown.append({"read": self._decode(read), "wanted": self._decode(wanted)})
         return shown
 
@@ -137,7 +137,7 @@ class SkippedBatches:
             path.with_suffix(".safetensors").unlink(missing_ok=True)
 
 
-def read_skipped(path: Path) -> tuple[dict[str, Any], list[Draw]]:
+def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
     """A record (its ``.json``) and the draws of its step, on the CPU.
 
     Raises:
@@ -146,27 +146,29 @@ def read_skipped(path: Path) -> tuple[dict[str, Any], list[Draw]]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         tensors = safetensors.torch.load(path.with_suffix(".safetensors").read_bytes())
-        return record, [_draw(described, tensors, index) for index, described in enumerate(record["draws"])]
+        return record, [
+            _load_noised_batch(described, tensors, index) for index, described in enumerate(record["draws"])
+        ]
     except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} is not the whole record of a skipped step: {error}") from error
 
 
-def _draw(described: dict[str, Any], tensors: dict[str, Tensor], index: int) -> Draw:
+def _load_noised_batch(described: dict[str, Any], tensors: dict[str, Tensor], index: int) -> NoisedBatch:
     kinds = {kind.__name__: kind for kind in PATTERNS}
     prefix = f"{index}."
     fields = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)} | described
     options = {name.removeprefix("pattern."): each for name, each in fields.items() if name.startswith("pattern.")}
-    return Draw(
+    return NoisedBatch(
         inputs_BS=fields["inputs_BS"],
         pattern=kinds[described["pattern"]](**options),
-        rows_R=fields["rows_R"],
-        targets_R=fields["targets_R"],
-        weights_R=fields["weights_R"],
+        positions_N=fields["positions_N"],
+        targets_N=fields["targets_N"],
+        weights_N=fields["weights_N"],
         num_targets=described["num_targets"],
         denominator=described["denominator"],
     )
 
 
-def _plain(value: float) -> float | str:
+def _to_json_number(value: float) -> float | str:
     """JSON has no infinity: it becomes a word."""
     return value if math.isfinite(value) else str(value)

@@ -24,41 +24,41 @@ class SpikeGuard:
         """``max_deviations`` None: only what is not finite is bad, and nothing is kept."""
         self.max_deviations = max_deviations
         self.window = window
-        self._good_2W = torch.full((2, window), float("nan"), dtype=torch.float64, device=device)
-        self._count = torch.zeros((), dtype=torch.int64, device=device)
-        self._places_W = torch.arange(window, device=device)
+        self._accepted_2W = torch.full((2, window), float("nan"), dtype=torch.float64, device=device)
+        self._num_accepted = torch.zeros((), dtype=torch.int64, device=device)
+        self._slots_W = torch.arange(window, device=device)
 
     @torch.no_grad()
-    def is_good(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+    def is_accepted(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Whether the step may change the weights: a boolean of no dimension, on the device of both numbers."""
         is_finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         if self.max_deviations is None:
             return is_finite
-        is_kept_2W = ~self._good_2W.isnan()
+        is_kept_2W = ~self._accepted_2W.isnan()
         count = is_kept_2W[0].sum()
-        means_2 = self._good_2W.nansum(dim=1) / count.clamp(min=1)
-        squares_2 = torch.where(is_kept_2W, self._good_2W - means_2[:, None], 0.0).square().sum(dim=1)
+        means_2 = self._accepted_2W.nansum(dim=1) / count.clamp(min=1)
+        squares_2 = torch.where(is_kept_2W, self._accepted_2W - means_2[:, None], 0.0).square().sum(dim=1)
         limits_2 = means_2 + self.max_deviations * (squares_2 / (count - 1).clamp(min=1)).sqrt()
         is_spike = (_pair(loss, grad_norm) > limits_2).any() & (count >= max(2, (self.window + 1) // 2))
         return is_finite & ~is_spike
 
     @torch.no_grad()
-    def accept(self, loss: Tensor, grad_norm: Tensor, is_good: Tensor) -> None:
+    def update_window(self, loss: Tensor, grad_norm: Tensor, is_accepted: Tensor) -> None:
         """Remember the numbers of a step, if it was good."""
         if self.max_deviations is None:
             return
-        is_here_W = (self._places_W == self._count % self.window) & is_good
-        self._good_2W = torch.where(is_here_W, _pair(loss, grad_norm)[:, None], self._good_2W)
-        self._count = self._count + is_good
+        is_here_W = (self._slots_W == self._num_accepted % self.window) & is_accepted
+        self._accepted_2W = torch.where(is_here_W, _pair(loss, grad_norm)[:, None], self._accepted_2W)
+        self._num_accepted = self._num_accepted + is_accepted
 
     def state_dict(self) -> dict[str, Any]:
         """What the window holds, oldest first, and how many good steps there were; JSON. Waits for the device."""
         if self.max_deviations is None:
             return {}
-        count = int(self._count)
+        count = int(self._num_accepted)
         places_W = [(count + place) % self.window for place in range(self.window)]
-        losses, grad_norms = self._good_2W[:, places_W].tolist()
-        kept = [not each.isnan() for each in self._good_2W[0, places_W]]
+        losses, grad_norms = self._accepted_2W[:, places_W].tolist()
+        kept = [not each.isnan() for each in self._accepted_2W[0, places_W]]
         return {
             "count": count,
             "losses": [value for value, is_kept in zip(losses, kept, strict=True) if is_kept],
@@ -73,9 +73,9 @@ class SpikeGuard:
         values_2N = torch.tensor([state["losses"], state["grad_norms"]], dtype=torch.float64)[:, -self.window :]
         number = values_2N.shape[1]
         places_N = [(state["count"] - number + index) % self.window for index in range(number)]
-        self._good_2W.fill_(float("nan"))
-        self._good_2W[:, places_N] = values_2N.to(self._good_2W.device)
-        self._count.fill_(state["count"])
+        self._accepted_2W.fill_(float("nan"))
+        self._accepted_2W[:, places_N] = values_2N.to(self._accepted_2W.device)
+        self._num_accepted.fill_(state["count"])
 
 
 def _pair(loss: Tensor, grad_norm: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Numbers(Protocol):
         """Both of them."""
 
     @property
-    def is_good(self) -> bool:
+    def is_accepted(self) -> bool:
         """What `SpikeGuard.is_good` said."""
 
 
@@ -125,26 +125,28 @@ class Batches(Protocol):
         """It was skipped: keep it for a person to look at. Returns where it is, or why it could not be kept."""
 
 
-def account(progress: Counters, logger: RunLogger, numbers: Numbers, batches: Batches, max_in_a_row: int) -> None:
+def count_step(
+    progress: Counters, logger: RunLogger, numbers: Numbers, skipped_batches: Batches, max_consecutive_skips: int
+) -> None:
     """Count a step by its numbers; a skipped one is recorded and said.
 
     Raises:
-        ValueError: ``max_in_a_row`` (`training.max_nonfinite_steps`) steps in a row were skipped.
+        ValueError: ``max_consecutive_skips`` (`training.max_nonfinite_steps`) steps in a row were skipped.
     """
-    if numbers.is_good:
+    if numbers.is_accepted:
         progress.skipped_in_a_row = 0
         progress.loss_average = 0.98 * progress.loss_average + 0.02 * numbers.loss
-        batches.release(numbers.step)
+        skipped_batches.release(numbers.step)
         return
     progress.skipped_in_a_row += 1
     progress.skipped += 1
     text = f"step {numbers.step}: skipped, loss {numbers.loss}, gradient norm {numbers.grad_norm}"
     if numbers.is_finite:
         text += ", a spike (training.max_spike_deviations)"
-    logger.event(numbers.step, "skipped", f"{text}; {batches.record(numbers)}")
-    if progress.skipped_in_a_row < max_in_a_row:
+    logger.event(numbers.step, "skipped", f"{text}; {skipped_batches.record(numbers)}")
+    if progress.skipped_in_a_row < max_consecutive_skips:
         return
-    last = f"{text}; {max_in_a_row} steps in a row were"
+    last = f"{text}; {max_consecutive_skips} steps in a row were"
     if numbers.is_finite:
         raise ValueError(
             f"{last} spikes or not finite (training.max_nonfinite_steps). The last checkpoint stands; if the loss rose "

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from config.train import TrainConfig
-from ddp.buckets import Unit
+from ddp.buckets import ParameterUnit
 from ddp.parallelism import Parallelism, apply_parallelism
-from ddp.process_group import Ranks
+from ddp.process_group import World
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.optim.build import must_be_whole
+from diffusionlm.optim.build import requires_whole_matrix
 
 
-def spread(
-    model: Transformer, config: TrainConfig, ranks: Ranks, device: torch.device, precision: torch.dtype
+def parallelize(
+    model: Transformer, config: TrainConfig, world: World, device: torch.device, precision: torch.dtype
 ) -> Parallelism:
     """The model as the ranks train it, with products of this precision.
 
@@ -26,13 +26,15 @@ def spread(
     shapes = dict(model.named_parameters())
 
     def is_whole(name: str) -> bool:
-        return must_be_whole(config.optimizer, name, shapes[name])
+        return requires_whole_matrix(config.optimizer, name, shapes[name])
 
-    units = units_of(model)
-    return apply_parallelism(model, config.parallel, ranks, device, units, must_be_whole=is_whole, dtype=precision)
+    units = parameter_units(model)
+    return apply_parallelism(
+        model, config.parallel, world, device, units, requires_whole_matrix=is_whole, dtype=precision
+    )
 
 
-def units_of(model: Transformer) -> list[Unit]:
+def parameter_units(model: Transformer) -> list[ParameterUnit]:
     """Modules in the order in which a forward runs them, each with the parameters that it is the first to read: the
     embedding, which is the head too where they are tied; the blocks; the last norm, with a head of its own."""
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -41,7 +43,7 @@ def units_of(model: Transformer) -> list[Unit]:
         *((block, list(block.parameters())) for block in model.model.layers),
         (model.model.norm, [*model.model.norm.parameters(), *model.lm_head.parameters()]),
     ]
-    units: list[Unit] = []
+    units: list[ParameterUnit] = []
     seen: set[nn.Parameter] = set()
     for module, parameters in stages:
         units.append((module, [names[each] for each in parameters if each not in seen]))
@@ -49,10 +51,10 @@ def units_of(model: Transformer) -> list[Unit]:
     return units
 
 
-def on_first(ranks: Ranks, say: Callable[[str], None]) -> Callable[[str], None]:
+def only_on_first_rank(world: World, log: Callable[[str], None]) -> Callable[[str], None]:
     """What says something once, whatever the number of ranks that say it."""
-    return say if ranks.is_first else _nothing
+    return log if world.is_first else _discard
 
 
-def _nothing(text: str) -> None:
+def _discard(text: str) -> None:
     pass

@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusionlm.evaluation.evaluate import Evaluation, Fill
+from diffusionlm.evaluation.evaluate import EvaluationResult, FillAccuracy
 
 
 @dataclass(frozen=True)
 class Summary:
     """What summary.json holds."""
 
-    evaluation: Evaluation
-    other_block_lengths: tuple[Evaluation, ...]
+    evaluation: EvaluationResult
+    other_block_lengths: tuple[EvaluationResult, ...]
     """The same rows under the other block lengths that the model was trained with."""
     source_entropy: float | None
     """Exact entropy of a document in nats, where the source knows it and each row is one document."""
@@ -50,28 +50,31 @@ class Summary:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Summary:
         """What `to_json` gave."""
-        others = tuple(_evaluation(each) for each in values["other_block_lengths"])
-        return cls(**{**values, "evaluation": _evaluation(values["evaluation"]), "other_block_lengths": others})
+        others = tuple(_read_evaluation(each) for each in values["other_block_lengths"])
+        return cls(**{**values, "evaluation": _read_evaluation(values["evaluation"]), "other_block_lengths": others})
 
 
-def _evaluation(values: dict[str, Any]) -> Evaluation:
-    fills = tuple(Fill(**fill) for fill in values["fills"])
+def _read_evaluation(values: dict[str, Any]) -> EvaluationResult:
+    fills = tuple(FillAccuracy(**fill) for fill in values["fills"])
     curve = tuple(tuple(entry) for entry in values["by_masked_fraction"])
-    return Evaluation(**{**values, "fills": fills, "by_masked_fraction": curve})
+    return EvaluationResult(**{**values, "fills": fills, "by_masked_fraction": curve})
 
 
-def render_summary(summary: Summary, directory: Path, infill: str | None = None) -> str:
+def format_summary(summary: Summary, directory: Path, infill: str | None = None) -> str:
     """The table, and the next command, which fills the holes of ``infill``."""
     result = summary.evaluation
     lines = [
-        (f"validation {_kind(result)}", f"{result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token"),
+        (
+            f"validation {_describe_bound(result)}",
+            f"{result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token",
+        ),
         ("", f"{result.bits_per_byte:.3f} +- {result.bits_per_byte_standard_error:.3f} bits per byte"),
     ]
     for other in summary.other_block_lengths:
         value = f"{other.nats_per_token:.3f} +- {other.standard_error:.3f} nats per token"
-        lines.append((f"  {_kind(other)}", value))
+        lines.append((f"  {_describe_bound(other)}", value))
     if summary.source_entropy is not None:
-        lines.append(("entropy of the source", _beside_entropy(result, summary.source_entropy)))
+        lines.append(("entropy of the source", _compare_with_entropy(result, summary.source_entropy)))
     lines += [
         ("unigram entropy", f"{result.unigram_entropy:.3f} nats per token (same {result.num_tokens:,} tokens)"),
     ]
@@ -81,7 +84,7 @@ def render_summary(summary: Summary, directory: Path, infill: str | None = None)
         lines.append(
             (
                 f"{fill.fraction:.0%} masked, filled",
-                f"first guess {fill.first_guess:.1%}, first five {fill.first_five:.1%}{common}",
+                f"first guess {fill.top1_accuracy:.1%}, first five {fill.top5_accuracy:.1%}{common}",
             )
         )
     if result.block_length != 1:
@@ -90,39 +93,39 @@ def render_summary(summary: Summary, directory: Path, infill: str | None = None)
         lines += [(f"  {low:.0%} - {high:.0%}", f"{value:.3f}") for low, high, value in result.by_masked_fraction]
     lines += [
         ("parameters", f"{summary.parameters:,}"),
-        ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps{_padding(summary.padding_share)}"),
+        ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps{_format_padding(summary.padding_share)}"),
         ("time", f"{summary.seconds:,.0f} s"),
     ]
     width = max(len(name) for name, _ in lines)
     table = "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
-    return f"{table}\n\nnext: {next_command(directory, infill)}"
+    return f"{table}\n\nnext: {suggest_next_command(directory, infill)}"
 
 
-def _kind(result: Evaluation) -> str:
+def _describe_bound(result: EvaluationResult) -> str:
     """What the number is: a bound, or exact."""
     if result.block_length is None:
         return "bound"
     return "loss, token by token" if result.block_length == 1 else f"bound, blocks of {result.block_length}"
 
 
-def _beside_entropy(result: Evaluation, entropy: float) -> str:
+def _compare_with_entropy(result: EvaluationResult, entropy: float) -> str:
     tokens = result.num_tokens / result.num_rows
     value, error = result.nats_per_token * tokens, result.standard_error * tokens
     return f"{entropy:.3f} nats per document; the model's {value:.3f} +- {error:.3f} is {value - entropy:.3f} above"
 
 
-def _padding(share: float) -> str:
+def _format_padding(share: float) -> str:
     return f"; {share:.1%} of the rows was padding" if share >= 0.0005 else ""
 
 
-def next_command(directory: Path, infill: str | None) -> str:
+def suggest_next_command(directory: Path, infill: str | None) -> str:
     """What to type next."""
     command = f"uv run diffusionlm-infer --model {shlex.quote(str(directory))}"
     if infill is None:
         return f"{command} --prompt ''"
-    return f"{command} --infill {_quoted(infill)}"
+    return f"{command} --infill {_quote_for_shell(infill)}"
 
 
-def _quoted(text: str) -> str:
+def _quote_for_shell(text: str) -> str:
     """For a shell; the command reads \\n as a line break."""
     return shlex.quote(text.replace("\\", "\\\\").replace("\n", "\\n"))

@@ -1,6 +1,6 @@
 """`report.html`: what a run was and what came of it, on one page. No torch."""
 
 from logger.report.page import write_report
-from logger.report.reading import RunRecord, read_run, read_runs
+from logger.report.reading import LoggedRun, read_run, read_runs
 
-__all__ = ["RunRecord", "read_run", "read_runs", "write_report"]
+__all__ = ["LoggedRun", "read_run", "read_runs", "write_report"]

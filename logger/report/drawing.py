@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from logger.report.plots import Line, Plot
-from logger.report.series import Floats, log_ticks, short, ticks
+from logger.report.plots import Chart, Curve
+from logger.report.series import Floats, format_number, log_ticks, ticks
 
 WIDTH, HEIGHT = 2000, 1000
 """Of the drawing, in units of its own."""
 
-MARKS_SHOWN = 400
+MAX_MARKS = 400
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """From values to 0 (left, below) ... 1 (right, above)."""
 
     low: float
@@ -38,7 +38,7 @@ class Scale:
             places_N: Floats = (np.log(values_N) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return np.where(values_N > 0, places_N, np.nan)
 
-    def place(self, value: float) -> float:
+    def to_unit(self, value: float) -> float:
         """Of one value."""
         return float(self(np.array([value]))[0])
 
@@ -47,14 +47,14 @@ class Scale:
         return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high)
 
 
-def draw(plot: Plot, number: int) -> tuple[str, dict[str, Any]]:
+def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
     """The figure, and its values for the script."""
     across = _horizontal(plot)
     scales = _vertical(plot)
     frames = []
     for name, scale in scales.items():
         lines = "".join(_line(line, across, scale) for line in plot.lines)
-        grid = "".join(f"M0 {_y(scale.place(value))}H{WIDTH}" for value in scale.ticks())
+        grid = "".join(f"M0 {_y(scale.to_unit(value))}H{WIDTH}" for value in scale.ticks())
         frames.append(
             f'<div class="ys {name}" aria-hidden="true">{_labels(scale, "bottom")}</div>'
             f'<svg class="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
@@ -69,56 +69,58 @@ def draw(plot: Plot, number: int) -> tuple[str, dict[str, Any]]:
         f'<figure class="{classes}" data-chart="{number}"><figcaption><div><h3>{escape(plot.title)}</h3>'
         f'<span class="unit">{escape(plot.unit)}</span></div>'
         f"{_switches(plot, has_smooth, len(scales) > 1)}</figcaption>"
-        f'<div class="frame"><div class="plot" tabindex="0" role="img" aria-label="{escape(describe(plot))}">'
+        f'<div class="frame"><div class="plot" tabindex="0" role="img" aria-label="{escape(describe_chart(plot))}">'
         f'{"".join(frames)}</div><div class="xs" aria-hidden="true">{x_labels}</div></div>'
         f"{_legend(plot)}" + (f'<p class="note">{escape(plot.note)}</p>' if plot.note else "") + "</figure>"
     )
     return html, _values(plot, across, scales)
 
 
-def describe(plot: Plot) -> str:
+def describe_chart(plot: Chart) -> str:
     """The chart in words."""
     parts = []
     for line in plot.lines:
         finite = line.y_N[np.isfinite(line.y_N)]
         if len(finite):
-            extremes = f"least {short(float(finite.min()))}, greatest {short(float(finite.max()))}"
-            parts.append(f"{line.name}: from {short(float(finite[0]))} to {short(float(finite[-1]))}, {extremes}")
+            extremes = f"least {format_number(float(finite.min()))}, greatest {format_number(float(finite.max()))}"
+            parts.append(
+                f"{line.name}: from {format_number(float(finite[0]))} to {format_number(float(finite[-1]))}, {extremes}"
+            )
     return f"{plot.title}{f', {plot.unit}' if plot.unit else ''}, by {plot.x_name}. {'; '.join(parts)}"
 
 
-def _horizontal(plot: Plot) -> Scale:
+def _horizontal(plot: Chart) -> AxisScale:
     if plot.x_is_share:
-        return Scale(0.0, 1.0)
+        return AxisScale(0.0, 1.0)
     edges = [plot.x_end, *(edge for line in plot.lines for edge in (line.x_N[0], line.x_N[-1]))]
     edges += [edge for _, places_N in plot.marks for edge in (places_N.min(), places_N.max())]
     low, high = min(0.0, *edges), max(edges)
-    return Scale(float(low), float(high if high > low else low + 1.0))
+    return AxisScale(float(low), float(high if high > low else low + 1.0))
 
 
-def _vertical(plot: Plot) -> dict[str, Scale]:
+def _vertical(plot: Chart) -> dict[str, AxisScale]:
     """The scales that the chart has; the values and the bars fit in, with a little room."""
-    values_N = np.concatenate([part for line in plot.lines for part in _reach(line)])
+    values_N = np.concatenate([part for line in plot.lines for part in _values_with_errors(line)])
     values_N = values_N[np.isfinite(values_N)]
     low, high = float(values_N.min()), float(values_N.max())
     if plot.from_zero:
         low, high = min(0.0, low), max(0.0, high)
     room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    scales = {"linear": Scale(low if plot.from_zero and low == 0.0 else low - room, high + room)}
+    scales = {"linear": AxisScale(low if plot.from_zero and low == 0.0 else low - room, high + room)}
     least, greatest = float(values_N.min()), float(values_N.max())
     if plot.log is not None and least > 1e-100:
         ratio = max((greatest / least) ** 0.05, 1.02)
-        scales["log"] = Scale(least / ratio, greatest * ratio, is_log=True)
+        scales["log"] = AxisScale(least / ratio, greatest * ratio, is_log=True)
     return scales
 
 
-def _reach(line: Line) -> list[Floats]:
+def _values_with_errors(line: Curve) -> list[Floats]:
     if line.error_N is None:
         return [line.y_N]
     return [line.y_N, line.y_N - line.error_N, line.y_N + line.error_N]
 
 
-def _line(line: Line, across: Scale, scale: Scale) -> str:
+def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
     x_N, y_N = across(line.x_N), scale(line.y_N)
     parts = []
     if line.error_N is not None:
@@ -132,18 +134,18 @@ def _line(line: Line, across: Scale, scale: Scale) -> str:
     if line.has_dots:
         dots = "".join(f"M{_x(x)} {_y(y)}h0" for x, y in zip(x_N, y_N, strict=True) if math.isfinite(y))
         parts.append(f'<path class="dots" d="{dots}"/>')
-    return f'<g class="c{line.colour % 8} d{(line.dash + line.colour // 8) % 4}">{"".join(parts)}</g>'
+    return f'<g class="c{line.color % 8} d{(line.dash + line.color // 8) % 4}">{"".join(parts)}</g>'
 
 
 def _path(x_N: Floats, y_N: Floats) -> str:
     """Straight lines, with gaps where there is no number; a number alone between gaps is a dot."""
     parts, is_down = [], False
-    for place, (x, y) in enumerate(zip(x_N.tolist(), y_N.tolist(), strict=True)):
+    for to_unit, (x, y) in enumerate(zip(x_N.tolist(), y_N.tolist(), strict=True)):
         if not math.isfinite(y):
             is_down = False
             continue
         parts.append(f"{' ' if is_down else 'M'}{_x(x)} {_y(y)}")
-        is_alone = not is_down and (place + 1 == len(y_N) or not math.isfinite(y_N[place + 1]))
+        is_alone = not is_down and (to_unit + 1 == len(y_N) or not math.isfinite(y_N[to_unit + 1]))
         parts.append("h0" if is_alone else "")
         is_down = True
     return "".join(parts)
@@ -162,10 +164,10 @@ def _band(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
     return f'<path class="band" d="M{there} {back}Z"/>'
 
 
-def _marks(plot: Plot, across: Scale) -> str:
+def _marks(plot: Chart, across: AxisScale) -> str:
     places = np.concatenate([places_N for _, places_N in plot.marks]) if plot.marks else np.array([])
     shown = sorted({_x(float(x)) for x in across(places)})
-    shown = shown[:: max(1, math.ceil(len(shown) / MARKS_SHOWN))]
+    shown = shown[:: max(1, math.ceil(len(shown) / MAX_MARKS))]
     return f'<path class="marks" d="{"".join(f"M{x} {HEIGHT}v-45" for x in shown)}"/>' if shown else ""
 
 
@@ -177,18 +179,18 @@ def _y(share: float) -> int:
     return round(HEIGHT * (1.0 - min(1.0, max(0.0, share))))
 
 
-def _labels(scale: Scale, side: str, is_share: bool = False) -> str:
+def _labels(scale: AxisScale, side: str, is_share: bool = False) -> str:
     """Round values beside the drawing, ``left`` or ``bottom`` of which they are so far away."""
     spans, values = [], scale.ticks()
     for value in values:
         value = 0.0 if abs(value) < 1e-12 * max(map(abs, values)) else value
-        end = ' class="end"' if side == "left" and scale.place(value) > 0.98 else ""
-        text = f"{value:.0%}" if is_share else short(value)
-        spans.append(f'<span{end} style="{side}:{100 * scale.place(value):.4g}%">{text}</span>')
+        end = ' class="end"' if side == "left" and scale.to_unit(value) > 0.98 else ""
+        text = f"{value:.0%}" if is_share else format_number(value)
+        spans.append(f'<span{end} style="{side}:{100 * scale.to_unit(value):.4g}%">{text}</span>')
     return "".join(spans)
 
 
-def _switches(plot: Plot, has_smooth: bool, has_log: bool) -> str:
+def _switches(plot: Chart, has_smooth: bool, has_log: bool) -> str:
     parts = []
     if has_smooth:
         parts.append('<label><input type="checkbox" class="to-smooth" checked autocomplete="off">smooth</label>')
@@ -198,7 +200,7 @@ def _switches(plot: Plot, has_smooth: bool, has_log: bool) -> str:
     return f'<div class="switches">{"".join(parts)}</div>' if parts else ""
 
 
-def _legend(plot: Plot) -> str:
+def _legend(plot: Chart) -> str:
     entries = []
     has_many = sum(len(line.x_N) > 1 for line in plot.lines) > 1
     for line in plot.lines:
@@ -208,21 +210,21 @@ def _legend(plot: Plot) -> str:
         finite = np.flatnonzero(np.isfinite(values_N))
         last = "" if plot.x_is_share or not len(finite) else _with_error(line, values_N, int(finite[-1]))
         swatch = (
-            f'<i class="c{line.colour % 8} d{(line.dash + line.colour // 8) % 4}{" dot" * (len(line.x_N) == 1)}"></i>'
+            f'<i class="c{line.color % 8} d{(line.dash + line.color // 8) % 4}{" dot" * (len(line.x_N) == 1)}"></i>'
         )
         entries.append(f"<li>{swatch}{escape(line.name)} <b>{last}</b></li>")
     entries += [f'<li><i class="mark"></i>{escape(name)} <b>{len(at_N):,}</b></li>' for name, at_N in plot.marks]
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
-def _with_error(line: Line, values_N: Floats, place: int) -> str:
-    text = short(float(values_N[place]), 4)
-    if line.error_N is not None and math.isfinite(line.error_N[place]):
-        text += f" ± {short(float(line.error_N[place]), 2)}"
+def _with_error(line: Curve, values_N: Floats, to_unit: int) -> str:
+    text = format_number(float(values_N[to_unit]), 4)
+    if line.error_N is not None and math.isfinite(line.error_N[to_unit]):
+        text += f" ± {format_number(float(line.error_N[to_unit]), 2)}"
     return text
 
 
-def _values(plot: Plot, across: Scale, scales: dict[str, Scale]) -> dict[str, Any]:
+def _values(plot: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> dict[str, Any]:
     """What the script reads: five digits of each number."""
     return {
         "x": [across.low, across.high],
@@ -232,7 +234,7 @@ def _values(plot: Plot, across: Scale, scales: dict[str, Scale]) -> dict[str, An
         "lines": [
             {
                 "name": line.name,
-                "colour": line.colour % 8,
+                "colour": line.color % 8,
                 "x": [int(x) if x == int(x) else x for x in line.x_N.tolist()],
                 "y": _rounded(line.y_N),
                 **({} if line.smooth_N is None else {"smooth": _rounded(line.smooth_N)}),

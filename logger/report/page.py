@@ -7,19 +7,21 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from files.atomic import replace_text
+from files.atomic import write_text_atomic
 from logger.report import tables
-from logger.report.drawing import draw
-from logger.report.plots import Plot, main_plots, other_metrics
-from logger.report.reading import RunRecord, read_runs
-from logger.report.samples import samples
+from logger.report.drawing import draw_chart
+from logger.report.plots import Chart, main_plots, other_metrics
+from logger.report.reading import LoggedRun, read_runs
+from logger.report.samples import render_samples
 from logger.report.template import fill_template, script_json
 
-_SAME_ROWS = {f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")}
+_KEYS_WITHOUT_EFFECT_ON_ROWS = {
+    f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")
+}
 """Keys of the data that change the order of training rows, or nothing."""
 
 
-def write_report(paths: Sequence[Path], output: Path) -> list[RunRecord]:
+def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
     """Read the runs and write their page, aside first. Returns what was read.
 
     Raises:
@@ -27,20 +29,20 @@ def write_report(paths: Sequence[Path], output: Path) -> list[RunRecord]:
         OSError: the page cannot be written.
     """
     runs = read_runs(paths)
-    replace_text(output, render_report(runs))
+    write_text_atomic(output, render_report(runs))
     return runs
 
 
-def render_report(runs: Sequence[RunRecord]) -> str:
+def render_report(runs: Sequence[LoggedRun]) -> str:
     """The page's HTML."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     figures: list[str] = []
     values: list[dict[str, Any]] = []
 
-    def drawn(plots: Sequence[Plot]) -> str:
+    def drawn(plots: Sequence[Chart]) -> str:
         start = len(figures)
         for plot in plots:
-            figure, data = draw(plot, len(figures))
+            figure, data = draw_chart(plot, len(figures))
             figures.append(figure)
             values.append(data)
         return f'<div class="charts">{"".join(figures[start:])}</div>' if plots else ""
@@ -49,7 +51,7 @@ def render_report(runs: Sequence[RunRecord]) -> str:
     sections = {
         "Results": tables.results(runs),
         "Curves": drawn(_in_order(main_plots(runs), is_comparable(runs))),
-        "Samples": samples(runs),
+        "Samples": render_samples(runs),
         "Config": tables.config(runs),
         "Environment": tables.environment(runs),
         "Events": tables.events(runs),
@@ -71,12 +73,12 @@ def render_report(runs: Sequence[RunRecord]) -> str:
     return fill_template("logger.report", "report.html", parts)
 
 
-def is_comparable(runs: Sequence[RunRecord]) -> bool:
+def is_comparable(runs: Sequence[LoggedRun]) -> bool:
     """Whether nats per token mean the same in all runs: no two tokenizers among them, as far as they are known."""
     return len({run.tokenizer for run in runs if run.tokenizer is not None}) <= 1
 
 
-def notes(runs: Sequence[RunRecord]) -> list[str]:
+def notes(runs: Sequence[LoggedRun]) -> list[str]:
     """What a reader has to know before the numbers; HTML."""
     found = []
     if not is_comparable(runs):
@@ -100,13 +102,13 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
     return found
 
 
-def _validation_keys(runs: Sequence[RunRecord]) -> list[str]:
+def _validation_keys(runs: Sequence[LoggedRun]) -> list[str]:
     """Keys of the config that decide which text is scored, and in which rows."""
-    keys = {key for run in runs for key in run.config if key.startswith("data.")} - _SAME_ROWS
+    keys = {key for run in runs for key in run.config if key.startswith("data.")} - _KEYS_WITHOUT_EFFECT_ON_ROWS
     return sorted(keys | {"validation.rows", "validation.final_rows", "model.max_position_embeddings"})
 
 
-def _in_order(plots: list[Plot], comparable: bool) -> list[Plot]:
+def _in_order(plots: list[Chart], comparable: bool) -> list[Chart]:
     """Bits per byte come first, and nats carry a warning, where tokenizers differ."""
     if comparable:
         return plots
@@ -116,7 +118,7 @@ def _in_order(plots: list[Plot], comparable: bool) -> list[Plot]:
     return sorted(plots, key=lambda plot: plot.unit != "bits per byte")
 
 
-def _states(runs: Sequence[RunRecord]) -> str:
+def _states(runs: Sequence[LoggedRun]) -> str:
     """How each run stands, and which colour it has."""
     items = []
     for index, run in enumerate(runs):
@@ -129,7 +131,7 @@ def _states(runs: Sequence[RunRecord]) -> str:
     return "".join(items)
 
 
-def _headline(runs: Sequence[RunRecord]) -> str:
+def _headline(runs: Sequence[LoggedRun]) -> str:
     if len(runs) > 1:
         return ""
     entries = "".join(

@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from logger.report.reading import RunRecord
-from logger.report.series import Floats, Series, fewer_points, smoothed
+from logger.report.reading import LoggedRun
+from logger.report.series import Floats, Series, downsample, moving_average
 
-MANY = 12
+MAX_CHARTS_PER_FAMILY = 12
 """More unknown metrics of one family than that are a table, not charts."""
 
-POINTS_OF_A_CHART = 2400
+MAX_POINTS_PER_CHART = 2400
 """So many, shared by its lines, make a curve of a wide screen; more would only make the page heavier."""
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One curve. N points."""
 
     name: str
-    colour: int
+    color: int
     dash: int
     x_N: Floats
     y_N: Floats
@@ -35,12 +35,12 @@ class Line:
 
 
 @dataclass
-class Plot:
+class Chart:
     """A chart before it is drawn."""
 
     title: str
     unit: str
-    lines: list[Line]
+    lines: list[Curve]
     note: str = ""
     x_name: str = "step"
     x_is_share: bool = False
@@ -54,7 +54,7 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ChartSpec:
     """A chart that a run may have: the metrics on it, and how they are shown."""
 
     title: str
@@ -69,28 +69,30 @@ class Kind:
     note: str = ""
 
 
-KINDS = (
-    Kind("Balance loss of the routers", "with its weight", "balance_loss", is_smoothed=True),
-    Kind("Held-out tokens guessed right", "% of the masked ones", r"val_first_guess/(.+)", 100.0, from_zero=True),
-    Kind(
+CHART_SPECS = (
+    ChartSpec("Balance loss of the routers", "with its weight", "balance_loss", is_smoothed=True),
+    ChartSpec("Held-out tokens guessed right", "% of the masked ones", r"val_first_guess/(.+)", 100.0, from_zero=True),
+    ChartSpec(
         "Loss by masked share, over the run",
         "nats per masked token",
         r"loss_by_masked_fraction/(.+)",
         log=False,
         is_smoothed=True,
     ),
-    Kind("Gradient norm", "before clipping", "grad_l2_norm", log=True, is_smoothed=True),
-    Kind("Gradient clipping", "factor on the gradient", "grad_clip_ratio", from_zero=True, is_smoothed=True),
-    Kind("Masked tokens", "share of the targets", "mask_ratio", is_smoothed=True),
-    Kind("Learning rate", "", r"lr/(.+)", log=False, from_zero=True),
-    Kind(
+    ChartSpec("Gradient norm", "before clipping", "grad_l2_norm", log=True, is_smoothed=True),
+    ChartSpec("Gradient clipping", "factor on the gradient", "grad_clip_ratio", from_zero=True, is_smoothed=True),
+    ChartSpec("Masked tokens", "share of the targets", "mask_ratio", is_smoothed=True),
+    ChartSpec("Learning rate", "", r"lr/(.+)", log=False, from_zero=True),
+    ChartSpec(
         "Throughput", "tokens per second", "tokens_per_second", from_zero=True, note="Mean since the start of the run."
     ),
-    Kind("Time of a step", "seconds", "step_seconds", log=False, from_zero=True, is_smoothed=True),
-    Kind("Model FLOPs utilisation", "% of the peak", "mfu", 100.0, from_zero=True, is_smoothed=True),
-    Kind("Memory of the device", "GiB", r"memory/(.+)", 2.0**-30, from_zero=True),
-    Kind("Norms of weights", "L2, of all parameters", r"weight_norms/(mean|min|max)", log=False),
-    Kind("Norms of activations", "L2, mean over positions", r"activation_norms/(?!mean$|min$|max$)(.+)", log=False),
+    ChartSpec("Time of a step", "seconds", "step_seconds", log=False, from_zero=True, is_smoothed=True),
+    ChartSpec("Model FLOPs utilisation", "% of the peak", "mfu", 100.0, from_zero=True, is_smoothed=True),
+    ChartSpec("Memory of the device", "GiB", r"memory/(.+)", 2.0**-30, from_zero=True),
+    ChartSpec("Norms of weights", "L2, of all parameters", r"weight_norms/(mean|min|max)", log=False),
+    ChartSpec(
+        "Norms of activations", "L2, mean over positions", r"activation_norms/(?!mean$|min$|max$)(.+)", log=False
+    ),
 )
 
 VALIDATION = (
@@ -104,49 +106,53 @@ VALIDATION = (
 )
 """Unit, metric, metric of its error, and both in the summary; bytes are what runs of different tokenizers share."""
 
-SHOWN_ELSEWHERE = {
+METRICS_WITH_OWN_CHART = {
     "loss", "loss_smooth", "val_nats_per_token", "val_standard_error", "val_bits_per_byte",
     "val_bits_per_byte_standard_error", "lr", "tokens_seen", "seconds_left", "skipped_steps",
 }  # fmt: skip
 """Metrics on charts of their own, in the table, or that say nothing new; as are those of the final evaluation."""
 
 
-def main_plots(runs: Sequence[RunRecord]) -> list[Plot]:
+def main_plots(runs: Sequence[LoggedRun]) -> list[Chart]:
     """What a report shows of every run, in order; without those that no run has numbers for."""
     found = [_training_loss(runs), *(_validation(runs, *each) for each in VALIDATION), _by_masked_share(runs)]
-    found += [_plot(kind, runs) for kind in KINDS]
+    found += [_build_chart(kind, runs) for kind in CHART_SPECS]
     if not any(re.fullmatch(r"lr/.+", key) for run in runs for key in run.numbers):
-        found.append(_plot(Kind("Learning rate", "", "lr", log=False, from_zero=True), runs))
-    return _kept(found, runs)
+        found.append(_build_chart(ChartSpec("Learning rate", "", "lr", log=False, from_zero=True), runs))
+    return _nonempty(found, runs)
 
 
-def other_metrics(runs: Sequence[RunRecord]) -> tuple[list[Plot], list[str]]:
+def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
     """Every metric that is on none of the charts above, so that nothing of a record is left out: charts, one for each,
     and those whose last value says enough, because it never changes, is none, or has many of its kind beside it."""
-    known = re.compile("|".join(["final_.+", *(f"(?:{kind.keys})" for kind in KINDS)]))
+    known = re.compile("|".join(["final_.+", *(f"(?:{kind.keys})" for kind in CHART_SPECS)]))
     keys = dict.fromkeys(key for run in runs for key in run.numbers)
-    left = [key for key in keys if key not in SHOWN_ELSEWHERE and not known.fullmatch(key)]
+    left = [key for key in keys if key not in METRICS_WITH_OWN_CHART and not known.fullmatch(key)]
     families = Counter(key.partition("/")[0] for key in left)
-    drawn = [key for key in left if families[key.partition("/")[0]] <= MANY and any(_changes(run, key) for run in runs)]
-    plots = _kept([_plot(Kind(key, "", re.escape(key)), runs) for key in drawn], runs)
+    drawn = [
+        key
+        for key in left
+        if families[key.partition("/")[0]] <= MAX_CHARTS_PER_FAMILY and any(_changes(run, key) for run in runs)
+    ]
+    plots = _nonempty([_build_chart(ChartSpec(key, "", re.escape(key)), runs) for key in drawn], runs)
     texts = dict.fromkeys(key for run in runs for key in run.texts)
     return plots, [*(key for key in left if key not in drawn), *texts]
 
 
-def _changes(run: RunRecord, key: str) -> bool:
+def _changes(run: LoggedRun, key: str) -> bool:
     values_N = run.numbers[key].values_N if key in run.numbers else np.array([])
     return len(np.unique(values_N[np.isfinite(values_N)])) > 1
 
 
-def _kept(plots: Sequence[Plot], runs: Sequence[RunRecord]) -> list[Plot]:
+def _nonempty(plots: Sequence[Chart], runs: Sequence[LoggedRun]) -> list[Chart]:
     """Those with something on them; over steps all are as wide as the longest run."""
     for plot in plots:
         plot.x_end = 1.0 if plot.x_is_share else float(max(run.last_step for run in runs))
     return [plot for plot in plots if plot.lines]
 
 
-def _training_loss(runs: Sequence[RunRecord]) -> Plot:
-    plot = _plot(Kind("Training loss", "nats per token", "loss", log=False, is_smoothed=True), runs)
+def _training_loss(runs: Sequence[LoggedRun]) -> Chart:
+    plot = _build_chart(ChartSpec("Training loss", "nats per token", "loss", log=False, is_smoothed=True), runs)
     for run in runs:
         skipped = np.array([event.step for event in run.events_of("skipped")], dtype=np.float64)
         if len(skipped):
@@ -161,29 +167,31 @@ def _aligned(series: Series | None, steps_N: Floats) -> Floats | None:
     return series.values_N
 
 
-def _validation(runs: Sequence[RunRecord], unit: str, key: str, error_key: str, names: tuple[str, str]) -> Plot:
+def _validation(runs: Sequence[LoggedRun], unit: str, key: str, error_key: str, names: tuple[str, str]) -> Chart:
     """Over the run, and at its end: metrics by their keys, results by their names in the summary."""
-    plot = Plot("Validation" if unit.startswith("nats") else "Validation, by bytes", unit, [], log=False)
-    for colour, run in enumerate(runs):
+    plot = Chart("Validation" if unit.startswith("nats") else "Validation, by bytes", unit, [], log=False)
+    for color, run in enumerate(runs):
         series = run.numbers.get(key)
         if series is not None and not series.is_empty:
             errors = _aligned(run.numbers.get(error_key), series.steps_N)
-            plot.lines.append(_line(run.name, colour, 0, series, None, _buckets(len(runs)), errors))
-    for colour, run in enumerate(runs):
+            plot.lines.append(_build_curve(run.name, color, 0, series, None, _num_buckets(len(runs)), errors))
+    for color, run in enumerate(runs):
         value, error = (run.result("evaluation", name) for name in names)
         if value is not None:
             at, name = run.result("step") or run.last_step, "final" if len(runs) == 1 else f"{run.name}, final"
             bar = np.array([np.nan if error is None else error])
-            plot.lines.append(Line(name, colour, 0, np.array([float(at)]), np.array([value]), None, bar, has_dots=True))
+            plot.lines.append(Curve(name, color, 0, np.array([float(at)]), np.array([value]), None, bar, has_dots=True))
             plot.note = "At the end validation.final_rows rows are read, before it validation.rows. "
     if any(line.error_N is not None for line in plot.lines):
         plot.note += "Bands and bars: one standard error."
     return plot
 
 
-def _by_masked_share(runs: Sequence[RunRecord]) -> Plot:
-    plot = Plot("Loss by masked share, at the end", "nats per masked token", [], x_name="masked share", x_is_share=True)
-    for colour, run in enumerate(runs):
+def _by_masked_share(runs: Sequence[LoggedRun]) -> Chart:
+    plot = Chart(
+        "Loss by masked share, at the end", "nats per masked token", [], x_name="masked share", x_is_share=True
+    )
+    for color, run in enumerate(runs):
         rows = run.summary.get("evaluation", {})
         rows = rows.get("by_masked_fraction", []) if isinstance(rows, dict) else []
         x, y = [], []
@@ -193,14 +201,14 @@ def _by_masked_share(runs: Sequence[RunRecord]) -> Plot:
                 x += [low, high]
                 y += [value, value]
         if x:
-            plot.lines.append(Line(run.name, colour, 0, np.array(x), np.array(y)))
+            plot.lines.append(Curve(run.name, color, 0, np.array(x), np.array(y)))
     return plot
 
 
-def _plot(kind: Kind, runs: Sequence[RunRecord]) -> Plot:
+def _build_chart(kind: ChartSpec, runs: Sequence[LoggedRun]) -> Chart:
     """Lines are told apart by colour: runs where there are several, else metrics; then metrics by their dashes."""
     keys = dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(kind.keys, key))
-    plot = Plot(kind.title, kind.unit, [], log=kind.log, from_zero=kind.from_zero)
+    plot = Chart(kind.title, kind.unit, [], log=kind.log, from_zero=kind.from_zero)
     chosen = [
         (index, place, run, key)
         for index, run in enumerate(runs)
@@ -209,50 +217,50 @@ def _plot(kind: Kind, runs: Sequence[RunRecord]) -> Plot:
     ]
     for index, place, run, key in chosen:
         series = Series(run.numbers[key].steps_N, run.numbers[key].values_N * kind.scale)
-        member = _member(kind, key)
+        member = _label_of_metric(kind, key)
         name = ", ".join(part for part in (run.name if len(runs) > 1 or not member else "", member) if part)
-        colour, dash = (place, 0) if len(runs) == 1 else (index, place)
-        smooth = smoothed(series.values_N) if kind.is_smoothed else None
-        plot.lines.append(_line(name, colour, dash, series, smooth, _buckets(len(chosen))))
-    plot.note = " ".join(filter(None, [kind.note, _missing([run.numbers[key] for *_, run, key in chosen])]))
+        color, dash = (place, 0) if len(runs) == 1 else (index, place)
+        smooth = moving_average(series.values_N) if kind.is_smoothed else None
+        plot.lines.append(_build_curve(name, color, dash, series, smooth, _num_buckets(len(chosen))))
+    plot.note = " ".join(filter(None, [kind.note, _missing_values_note([run.numbers[key] for *_, run, key in chosen])]))
     return plot
 
 
-def _member(kind: Kind, key: str) -> str:
+def _label_of_metric(kind: ChartSpec, key: str) -> str:
     match = re.fullmatch(kind.keys, key)
     if match is None or not match.groups():
         return ""
     text = match[1].replace("_", " ")
-    if "first_guess" not in kind.keys and "fraction" not in kind.keys:
+    if "top1_accuracy" not in kind.keys and "fraction" not in kind.keys:
         return text
     shares = re.fullmatch(r"([\d.]+)(?:-([\d.]+))?", text)
     return text if shares is None else " to ".join(f"{float(each):.0%}" for each in shares.groups() if each) + " masked"
 
 
-def _missing(series: Sequence[Series]) -> str:
+def _missing_values_note(series: Sequence[Series]) -> str:
     number = sum(each.num_missing for each in series)
     if not number:
         return ""
     return "1 value is no finite number." if number == 1 else f"{number:,} values are no finite numbers."
 
 
-def _buckets(lines: int) -> int:
-    return max(40, POINTS_OF_A_CHART // (2 * max(1, lines)))
+def _num_buckets(lines: int) -> int:
+    return max(40, MAX_POINTS_PER_CHART // (2 * max(1, lines)))
 
 
-def _line(
+def _build_curve(
     name: str,
-    colour: int,
+    color: int,
     dash: int,
     series: Series,
     smooth_N: Floats | None,
-    buckets: int,
+    num_buckets: int,
     error_N: Floats | None = None,
-) -> Line:
-    kept = fewer_points(series.values_N, buckets)
+) -> Curve:
+    kept = downsample(series.values_N, num_buckets)
 
     def take(values_N: Floats | None) -> Floats | None:
         return None if values_N is None else values_N[kept]
 
     steps_N, values_N = series.steps_N[kept], series.values_N[kept]
-    return Line(name, colour, dash, steps_N, values_N, take(smooth_N), take(error_N), has_dots=len(steps_N) <= 30)
+    return Curve(name, color, dash, steps_N, values_N, take(smooth_N), take(error_N), has_dots=len(steps_N) <= 30)

@@ -21,12 +21,12 @@ from logger.run_logger import parse_record
 NUMBERS = (float, int)
 """What JSON has; true and false are 1 and 0."""
 
-State = Literal["complete", "going", "stopped", "failed", "ended"]
+RunState = Literal["complete", "going", "stopped", "failed", "ended"]
 """``ended``: no process has it, and nothing says why it is not complete."""
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """Something that happened, in words."""
 
     step: int
@@ -37,7 +37,7 @@ class Event:
 
 
 @dataclass
-class RunRecord:
+class LoggedRun:
     """What is known of a run."""
 
     name: str
@@ -46,7 +46,7 @@ class RunRecord:
     numbers: dict[str, Series] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     """Metrics that are no numbers: the last value of each."""
-    events: list[Event] = field(default_factory=list)
+    events: list[RunEvent] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     """Values by ``section.key``."""
     config_text: str = ""
@@ -55,7 +55,7 @@ class RunRecord:
     tokenizer: str | None = None
     """Hash of its files; None: there are none."""
     last_step: int = 0
-    state: State = "complete"
+    state: RunState = "complete"
     notes: list[str] = field(default_factory=list)
     """What a reader has to know of this record."""
 
@@ -65,7 +65,7 @@ class RunRecord:
         steps = self.config.get("training.max_steps")
         return steps if isinstance(steps, int) else None
 
-    def events_of(self, *kinds: str) -> list[Event]:
+    def events_of(self, *kinds: str) -> list[RunEvent]:
         """Those of these kinds, in order."""
         return [event for event in self.events if event.kind in kinds]
 
@@ -81,7 +81,7 @@ class RunRecord:
         return None if math.isnan(number) else number
 
 
-def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
     """The runs in the order given, each once.
 
     Raises:
@@ -89,12 +89,12 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """
     distinct = list({path.resolve(): path for path in paths}.values())
     runs = [read_run(path) for path in distinct]
-    for run, name in zip(runs, _names(distinct), strict=True):
+    for run, name in zip(runs, _distinct_names(distinct), strict=True):
         run.name = name
     return runs
 
 
-def read_run(path: Path) -> RunRecord:
+def read_run(path: Path) -> LoggedRun:
     """One run.
 
     Raises:
@@ -107,7 +107,7 @@ def read_run(path: Path) -> RunRecord:
         raise ValueError(f"{path}: no such directory; name the directory of a run, such as runs/quickstart")
     if not metrics.is_file():
         raise ValueError(f"{path} has no metrics.jsonl, so it is not the directory of a run (or the run never began)")
-    run = RunRecord(path.resolve().name, path)
+    run = LoggedRun(path.resolve().name, path)
     _read_metrics(run, metrics)
     _read_config(run)
     _read_summary(run)
@@ -116,7 +116,7 @@ def read_run(path: Path) -> RunRecord:
     return run
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
     """The last parts of the paths, as many as tell them apart."""
     parts = [path.resolve().parts for path in paths]
     depth = 1
@@ -125,7 +125,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return ["/".join(each[-depth:]) for each in parts]
 
 
-def _read_metrics(run: RunRecord, path: Path) -> None:
+def _read_metrics(run: LoggedRun, path: Path) -> None:
     """Line by line. A step that occurs again (of a run that went on) replaces what was said of it before."""
     columns: dict[str, tuple[array[float], array[float]]] = {}
     bad, is_cut = 0, False
@@ -140,10 +140,12 @@ def _read_metrics(run: RunRecord, path: Path) -> None:
         if "event" in record:
             told = record.get("values")
             run.events.append(
-                Event(step, str(record["event"]), str(record.get("text", "")), told if isinstance(told, dict) else {})
+                RunEvent(
+                    step, str(record["event"]), str(record.get("text", "")), told if isinstance(told, dict) else {}
+                )
             )
         values = record.get("metrics")
-        for key, value in _flat(values if isinstance(values, dict) else {}):
+        for key, value in _flatten_metrics(values if isinstance(values, dict) else {}):
             if value is None or isinstance(value, NUMBERS):
                 if key not in columns:
                     columns[key] = (array("d"), array("d"))
@@ -173,10 +175,10 @@ def _lines(path: Path) -> Iterator[tuple[str, bool]]:
                 yield line, line.endswith("\n")
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_metrics(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}/")
+            yield from _flatten_metrics(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
 
@@ -201,24 +203,24 @@ def _series(steps: array[float], numbers: array[float]) -> Series:
     return Series(distinct_N, values_N[len(steps_N) - 1 - from_behind_N])
 
 
-def _read_config(run: RunRecord) -> None:
+def _read_config(run: LoggedRun) -> None:
     path = run.path / "config.toml"
     try:
         run.config_text = path.read_text(encoding="utf-8")
-        run.config = dict(_dotted(tomllib.loads(run.config_text)))
+        run.config = dict(_flatten_config(tomllib.loads(run.config_text)))
     except (OSError, ValueError) as error:
         run.notes.append(f"config.toml cannot be read: {error}")
 
 
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_config(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
+            yield from _flatten_config(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _read_summary(run: RunRecord) -> None:
+def _read_summary(run: LoggedRun) -> None:
     path = run.path / "summary.json"
     if not path.exists():
         return
@@ -252,7 +254,7 @@ def _fingerprint(folder: Path) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def _state(run: RunRecord) -> State:
+def _state(run: LoggedRun) -> RunState:
     if (run.result("step") or 0) >= run.last_step and run.summary:
         return "complete"
     last = run.events_of("failed", "stopped", "environment")[-1:]

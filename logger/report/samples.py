@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from logger.report.reading import Event, RunRecord
+from logger.report.reading import LoggedRun, RunEvent
 
-ROWS_SHOWN = 12
+MAX_SAMPLES_PER_TEXT = 12
 """Of each text and run, spread over its steps; the first and the last are among them."""
 
-LEAST_SHADE = 20
+MIN_SHADE_PERCENT = 20
 """Of the last forward's tokens, in percent; the first one's have all."""
 
-_HOLE = re.compile(r"\[MASK:[^\[\]\n]*\]")
+_MASKED_SPAN = re.compile(r"\[MASK:[^\[\]\n]*\]")
 _LINE_BREAK = '<i aria-label="line break">↵</i>\n'
 
 
 @dataclass(frozen=True)
-class Piece:
+class SampleToken:
     """Part of a filled text: one token, or several that make up a character."""
 
     text: str
@@ -32,25 +32,25 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sample:
+class FilledSample:
     """A filled text."""
 
     step: int
     given: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SampleToken, ...]
 
     @property
     def num_forwards(self) -> int:
         return max((piece.forward or 0 for piece in self.pieces), default=0)
 
 
-def samples(runs: Sequence[RunRecord]) -> str:
+def render_samples(runs: Sequence[LoggedRun]) -> str:
     """A block for each text, in it the runs one after the other, and of each what it wrote at which step."""
     blocks: dict[str, list[str]] = {}
     forwards: dict[str, int] = {}
     plain: list[str] = []
     for run in runs:
-        texts: dict[str, list[Sample]] = {}
+        texts: dict[str, list[FilledSample]] = {}
         for event in run.events_of("sample"):
             sample = read_sample(event)
             if sample is None:
@@ -59,11 +59,11 @@ def samples(runs: Sequence[RunRecord]) -> str:
                 texts.setdefault(sample.given, []).append(sample)
         for given, filled in texts.items():
             title = f"<h4>{escape(run.name)}</h4>" if len(runs) > 1 else ""
-            chosen = _spread(filled)
-            blocks.setdefault(given, []).append(title + _history(chosen))
+            chosen = _subsample(filled)
+            blocks.setdefault(given, []).append(title + _render_history(chosen))
             forwards[given] = max(forwards.get(given, 0), *(sample.num_forwards for sample in chosen))
     parts = [
-        f'<article class="sample"><pre class="given">{_with_holes(given)}</pre>{_replay(forwards[given])}'
+        f'<article class="sample"><pre class="given">{_render_masked_spans(given)}</pre>{_render_replay(forwards[given])}'
         f"{''.join(block)}</article>"
         for given, block in blocks.items()
     ]
@@ -72,11 +72,11 @@ def samples(runs: Sequence[RunRecord]) -> str:
         "stronger its shade. Point at a token to read its probability.</p>"
     )
     if plain:
-        parts.append(f'<ul class="plain">{"".join(plain[:ROWS_SHOWN])}</ul>')
+        parts.append(f'<ul class="plain">{"".join(plain[:MAX_SAMPLES_PER_TEXT])}</ul>')
     return f'<div class="samples">{"".join(parts)}</div>{key if blocks else ""}' if parts else ""
 
 
-def read_sample(event: Event) -> Sample | None:
+def read_sample(event: RunEvent) -> FilledSample | None:
     """What the event's values tell; None: they are damaged, or there are none."""
     values = event.values
     given, texts = values.get("given"), values.get("tokens")
@@ -86,7 +86,7 @@ def read_sample(event: Event) -> Sample | None:
         columns = list(zip(texts, values.get("step_map", ()), values.get("logprobs", ()), strict=True))
     except (TypeError, ValueError):
         return None
-    pieces: list[Piece] = []
+    pieces: list[SampleToken] = []
     rest: list[tuple[int | None, float | None]] = []
     for text, forward, logprob in columns:
         if not isinstance(text, str) or not _is_forward(forward) or not _is_logprob(logprob):
@@ -97,11 +97,11 @@ def read_sample(event: Event) -> Sample | None:
             latest = max((each or 0 for each, _ in rest), default=0)
             known = [each for _, each in rest if each is not None]
             size = 1 if latest and forward is None else len(text)
-            pieces.append(Piece(text[:size], latest or None, math.exp(min(0.0, sum(known))) if known else None))
+            pieces.append(SampleToken(text[:size], latest or None, math.exp(min(0.0, sum(known))) if known else None))
             if text[size:]:
-                pieces.append(Piece(text[size:]))
+                pieces.append(SampleToken(text[size:]))
             rest = []
-    return Sample(event.step, given, tuple(pieces))
+    return FilledSample(event.step, given, tuple(pieces))
 
 
 def _is_forward(value: Any) -> bool:
@@ -112,14 +112,16 @@ def _is_logprob(value: Any) -> bool:
     return value is None or (isinstance(value, float | int) and not math.isnan(value))
 
 
-def _spread(filled: list[Sample]) -> list[Sample]:
+def _subsample(filled: list[FilledSample]) -> list[FilledSample]:
     """Few enough of them to read."""
-    if len(filled) <= ROWS_SHOWN:
+    if len(filled) <= MAX_SAMPLES_PER_TEXT:
         return filled
-    return [filled[round(place * (len(filled) - 1) / (ROWS_SHOWN - 1))] for place in range(ROWS_SHOWN)]
+    return [
+        filled[round(place * (len(filled) - 1) / (MAX_SAMPLES_PER_TEXT - 1))] for place in range(MAX_SAMPLES_PER_TEXT)
+    ]
 
 
-def _replay(num_forwards: int) -> str:
+def _render_replay(num_forwards: int) -> str:
     """A slider over the forwards; the page's script shows and drives it."""
     if num_forwards < 2:
         return ""
@@ -130,33 +132,34 @@ def _replay(num_forwards: int) -> str:
     )
 
 
-def _history(filled: list[Sample]) -> str:
+def _render_history(filled: list[FilledSample]) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{sample.step:,}</th><td><pre>{_filled(sample)}</pre></td></tr>' for sample in filled
+        f'<tr><th scope="row">{sample.step:,}</th><td><pre>{_render_filled(sample)}</pre></td></tr>'
+        for sample in filled
     )
     head = '<thead><tr><th scope="col">Step</th><th scope="col">Filled</th></tr></thead>'
     return f'<div class="wide" tabindex="0" role="group"><table>{head}<tbody>{rows}</tbody></table></div>'
 
 
-def _with_holes(given: str) -> str:
+def _render_masked_spans(given: str) -> str:
     """The holes as boxes; their length is the number of tokens."""
     parts = []
     end = 0
-    for match in _HOLE.finditer(given):
+    for match in _MASKED_SPAN.finditer(given):
         parts.append(escape(given[end : match.start()]))
         parts.append(f'<span class="hole">{escape(match[0][6:-1])}</span>')
         end = match.end()
     return "".join([*parts, escape(given[end:])])
 
 
-def _filled(sample: Sample) -> str:
+def _render_filled(sample: FilledSample) -> str:
     """What was given as it is; of the rest each token apart, shaded by its forward."""
     parts = []
     for piece in sample.pieces:
         if piece.forward is None:
             parts.append(escape(piece.text))
             continue
-        shade = 100 - (100 - LEAST_SHADE) * (piece.forward - 1) / max(1, sample.num_forwards - 1)
+        shade = 100 - (100 - MIN_SHADE_PERCENT) * (piece.forward - 1) / max(1, sample.num_forwards - 1)
         first, *lines = escape(piece.text).split("\n")
         text = _LINE_BREAK.join([f"{first}<sub>{piece.forward}</sub>", *lines])
         known = "" if piece.probability is None else f", probability {piece.probability:.1%}"

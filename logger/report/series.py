@@ -39,22 +39,22 @@ class Series:
         return (float(self.steps_N[places[-1]]), float(self.values_N[places[-1]])) if len(places) else None
 
 
-def fewer_points(values_N: Floats, buckets: int) -> NDArray[np.int64]:
+def downsample(values_N: Floats, num_buckets: int) -> NDArray[np.int64]:
     """Places that show the same curve: the least and the greatest number of each of so many runs of points, the first
     point and the last one. All places where there are no more than that; a run without a number keeps one, as a gap."""
     number = len(values_N)
-    if number <= 2 * buckets + 2:
+    if number <= 2 * num_buckets + 2:
         return np.arange(number)
     least_N = np.where(np.isfinite(values_N), values_N, np.inf)
     greatest_N = np.where(np.isfinite(values_N), values_N, -np.inf)
-    edges = np.linspace(0, number, buckets + 1).astype(np.int64)
+    edges = np.linspace(0, number, num_buckets + 1).astype(np.int64)
     kept = {0, number - 1}
     for start, end in pairwise(edges.tolist()):
         kept |= {start + int(least_N[start:end].argmin()), start + int(greatest_N[start:end].argmax())}
     return np.array(sorted(kept))
 
 
-def smoothed(values_N: Floats) -> Floats:
+def moving_average(values_N: Floats) -> Floats:
     """Mean of a fiftieth of the points, at least five, around each: it does not lag behind. NaN is passed over.
 
     At the beginning, where curves are steep, as many points are taken before a point as behind it; at the end, where
@@ -97,17 +97,17 @@ def log_ticks(low: float, high: float) -> list[float]:
     return decades[:: math.ceil(len(decades) / 6)]
 
 
-def short(value: float, digits: int = 4) -> str:
+def format_number(value: float, digits: int = 4) -> str:
     """A number as people read it: 0.00125, 3.142, 12.3k, 1.2e-06."""
     if not math.isfinite(value):
         return "not finite"
     for size, suffix in SUFFIXES:
         if abs(value) >= size:
             unit = 1e3 if suffix == "k" else size
-            return f"{_plain(value / unit, digits - 1)}{suffix}"
-    return _plain(value, digits)
+            return f"{_format_plain(value / unit, digits - 1)}{suffix}"
+    return _format_plain(value, digits)
 
 
-def _plain(value: float, digits: int) -> str:
+def _format_plain(value: float, digits: int) -> str:
     text = f"{value:.{digits}g}"
     return text if "e+" not in text else f"{value:.0f}"

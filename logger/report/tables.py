@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from logger.report.reading import Event, RunRecord
-from logger.report.series import short
-from logger.run_logger import duration
+from logger.report.reading import LoggedRun, RunEvent
+from logger.report.series import format_number
+from logger.run_logger import format_duration
 
-EVENTS_SHOWN = 200
+MAX_EVENTS = 200
 """Of each run; all of them are in metrics.jsonl."""
 
-TOLD_ELSEWHERE = ("sample", "environment")
+EVENTS_WITH_OWN_SECTION = ("sample", "environment")
 
-BAD_NEWS = ("failed", "skipped", "report")
+FAILURE_EVENTS = ("failed", "skipped", "report")
 
 STATES = {
     "complete": "complete",
@@ -27,11 +27,11 @@ STATES = {
     "ended": "ended early",
 }
 
-Row = tuple[str, list[str]]
+TableRow = tuple[str, list[str]]
 """A name, and a cell for each run; "" where a run has nothing to say."""
 
 
-def results(runs: Sequence[RunRecord]) -> str:
+def results(runs: Sequence[LoggedRun]) -> str:
     """All results: a list of one run's, a column for each of several."""
     rows = [row for row in _result_rows(runs) if any(row[1])]
     if len(runs) > 1:
@@ -40,11 +40,11 @@ def results(runs: Sequence[RunRecord]) -> str:
     return f'<dl class="results">{terms}</dl>'
 
 
-def headline(run: RunRecord) -> list[tuple[str, str, str]]:
+def headline(run: LoggedRun) -> list[tuple[str, str, str]]:
     """The numbers of one run that come first: name, value, what is said below it."""
     bound, step = _bound(run, "nats_per_token", "standard_error", "val_nats_per_token", "val_standard_error")
     bits, _ = _bound(run, "bits_per_byte", "bits_per_byte_standard_error", "val_bits_per_byte", "")
-    guess = run.result("evaluation", "fills", 0, "first_guess")
+    guess = run.result("evaluation", "fills", 0, "top1_accuracy")
     share = run.result("evaluation", "fills", 0, "fraction")
     loss = _last(run, "loss_smooth") or _last(run, "loss")
     parameters, tokens, seconds = run.result("parameters"), _tokens(run), _seconds(run)
@@ -52,15 +52,15 @@ def headline(run: RunRecord) -> list[tuple[str, str, str]]:
         (f"Validation {_kind(run)}", bound, f"nats per token{step}"),
         ("Bits per byte", bits, f"of the validation text{step}"),
         ("First guess right", "" if guess is None else f"{guess:.1%}", "" if share is None else f"{share:.0%} masked"),
-        ("Training loss", "" if bound or loss is None else short(loss), "nats per token, averaged"),
-        ("Parameters", "" if parameters is None else short(parameters), ""),
-        ("Tokens", "" if tokens is None else short(tokens), f"in {run.last_step:,} steps"),
-        ("Time", "" if seconds is None else duration(seconds), "of training steps"),
+        ("Training loss", "" if bound or loss is None else format_number(loss), "nats per token, averaged"),
+        ("Parameters", "" if parameters is None else format_number(parameters), ""),
+        ("Tokens", "" if tokens is None else format_number(tokens), f"in {run.last_step:,} steps"),
+        ("Time", "" if seconds is None else format_duration(seconds), "of training steps"),
     ]
     return [entry for entry in found if entry[1]]
 
 
-def _result_rows(runs: Sequence[RunRecord]) -> Iterator[Row]:
+def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
     yield "State", [_state(run) for run in runs]
     for name, keys in (
         (
@@ -87,11 +87,11 @@ def _result_rows(runs: Sequence[RunRecord]) -> Iterator[Row]:
         if said is not None:
             yield (
                 f"First guess right, {said:.0%} masked",
-                _column(runs, "evaluation", "fills", place, "first_guess", style="%"),
+                _column(runs, "evaluation", "fills", place, "top1_accuracy", style="%"),
             )
             yield (
                 f"Among the first five, {said:.0%} masked",
-                _column(runs, "evaluation", "fills", place, "first_five", style="%"),
+                _column(runs, "evaluation", "fills", place, "top5_accuracy", style="%"),
             )
     losses = [_last(run, "loss_smooth") for run in runs]
     yield "Training loss, averaged", ["" if loss is None else f"{loss:.3f}" for loss in losses]
@@ -99,12 +99,12 @@ def _result_rows(runs: Sequence[RunRecord]) -> Iterator[Row]:
     yield "Tokens seen", [_count(_tokens(run)) for run in runs]
     yield "Steps", [f"{run.last_step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "") for run in runs]
     yield "Skipped steps", [_count(_last(run, "skipped_steps")) for run in runs]
-    yield "Time of training steps", ["" if (s := _seconds(run)) is None else duration(s) for run in runs]
+    yield "Time of training steps", ["" if (s := _seconds(run)) is None else format_duration(s) for run in runs]
     if any((run.result("padding_share") or 0.0) >= 0.0005 for run in runs):
         yield "Padding of the training rows", _column(runs, "padding_share", style="%")
 
 
-def _other_blocks(runs: Sequence[RunRecord]) -> Iterator[Row]:
+def _other_blocks(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
     for place in range(max(len(_list(run.summary.get("other_block_lengths"))) for run in runs)):
         cells = []
         for run in runs:
@@ -117,7 +117,7 @@ def _other_blocks(runs: Sequence[RunRecord]) -> Iterator[Row]:
         yield "Also trained for, nats per token", cells
 
 
-def _column(runs: Sequence[RunRecord], *keys: str | int, style: str = "g") -> list[str]:
+def _column(runs: Sequence[LoggedRun], *keys: str | int, style: str = "g") -> list[str]:
     cells = []
     for run in runs:
         value = run.result(*keys)
@@ -126,7 +126,7 @@ def _column(runs: Sequence[RunRecord], *keys: str | int, style: str = "g") -> li
     return cells
 
 
-def _bound(run: RunRecord, value_key: str, error_key: str, metric: str, error_metric: str) -> tuple[str, str]:
+def _bound(run: LoggedRun, value_key: str, error_key: str, metric: str, error_metric: str) -> tuple[str, str]:
     """The final value with its error, or the last one of the run and when that was."""
     value, error = run.result("evaluation", value_key), run.result("evaluation", error_key)
     if value is not None:
@@ -144,30 +144,30 @@ def _with_error(value: float, error: float | None) -> str:
     return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
-def _kind(run: RunRecord) -> str:
+def _kind(run: LoggedRun) -> str:
     blocks = run.result("evaluation", "block_length")
     if blocks is None:
         return "bound"
     return "loss, token by token" if blocks == 1 else f"bound, blocks of {blocks:.0f}"
 
 
-def _state(run: RunRecord) -> str:
+def _state(run: LoggedRun) -> str:
     if run.state == "complete":
         return STATES["complete"]
     of = f" of {run.max_steps:,}" if run.max_steps else ""
     return f"{STATES[run.state]}, at step {run.last_step:,}{of}"
 
 
-def _last(run: RunRecord, key: str) -> float | None:
+def _last(run: LoggedRun, key: str) -> float | None:
     series = run.numbers.get(key)
     return None if series is None or series.last is None else series.last[1]
 
 
-def _tokens(run: RunRecord) -> float | None:
+def _tokens(run: LoggedRun) -> float | None:
     return _last(run, "tokens_seen") if run.result("tokens_seen") is None else run.result("tokens_seen")
 
 
-def _seconds(run: RunRecord) -> float | None:
+def _seconds(run: LoggedRun) -> float | None:
     if run.result("seconds") is not None:
         return run.result("seconds")
     tokens, speed = _last(run, "tokens_seen"), _last(run, "tokens_per_second")
@@ -187,7 +187,7 @@ def _count(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def table(heads: Sequence[str], rows: Sequence[Row], caption: str = "", first: str = "") -> str:
+def table(heads: Sequence[str], rows: Sequence[TableRow], caption: str = "", first: str = "") -> str:
     """Names at the left, a column for each head; scrolls in a frame of its own where it is wide."""
     top = ""
     if len(heads) > 1 or first:
@@ -207,20 +207,20 @@ def table(heads: Sequence[str], rows: Sequence[Row], caption: str = "", first: s
     return f'<div class="wide" tabindex="0" role="group"><table>{label}{top}<tbody>{body}</tbody></table></div>'
 
 
-def last_values(runs: Sequence[RunRecord], keys: Sequence[str]) -> str:
+def last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> str:
     """Of metrics without a chart."""
     rows = [(key, [_last_value(run, key) for run in runs]) for key in keys]
     return f'<div class="last">{table([run.name for run in runs], rows, first="Last value of")}</div>' if rows else ""
 
 
-def _last_value(run: RunRecord, key: str) -> str:
+def _last_value(run: LoggedRun, key: str) -> str:
     if key in run.numbers:
         value = _last(run, key)
-        return "no finite number" if value is None else short(value)
+        return "no finite number" if value is None else format_number(value)
     return run.texts.get(key, "")
 
 
-def config(runs: Sequence[RunRecord]) -> str:
+def config(runs: Sequence[LoggedRun]) -> str:
     """What differs between the runs, highlighted; what they have in common, folded."""
     known = [run for run in runs if run.config]
     if not known:
@@ -262,14 +262,14 @@ def _written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def events(runs: Sequence[RunRecord]) -> str:
+def events(runs: Sequence[LoggedRun]) -> str:
     """What happened, the newest first."""
     parts = []
     for run in runs:
-        found = [event for event in run.events if event.kind not in TOLD_ELSEWHERE]
+        found = [event for event in run.events if event.kind not in EVENTS_WITH_OWN_SECTION]
         if not found:
             continue
-        shown = list(reversed(found))[:EVENTS_SHOWN]
+        shown = list(reversed(found))[:MAX_EVENTS]
         body = "".join(map(_event, shown))
         left = len(found) - len(shown)
         head = '<th scope="col">Step</th><th scope="col">Kind</th><th scope="col">What happened</th>'
@@ -282,19 +282,19 @@ def events(runs: Sequence[RunRecord]) -> str:
     return "".join(parts)
 
 
-def _event(event: Event) -> str:
+def _event(event: RunEvent) -> str:
     cells = "".join(f"<td>{escape(cell)}</td>" for cell in (f"{event.step:,}", event.kind, _without_step(event)))
-    return f'<tr class="bad">{cells}</tr>' if event.kind in BAD_NEWS else f"<tr>{cells}</tr>"
+    return f'<tr class="bad">{cells}</tr>' if event.kind in FAILURE_EVENTS else f"<tr>{cells}</tr>"
 
 
-def _without_step(event: Event) -> str:
+def _without_step(event: RunEvent) -> str:
     """The text, without the beginning that repeats what stands in the other columns."""
     for beginning in (f"step {event.step}: ", f"{event.kind}: "):
-        event = Event(event.step, event.kind, event.text.removeprefix(beginning))
+        event = RunEvent(event.step, event.kind, event.text.removeprefix(beginning))
     return event.text
 
 
-def environment(runs: Sequence[RunRecord]) -> str:
+def environment(runs: Sequence[LoggedRun]) -> str:
     """What each part of a run was computed on: the pieces of its ``environment`` events, ``name value; name value``."""
     columns: list[tuple[str, dict[str, str]]] = []
     for run in runs:
@@ -303,7 +303,7 @@ def environment(runs: Sequence[RunRecord]) -> str:
             pieces = dict(piece.partition(" ")[::2] for piece in text.removeprefix("environment: ").split("; "))
             part = f", part {number}" if len(told) > 1 else ""
             columns.append((run.name + part if len(runs) > 1 or part else run.name, pieces))
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for name in dict.fromkeys(name for _, pieces in columns for name in pieces):
         rows.append((name, [pieces.get(name, "") for _, pieces in columns]))
     places = [(run.name, str(run.path)) for run in runs]

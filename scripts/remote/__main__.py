@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 
 import environment
-from fetched import refuse_own_run
-from host import HERE, Host, LostError, StopError, connected
-from runs import Launch, ended, fetch_run, follow, send_config, start, table
+from fetched import check_run_directory
+from host import PROJECT_ROOT, CommandError, ConnectionLostError, Host, connected
+from runs import Launch, fetch_run, follow, format_runs_table, read_launch, send_config, start
 from transfer import fetch, send
 from tree import send_tree
 
@@ -41,7 +41,7 @@ class Arguments:
         """One that must be there."""
         value = self.get(name)
         if not value:
-            raise StopError(f"{name}= is missing: {example}")
+            raise CommandError(f"{name}= is missing: {example}")
         return value
 
     def split(self, name: str) -> list[str]:
@@ -49,7 +49,7 @@ class Arguments:
         try:
             return [*shlex.split(self.get(name)), *self.rest]
         except ValueError as error:
-            raise StopError(f"{name} = {self.get(name)!r}: {error}") from error
+            raise CommandError(f"{name} = {self.get(name)!r}: {error}") from error
 
 
 def bootstrap(host: Host, _: Arguments) -> int:
@@ -65,30 +65,32 @@ def data(host: Host, arguments: Arguments) -> int:
         path = send_config(host, config)
         return host.in_terminal("execute", "diffusionlm-make-data", "--config", path, *arguments.split("extra"))
     if arguments.split("extra"):
-        raise StopError("extra= and options are for config=FILE, which makes data there: nothing was sent")
-    source = source_of(arguments.get("path", "data"))
-    send(host, source, source.relative_to(HERE).as_posix())
+        raise CommandError("extra= and options are for config=FILE, which makes data there: nothing was sent")
+    source = resolve_source(arguments.get("path", "data"))
+    send(host, source, source.relative_to(PROJECT_ROOT).as_posix())
     return 0
 
 
-def source_of(path: str) -> Path:
+def resolve_source(path: str) -> Path:
     """What is sent: a file or folder of this tree, or a link there, whatever it names."""
-    source = Path(os.path.normpath(HERE / path))
+    source = Path(os.path.normpath(PROJECT_ROOT / path))
     if not (source.is_dir() or source.is_file()):
-        raise StopError(
+        raise CommandError(
             f"path = {source} is not here: name a file or folder of this tree, or config=FILE makes data there"
         )
-    if not source.is_relative_to(HERE) or source == HERE:
-        raise StopError(f"path = {source} is not in {HERE}: put it, or a link to it, into data/")
-    if source.relative_to(HERE).parts[0] == "env":
-        raise StopError(f"path = {source} holds secrets: just sync-env sends env/*.env, readable by their owner only")
+    if not source.is_relative_to(PROJECT_ROOT) or source == PROJECT_ROOT:
+        raise CommandError(f"path = {source} is not in {PROJECT_ROOT}: put it, or a link to it, into data/")
+    if source.relative_to(PROJECT_ROOT).parts[0] == "env":
+        raise CommandError(
+            f"path = {source} holds secrets: just sync-env sends env/*.env, readable by their owner only"
+        )
     return source
 
 
 def build(host: Host, arguments: Arguments) -> int:
     """Install the project."""
     extra = arguments.split("extra")
-    if (HERE / "env" / "wandb.env").exists():
+    if (PROJECT_ROOT / "env" / "wandb.env").exists():
         extra += ["--extra", "wandb"]  # there is a key, so runs will want to log there
     host.run("build", *extra)
     return 0
@@ -96,17 +98,19 @@ def build(host: Host, arguments: Arguments) -> int:
 
 def send_env(host: Host, _: Arguments) -> int:
     """Send env/*.env, readable by their owner only."""
-    files = environment.files(HERE)
+    files = environment.files(PROJECT_ROOT)
     for file in files:
         try:
             environment.read(file)
         except ValueError as error:
-            raise StopError(str(error)) from error
+            raise CommandError(str(error)) from error
     if not files:
         print("env/ has no settings to send: cp env/wandb.env.example env/wandb.env and fill it in")
     for file in files:
         if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            print(f"others may read {file.relative_to(HERE)}: chmod 600 {shlex.quote(str(file))}", file=sys.stderr)
+            print(
+                f"others may read {file.relative_to(PROJECT_ROOT)}: chmod 600 {shlex.quote(str(file))}", file=sys.stderr
+            )
         send(host, file, f"env/{file.name}")
     return 0
 
@@ -126,10 +130,10 @@ def launch(host: Host, arguments: Arguments) -> Launch:
 def auto_train(host: Host, arguments: Arguments) -> int:
     """All in one. Returns the exit code of the run."""
     config = arguments.need("config", "just auto-train config=config/resources/train.toml")
-    refuse_own_run(host, config, arguments.split("extra"))
+    check_run_directory(host, config, arguments.split("extra"))
     bootstrap(host, arguments)
     build(host, Arguments({"extra": arguments.get("build")}, []))
-    if "data" in arguments.named or (HERE / "data").is_dir():
+    if "data" in arguments.named or (PROJECT_ROOT / "data").is_dir():
         data(host, Arguments({"path": arguments.get("data", "data")}, []))
     send_env(host, arguments)
     launched = launch(host, arguments)
@@ -137,9 +141,9 @@ def auto_train(host: Host, arguments: Arguments) -> int:
     print(f"the run ended with exit code {code}", flush=True)
     try:
         fetch_run(host, launched.directory)
-    except LostError:
+    except ConnectionLostError:
         raise
-    except StopError as error:  # a run that failed early may have left nothing
+    except CommandError as error:  # a run that failed early may have left nothing
         print(f"auto-train: error: {error}", file=sys.stderr)
         return code or error.code
     return code
@@ -159,7 +163,7 @@ def infer(host: Host, arguments: Arguments) -> int:
     return host.in_terminal("execute", arguments.get("command", "diffusionlm-infer"), *words)
 
 
-def fetch_any(host: Host, arguments: Arguments) -> int:
+def fetch_path(host: Host, arguments: Arguments) -> int:
     """A file or folder of the root, to the same place here."""
     fetch(host, arguments.need("any_file", "just fetch any_file=runs/mine/metrics.jsonl"))
     return 0
@@ -169,7 +173,7 @@ def kill(host: Host, arguments: Arguments) -> int:
     """End the training that runs."""
     seconds = arguments.get("wait", "120")
     if not seconds.isdecimal():
-        raise StopError(f"wait = {seconds!r} is no number of seconds")
+        raise CommandError(f"wait = {seconds!r} is no number of seconds")
     host.run("kill", int(seconds))
     return 0
 
@@ -182,7 +186,7 @@ def status(host: Host, _: Arguments) -> int:
 
 def list_runs(host: Host, _: Arguments) -> int:
     """The runs there."""
-    print(table(host))
+    print(format_runs_table(host))
     return 0
 
 
@@ -198,21 +202,21 @@ def attach(host: Host, _: Arguments) -> int:
 
 def follow_last(host: Host, _: Arguments) -> int:
     """The output of the last launch."""
-    return follow(host, ended(host).name)
+    return follow(host, read_launch(host).name)
 
 
 @dataclass(frozen=True)
 class Command:
     """A recipe: what does it, its arguments by name, and whether options go on to a command there."""
 
-    does: Callable[[Host, Arguments], int]
+    run: Callable[[Host, Arguments], int]
     names: tuple[str, ...] = ()
     options: bool = False
 
     def usage(self, recipe: str) -> str:
         """How it is called."""
         words = [*(f"[{name}=...]" for name in self.names), *(["[--option ...]"] if self.options else [])]
-        return f"usage: {' '.join(['just', recipe, *words])}\n\n{self.does.__doc__}\ndocs/operate.md shows each."
+        return f"usage: {' '.join(['just', recipe, *words])}\n\n{self.run.__doc__}\ndocs/operate.md shows each."
 
 
 COMMANDS = {
@@ -223,7 +227,7 @@ COMMANDS = {
     "train": Command(train, ("config", "extra", "command"), options=True),
     "auto-train": Command(auto_train, ("config", "extra", "command", "data", "build"), options=True),
     "infer": Command(infer, ("command", "args"), options=True),
-    "fetch": Command(fetch_any, ("any_file",)),
+    "fetch": Command(fetch_path, ("any_file",)),
     "kill-train": Command(kill, ("wait",)),
     "status": Command(status),
     "list-runs": Command(list_runs),
@@ -234,11 +238,11 @@ COMMANDS = {
 """What each recipe does; the first of its arguments may be given without its name."""
 
 
-def parse(words: list[str], command: Command) -> Arguments:
+def parse_arguments(words: list[str], command: Command) -> Arguments:
     """Sort the words of a command.
 
     Raises:
-        StopError: one is neither an argument nor an option that goes on.
+        CommandError: one is neither an argument nor an option that goes on.
     """
     named: dict[str, str] = {}
     names = command.names
@@ -246,7 +250,7 @@ def parse(words: list[str], command: Command) -> Arguments:
     for index, word in enumerate(words):
         if word.startswith("-"):
             if not command.options:
-                raise StopError(f"{word} is not an option: there are none here, and these arguments: {known}")
+                raise CommandError(f"{word} is not an option: there are none here, and these arguments: {known}")
             return Arguments(named, words[index + (word == "--") :])
         name, equals, value = word.partition("=")
         if equals and name in names:
@@ -254,7 +258,7 @@ def parse(words: list[str], command: Command) -> Arguments:
         elif index == 0 and names and not re.match(r"\w+=", word):
             named[names[0]] = word
         else:
-            raise StopError(f"{word!r} is not an argument here (there are: {known}); options begin with a dash")
+            raise CommandError(f"{word!r} is not an argument here (there are: {known}); options begin with a dash")
     return Arguments(named, [])
 
 
@@ -263,7 +267,7 @@ def asks_for_help(words: list[str], command: Command) -> bool:
     return any(word in ("-h", "--help") for word in (words[:1] if command.options else words))
 
 
-def leave(number: int, _: FrameType | None) -> None:
+def exit_on_signal(number: int, _: FrameType | None) -> None:
     """End as a signal asks, and close the connection first; another does not disturb that."""
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
@@ -284,15 +288,15 @@ def main(words: list[str]) -> int:
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as below nohup
-            signal.signal(number, leave)
+            signal.signal(number, exit_on_signal)
     try:
-        arguments = parse(words, command)
+        arguments = parse_arguments(words, command)
         with connected(os.environ) as host:
-            return command.does(host, arguments)
-    except StopError as error:
+            return command.run(host, arguments)
+    except CommandError as error:
         if str(error):
             print(f"{recipe}: error: {error}", file=sys.stderr)
-        return 255 if isinstance(error, LostError) else error.code
+        return 255 if isinstance(error, ConnectionLostError) else error.code
     except OSError as error:
         print(f"{recipe}: error: {error}", file=sys.stderr)
         return 2

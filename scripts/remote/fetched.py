@@ -17,62 +17,64 @@ import time
 import tomllib
 from pathlib import Path
 
-from host import HERE, Host, StopError
+from host import PROJECT_ROOT, CommandError, Host
 
 RECORD = "runs/.fetched.json"
 REPLACED = "runs/.replaced"
 
 
-class Fetched:
+class FetchRecord:
     """What is known of earlier fetches, and what this one replaces."""
 
     def __init__(self, host: Host) -> None:
         self._origin = f"{host.name}:{host.root}"
-        self._known = read(HERE / RECORD)
-        self._new: dict[str, list[str]] = {}
-        self._aside = HERE / REPLACED / time.strftime("%Y%m%d-%H%M%S")
-        self._kept: list[str] = []
+        self._previous_record = read(PROJECT_ROOT / RECORD)
+        self._new_entries: dict[str, list[str]] = {}
+        self._backup_directory = PROJECT_ROOT / REPLACED / time.strftime("%Y%m%d-%H%M%S")
+        self._moved_paths: list[str] = []
 
-    def knows(self, path: Path, contents: str) -> bool:
+    def is_unchanged(self, path: Path, contents: str) -> bool:
         """Whether the file came from this machine with these contents: a SHA-256, or the target of a link."""
-        return self._known.get(named(path)) == [contents, self._origin]
+        return self._previous_record.get(relative_name(path)) == [contents, self._origin]
 
-    def has_below(self, folder: Path) -> bool:
+    def has_files_below(self, folder: Path) -> bool:
         """Whether anything in the folder came from this machine."""
-        start = f"{named(folder)}/"
-        return any(name.startswith(start) and origin == self._origin for name, (_, origin) in self._known.items())
+        start = f"{relative_name(folder)}/"
+        return any(
+            name.startswith(start) and origin == self._origin for name, (_, origin) in self._previous_record.items()
+        )
 
-    def make_room(self, path: Path) -> None:
+    def move_aside(self, path: Path) -> None:
         """Move what is here out of the way, unless it was fetched and is as it was then."""
         if not os.path.lexists(path):
             return
-        contents = os.readlink(path) if path.is_symlink() else digest(path) if path.is_file() else ""
-        if self.knows(path, contents):
+        contents = os.readlink(path) if path.is_symlink() else compute_sha256(path) if path.is_file() else ""
+        if self.is_unchanged(path, contents):
             return
-        while not self._kept and self._aside.exists():  # of another fetch in this second
-            self._aside = self._aside.with_name(f"{self._aside.name}-")
-        kept = self._aside / named(path)
+        while not self._moved_paths and self._backup_directory.exists():  # of another fetch in this second
+            self._backup_directory = self._backup_directory.with_name(f"{self._backup_directory.name}-")
+        kept = self._backup_directory / relative_name(path)
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(path, kept)
-        self._kept.append(named(path))
+        self._moved_paths.append(relative_name(path))
 
     def add(self, path: Path, contents: str) -> None:
         """A file that was fetched now."""
-        self._new[named(path)] = [contents, self._origin]
+        self._new_entries[relative_name(path)] = [contents, self._origin]
 
     def close(self) -> None:
         """Write the record, and say what was moved."""
-        if self._new:
-            record = HERE / RECORD
+        if self._new_entries:
+            record = PROJECT_ROOT / RECORD
             record.parent.mkdir(parents=True, exist_ok=True)
             aside = record.with_name(f"{record.name}.part")
-            aside.write_text(json.dumps(read(record) | self._new, indent=0) + "\n", encoding="utf-8")
+            aside.write_text(json.dumps(read(record) | self._new_entries, indent=0) + "\n", encoding="utf-8")
             os.replace(aside, record)
-        if self._kept:
-            what = "1 file" if len(self._kept) == 1 else f"{len(self._kept)} files"
-            where = f"{REPLACED}/{self._aside.name}"
+        if self._moved_paths:
+            what = "1 file" if len(self._moved_paths) == 1 else f"{len(self._moved_paths)} files"
+            where = f"{REPLACED}/{self._backup_directory.name}"
             print(
-                f"replaced {what} here that did not come from there, kept in {where}: {some(self._kept)}",
+                f"replaced {what} here that did not come from there, kept in {where}: {format_names(self._moved_paths)}",
                 file=sys.stderr,
             )
 
@@ -87,12 +89,12 @@ def read(path: Path) -> dict[str, list[str]]:
     return {name: value for name, value in entries if isinstance(value, list) and len(value) == 2}
 
 
-def named(path: Path) -> str:
+def relative_name(path: Path) -> str:
     """A path of this tree in the record."""
-    return path.relative_to(HERE).as_posix()
+    return path.relative_to(PROJECT_ROOT).as_posix()
 
 
-def place(host: Host, path: str) -> tuple[str, Path]:
+def resolve_remote_path(host: Host, path: str) -> tuple[str, Path]:
     """The path under the root, or from /, and the local folder that it goes to."""
     if path.startswith("/"):
         path = posixpath.normpath(path)
@@ -100,26 +102,28 @@ def place(host: Host, path: str) -> tuple[str, Path]:
         path = path.removeprefix(os.fsdecode(host.run("root", capture=True)).rstrip("/") + "/")
     inside = posixpath.normpath(path)
     if inside == "." or inside.split("/")[0] == "..":
-        raise StopError(f"any_file = {path!r} is not under {host.root}: name a file or folder there")
-    return inside, HERE / "runs" / "fetched" if inside.startswith("/") else HERE
+        raise CommandError(f"any_file = {path!r} is not under {host.root}: name a file or folder there")
+    return inside, PROJECT_ROOT / "runs" / "fetched" if inside.startswith("/") else PROJECT_ROOT
 
 
-def refuse_own_run(host: Host, config: str, extra: list[str]) -> None:
+def check_run_directory(host: Host, config: str, extra: list[str]) -> None:
     """Before a run is made there that would be fetched over one of this machine.
 
     Raises:
-        StopError: its directory is here, and is not one that was fetched.
+        CommandError: its directory is here, and is not one that was fetched.
     """
     directory = run_directory(config, extra)
     if not directory:
         return
-    path, base = place(host, directory)
+    path, base = resolve_remote_path(host, directory)
     folder = base / path.lstrip("/")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    metrics, fetched = folder / "metrics.jsonl", Fetched(host)
-    if not (fetched.knows(metrics, digest(metrics)) if metrics.is_file() else fetched.has_below(folder)):
-        raise StopError(
+    metrics, fetched = folder / "metrics.jsonl", FetchRecord(host)
+    if not (
+        fetched.is_unchanged(metrics, compute_sha256(metrics)) if metrics.is_file() else fetched.has_files_below(folder)
+    ):
+        raise CommandError(
             f"run.directory = {directory} is here already, and it is not as it was fetched from {host.name}: set "
             f"another run.directory, or move {folder} away, or use just train, and then "
             f"just fetch any_file={shlex.quote(directory)}, which keeps what it replaces"
@@ -131,7 +135,7 @@ def run_directory(config: str, extra: list[str]) -> str:
     directory = ""
     # A config that lies only there, or one with mistakes, which the command there explains.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        directory = tomllib.loads((HERE / config).read_text(encoding="utf-8"))["run"]["directory"]
+        directory = tomllib.loads((PROJECT_ROOT / config).read_text(encoding="utf-8"))["run"]["directory"]
     for before, word in zip(["", *extra], extra, strict=False):
         key, equals, value = word.removeprefix("--set=").partition("=")
         if equals and key.strip() == "run.directory" and (before == "--set" or word.startswith("--set=")):
@@ -140,12 +144,12 @@ def run_directory(config: str, extra: list[str]) -> str:
     return directory if is_plain else ""
 
 
-def digest(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def some(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """The first of many names."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

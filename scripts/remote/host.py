@@ -24,17 +24,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-HERE = Path(__file__).parents[2]
+PROJECT_ROOT = Path(__file__).parents[2]
 """The tree that is sent, and where what is fetched goes."""
 
 SCRIPTS = Path(__file__).parent / "there"
-LOST = 255
+SSH_FAILED_EXIT_CODE = 255
 """The exit code of ssh where the connection fails."""
 
-MANNERS = ("ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4", "LogLevel=ERROR")
+SSH_OPTIONS = ("ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4", "LogLevel=ERROR")
 
 
-class StopError(Exception):
+class CommandError(Exception):
     """The command ends with this exit code, and with this line unless it was said already."""
 
     def __init__(self, text: str, code: int = 2) -> None:
@@ -42,7 +42,7 @@ class StopError(Exception):
         self.code = code
 
 
-class LostError(StopError):
+class ConnectionLostError(CommandError):
     """The connection failed."""
 
 
@@ -61,7 +61,7 @@ class Host:
         text = (SCRIPTS / "prelude.sh").read_text(encoding="utf-8")
         text += (SCRIPTS / f"{script}.sh").read_text(encoding="utf-8")
         words = ["bash", "-c", text, script, self.root, self.session, *map(str, arguments)]
-        manners = [word for manner in MANNERS for word in ("-o", manner)]
+        manners = [word for manner in SSH_OPTIONS for word in ("-o", manner)]
         ways = ["-o", f"ControlPath={self.control}", "-o", "ControlMaster=no", "-tt" if terminal else "-T"]
         return ["ssh", *self.options, *manners, *ways, "--", self.name, shlex.join(words)]
 
@@ -71,8 +71,8 @@ class Host:
         """Execute a script, and return what it prints, if that is captured. Its messages go to standard error.
 
         Raises:
-            LostError: the connection failed.
-            StopError: the script did, and said why.
+            ConnectionLostError: the connection failed.
+            CommandError: the script did, and said why.
         """
         output = subprocess.PIPE if capture else None
         done = subprocess.run(self.command(script, *arguments), stdin=stdin, stdout=output, check=False)
@@ -81,10 +81,10 @@ class Host:
 
     def check(self, code: int) -> None:
         """Raise what this exit code of ssh means."""
-        if code == LOST:
-            raise LostError(f"the connection to {self.name} was lost")
+        if code == SSH_FAILED_EXIT_CODE:
+            raise ConnectionLostError(f"the connection to {self.name} was lost")
         if code:
-            raise StopError("", code)
+            raise CommandError("", code)
 
     def in_terminal(self, script: str, *arguments: object) -> int:
         """Execute a script with this terminal, where there is one, and return its exit code."""
@@ -92,32 +92,32 @@ class Host:
         return subprocess.run(self.command(script, *arguments, terminal=terminal), check=False).returncode
 
 
-def settings(environment: Mapping[str, str]) -> tuple[str, str, str, tuple[str, ...]]:
+def read_settings(environment: Mapping[str, str]) -> tuple[str, str, str, tuple[str, ...]]:
     """Name, root, session and options of ssh.
 
     Raises:
-        StopError: a variable is missing, or its value makes no sense.
+        CommandError: a variable is missing, or its value makes no sense.
     """
     name = environment.get("REMOTE_HOST") or environment.get("PRIME_HOST") or ""
     if not name:
-        raise StopError("REMOTE_HOST is not set: export REMOTE_HOST=user@machine, and REMOTE_ROOT=folder there")
+        raise CommandError("REMOTE_HOST is not set: export REMOTE_HOST=user@machine, and REMOTE_ROOT=folder there")
     if name.startswith("-") or re.search(r"\s", name):
-        raise StopError(f"REMOTE_HOST = {name!r} is no name of a machine: write user@machine")
+        raise CommandError(f"REMOTE_HOST = {name!r} is no name of a machine: write user@machine")
     root = environment.get("REMOTE_ROOT") or "diffusionlm"
     root = root.removeprefix("~/").rstrip("/")
     if root in ("", "~", ".") or ".." in root.split("/") or "\n" in root:
-        raise StopError(f"REMOTE_ROOT = {environment['REMOTE_ROOT']!r} is no folder of its own: name a new one")
+        raise CommandError(f"REMOTE_ROOT = {environment['REMOTE_ROOT']!r} is no folder of its own: name a new one")
     session = environment.get("REMOTE_SESSION") or "diffusionlm"
     if not re.fullmatch(r"[\w-]+", session):
-        raise StopError(f"REMOTE_SESSION = {session!r} is no name for tmux: use letters, digits, - and _")
+        raise CommandError(f"REMOTE_SESSION = {session!r} is no name for tmux: use letters, digits, - and _")
     try:
         options = shlex.split(environment.get("REMOTE_SSH_OPTIONS", ""))
     except ValueError as error:
-        raise StopError(f"REMOTE_SSH_OPTIONS = {environment['REMOTE_SSH_OPTIONS']!r}: {error}") from error
+        raise CommandError(f"REMOTE_SSH_OPTIONS = {environment['REMOTE_SSH_OPTIONS']!r}: {error}") from error
     port = environment.get("REMOTE_PORT", "")
     if port:
         if not port.isdecimal():
-            raise StopError(f"REMOTE_PORT = {port!r} is no number")
+            raise CommandError(f"REMOTE_PORT = {port!r} is no number")
         options = ["-p", port, *options]
     return name, root, session, tuple(options)
 
@@ -127,9 +127,9 @@ def connected(environment: Mapping[str, str]) -> Iterator[Host]:
     """The machine that the environment names, with a connection that is closed at the end.
 
     Raises:
-        StopError: it is not named, or does not answer.
+        CommandError: it is not named, or does not answer.
     """
-    name, root, session, options = settings(environment)
+    name, root, session, options = read_settings(environment)
     with tempfile.TemporaryDirectory(prefix="remote-", ignore_cleanup_errors=True) as folder:
         host = Host(name, root, session, options, Path(folder) / "ssh")
         connect(host)
@@ -144,9 +144,9 @@ def connect(host: Host) -> None:
     """Open the connection that all scripts share.
 
     Raises:
-        LostError: the machine does not answer, or does not let us in.
+        ConnectionLostError: the machine does not answer, or does not let us in.
     """
-    manners = [word for manner in MANNERS for word in ("-o", manner)]
+    manners = [word for manner in SSH_OPTIONS for word in ("-o", manner)]
     ways = ["-o", f"ControlPath={host.control}", "-o", "ControlMaster=yes", "-N", "-f", "-T"]
     host.control.unlink(missing_ok=True)  # of a connection that was lost
     # A file, since the connection stays in the background and would hold a pipe open.
@@ -155,11 +155,11 @@ def connect(host: Host) -> None:
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, check=False)
         except FileNotFoundError as error:
-            raise StopError("ssh is not here: install OpenSSH's client (openssh-client)") from error
+            raise CommandError("ssh is not here: install OpenSSH's client (openssh-client)") from error
         if done.returncode:
             messages.seek(0)
             lines = messages.read().decode(errors="replace").split("\n")
             said = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
-            raise LostError(
+            raise ConnectionLostError(
                 f"{host.name} cannot be reached ({said}): check REMOTE_HOST, REMOTE_PORT and REMOTE_SSH_OPTIONS"
             )

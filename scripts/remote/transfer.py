@@ -15,20 +15,20 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fetched import RECORD, Fetched, digest, place, some
-from host import Host, LostError, StopError
+from fetched import RECORD, FetchRecord, compute_sha256, format_names, resolve_remote_path
+from host import CommandError, ConnectionLostError, Host
 
 CHUNK = 1 << 18
 PART = re.compile(r"\.[0-9a-f]{12}\.part$")
 SECRET = re.compile(r"(^|/)env/[^/]+\.env$")
 """Files that their owner alone may read, and whose digits are in no command line."""
 
-VANISHED = 3
+VANISHED_EXIT_CODE = 3
 """The exit code of ``read`` where there is no such file any more."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class RemoteFile:
     """A file there: its path, bytes and SHA-256; or a link and its target."""
 
     path: str
@@ -47,13 +47,13 @@ class Entry:
         return SECRET.search(self.path) is not None
 
 
-def listing(host: Host, *paths: str, which: str = "all") -> list[Entry]:
+def list_files(host: Host, *paths: str, which: str = "all") -> list[RemoteFile]:
     """The files of paths on the remote machine; ``newest`` leaves out checkpoints that no link names."""
     found = []
     for record in host.run("list", which, *paths, capture=True).split(b"\0")[:-1]:
         first, second, name = os.fsdecode(record).split("\t", 2)
         is_link = first == "link"
-        found.append(Entry(name, 0 if is_link else int(first), second, second if is_link else None))
+        found.append(RemoteFile(name, 0 if is_link else int(first), second, second if is_link else None))
     return found
 
 
@@ -63,18 +63,18 @@ def fetch(host: Host, path: str, which: str = "all") -> list[Path]:
     What is here and did not come from there is moved aside first, and named.
 
     Raises:
-        StopError: there is no such thing, or some of it changed on its way, or the connection was lost.
+        CommandError: there is no such thing, or some of it changed on its way, or the connection was lost.
     """
-    path, base = place(host, path)
-    entries = [entry for entry in listing(host, path, which=which) if entry.path != RECORD]
+    path, base = resolve_remote_path(host, path)
+    entries = [entry for entry in list_files(host, path, which=which) if entry.path != RECORD]
     if not entries:
-        raise StopError(f"{host.name}:{host.root} has no {path}: just list-runs shows its runs")
+        raise CommandError(f"{host.name}:{host.root} has no {path}: just list-runs shows its runs")
     for entry in entries:
         if not f"{entry.path}/".startswith(f"{path}/") or ".." in entry.path.split("/"):
-            raise StopError(f"{host.name} names {entry.path}, which is not in {path}: nothing was fetched")
+            raise CommandError(f"{host.name} names {entry.path}, which is not in {path}: nothing was fetched")
     done: list[Path] = []
     changed: list[str] = []
-    fetched = Fetched(host)
+    fetched = FetchRecord(host)
     try:
         # Links last: they name what is whole then.
         for entry in sorted(entries, key=lambda entry: entry.target is not None):
@@ -86,26 +86,26 @@ def fetch(host: Host, path: str, which: str = "all") -> list[Path]:
                 changed.append(entry.path)
                 continue
             done.append(target)
-    except LostError as error:
-        raise LostError(
+    except ConnectionLostError as error:
+        raise ConnectionLostError(
             f"{error} after {len(done)} of {len(entries)} files; the same command goes on where it stopped"
         ) from error
     finally:
         fetched.close()
     if changed:
-        raise StopError(
-            f"changed or gone on {host.name} while it was fetched: {some(changed)}; the rest is here, the links in it "
+        raise CommandError(
+            f"changed or gone on {host.name} while it was fetched: {format_names(changed)}; the rest is here, the links in it "
             "as they were: run the same again"
         )
     total = sum(entry.size for entry in entries)
-    print(f"fetched {len(done)} files, {readable(total)}, to {base / path.lstrip('/')}", flush=True)
+    print(f"fetched {len(done)} files, {format_bytes(total)}, to {base / path.lstrip('/')}", flush=True)
     return done
 
 
-def fetch_one(host: Host, entry: Entry, target: Path, fetched: Fetched) -> bool:
+def fetch_one(host: Host, entry: RemoteFile, target: Path, fetched: FetchRecord) -> bool:
     """Bring one file, unless it is here. Returns whether it is, as it was listed."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if is_same(target, entry):
+    if has_same_content(target, entry):
         if entry.is_secret:
             target.chmod(0o600)
         return True
@@ -124,15 +124,15 @@ def fetch_one(host: Host, entry: Entry, target: Path, fetched: Fetched) -> bool:
             while data := os.read(process.stdout.fileno(), CHUNK):
                 file.write(data)
                 kept += len(data)
-                show(entry.path, kept, entry.size)
+                print_progress(entry.path, kept, entry.size)
         file.flush()
         os.fsync(file.fileno())
-    if process.returncode != VANISHED:
+    if process.returncode != VANISHED_EXIT_CODE:
         host.check(process.returncode)
-    if not is_same(part, entry):
+    if not has_same_content(part, entry):
         part.unlink()
         return False
-    fetched.make_room(target)
+    fetched.move_aside(target)
     os.replace(part, target)
     fetched.add(target, entry.hash)
     return True
@@ -143,12 +143,12 @@ def send(host: Host, source: Path, path: str) -> None:
 
     Links in a folder stay links where they name something in it; others are sent as what they name.
     """
-    found = Found(source, path)
-    wanted = [(file, Entry(to, file.stat().st_size, digest(file))) for file, to in found.files]
-    links = [Entry(to, 0, target, target) for to, target in found.links]
+    found = SendList(source, path)
+    wanted = [(file, RemoteFile(to, file.stat().st_size, compute_sha256(file))) for file, to in found.files]
+    links = [RemoteFile(to, 0, target, target) for to, target in found.links]
     # The part of a single file lies beside it.
     places = [path] if source.is_dir() else [path, *(entry.part for _, entry in wanted)]
-    there = {entry.path: entry for entry in listing(host, *places)}
+    there = {entry.path: entry for entry in list_files(host, *places)}
     sent = total = 0
     try:
         for file, entry in wanted:
@@ -162,17 +162,19 @@ def send(host: Host, source: Path, path: str) -> None:
             if there.get(entry.path) != entry:
                 host.run("link", entry.path, entry.hash)
                 sent += 1
-    except LostError as error:
-        raise LostError(
+    except ConnectionLostError as error:
+        raise ConnectionLostError(
             f"{error} after {sent} of {len(wanted) + len(links)} files; the same command goes on where it stopped"
         ) from error
     if found.skipped:
-        print(f"left out, since they are neither files nor links to any: {some(found.skipped)}", file=sys.stderr)
+        print(
+            f"left out, since they are neither files nor links to any: {format_names(found.skipped)}", file=sys.stderr
+        )
     same = len(wanted) + len(links) - sent
-    print(f"sent {sent} files, {readable(total)}, to {host.name}:{host.root}/{path}; {same} were there")
+    print(f"sent {sent} files, {format_bytes(total)}, to {host.name}:{host.root}/{path}; {same} were there")
 
 
-class Found:
+class SendList:
     """What is to be sent of a file or folder: files and links, each with its path there, and what is skipped."""
 
     def __init__(self, source: Path, path: str) -> None:
@@ -180,28 +182,28 @@ class Found:
         self.links: list[tuple[str, str]] = []
         self.skipped: list[str] = []
         self._source = source
-        self._look(source, path, [])
+        self._collect(source, path, [])
 
-    def _look(self, source: Path, path: str, above: list[str]) -> None:
-        if source.is_symlink() and source != self._source and self._holds(source):
+    def _collect(self, source: Path, path: str, above: list[str]) -> None:
+        if source.is_symlink() and source != self._source and self._is_inside(source):
             self.links.append((path, os.readlink(source)))
         elif source.is_dir() and not any(f"{each}/".startswith(f"{source.resolve()}/") for each in above):
             for each in sorted(source.iterdir()):
-                self._look(each, f"{path}/{each.name}", [*above, str(source.resolve())])
+                self._collect(each, f"{path}/{each.name}", [*above, str(source.resolve())])
         elif source.is_file():
             if not PART.search(source.name):
                 self.files.append((source, path))
         else:
             self.skipped.append(path)
 
-    def _holds(self, link: Path) -> bool:
+    def _is_inside(self, link: Path) -> bool:
         """Whether the link names, from where it lies, something of the same folder."""
         target = os.readlink(link)
         inside = os.path.normpath(link.parent / target)
         return not target.startswith("/") and link.exists() and Path(inside).is_relative_to(self._source)
 
 
-def send_one(host: Host, file: Path, entry: Entry, kept: int) -> None:
+def send_one(host: Host, file: Path, entry: RemoteFile, kept: int) -> None:
     """Send its SHA-256, and what follows the first ``kept`` bytes."""
     command = host.command("write", entry.path, kept, entry.size, "600" if entry.is_secret else "644")
     # Where ssh ends first, its exit code says why.
@@ -216,11 +218,11 @@ def send_one(host: Host, file: Path, entry: Entry, kept: int) -> None:
         while data := source.read(CHUNK):
             process.stdin.write(data)
             kept += len(data)
-            show(entry.path, min(kept, entry.size), entry.size)
+            print_progress(entry.path, min(kept, entry.size), entry.size)
     host.check(process.returncode)
 
 
-def link(target: str, where: str, entries: list[Entry], path: Path, fetched: Fetched) -> None:
+def link(target: str, where: str, entries: list[RemoteFile], path: Path, fetched: FetchRecord) -> None:
     """A link as it is there, if it names something beside it that was listed."""
     named = posixpath.normpath(posixpath.join(posixpath.dirname(where), target))
     why = ""
@@ -234,7 +236,7 @@ def link(target: str, where: str, entries: list[Entry], path: Path, fetched: Fet
     if path.is_symlink() and os.readlink(path) == target:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    fetched.make_room(path)
+    fetched.move_aside(path)
     aside = path.with_name(f"{path.name}.part")
     aside.unlink(missing_ok=True)
     aside.symlink_to(target)
@@ -242,18 +244,18 @@ def link(target: str, where: str, entries: list[Entry], path: Path, fetched: Fet
     fetched.add(path, target)
 
 
-def is_same(path: Path, entry: Entry) -> bool:
+def has_same_content(path: Path, entry: RemoteFile) -> bool:
     """Whether the file has these bytes."""
-    return path.is_file() and path.stat().st_size == entry.size and digest(path) == entry.hash
+    return path.is_file() and path.stat().st_size == entry.size and compute_sha256(path) == entry.hash
 
 
-def show(path: str, done: int, size: int) -> None:
+def print_progress(path: str, done: int, size: int) -> None:
     """How far a large file is, in a terminal."""
     if size > 64 * CHUNK and sys.stderr.isatty():
         print(f"\r{path}: {100 * done // size} %", end="\n" if done == size else "", file=sys.stderr, flush=True)
 
 
-def readable(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes, for people."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -12,49 +12,51 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from fetched import digest, some
-from host import HERE, Host, StopError
-from transfer import readable
+from fetched import compute_sha256, format_names
+from host import PROJECT_ROOT, CommandError, Host
+from transfer import format_bytes
 
 
 def git(*words: str) -> str:
     """What git says of this tree."""
     try:
-        done = subprocess.run(["git", *words], cwd=HERE, capture_output=True, check=False)
+        done = subprocess.run(["git", *words], cwd=PROJECT_ROOT, capture_output=True, check=False)
     except FileNotFoundError as error:
-        raise StopError("git is not here: it tells which files belong to the project") from error
+        raise CommandError("git is not here: it tells which files belong to the project") from error
     if done.returncode:
-        raise StopError(f"git {words[0]} fails in {HERE}: {os.fsdecode(done.stderr).strip()}")
+        raise CommandError(f"git {words[0]} fails in {PROJECT_ROOT}: {os.fsdecode(done.stderr).strip()}")
     return os.fsdecode(done.stdout)
 
 
-def tracked() -> list[str]:
+def list_tracked_files() -> list[str]:
     """Paths of the tracked files that are there.
 
     Raises:
-        StopError: one has a name that a manifest cannot hold.
+        CommandError: one has a name that a manifest cannot hold.
     """
-    paths = [path for path in git("ls-files", "-z").split("\0") if path and os.path.lexists(HERE / path)]
+    paths = [path for path in git("ls-files", "-z").split("\0") if path and os.path.lexists(PROJECT_ROOT / path)]
     for path in paths:
         if re.search("[\n\\\\\udc80-\udcff]", path):
-            raise StopError(
+            raise CommandError(
                 f"{path!r}: a tracked file with a line break, a backslash or bytes that are not UTF-8 in its name "
                 "cannot be sent"
             )
     return paths
 
 
-def manifest(paths: list[str]) -> str:
+def build_manifest(paths: list[str]) -> str:
     """As sha256sum writes and checks it."""
-    return "".join(f"{digest(HERE / path)}  {path}\n" for path in paths if not (HERE / path).is_symlink())
+    return "".join(
+        f"{compute_sha256(PROJECT_ROOT / path)}  {path}\n" for path in paths if not (PROJECT_ROOT / path).is_symlink()
+    )
 
 
 def tree() -> str:
     """This tree in words."""
-    return described(manifest(tracked()))
+    return describe_contents(build_manifest(list_tracked_files()))
 
 
-def described(text: str) -> str:
+def describe_contents(text: str) -> str:
     """The tree in words: its commit, whether it was changed since, and the digits of its contents."""
     changed = git("status", "--porcelain", "--untracked-files=no").strip()
     commit = git("describe", "--always", "--abbrev=12", "--exclude=*").strip()
@@ -64,33 +66,33 @@ def described(text: str) -> str:
 
 def send_tree(host: Host) -> None:
     """Put the tracked files, as they are in the working tree, into the root."""
-    paths = tracked()
-    text = manifest(paths)
-    words = described(text)
+    paths = list_tracked_files()
+    text = build_manifest(paths)
+    words = describe_contents(text)
     with tempfile.TemporaryFile() as file:
-        pack(file, paths, text)
+        write_archive(file, paths, text)
         size = file.tell()
         file.seek(0)
         host.run("install", words, stdin=file)
     new = git("ls-files", "-z", "--others", "--exclude-standard").split("\0")[:-1]
     if new:
-        listed = some(new).encode(errors="backslashreplace").decode()
+        listed = format_names(new).encode(errors="backslashreplace").decode()
         print(f"not sent, since git does not track them: {listed} (git add names them)")
-    print(f"sent {len(paths)} tracked files, {readable(size)}: {words}", flush=True)
+    print(f"sent {len(paths)} tracked files, {format_bytes(size)}: {words}", flush=True)
 
 
-def pack(file: IO[bytes], paths: list[str], text: str) -> None:
+def write_archive(file: IO[bytes], paths: list[str], text: str) -> None:
     """A tar of the files, and at its very end their manifest."""
     with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1, format=tarfile.PAX_FORMAT) as tar:
         for path in paths:
-            tar.add(HERE / path, f"tree/{path}", recursive=False, filter=nobody)
+            tar.add(PROJECT_ROOT / path, f"tree/{path}", recursive=False, filter=remove_owner)
         info = tarfile.TarInfo("manifest")
         data = text.encode()
         info.size = len(data)
         tar.addfile(info, io.BytesIO(data))
 
 
-def nobody(info: tarfile.TarInfo) -> tarfile.TarInfo:
+def remove_owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
     """Without owners."""
     info.uid = info.gid = 0
     info.uname = info.gname = ""

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-from ddp.process_group import Ranks
+from ddp.process_group import World
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Ended:
     """The traceback, where it raised."""
 
 
-def run_ranks(act: Callable[[Ranks], T], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[T]:
+def run_ranks(act: Callable[[World], T], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[T]:
     """What ``act`` returned on each rank; AssertionError with the tracebacks where it raised on one.
 
     ``act`` may be a closure: the children are copies of this process. What it returns comes back by pickle. ``timeout``
@@ -56,12 +56,12 @@ def run_ranks(act: Callable[[Ranks], T], tmp_path: Path, world_size: int = 2, ti
     return [each.result for each in ended]
 
 
-def spawn_ranks(act: Callable[[Ranks], Any], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[int]:
+def spawn_ranks(act: Callable[[World], Any], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[int]:
     """Exit codes of ranks that may die in ``act``: 0, 1 after an exception, or minus the signal."""
     return [each.exit_code for each in end_ranks(act, tmp_path, world_size, timeout)]
 
 
-def end_ranks(act: Callable[[Ranks], Any], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[Ended]:
+def end_ranks(act: Callable[[World], Any], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[Ended]:
     """How each rank ended."""
     meeting = Path(mkdtemp(dir=tmp_path)) / "store"
     sys.stdout.flush()
@@ -72,7 +72,7 @@ def end_ranks(act: Callable[[Ranks], Any], tmp_path: Path, world_size: int = 2, 
         process = os.fork()
         if not process:
             os.close(reader)
-            _live(act, Ranks(rank, world_size, rank), meeting, timeout, writer)
+            _live(act, World(rank, world_size, rank), meeting, timeout, writer)
         os.close(writer)
         children[reader] = process
     sent: dict[int, bytes] = {}
@@ -91,7 +91,7 @@ def end_ranks(act: Callable[[Ranks], Any], tmp_path: Path, world_size: int = 2, 
     return ended
 
 
-def _live(act: Callable[[Ranks], Any], ranks: Ranks, meeting: Path, timeout: float, writer: int) -> NoReturn:
+def _live(act: Callable[[World], Any], world: World, meeting: Path, timeout: float, writer: int) -> NoReturn:
     """The life of a child, which must not come back into the tests."""
     code = 1
     faulthandler.disable()  # a child that aborts is expected to
@@ -99,10 +99,10 @@ def _live(act: Callable[[Ranks], Any], ranks: Ranks, meeting: Path, timeout: flo
     try:
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(str(meeting), ranks.world_size)
+        store = dist.FileStore(str(meeting), world.world_size)
         limit = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=limit)
-        sent = pickle.dumps((act(ranks), ""))
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size, timeout=limit)
+        sent = pickle.dumps((act(world), ""))
         code = 0
     except BaseException:
         sent = pickle.dumps((None, traceback.format_exc()))

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ddp.process_group import SINGLE, Ranks
+from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.training.checkpointing import tensor_files
-from diffusionlm.training.checkpointing.async_checkpointer import Saves
-from diffusionlm.training.checkpointing.save_coordinator import SavingRanks
-from diffusionlm.training.checkpointing.staging import Snapshot, take_snapshot
-from diffusionlm.training.checkpointing.store import CheckpointStore, Saved
+from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
+from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
+from diffusionlm.training.checkpointing.store import CheckpointStore, LoadedCheckpoint
 from tests.distributed.forked import end_ranks, run_ranks
 
 SHAPES = {"long": (7, 3), "short": (1, 4), "bias": (5,)}
@@ -32,21 +32,21 @@ def whole(name: str, step: int) -> torch.Tensor:
     return step * 100.0 + torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def rows(value: torch.Tensor, ranks: Ranks) -> Any:
+def rows(value: torch.Tensor, world: World) -> Any:
     """This rank's rows, as the parts of a parameter are given for saving."""
-    if ranks.is_alone:
+    if world.is_single_process:
         return value
-    parts = value.chunk(ranks.world_size)
-    mine = parts[ranks.rank].clone() if ranks.rank < len(parts) else value[:0].clone()
-    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    parts = value.chunk(world.world_size)
+    mine = parts[world.rank].clone() if world.rank < len(parts) else value[:0].clone()
+    mesh = init_device_mesh("cpu", (world.world_size,))
     return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
 
 
-def optimizer_of(ranks: Ranks, step: int) -> dict[str, Any]:
+def optimizer_of(world: World, step: int) -> dict[str, Any]:
     """Cut ones; one that the last rank has whole; and a count, on every rank that has some of its parameter."""
-    state: dict[str, Any] = {f"{name}.exp_avg": rows(whole(name, step), ranks) for name in SHAPES}
+    state: dict[str, Any] = {f"{name}.exp_avg": rows(whole(name, step), world) for name in SHAPES}
     state["long.step"] = torch.tensor(float(step))
-    if ranks.rank == ranks.world_size - 1:
+    if world.rank == world.world_size - 1:
         state["matrix.momentum"] = torch.full((2, 2), float(step))
     return state
 
@@ -55,19 +55,19 @@ def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def snapshot(ranks: Ranks, step: int, write: Callable[..., None] = write_model) -> Snapshot:
-    weights = {"w": torch.full((3,), float(step))} if ranks.is_first else {}
-    live = {"long": rows(whole("long", step) + 0.5, ranks)}
-    return take_snapshot(step, write, {"step": step}, weights, optimizer_of(ranks, step), live)
+def snapshot(world: World, step: int, write: Callable[..., None] = write_model) -> StagedCheckpoint:
+    weights = {"w": torch.full((3,), float(step))} if world.is_first else {}
+    live = {"long": rows(whole("long", step) + 0.5, world)}
+    return stage_checkpoint(step, write, {"step": step}, weights, optimizer_of(world, step), live)
 
 
-def save(store: CheckpointStore, ranks: Ranks, step: int) -> Path:
-    return store.save(step, snapshot(ranks, step), SavingRanks.join(ranks, 20))
+def save(store: CheckpointStore, world: World, step: int) -> Path:
+    return store.save(step, snapshot(world, step), SaveCoordinator.join(world, 20))
 
 
-def load(store: CheckpointStore, ranks: Ranks = SINGLE) -> tuple[Saved, list[str]]:
+def load(store: CheckpointStore, world: World = SINGLE_PROCESS) -> tuple[LoadedCheckpoint, list[str]]:
     said: list[str] = []
-    saved = store.load_newest(said.append, ranks)
+    saved = store.load_newest(said.append, world)
     assert saved is not None
     return saved, said
 
@@ -89,7 +89,7 @@ def assert_whole(store: CheckpointStore, step: int) -> None:
 def store(tmp_path: Path) -> CheckpointStore:
     """With a checkpoint that one process wrote."""
     made = CheckpointStore(tmp_path / "checkpoints", 2)
-    save(made, SINGLE, 1)
+    save(made, SINGLE_PROCESS, 1)
     return made
 
 
@@ -98,17 +98,17 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
     store: CheckpointStore, tmp_path: Path, writers: int, readers: int
 ) -> None:
     if writers == 1:
-        save(store, SINGLE, 2)
+        save(store, SINGLE_PROCESS, 2)
     else:
-        run_ranks(lambda ranks: save(store, ranks, 2), tmp_path, writers)
+        run_ranks(lambda world: save(store, world, 2), tmp_path, writers)
     files = sorted(path.name for path in (store.path(2) / "training_state").iterdir())
     assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(writers))]
     assert_whole(store, 2)
 
-    def read(ranks: Ranks) -> None:
-        saved, _ = load(store, ranks)
-        expected = {f"optimizer.{key}": value for key, value in optimizer_of(ranks, 2).items()}
-        expected["weights.long"] = rows(whole("long", 2) + 0.5, ranks)
+    def read(world: World) -> None:
+        saved, _ = load(store, world)
+        expected = {f"optimizer.{key}": value for key, value in optimizer_of(world, 2).items()}
+        expected["weights.long"] = rows(whole("long", 2) + 0.5, world)
         targets = {key: _zeros(value) for key, value in expected.items()}
         saved.read_into(targets)
         for key, value in expected.items():
@@ -131,14 +131,14 @@ def _zeros(value: Any) -> Any:
 
 
 def test_keys_that_do_not_fit_are_named_on_all_ranks(store: CheckpointStore, tmp_path: Path) -> None:
-    def read(ranks: Ranks) -> list[str]:
-        saved, _ = load(store, ranks)
-        fits = {f"optimizer.{key}": value for key, value in optimizer_of(ranks, 1).items()}
+    def read(world: World) -> list[str]:
+        saved, _ = load(store, world)
+        fits = {f"optimizer.{key}": value for key, value in optimizer_of(world, 1).items()}
         cases: list[dict[str, Any]] = [
             {key: value for key, value in fits.items() if key != "optimizer.matrix.momentum"},
-            {key: value for key, value in fits.items() if key != "optimizer.bias.exp_avg" or ranks.is_first},
-            fits | ({"optimizer.new.step": torch.tensor(0.0)} if ranks.rank == 1 else {}),
-            fits | {"optimizer.bias.exp_avg": rows(torch.zeros(6), ranks)},
+            {key: value for key, value in fits.items() if key != "optimizer.bias.exp_avg" or world.is_first},
+            fits | ({"optimizer.new.step": torch.tensor(0.0)} if world.rank == 1 else {}),
+            fits | {"optimizer.bias.exp_avg": rows(torch.zeros(6), world)},
         ]
         told = []
         for wrong in cases:
@@ -159,21 +159,21 @@ def test_keys_that_do_not_fit_are_named_on_all_ranks(store: CheckpointStore, tmp
     ("rank", "name"), [(0, "state.json"), (1, "__1_0.distcp"), (0, "__0_0.distcp"), (0, ".metadata.tmp")]
 )
 def test_a_full_disk_of_one_rank_fails_on_both(store: CheckpointStore, tmp_path: Path, rank: int, name: str) -> None:
-    def fail(ranks: Ranks) -> str:
+    def fail(world: World) -> str:
         original = io.open
 
         def full(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if ranks.rank == rank and "w" in mode and Path(str(path)).name == name:
+            if world.rank == rank and "w" in mode and Path(str(path)).name == name:
                 raise OSError(28, "No space left on device")
             return original(path, mode, *args, **kwargs)
 
-        saves = Saves(store, SavingRanks.join(ranks, 20))
+        saves = AsyncCheckpointer(store, SaveCoordinator.join(world, 20))
         io.open = full  # type: ignore[assignment]
-        saves.start(snapshot(ranks, 2))
+        saves.start(snapshot(world, 2))
         with pytest.raises(ValueError, match="step-00000002 was not written") as caught:
             saves.wait()
         io.open = original
-        saves.start(snapshot(ranks, 3))
+        saves.start(snapshot(world, 3))
         saves.wait()
         saves.close()
         return str(caught.value)
@@ -186,9 +186,9 @@ def test_a_full_disk_of_one_rank_fails_on_both(store: CheckpointStore, tmp_path:
 
 
 def test_ranks_that_do_not_share_a_disk_are_told_so(store: CheckpointStore, tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> str:
-        if ranks.rank == 1:
-            real = tensor_files.entries_of
+    def act(world: World) -> str:
+        if world.rank == 1:
+            real = tensor_files.make_manifest_entries
 
             def elsewhere(folder: Path, files: Any) -> Any:
                 made = real(folder, files)
@@ -196,9 +196,9 @@ def test_ranks_that_do_not_share_a_disk_are_told_so(store: CheckpointStore, tmp_
                     file.unlink()
                 return made
 
-            tensor_files.entries_of = elsewhere  # type: ignore[attr-defined]
+            tensor_files.make_manifest_entries = elsewhere  # type: ignore[attr-defined]
         with pytest.raises(ValueError) as caught:
-            save(store, ranks, 2)
+            save(store, world, 2)
         return str(caught.value)
 
     one, other = run_ranks(act, tmp_path)
@@ -209,17 +209,17 @@ def test_ranks_that_do_not_share_a_disk_are_told_so(store: CheckpointStore, tmp_
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_dies_during_a_save_ends_it_on_the_other(store: CheckpointStore, tmp_path: Path, dies: int) -> None:
-    def act(ranks: Ranks) -> str:
+    def act(world: World) -> str:
         original = io.open
 
         def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if ranks.rank == dies and Path(str(path)).name == f"__{dies}_0.distcp":
+            if world.rank == dies and Path(str(path)).name == f"__{dies}_0.distcp":
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(path, mode, *args, **kwargs)
 
         io.open = opened  # type: ignore[assignment]
-        saves = Saves(store, SavingRanks.join(ranks, 20))
-        saves.start(snapshot(ranks, 2))
+        saves = AsyncCheckpointer(store, SaveCoordinator.join(world, 20))
+        saves.start(snapshot(world, 2))
         with pytest.raises(ValueError) as caught:
             saves.wait()
         os._exit(0 if "step-00000002 was not written: a rank is gone" in str(caught.value) else 5)
@@ -227,21 +227,21 @@ def test_a_rank_that_dies_during_a_save_ends_it_on_the_other(store: CheckpointSt
     codes = [each.exit_code for each in end_ranks(act, tmp_path, timeout=15)]
     assert codes == ([-signal.SIGKILL, 0] if dies == 0 else [0, -signal.SIGKILL])
     assert store.steps() == [1]
-    run_ranks(lambda ranks: save(store, ranks, 3), tmp_path)
+    run_ranks(lambda world: save(store, world, 3), tmp_path)
     assert_whole(store, 3)
 
 
 def test_training_talks_while_a_thread_saves(store: CheckpointStore, tmp_path: Path) -> None:
     """Values of the training are not mixed up with those of the save, whatever comes first."""
 
-    def act(ranks: Ranks) -> list[float]:
-        saves = Saves(store, SavingRanks.join(ranks, 20))
+    def act(world: World) -> list[float]:
+        saves = AsyncCheckpointer(store, SaveCoordinator.join(world, 20))
         totals = []
         for step in (2, 3, 4):
-            saves.start(snapshot(ranks, step))
-            totals += [ranks.sum(float(ranks.rank + number))[0] for number in range(20)]
+            saves.start(snapshot(world, step))
+            totals += [world.sum(float(world.rank + number))[0] for number in range(20)]
         saves.wait()
-        told = saves.poll()
+        told = saves.pop_failures()
         saves.close()
         assert told == []
         return totals
@@ -254,13 +254,13 @@ def test_training_talks_while_a_thread_saves(store: CheckpointStore, tmp_path: P
 
 def test_the_first_rank_decides_what_is_loaded(store: CheckpointStore, tmp_path: Path) -> None:
     """A damaged one is set aside once, and the other rank does not look at it."""
-    data = save(store, SINGLE, 2) / "training_state" / "__0_0.distcp"
+    data = save(store, SINGLE_PROCESS, 2) / "training_state" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
 
-    def act(ranks: Ranks) -> tuple[str, list[str]]:
-        saved, said = load(store, ranks)
+    def act(world: World) -> tuple[str, list[str]]:
+        saved, said = load(store, world)
         return saved.path.name, said
 
     (one, said), (other, silent) = run_ranks(act, tmp_path)
@@ -268,9 +268,9 @@ def test_the_first_rank_decides_what_is_loaded(store: CheckpointStore, tmp_path:
     assert "__0_0.distcp is damaged" in said[0] and "damaged-step-00000002" in said[1]
     data.parent.parent.parent.joinpath("step-00000001", "state.json").unlink(missing_ok=True)
 
-    def none(ranks: Ranks) -> str:
+    def none(world: World) -> str:
         with pytest.raises(ValueError) as caught:
-            store.load_newest(lambda text: None, ranks)
+            store.load_newest(lambda text: None, world)
         return str(caught.value)
 
     told = run_ranks(none, tmp_path)

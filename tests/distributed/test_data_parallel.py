@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from config.parallel import DDP, Parallel, Single
-from ddp.buckets import plan_buckets
-from ddp.parallelism import Alone, Parallelism, apply_parallelism
-from ddp.process_group import SINGLE, Ranks
+from config.parallel import DDP, Parallel, SingleProcess
+from ddp.buckets import lay_out_buckets
+from ddp.parallelism import NoParallel, Parallelism, apply_parallelism
+from ddp.process_group import SINGLE_PROCESS, World
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import (
@@ -35,14 +35,16 @@ SHARDED, PLAIN = DDP(bucket_mib=0.0004), DDP(bucket_mib=0.0004, shard_optimizer=
 both = pytest.mark.parametrize("config", [PLAIN, SHARDED], ids=["plain", "sharded"])
 
 
-def parallel(model: nn.Module, config: Parallel, ranks: Ranks) -> Parallelism:
+def parallel(model: nn.Module, config: Parallel, world: World) -> Parallelism:
     units = units_of_tower(model) if isinstance(model, Tower) else units_of_transformer(model)  # type: ignore[arg-type]
-    return apply_parallelism(model, config, ranks, CPU, units, must_be_whole=lambda name: "layers.1" in name)
+    return apply_parallelism(model, config, world, CPU, units, requires_whole_matrix=lambda name: "layers.1" in name)
 
 
 def gradients(parallelism: Parallelism) -> dict[str, tuple[int, int, Tensor | None]]:
     """First and last row of what this rank has, and its gradient."""
-    return {name: (*parallelism.row_range(name), each.grad) for name, each in parallelism.trained().items()}
+    return {
+        name: (*parallelism.row_range(name), each.grad) for name, each in parallelism.trainable_parameters().items()
+    }
 
 
 def assert_rows_of(expected: nn.Module, all_ranks: list[dict[str, tuple[int, int, Tensor | None]]]) -> None:
@@ -79,10 +81,10 @@ def test_gradients_are_those_of_the_whole_batch(
     parts = [batches([3, 1, 4], seed=1, vocabulary=19), batches([1, 5, 2], seed=2, vocabulary=19)]
     assert any(name == "lm_head.weight" for name, _ in model.named_parameters(remove_duplicate=False))
 
-    def act(ranks: Ranks) -> Any:
-        parallelism = parallel(model, config, ranks)
-        [count] = ranks.sum(sum(len(rows) for _, rows, _ in parts[ranks.rank]))
-        backward(parallelism, model, parts[ranks.rank], count)
+    def act(world: World) -> Any:
+        parallelism = parallel(model, config, world)
+        [count] = world.sum(sum(len(rows) for _, rows, _ in parts[world.rank]))
+        backward(parallelism, model, parts[world.rank], count)
         return parallelism.clip(max_norm), gradients(parallelism)
 
     (norm, first), (other_norm, second) = run_ranks(act, tmp_path)
@@ -98,9 +100,9 @@ def test_three_ranks(tmp_path: Path, config: DDP) -> None:
     model = tower(layers=4, is_tied=False)
     parts = [batches([rank + 1], seed=rank) for rank in range(3)]
 
-    def act(ranks: Ranks) -> Any:
-        parallelism = parallel(model, config, ranks)
-        backward(parallelism, model, parts[ranks.rank], 6)
+    def act(world: World) -> Any:
+        parallelism = parallel(model, config, world)
+        backward(parallelism, model, parts[world.rank], 6)
         return parallelism.clip(1e9), gradients(parallelism)
 
     norms, found = zip(*run_ranks(act, tmp_path, world_size=3), strict=True)
@@ -121,19 +123,19 @@ def test_unused_and_frozen_parameters(tmp_path: Path, config: DDP) -> None:
         model.skips = skips[rank][index]
         loss_of(model, mine[index], 10).backward()
 
-    def act(ranks: Ranks) -> Any:
-        parallelism = parallel(model, config, ranks)
+    def act(world: World) -> Any:
+        parallelism = parallel(model, config, world)
         found = []
         for _ in range(2):  # the second step must not see what the first one left
             for index in range(2):
                 with parallelism.backward(is_last=index == 1):
-                    run(model, ranks.rank, index)
+                    run(model, world.rank, index)
             norm = parallelism.clip(1e9)
             found.append((norm, gradients(parallelism)))
-            assert not any(name.startswith("layers.0") for name in parallelism.trained())
-            for parameter in parallelism.trained().values():
+            assert not any(name.startswith("layers.0") for name in parallelism.trainable_parameters())
+            for parameter in parallelism.trainable_parameters().values():
                 parameter.grad = None
-            parallelism.start_gather()
+            parallelism.start_weight_gather()
         return found
 
     first, second = run_ranks(act, tmp_path)
@@ -152,11 +154,11 @@ def test_unused_and_frozen_parameters(tmp_path: Path, config: DDP) -> None:
 def test_each_bucket_travels_once_a_step(tmp_path: Path, config: DDP) -> None:
     model = tower()
 
-    def act(ranks: Ranks) -> Any:
-        parallelism = parallel(model, config, ranks)
-        buckets = len(parallelism.flow.buckets)  # type: ignore[attr-defined]
+    def act(world: World) -> Any:
+        parallelism = parallel(model, config, world)
+        buckets = len(parallelism.reducer.buckets)  # type: ignore[attr-defined]
         found = []
-        for index, batch in enumerate(batches([2, 2, 2], seed=ranks.rank)):
+        for index, batch in enumerate(batches([2, 2, 2], seed=world.rank)):
             with recorded() as events, parallelism.backward(is_last=index == 2):
                 loss_of(model, batch, 6).backward()
             found.append(len(events))
@@ -174,12 +176,12 @@ def test_the_first_bucket_leaves_before_the_backward_ends(tmp_path: Path, config
     """A trace: the head's gradients are on their way when the gradient of the first layer's input is made."""
     model = tower(is_tied=False)
 
-    def act(ranks: Ranks) -> list[Any]:
-        parallelism = parallel(model, config, ranks)
+    def act(world: World) -> list[Any]:
+        parallelism = parallel(model, config, world)
         with recorded() as events:
             for index, layer in enumerate(model.layers):
                 layer.register_full_backward_hook(lambda *_, index=index: events.append(f"layer {index}"))
-            backward(parallelism, model, batches([4], seed=ranks.rank), 8)
+            backward(parallelism, model, batches([4], seed=world.rank), 8)
             events.append("end of the backward")
         return [event if isinstance(event, str) else "bucket" for event in events]
 
@@ -190,19 +192,19 @@ def test_the_first_bucket_leaves_before_the_backward_ends(tmp_path: Path, config
 
 
 def test_weights_and_buffers_of_the_first_rank_are_everybodys(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> tuple[dict[str, Tensor], str]:
-        model = tower(seed=ranks.rank)
-        model.register_buffer("steps", torch.full((3,), ranks.rank))
+    def act(world: World) -> tuple[dict[str, Tensor], str]:
+        model = tower(seed=world.rank)
+        model.register_buffer("steps", torch.full((3,), world.rank))
         model.layers[0].requires_grad_(False)  # frozen ones as well
-        parallelism = parallel(model, PLAIN, ranks)
-        parallelism.check_replicas()
+        parallelism = parallel(model, PLAIN, world)
+        parallelism.check_replicas_equal()
         state = {name: value.clone() for name, value in model.state_dict().items()}
         with torch.no_grad():
-            if ranks.rank == 1:
+            if world.rank == 1:
                 model.layers[1].weight[2, 3] += 1e-6
                 model.norm.bias[0] = 1.0
         with pytest.raises(ValueError) as caught:
-            parallelism.check_replicas()
+            parallelism.check_replicas_equal()
         return state, str(caught.value)
 
     for state, told in run_ranks(act, tmp_path):
@@ -214,29 +216,29 @@ def test_weights_and_buffers_of_the_first_rank_are_everybodys(tmp_path: Path) ->
 def test_rows_that_were_exchanged_are_another_weight(tmp_path: Path) -> None:
     """A plain sum of bits would not see it."""
 
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         model = tower()
-        parallelism = parallel(model, PLAIN, ranks)
+        parallelism = parallel(model, PLAIN, world)
         with torch.no_grad():
-            if ranks.rank == 1:
+            if world.rank == 1:
                 model.embed.weight.copy_(model.embed.weight.flip(0))
         with pytest.raises(ValueError, match=r"embed\.weight of rank 1"):
-            parallelism.check_replicas()
+            parallelism.check_replicas_equal()
 
     run_ranks(act, tmp_path)
 
 
 @both
 def test_a_gradient_made_without_autograd_is_marked(tmp_path: Path, config: DDP) -> None:
-    def act(ranks: Ranks) -> Any:
+    def act(world: World) -> Any:
         model = tower(is_tied=False)
-        parallelism = parallel(model, config, ranks)
+        parallelism = parallel(model, config, world)
         for index in range(2):
             with parallelism.backward(is_last=index == 1):
                 hidden = model.norm(model.embed(torch.arange(3)))
                 (hidden @ model.head.weight.detach().T).sum().backward()
-                model.head.weight.grad = torch.full_like(model.head.weight, ranks.rank + index + 1.0)
-                parallelism.mark_ready(model.head.weight)  # type: ignore[attr-defined]
+                model.head.weight.grad = torch.full_like(model.head.weight, world.rank + index + 1.0)
+                parallelism.on_gradient_ready(model.head.weight)  # type: ignore[attr-defined]
         parallelism.clip(1e9)
         return gradients(parallelism)
 
@@ -248,9 +250,9 @@ def test_a_gradient_made_without_autograd_is_marked(tmp_path: Path, config: DDP)
 def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
     """Its bucket has gone: it would be lost."""
 
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         model = tower()
-        parallelism = parallel(model, PLAIN, ranks)
+        parallelism = parallel(model, PLAIN, world)
         [batch] = batches([2], seed=0)
         with parallelism.backward(is_last=True):
             loss_of(model, batch, 2).backward()
@@ -263,42 +265,42 @@ def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
 def test_one_process_clips_as_torch_does(tiny_model: MakeModel) -> None:
     model, [batch] = tiny_model(), batches([5], seed=0, vocabulary=19)
     expected = copy.deepcopy(model)
-    alone = parallel(model, Single(), SINGLE)
-    assert isinstance(alone, Alone) and isinstance(parallel(model, DDP(), SINGLE), Alone)
+    alone = parallel(model, SingleProcess(), SINGLE_PROCESS)
+    assert isinstance(alone, NoParallel) and isinstance(parallel(model, DDP(), SINGLE_PROCESS), NoParallel)
     backward(alone, model, [batch], 5)
     assert torch.equal(alone.clip(0.01), whole_step(expected, [[batch]], 0.01))
-    assert alone.trained().keys() == dict(expected.named_parameters()).keys()
+    assert alone.trainable_parameters().keys() == dict(expected.named_parameters()).keys()
     for name, parameter in expected.named_parameters():
-        found = alone.trained()[name].grad
+        found = alone.trainable_parameters()[name].grad
         assert found is not None and parameter.grad is not None and torch.equal(found, parameter.grad)
 
 
-def plan(shapes: dict[str, tuple[int, ...]], most: int, world_size: int = 1, whole: str = "whole") -> list[Any]:
+def layout(shapes: dict[str, tuple[int, ...]], most: int, world_size: int = 1, whole: str = "whole") -> list[Any]:
     parameters = {name: torch.empty(shape) for name, shape in shapes.items()}
-    return plan_buckets(parameters, world_size, most, lambda name: name.startswith(whole))
+    return lay_out_buckets(parameters, world_size, most, lambda name: name.startswith(whole))
 
 
 def test_buckets_are_bounded_in_bytes() -> None:
     shapes = {"a": (16,), "b": (16,), "c": (32,), "d": (1000,), "e": (16,)}
-    assert [list(each.pieces) for each in plan(shapes, most=128)] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert [list(each.slices) for each in layout(shapes, most=128)] == [["a", "b"], ["c"], ["d"], ["e"]]
     parameters: dict[str, Tensor] = {"a": torch.empty(2), "b": torch.empty(2, dtype=torch.float64)}
-    assert [each.dtype for each in plan_buckets(parameters, 1, 1e9)] == [torch.float32, torch.float64]
+    assert [each.dtype for each in lay_out_buckets(parameters, 1, 1e9)] == [torch.float32, torch.float64]
 
 
 def test_whole_parameters_share_a_bucket_that_they_would_pad() -> None:
     """Four matrices that must be whole over four ranks: one bucket of one each, however small a bucket may be."""
     shapes = {f"whole{index}": (16, 16) for index in range(6)}
-    plans = plan(shapes, most=1, world_size=4)
-    assert [len(each.pieces) for each in plans] == [4, 2]
+    plans = layout(shapes, most=1, world_size=4)
+    assert [len(each.slices) for each in plans] == [4, 2]
     assert [each.segment for each in plans] == [256, 256]
-    owners = [piece.rank for each in plans for pieces in each.pieces.values() for piece in pieces]
+    owners = [piece.rank for each in plans for slices in each.slices.values() for piece in slices]
     assert owners == [0, 1, 2, 3, 0, 1]
 
 
 def test_rows_are_cut_as_torch_cuts_them() -> None:
     for rows in (1, 2, 7, 8, 9):
-        [each] = plan({"a": (rows, 3)}, most=1, world_size=4)
+        [each] = layout({"a": (rows, 3)}, most=1, world_size=4)
         chunks = torch.arange(rows).chunk(4)
-        assert [(piece.start, piece.end) for piece in each.pieces["a"]] == [
+        assert [(piece.start, piece.end) for piece in each.slices["a"]] == [
             (int(chunk[0]), int(chunk[-1]) + 1) for chunk in chunks
         ]

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from config.optimizer import AdamW, Lion, Muon
 from config.parallel import FSDP
-from ddp.all_to_all_rows import RowExchange, rows_of
+from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.fully_sharded import FullySharded
-from ddp.process_group import Ranks
+from ddp.process_group import World
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.training.activation_checkpointing import checkpoint_activations
-from diffusionlm.training.runtime import skips_on_device
+from diffusionlm.training.runtime import find_device_skip
 from tests.conftest import MakeConfig, MakeModel
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import Batch, batches, loss_of, units_of_transformer
@@ -63,9 +63,9 @@ def collectives() -> Iterator[list[tuple[str, int]]]:
             setattr(dist, name, original)
 
 
-def cut(model: Transformer, ranks: Ranks, reshard: bool = True, dtype: torch.dtype = torch.float32) -> FullySharded:
+def cut(model: Transformer, world: World, reshard: bool = True, dtype: torch.dtype = torch.float32) -> FullySharded:
     parallel = FSDP(reshard_after_forward=reshard)
-    return FullySharded(model, parallel, ranks, CPU, units_of_transformer(model), dtype=dtype)
+    return FullySharded(model, parallel, world, CPU, units_of_transformer(model), dtype=dtype)
 
 
 def of_rank(step: int, rank: int) -> list[Batch]:
@@ -77,7 +77,7 @@ def train_parts(parts: FullySharded, optimizers: Optimizers, steps: int, max_nor
     """The norms."""
     norms = []
     for step in range(steps):
-        mine = of_rank(step, parts.ranks.rank)
+        mine = of_rank(step, parts.world.rank)
         for index, batch in enumerate(mine):
             with parts.backward(is_last=index == len(mine) - 1):
                 loss_of(parts.model, batch, DENOMINATOR).backward()
@@ -86,12 +86,12 @@ def train_parts(parts: FullySharded, optimizers: Optimizers, steps: int, max_nor
     return norms
 
 
-def train_whole(model: Transformer, config: Kind, ranks: Ranks, steps: int, max_norm: float = 0.5) -> list[Tensor]:
+def train_whole(model: Transformer, config: Kind, world: World, steps: int, max_norm: float = 0.5) -> list[Tensor]:
     """One process with the batches of all."""
     optimizers = build_optimizers(config, dict(model.named_parameters()))
     norms = []
     for step in range(steps):
-        for rank in range(ranks.world_size):
+        for rank in range(world.world_size):
             for batch in of_rank(step, rank):
                 loss_of(model, batch, DENOMINATOR).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
@@ -101,8 +101,8 @@ def train_whole(model: Transformer, config: Kind, ranks: Ranks, steps: int, max_
 
 def assert_close(parts: FullySharded, model: Transformer, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     """On the first rank, which gets the whole parameters."""
-    found = dict(parts.whole_parameters())
-    if not parts.ranks.is_first:
+    found = dict(parts.iterate_whole_parameters())
+    if not parts.world.is_first:
         assert not found
         return
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -127,30 +127,30 @@ def test_steps_are_those_of_one_process(case: str, tiny_model: MakeModel, tmp_pa
     config, reshard, world_size, settings = CASES[case]
     frozen = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"]
 
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         models = tiny_model(**settings), tiny_model(**settings)
         for model in models:
             for name in frozen:
                 model.get_parameter(name).requires_grad_(False)
-        parts = cut(models[0], ranks, reshard)
-        optimizers = build_optimizers(config, parts.trained(), exchange=parts.exchange)
-        assert not parts.trained().keys() & set(frozen)
+        parts = cut(models[0], world, reshard)
+        optimizers = build_optimizers(config, parts.trainable_parameters(), row_exchange=parts.row_exchange)
+        assert not parts.trainable_parameters().keys() & set(frozen)
         norms = train_parts(parts, optimizers, 3)
-        torch.testing.assert_close(norms, train_whole(models[1], config, ranks, 3), rtol=1e-4, atol=0)
+        torch.testing.assert_close(norms, train_whole(models[1], config, world, 3), rtol=1e-4, atol=0)
         assert min(norms) > 0.5  # clipped, and by the norm over all ranks
         assert_close(parts, models[1])
-        rows = {name: parts.row_range(name) for name in parts.trained()}
-        assert all(len(part) == rows[name][1] - rows[name][0] for name, part in parts.trained().items())
+        rows = {name: parts.row_range(name) for name in parts.trainable_parameters()}
+        assert all(len(part) == rows[name][1] - rows[name][0] for name, part in parts.trainable_parameters().items())
 
     run_ranks(act, tmp_path, world_size)
 
 
 def test_gradients_travel_in_each_micro_batch(tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> list[int]:
-        parts = cut(tiny_model(), ranks)
+    def act(world: World) -> list[int]:
+        parts = cut(tiny_model(), world)
         counts = []
         with collectives() as events:
-            for index, batch in enumerate(of_rank(0, ranks.rank)):
+            for index, batch in enumerate(of_rank(0, world.rank)):
                 with parts.backward(is_last=index == 2):
                     loss_of(parts.model, batch, DENOMINATOR).backward()
                 counts.append(sum(kind == "reduce" for kind, _ in events))
@@ -163,19 +163,19 @@ def test_initial_weights_are_those_of_one_process(make_config: MakeConfig, tmp_p
     """Made one after the other, from a model without memory."""
     config = make_config(tie_word_embeddings=True, sandwich_norms=True)
 
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         with torch.device("meta"):
             model = Transformer(config)
         shapes = {name: each.shape for name, each in model.named_parameters()}
 
-        parts = cut(model, ranks)
-        parts.materialise(lambda name: initial_value(name, shapes[name], config, seed=3))
+        parts = cut(model, world)
+        parts.materialize(lambda name: initial_value(name, shapes[name], config, seed=3))
         expected = Transformer(config)
         init_weights(expected, seed=3)
         assert_close(parts, expected, rtol=0, atol=0)
-        optimizers = build_optimizers(AdamW(), parts.trained())
+        optimizers = build_optimizers(AdamW(), parts.trainable_parameters())
         train_parts(parts, optimizers, 2)
-        train_whole(expected, AdamW(), ranks, 2)
+        train_whole(expected, AdamW(), world, 2)
         assert_close(parts, expected)
 
     run_ranks(act, tmp_path)
@@ -183,14 +183,14 @@ def test_initial_weights_are_those_of_one_process(make_config: MakeConfig, tmp_p
 
 @pytest.mark.parametrize("choice", ["selective", "full"])
 def test_activations_that_are_computed_again_change_nothing(choice: Any, tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         kept = []
         for which in ("none", choice):
             model = tiny_model(**MIXTURE)
             checkpoint_activations(model, which)
-            parts = cut(model, ranks)
-            train_parts(parts, build_optimizers(AdamW(), parts.trained()), 2)
-            kept.append(parts.trained())
+            parts = cut(model, world)
+            train_parts(parts, build_optimizers(AdamW(), parts.trainable_parameters()), 2)
+            kept.append(parts.trainable_parameters())
         assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
 
     run_ranks(act, tmp_path)
@@ -199,20 +199,20 @@ def test_activations_that_are_computed_again_change_nothing(choice: Any, tiny_mo
 def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, tmp_path: Path) -> None:
     """Weights of blocks travel in bfloat16, gradients and updates are float32."""
 
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         models = tiny_model(), tiny_model()
-        parts = cut(models[0], ranks, dtype=torch.bfloat16)
-        assert {part.dtype for part in parts.trained().values()} == {torch.float32}
+        parts = cut(models[0], world, dtype=torch.bfloat16)
+        assert {part.dtype for part in parts.trainable_parameters().values()} == {torch.float32}
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with collectives() as events:
                 loss_of(parts.model, of_rank(0, 0)[1], DENOMINATOR).backward()
-            loss_of(models[1], of_rank(0, 0)[1], DENOMINATOR / ranks.world_size).backward()
+            loss_of(models[1], of_rank(0, 0)[1], DENOMINATOR / world.world_size).backward()
         block = sum(each.numel() for each in models[1].model.layers[0].parameters())
         sizes = {kind: [size for name, size in events if name == kind] for kind in ("gather", "reduce")}
         assert sizes["gather"].count(2 * block) == 4 and sizes["reduce"].count(4 * block) == 2
         parts.clip(1e9)
-        own = {name: slice(*parts.row_range(name)) for name in parts.trained()}
-        for name, part in parts.trained().items():
+        own = {name: slice(*parts.row_range(name)) for name in parts.trainable_parameters()}
+        for name, part in parts.trainable_parameters().items():
             expected = models[1].get_parameter(name).grad
             assert part.grad is not None and expected is not None and part.grad.dtype == torch.float32
             difference = (part.grad - expected[own[name]]).norm()
@@ -222,43 +222,45 @@ def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, 
 
 
 def test_a_skipped_step_changes_nothing(tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> None:
-        parts = cut(tiny_model(), ranks)
-        optimizers = build_optimizers(Muon(precision="float32"), parts.trained(), exchange=parts.exchange)
+    def act(world: World) -> None:
+        parts = cut(tiny_model(), world)
+        optimizers = build_optimizers(
+            Muon(precision="float32"), parts.trainable_parameters(), row_exchange=parts.row_exchange
+        )
         train_parts(parts, optimizers, 1)
         before = {name: each.clone() for name, each in optimizers.state_dict().items()}
-        before |= {name: each.detach().clone() for name, each in parts.trained().items()}
-        skipping = skips_on_device(optimizers)
+        before |= {name: each.detach().clone() for name, each in parts.trainable_parameters().items()}
+        skipping = find_device_skip(optimizers)
         assert skipping is not None
         # Not finite on one rank only; the norm tells it to all.
-        factor = float("nan") if ranks.rank else 1.0
-        (factor * loss_of(parts.model, of_rank(1, ranks.rank)[0], DENOMINATOR)).backward()
+        factor = float("nan") if world.rank else 1.0
+        (factor * loss_of(parts.model, of_rank(1, world.rank)[0], DENOMINATOR)).backward()
         norm = parts.clip(1.0)
         assert not norm.isfinite()
         with skipping(~norm.isfinite()):
             optimizers.step(1.0)
-        after = optimizers.state_dict() | parts.trained()
+        after = optimizers.state_dict() | parts.trainable_parameters()
         assert all(torch.equal(after[name], before[name]) for name in before)
 
     run_ranks(act, tmp_path)
 
 
 def test_averages_are_of_rows_and_put_together_when_saved(tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         models = tiny_model(), tiny_model()
-        parts = cut(models[0], ranks)
+        parts = cut(models[0], world)
         averages = [WeightAverage(model, decay=0.5) for model in models]
-        optimizers = build_optimizers(AdamW(), parts.trained())
+        optimizers = build_optimizers(AdamW(), parts.trainable_parameters())
         train_parts(parts, optimizers, 2)
-        train_whole(models[1], AdamW(), ranks, 2)
+        train_whole(models[1], AdamW(), world, 2)
         for average in averages:
             average.update()
-        found = dict(parts.whole_parameters(averages[0].average))
-        for name, expected in averages[1].average.items() if ranks.is_first else ():
+        found = dict(parts.iterate_whole_parameters(averages[0].average))
+        for name, expected in averages[1].average.items() if world.is_first else ():
             torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
         batch = of_rank(5, 0)[0]
         with torch.no_grad():
-            with averages[0].applied(), averages[1].applied():
+            with averages[0].use_averages(), averages[1].use_averages():
                 losses = [loss_of(model, batch, 1.0) for model in models]
             torch.testing.assert_close(*losses)
             assert not torch.equal(loss_of(models[0], batch, 1.0), losses[0])
@@ -271,21 +273,22 @@ def test_averages_are_of_rows_and_put_together_when_saved(tiny_model: MakeModel,
 def test_weights_that_are_set_are_trained_and_gathered_in_the_dtype_of_products(
     tied: bool, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         models = tiny_model(tie_word_embeddings=tied), tiny_model(tie_word_embeddings=tied, seed=7)
-        parts = cut(models[0], ranks, dtype=torch.bfloat16)
+        parts = cut(models[0], world, dtype=torch.bfloat16)
         parts.set_weights(dict(models[1].named_parameters()))
         assert_close(parts, models[1], rtol=0, atol=0)
         with collectives() as events, torch.autocast("cpu", dtype=torch.bfloat16):
-            train_parts(parts, build_optimizers(Lion(), parts.trained()), 1)
+            train_parts(parts, build_optimizers(Lion(), parts.trainable_parameters()), 1)
         gathers = sum(kind == "gather" for kind, _ in events)
         assert gathers == 3 * (1 + 2 * 2)  # of three micro-batches: the root once, blocks forward and backward
-        if ranks.is_first:
+        if world.is_first:
             assert all(
-                not torch.equal(whole, models[1].get_parameter(name)) for name, whole in parts.whole_parameters()
+                not torch.equal(whole, models[1].get_parameter(name))
+                for name, whole in parts.iterate_whole_parameters()
             )
         else:
-            assert not list(parts.whole_parameters())
+            assert not list(parts.iterate_whole_parameters())
         with pytest.raises(ValueError, match="weights do not fit the model"):
             parts.set_weights({})
 
@@ -295,12 +298,12 @@ def test_weights_that_are_set_are_trained_and_gathered_in_the_dtype_of_products(
 def test_state_has_whole_shapes_when_saved(tiny_model: MakeModel, tmp_path: Path) -> None:
     """What one process resumes from."""
 
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         models = tiny_model(), tiny_model()
-        parts = cut(models[0], ranks)
-        optimizers = build_optimizers(AdamW(), parts.trained())
+        parts = cut(models[0], world)
+        optimizers = build_optimizers(AdamW(), parts.trainable_parameters())
         train_parts(parts, optimizers, 2)
-        state = parts.state_for_saving(optimizers.state_dict())
+        state = parts.to_checkpoint_state(optimizers.state_dict())
         whole = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
         resumed = build_optimizers(AdamW(), dict(models[1].named_parameters()))
         resumed.load_state_dict(whole)
@@ -313,19 +316,19 @@ def test_state_has_whole_shapes_when_saved(tiny_model: MakeModel, tmp_path: Path
 
 
 def test_a_rank_that_stops_saving_does_not_keep_the_others_waiting(tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> float:
-        parts = cut(tiny_model(), ranks)
+    def act(world: World) -> float:
+        parts = cut(tiny_model(), world)
 
         def write() -> None:
-            for _ in parts.whole_parameters():
+            for _ in parts.iterate_whole_parameters():
                 raise OSError("disk full")
 
-        if ranks.is_first:
+        if world.is_first:
             with pytest.raises(OSError, match="disk full"):
                 write()
         else:
             write()
-        return ranks.sum(1.0)[0]
+        return world.sum(1.0)[0]
 
     assert run_ranks(act, tmp_path, timeout=20) == [2.0, 2.0]
 
@@ -336,20 +339,20 @@ def test_an_exchange_makes_matrices_whole_once(tmp_path: Path, dtype: torch.dtyp
     shapes = [(7, 3), (1, 4), (3, 7), (2, 2), (6, 5)]
     wholes = [torch.arange(1.0, 1 + a * b).view(a, b).to(dtype) * 2**i for i, (a, b) in enumerate(shapes)]
 
-    def act(ranks: Ranks) -> list[list[float]]:
-        ranges = [rows_of(len(each), ranks.world_size, ranks.rank) for each in wholes]
+    def act(world: World) -> list[list[float]]:
+        ranges = [row_range_of_rank(len(each), world.world_size, world.rank) for each in wholes]
         parts = [nn.Parameter(each[first:end].clone()) for each, (first, end) in zip(wholes, ranges, strict=True)]
-        exchange = RowExchange(dict(zip(parts, (each.shape for each in wholes), strict=True)), ranks)
+        row_exchange = AllToAllRows(dict(zip(parts, (each.shape for each in wholes), strict=True)), world)
         seen: list[Tensor] = []
 
         def reverse(matrices: list[Tensor]) -> list[Tensor]:
             seen.extend(matrices)
             return [each.flip(0, 1) for each in matrices]
 
-        made = exchange(list(parts), [each.detach() for each in parts], reverse)
+        made = row_exchange(list(parts), [each.detach() for each in parts], reverse)
         for whole, (first, end), rows in zip(wholes, ranges, made, strict=True):
             assert torch.equal(rows, whole.flip(0, 1)[first:end])
-        assert exchange([], [], reverse) == []
+        assert row_exchange([], [], reverse) == []
         return [each.flatten().tolist() for each in seen]
 
     seen = [flat for each in run_ranks(act, tmp_path, world_size=3) for flat in each]
@@ -359,7 +362,7 @@ def test_an_exchange_makes_matrices_whole_once(tmp_path: Path, dtype: torch.dtyp
 def test_rows_are_cut_as_torch_cuts_them() -> None:
     for total in range(1, 9):
         for world_size in (1, 2, 3, 5):
-            cuts = [rows_of(total, world_size, rank) for rank in range(world_size)]
+            cuts = [row_range_of_rank(total, world_size, rank) for rank in range(world_size)]
             sizes = [end - first for first, end in cuts]
             chunks = [len(each) for each in torch.arange(total).chunk(world_size)]
             assert sizes == chunks + [0] * (world_size - len(chunks))

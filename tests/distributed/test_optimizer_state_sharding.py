@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from config.parallel import DDP
 from ddp import sharded_data_parallel
-from ddp.buckets import Bucket, Unit
+from ddp.buckets import Bucket, ParameterUnit
 from ddp.data_parallel import DataParallel
 from ddp.parallelism import Parallelism
-from ddp.process_group import Ranks
-from ddp.sharded_data_parallel import OwnPart, ShardedDataParallel
+from ddp.process_group import World
+from ddp.sharded_data_parallel import BucketShard, ShardedDataParallel
 from diffusionlm.optim.muon import Muon
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
@@ -43,28 +43,28 @@ def is_matrix_of_block(name: str) -> bool:
     return ".layers." in name and name.endswith("proj.weight")
 
 
-def sharded(model: nn.Module, ranks: Ranks, whole: Any = never, mib: float = 0.004) -> ShardedDataParallel:
+def sharded(model: nn.Module, world: World, whole: Any = never, mib: float = 0.004) -> ShardedDataParallel:
     units = units_of_tower(model) if isinstance(model, Tower) else units_of_transformer(model)  # type: ignore[arg-type]
-    return ShardedDataParallel(model, DDP(bucket_mib=mib), ranks, CPU, units, must_be_whole=whole)
+    return ShardedDataParallel(model, DDP(bucket_mib=mib), world, CPU, units, requires_whole_matrix=whole)
 
 
-def unsharded(model: nn.Module, ranks: Ranks) -> DataParallel:
+def unsharded(model: nn.Module, world: World) -> DataParallel:
     units = units_of_tower(model) if isinstance(model, Tower) else units_of_transformer(model)  # type: ignore[arg-type]
-    return DataParallel(model, DDP(bucket_mib=0.004, shard_optimizer=False), ranks, CPU, units)
+    return DataParallel(model, DDP(bucket_mib=0.004, shard_optimizer=False), world, CPU, units)
 
 
 Optimizers = list[torch.optim.Optimizer]
 
 
 def adamw(parallelism: Parallelism) -> Optimizers:
-    return [torch.optim.AdamW(parallelism.trained().values(), lr=0.01, weight_decay=0.1, fused=True)]
+    return [torch.optim.AdamW(parallelism.trainable_parameters().values(), lr=0.01, weight_decay=0.1, fused=True)]
 
 
 def muon(parallelism: Parallelism) -> Optimizers:
-    trained = parallelism.trained()
-    matrices = [each for name, each in trained.items() if is_matrix_of_block(name)]
-    rest = [each for name, each in trained.items() if not is_matrix_of_block(name)]
-    assert all(parallelism.has_whole(name) for name in trained if is_matrix_of_block(name))
+    trainable_parameters = parallelism.trainable_parameters()
+    matrices = [each for name, each in trainable_parameters.items() if is_matrix_of_block(name)]
+    rest = [each for name, each in trainable_parameters.items() if not is_matrix_of_block(name)]
+    assert all(parallelism.has_whole_parameter(name) for name in trainable_parameters if is_matrix_of_block(name))
     return [
         Muon(matrices, lr=0.01, momentum=0.9, weight_decay=0.1, dtype=torch.float32),
         torch.optim.AdamW(rest, lr=0.01, fused=True),
@@ -76,7 +76,7 @@ def train(
 ) -> list[Tensor]:
     """Steps of two micro-batches with unequal counts; the norms."""
     norms = []
-    rank = parallelism.ranks.rank
+    rank = parallelism.world.rank
     for step in range(steps):
         mine = batches([2 + rank, 3], seed=2 * step + rank, vocabulary=vocabulary)
         backward(parallelism, parallelism.model, mine, DENOMINATOR)
@@ -84,12 +84,12 @@ def train(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        parallelism.start_gather()
+        parallelism.start_weight_gather()
     return norms
 
 
 def weights(parallelism: Any) -> dict[str, Tensor]:
-    parallelism.wait_weights()
+    parallelism.wait_for_weights()
     return {name: each.detach() for name, each in parallelism.model.named_parameters()}
 
 
@@ -106,7 +106,7 @@ class Wide(nn.Module):
         return x
 
 
-def units_of_wide(model: Wide) -> list[Unit]:
+def units_of_wide(model: Wide) -> list[ParameterUnit]:
     return [(layer, [f"layers.{index}.weight", f"layers.{index}.bias"]) for index, layer in enumerate(model.layers)]
 
 
@@ -117,17 +117,17 @@ def step_of_wide(parallelism: Any, optimizer: torch.optim.Optimizer) -> None:
     parallelism.clip(1e9)
     optimizer.step()
     optimizer.zero_grad()
-    parallelism.start_gather()
+    parallelism.start_weight_gather()
 
 
 def test_ten_steps_of_adamw(tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> None:
-        parts = sharded(tiny_model(tie_word_embeddings=True), ranks)
-        whole = unsharded(tiny_model(tie_word_embeddings=True), ranks)
+    def act(world: World) -> None:
+        parts = sharded(tiny_model(tie_word_embeddings=True), world)
+        whole = unsharded(tiny_model(tie_word_embeddings=True), world)
         before = {name: each.clone() for name, each in weights(whole).items()}
         norms = train(parts, adamw(parts), 10)
         torch.testing.assert_close(norms, train(whole, adamw(whole), 10))
-        parts.check_replicas()
+        parts.check_replicas_equal()
         for name, expected in weights(whole).items():
             torch.testing.assert_close(weights(parts)[name], expected, rtol=1e-5, atol=1e-6, msg=name)
             assert not torch.allclose(before[name], expected, atol=1e-3), name
@@ -139,15 +139,15 @@ def test_ten_steps_are_bit_equal_where_parts_fill_vectors(tmp_path: Path) -> Non
     """At two ranks a sum has one order, and what AdamW does to an element depends on no other; but a processor may
     round otherwise in a vector that is not full."""
 
-    def act(ranks: Ranks) -> None:
+    def act(world: World) -> None:
         config, found = DDP(bucket_mib=0.04), []
         for is_sharded in (True, False):
             torch.manual_seed(0)
             model = Wide()
-            build: Any = partial(ShardedDataParallel, must_be_whole=never) if is_sharded else DataParallel
-            parallelism = build(model, config, ranks, CPU, units_of_wide(model))
+            build: Any = partial(ShardedDataParallel, requires_whole_matrix=never) if is_sharded else DataParallel
+            parallelism = build(model, config, world, CPU, units_of_wide(model))
             [optimizer] = adamw(parallelism)
-            torch.manual_seed(ranks.rank)
+            torch.manual_seed(world.rank)
             for _ in range(10):
                 step_of_wide(parallelism, optimizer)
             found.append(weights(parallelism))
@@ -159,15 +159,15 @@ def test_ten_steps_are_bit_equal_where_parts_fill_vectors(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("world_size", "steps"), [(2, 10), (3, 3)])
 def test_clipped_steps_of_muon(tiny_model: MakeModel, tmp_path: Path, world_size: int, steps: int) -> None:
-    def act(ranks: Ranks) -> list[str]:
-        parts, whole = sharded(tiny_model(), ranks, is_matrix_of_block), unsharded(tiny_model(), ranks)
+    def act(world: World) -> list[str]:
+        parts, whole = sharded(tiny_model(), world, is_matrix_of_block), unsharded(tiny_model(), world)
         norms = train(parts, muon(parts), steps, max_norm=0.1)
         torch.testing.assert_close(norms, train(whole, muon(whole), steps, max_norm=0.1))
         assert min(norms) > 0.1  # all were clipped
-        parts.check_replicas()
+        parts.check_replicas_equal()
         for name, expected in weights(whole).items():
             torch.testing.assert_close(weights(parts)[name], expected, rtol=1e-4, atol=1e-5, msg=name)
-        return [name for name in parts.trained() if is_matrix_of_block(name)]
+        return [name for name in parts.trainable_parameters() if is_matrix_of_block(name)]
 
     owned = run_ranks(act, tmp_path, world_size=world_size)
     assert len(set().union(*owned)) == sum(map(len, owned)) == 14  # each has one owner
@@ -175,9 +175,9 @@ def test_clipped_steps_of_muon(tiny_model: MakeModel, tmp_path: Path, world_size
 
 
 def test_each_rank_has_its_part_of_the_state(tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> tuple[int, int]:
+    def act(world: World) -> tuple[int, int]:
         model = tiny_model()
-        parts = sharded(model, ranks, is_matrix_of_block, mib=0.01)
+        parts = sharded(model, world, is_matrix_of_block, mib=0.01)
         [optimizer] = adamw(parts)
         train(parts, [optimizer], 1)
         state = sum(each["exp_avg"].numel() for each in optimizer.state.values())
@@ -189,18 +189,20 @@ def test_each_rank_has_its_part_of_the_state(tiny_model: MakeModel, tmp_path: Pa
     assert max(state for state, _ in found) < 1.15 * total / 3
 
 
-@pytest.mark.parametrize("must_be_whole", [False, True])
-def test_what_travels_is_the_least_there_is(tmp_path: Path, must_be_whole: bool) -> None:
+@pytest.mark.parametrize("requires_whole_matrix", [False, True])
+def test_what_travels_is_the_least_there_is(tmp_path: Path, requires_whole_matrix: bool) -> None:
     """Gradients once, weights once. A collective of n bytes over W ranks moves (W - 1) / W of them each way."""
 
-    def act(ranks: Ranks) -> Any:
+    def act(world: World) -> Any:
         model, config = Wide(), DDP(bucket_mib=0.04)
         units = units_of_wide(model)
-        parts = ShardedDataParallel(model, config, ranks, CPU, units, must_be_whole=lambda name: must_be_whole)
+        parts = ShardedDataParallel(
+            model, config, world, CPU, units, requires_whole_matrix=lambda name: requires_whole_matrix
+        )
         [optimizer] = adamw(parts)
         with recorded() as events:
             step_of_wide(parts, optimizer)
-            parts.wait_weights()
+            parts.wait_for_weights()
         return len(parts.sharding.parts), events, sum(each.nbytes for each in model.parameters())
 
     for buckets, events, least in run_ranks(act, tmp_path):
@@ -212,10 +214,12 @@ def test_what_travels_is_the_least_there_is(tmp_path: Path, must_be_whole: bool)
 def test_the_collective_of_gpus_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's reduce-scatter in place of exchanged parts; gloo has one as well, only a dear one."""
 
-    def act(ranks: Ranks) -> None:
-        exchanged = sharded(tower(), ranks)
-        monkeypatch.setattr(sharded_data_parallel, "OwnPart", lambda bucket, rank, by_exchange: OwnPart(bucket, rank))
-        scattered = sharded(tower(), ranks)
+    def act(world: World) -> None:
+        exchanged = sharded(tower(), world)
+        monkeypatch.setattr(
+            sharded_data_parallel, "BucketShard", lambda bucket, rank, use_all_to_all: BucketShard(bucket, rank)
+        )
+        scattered = sharded(tower(), world)
         expected = train(exchanged, adamw(exchanged), 2, vocabulary=11)
         with recorded() as events:
             found = train(scattered, adamw(scattered), 2, vocabulary=11)
@@ -229,9 +233,9 @@ def test_the_collective_of_gpus_gives_the_same(tmp_path: Path, monkeypatch: pyte
 def test_a_forward_waits_for_the_weights_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace: when the first layers run, the gather of the last ones has not been waited for."""
 
-    def act(ranks: Ranks) -> tuple[list[str], int]:
+    def act(world: World) -> tuple[list[str], int]:
         model = tower(layers=4, is_tied=False)
-        parts = sharded(model, ranks, mib=0.0004)
+        parts = sharded(model, world, mib=0.0004)
         train(parts, adamw(parts), 1, vocabulary=11)
         events = []
         order = {id(part.bucket): index for index, part in enumerate(reversed(parts.sharding.parts))}
@@ -246,7 +250,7 @@ def test_a_forward_waits_for_the_weights_that_it_reads(tmp_path: Path, monkeypat
             layer.register_forward_hook(lambda *_, index=index: events.append(f"layer {index}"))
         [batch] = batches([4], seed=0)
         early = loss_of(model, batch, 1)
-        parts.wait_weights()
+        parts.wait_for_weights()
         assert torch.equal(early, loss_of(model, batch, 1))
         return events, len(order)
 
@@ -262,8 +266,8 @@ def test_a_forward_waits_for_the_weights_that_it_reads(tmp_path: Path, monkeypat
 def test_a_unit_that_does_not_run_has_its_weights_all_the_same(tmp_path: Path) -> None:
     """Its bucket is needed for gradients, while its gather was waited for by no forward."""
 
-    def act(ranks: Ranks) -> None:
-        parts, whole = sharded(tower(), ranks, mib=1e-6), unsharded(tower(), ranks)
+    def act(world: World) -> None:
+        parts, whole = sharded(tower(), world, mib=1e-6), unsharded(tower(), world)
         optimizers, expected = adamw(parts), adamw(whole)
         for skips in (set[int](), {2}, set[int]()):
             parts.model.skips = whole.model.skips = skips
@@ -276,12 +280,12 @@ def test_a_unit_that_does_not_run_has_its_weights_all_the_same(tmp_path: Path) -
 
 
 def test_weights_that_are_set_from_outside_are_adopted(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> None:
-        parts, whole = sharded(tower(), ranks, mib=0.0004), unsharded(tower(seed=5), ranks)
+    def act(world: World) -> None:
+        parts, whole = sharded(tower(), world, mib=0.0004), unsharded(tower(seed=5), world)
         parts.set_weights(dict(whole.model.named_parameters()))
         train(parts, adamw(parts), 2, vocabulary=11)
         train(whole, adamw(whole), 2, vocabulary=11)
-        parts.wait_weights()
+        parts.wait_for_weights()
         found = dict(parts.model.named_parameters())
         torch.testing.assert_close(found, weights(whole), rtol=1e-5, atol=1e-6)
 
@@ -289,7 +293,7 @@ def test_weights_that_are_set_from_outside_are_adopted(tmp_path: Path) -> None:
 
 
 def states(parallelism: Any, optimizers: Optimizers) -> dict[str, Tensor]:
-    names = {each: name for name, each in parallelism.trained().items()}
+    names = {each: name for name, each in parallelism.trainable_parameters().items()}
     return {
         f"{names[parameter]}.{key}": torch.as_tensor(value)
         for optimizer in optimizers
@@ -301,15 +305,15 @@ def states(parallelism: Any, optimizers: Optimizers) -> dict[str, Tensor]:
 def test_state_is_saved_in_whole_shapes(tiny_model: MakeModel, tmp_path: Path) -> None:
     """Rows as DTensors; matrices that one rank has, and counts, as they are."""
 
-    def act(ranks: Ranks) -> set[str]:
+    def act(world: World) -> set[str]:
         from torch.distributed.tensor import DTensor
 
-        parts, whole = sharded(tiny_model(), ranks, is_matrix_of_block), unsharded(tiny_model(), ranks)
+        parts, whole = sharded(tiny_model(), world, is_matrix_of_block), unsharded(tiny_model(), world)
         optimizers, expected = adamw(parts), adamw(whole)
         train(parts, optimizers, 2)
         train(whole, expected, 2)
-        saved = parts.state_for_saving(states(parts, optimizers))
-        kept = whole.state_for_saving(states(whole, expected))
+        saved = parts.to_checkpoint_state(states(parts, optimizers))
+        kept = whole.to_checkpoint_state(states(whole, expected))
         assert kept.keys() == states(whole, expected).keys()
         for key, value in saved.items():
             is_cut = not (key.endswith("step") or is_matrix_of_block(key.rpartition(".")[0]))

@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from config.parallel import DDP, FSDP, Single
-from ddp.process_group import SINGLE, Ranks, launched, process_group
+from config.parallel import DDP, FSDP, SingleProcess
+from ddp.process_group import SINGLE_PROCESS, World, process_group, read_torchrun_environment
 from tests.distributed.forked import end_ranks, run_ranks, spawn_ranks
 
 
 def test_ranks_sum_values_and_agree(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> object:
-        tiny = [1e16, 1.0, -1e16][ranks.rank]
-        made = ranks.from_first(lambda: {"by": ranks.rank})
-        return ranks.sum(float(ranks.rank), tiny), ranks.is_any(ranks.rank == 1), ranks.is_any(False), made
+    def act(world: World) -> object:
+        tiny = [1e16, 1.0, -1e16][world.rank]
+        made = world.run_on_first(lambda: {"by": world.rank})
+        return world.sum(float(world.rank), tiny), world.is_any(world.rank == 1), world.is_any(False), made
 
     # In the order of ranks (1e16 + 1) - 1e16 is 0; float32 would not get the first right either.
     expected = ([3.0, 0.0], True, False, {"by": 0})
@@ -28,9 +28,9 @@ def test_ranks_sum_values_and_agree(tmp_path: Path) -> None:
 
 
 def test_an_error_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> list[str]:
+    def act(world: World) -> list[str]:
         def fail() -> int:
-            if ranks.rank == 1:
+            if world.rank == 1:
                 raise OSError("disk full")
             return 7
 
@@ -38,11 +38,15 @@ def test_an_error_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
             raise ValueError("no such key")
 
         told = []
-        for attempt in (lambda: ranks.agree(fail), lambda: ranks.from_first(refuse), lambda: ranks.agree(refuse)):
+        for attempt in (
+            lambda: world.all_agree(fail),
+            lambda: world.run_on_first(refuse),
+            lambda: world.all_agree(refuse),
+        ):
             with pytest.raises(ValueError) as caught:
                 attempt()
             told.append(str(caught.value))
-        assert ranks.agree(lambda: ranks.rank + 5) == ranks.rank + 5
+        assert world.all_agree(lambda: world.rank + 5) == world.rank + 5
         return told
 
     told = ["rank 1: OSError: disk full", "no such key", "all ranks: no such key"]
@@ -51,11 +55,11 @@ def test_an_error_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
 
 def test_one_alone_needs_no_group() -> None:
     assert not dist.is_initialized()
-    assert SINGLE.is_alone and SINGLE.is_first
-    assert SINGLE.sum(1.5, 2.0) == [1.5, 2.0]
-    assert SINGLE.agree(lambda: 3) == SINGLE.from_first(lambda: 3) == 3
-    assert SINGLE.is_any(True) and not SINGLE.is_any(False)
-    SINGLE.barrier()
+    assert SINGLE_PROCESS.is_single_process and SINGLE_PROCESS.is_first
+    assert SINGLE_PROCESS.sum(1.5, 2.0) == [1.5, 2.0]
+    assert SINGLE_PROCESS.all_agree(lambda: 3) == SINGLE_PROCESS.run_on_first(lambda: 3) == 3
+    assert SINGLE_PROCESS.is_any(True) and not SINGLE_PROCESS.is_any(False)
+    SINGLE_PROCESS.barrier()
 
 
 @pytest.fixture
@@ -66,38 +70,38 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_what_torchrun_says(torchrun: pytest.MonkeyPatch) -> None:
-    assert launched() == (1, 2, 1)
+    assert read_torchrun_environment() == (1, 2, 1)
     torchrun.delenv("LOCAL_RANK")  # a launcher that starts one process on each machine
-    assert launched() == (1, 2, 0)
+    assert read_torchrun_environment() == (1, 2, 0)
     torchrun.setenv("RANK", "first")
     with pytest.raises(ValueError, match="RANK = 'first'"):
-        launched()
+        read_torchrun_environment()
     torchrun.delenv("RANK")
-    assert launched() is None
+    assert read_torchrun_environment() is None
 
 
 def test_a_start_that_does_not_fit_is_refused(torchrun: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r'parallel\.strategy = "single" under torchrun with 2 ranks'):
-        process_group(Single(), "cpu").__enter__()
+        process_group(SingleProcess(), "cpu").__enter__()
     with pytest.raises(ValueError, match=r'parallel\.backend = "nccl".*the run is on cpu'):
         process_group(DDP(backend="nccl"), "cpu").__enter__()
     torchrun.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="rank 1 is number 1 on this machine, which has 1 GPUs"):
         process_group(DDP(), "cuda").__enter__()
     torchrun.setenv("WORLD_SIZE", "1")
-    with process_group(Single(), "cpu") as ranks:
-        assert ranks is SINGLE
+    with process_group(SingleProcess(), "cpu") as world:
+        assert world is SINGLE_PROCESS
     torchrun.delenv("WORLD_SIZE")
     with pytest.raises(ValueError, match=r'"fsdp" needs ranks, and this is one process.*diffusionlm-train-ddp'):
         process_group(FSDP(), "cpu").__enter__()
-    with process_group(Single(), "cpu") as ranks:
-        assert ranks is SINGLE
+    with process_group(SingleProcess(), "cpu") as world:
+        assert world is SINGLE_PROCESS
 
 
 def test_the_group_of_torchrun_is_joined_and_left(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> tuple[Ranks, float, bool]:
+    def act(world: World) -> tuple[World, float, bool]:
         dist.destroy_process_group()
-        environment = {"RANK": str(ranks.rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        environment = {"RANK": str(world.rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
         os.environ.update(environment)
         original = dist.init_process_group
 
@@ -109,17 +113,17 @@ def test_the_group_of_torchrun_is_joined_and_left(tmp_path: Path) -> None:
             total = joined.sum(joined.rank + 1)[0]
         return joined, total, dist.is_initialized()
 
-    assert run_ranks(act, tmp_path) == [(Ranks(rank, 2, 0), 3.0, False) for rank in range(2)]
+    assert run_ranks(act, tmp_path) == [(World(rank, 2, 0), 3.0, False) for rank in range(2)]
 
 
 def test_the_death_of_a_rank_is_noticed_at_once(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> float:
-        ranks.barrier()
-        if ranks.rank == 1:
+    def act(world: World) -> float:
+        world.barrier()
+        if world.rank == 1:
             os.kill(os.getpid(), 9)
         started = time.monotonic()
         with pytest.raises(RuntimeError):
-            ranks.barrier()
+            world.barrier()
         return time.monotonic() - started
 
     survivor, dead = end_ranks(act, tmp_path, timeout=30)
@@ -128,12 +132,12 @@ def test_the_death_of_a_rank_is_noticed_at_once(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_an_error_after_the_limit(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> None:
-        ranks.barrier()
-        if ranks.rank == 1:
+    def act(world: World) -> None:
+        world.barrier()
+        if world.rank == 1:
             time.sleep(0.7)
             os._exit(3)
-        ranks.barrier()
+        world.barrier()
 
     waiting, hung = end_ranks(act, tmp_path, timeout=0.4)
     assert (waiting.exit_code, hung.exit_code) == (1, 3)
@@ -141,8 +145,8 @@ def test_a_rank_that_hangs_is_an_error_after_the_limit(tmp_path: Path) -> None:
 
 
 def test_ranks_that_disagree_on_a_shape_all_fail(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> None:
-        dist.all_reduce(torch.zeros(4 + 100 * ranks.rank))
+    def act(world: World) -> None:
+        dist.all_reduce(torch.zeros(4 + 100 * world.rank))
         dist.all_reduce(torch.zeros(1))
 
     assert 0 not in spawn_ranks(act, tmp_path, timeout=5)

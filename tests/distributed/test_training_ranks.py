@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from config.train import TrainConfig
-from ddp.process_group import Ranks
-from diffusionlm.diffusion.noised_batch import Draw
+from ddp.process_group import World
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.training import loop
 from diffusionlm.training.run import Run
 from profiling.trace import StepProfiler
@@ -39,13 +39,13 @@ def made(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> Tr
     return TrainConfig.model_validate(values)
 
 
-def training(config: TrainConfig) -> Callable[[Ranks], int]:
+def training(config: TrainConfig) -> Callable[[World], int]:
     """What a rank does, which has joined the others already; returns the steps that it made."""
 
-    def act(ranks: Ranks) -> int:
+    def act(world: World) -> int:
         @contextlib.contextmanager
-        def joined(parallel: Any, device_type: str) -> Iterator[Ranks]:
-            yield ranks
+        def joined(parallel: Any, device_type: str) -> Iterator[World]:
+            yield world
 
         loop.process_group = joined
         torch.set_num_threads(1)
@@ -142,10 +142,10 @@ def test_a_step_that_one_rank_cannot_count_is_skipped_by_all(
 ) -> None:
     original = loop.train_step
 
-    def poisoned(run: Run, draws: list[Draw], denominator: float) -> torch.Tensor:
-        if run.progress.step == 3 and run.ranks.rank == 1:
-            draws[0].weights_R[0] = float("nan")
-        return original(run, draws, denominator)
+    def poisoned(run: Run, noised_batches: list[NoisedBatch], denominator: float) -> torch.Tensor:
+        if run.progress.step == 3 and run.world.rank == 1:
+            noised_batches[0].weights_N[0] = float("nan")
+        return original(run, noised_batches, denominator)
 
     monkeypatch.setattr(loop, "train_step", poisoned)
     two = made(config, tmp_path / "two", optimizer=ADAMW, parallel=DDP)
@@ -162,17 +162,17 @@ def test_a_rank_that_dies_ends_all_and_the_run_goes_on_exactly(config: TrainConf
     train_on(whole, tmp_path)
     broken = made(config, tmp_path / "broken", optimizer=ADAMW, parallel=DDP)
 
-    def dying(ranks: Ranks) -> int:
+    def dying(world: World) -> int:
         original = loop.train_step
 
-        def train_step(run: Run, draws: list[Draw], denominator: float) -> torch.Tensor:
-            if run.progress.step == 5 and ranks.rank == 1:
-                run.saves.wait()
+        def train_step(run: Run, noised_batches: list[NoisedBatch], denominator: float) -> torch.Tensor:
+            if run.progress.step == 5 and world.rank == 1:
+                run.checkpointer.wait()
                 os._exit(9)
-            return original(run, draws, denominator)
+            return original(run, noised_batches, denominator)
 
         loop.train_step = train_step
-        return training(broken)(ranks)
+        return training(broken)(world)
 
     assert spawn_ranks(dying, tmp_path) == [1, 9]
     train_on(broken, tmp_path)
@@ -184,9 +184,9 @@ def test_a_rank_that_dies_ends_all_and_the_run_goes_on_exactly(config: TrainConf
 def test_a_batch_that_the_ranks_cannot_share_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     three = made(config, tmp_path / "three", parallel=DDP)
 
-    def act(ranks: Ranks) -> str:
+    def act(world: World) -> str:
         with pytest.raises(ValueError, match=r"training\.batch_size = 4 rows cannot be shared by 3 ranks") as caught:
-            training(three)(ranks)
+            training(three)(world)
         return str(caught.value)
 
     assert "choose a multiple of 3" in run_ranks(act, tmp_path, 3)[0]
@@ -195,18 +195,18 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(config: TrainConfig, tmp
 @contextlib.contextmanager
 def stopping_after(step: int) -> Iterator[None]:
     """The run gets a signal in this step, on its last rank alone."""
-    original = loop.agree_on_step
+    original = loop.reduce_step_totals
 
-    def agree(run: Any, draws: Any, stop: Any) -> tuple[float, int]:
-        if run.progress.step + 1 == step and run.ranks.rank == run.ranks.world_size - 1:
-            stop._remember(15, None)
-        return original(run, draws, stop)
+    def agree(run: Any, noised_batches: Any, stop: Any) -> tuple[float, int]:
+        if run.progress.step + 1 == step and run.world.rank == run.world.world_size - 1:
+            stop._handle_signal(15, None)
+        return original(run, noised_batches, stop)
 
-    loop.agree_on_step = agree
+    loop.reduce_step_totals = agree
     try:
         yield
     finally:
-        loop.agree_on_step = original
+        loop.reduce_step_totals = original
 
 
 def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -
     profiler = {"active": 1, "wait": 0, "warmup": 0}
     config = made(config, tmp_path / "two", parallel=DDP, profiler=profiler, training={"max_steps": 1})
 
-    def act(ranks: Ranks) -> list[int]:
+    def act(world: World) -> list[int]:
         asked = []
 
         class Noted(StepProfiler):
@@ -223,7 +223,7 @@ def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -
                 return super().__enter__()
 
         loop.StepProfiler = Noted  # type: ignore[misc]
-        training(config)(ranks)
+        training(config)(world)
         return asked
 
     assert run_ranks(act, tmp_path) == [[1], [0]]

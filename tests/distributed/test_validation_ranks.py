@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddp.process_group import SINGLE, Ranks
+from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row
-from diffusionlm.evaluation.evaluate import Evaluation, OverRanks, evaluate, here
+from diffusionlm.evaluation.evaluate import EvaluationResult, MapOverRanks, evaluate, map_locally
 from diffusionlm.models.transformer import Transformer
 from tests.distributed.forked import run_ranks
 from tokenizer import Tokenizer, train_bpe
@@ -24,11 +24,11 @@ def tokenizer() -> Tokenizer:
 
 
 def rows(count: int) -> list[Row]:
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     made = []
     for index in range(count):
         documents = np.where(np.arange(10) < 10 - index % 3, 0, -1).astype(np.int32)
-        made.append(Row(chance.integers(0, 200, 10).astype(np.int32), documents, documents >= 0))
+        made.append(Row(rng.integers(0, 200, 10).astype(np.int32), documents, documents >= 0))
     return made
 
 
@@ -40,17 +40,26 @@ def test_ranks_find_the_numbers_of_one(
     forwards: list[int] = []
     model.register_forward_hook(lambda *_: forwards.append(1))
 
-    def judged(ranks: Ranks) -> tuple[list[Evaluation], int]:
+    def judged(world: World) -> tuple[list[EvaluationResult], int]:
         """Of a bidirectional model, and in blocks of 4: 3 batches x 3 draws + 2 x 3 fills, and 3 x 3."""
         forwards.clear()
-        spread: Any = here if ranks.is_alone else OverRanks(ranks, is_collective)
+        map_forwards: Any = map_locally if world.is_single_process else MapOverRanks(world, is_collective)
         found = [
-            evaluate(model, tokenizer, rows(7), draws=3, batch_size=3, block_length=length, commonest=5, spread=spread)
+            evaluate(
+                model,
+                tokenizer,
+                rows(7),
+                draws=3,
+                batch_size=3,
+                block_length=length,
+                commonest=5,
+                map_forwards=map_forwards,
+            )
             for length in (None, 4)
         ]
         return found, len(forwards)
 
-    alone, count = judged(SINGLE)
+    alone, count = judged(SINGLE_PROCESS)
     assert count == 9 + 2 * 3 + 9
     done = run_ranks(judged, tmp_path)
     for found, _ in done:
@@ -61,7 +70,7 @@ def test_ranks_find_the_numbers_of_one(
 
 
 def test_an_error_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> tuple[str, list[int], list[int]]:
+    def act(world: World) -> tuple[str, list[int], list[int]]:
         computed: list[int] = []
 
         def work(index: int) -> int:
@@ -70,10 +79,10 @@ def test_an_error_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
                 raise ValueError(f"forward {index} is not finite")
             return 10 * index
 
-        spread = OverRanks(ranks)
+        map_forwards = MapOverRanks(world)
         with pytest.raises(ValueError) as caught:
-            spread(5, work)
-        return str(caught.value), computed, spread(3, lambda index: index * index)
+            map_forwards(5, work)
+        return str(caught.value), computed, map_forwards(3, lambda index: index * index)
 
     first, second = run_ranks(act, tmp_path)
     assert first == ("forward 1 is not finite", [0, 2, 4], [0, 1, 4])
@@ -81,10 +90,10 @@ def test_an_error_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_forwards(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> list[int]:
+    def act(world: World) -> list[int]:
         made: list[int] = []
-        results = OverRanks(ranks, is_collective=True)(1, lambda index: made.append(index) or index + 7)
+        results = MapOverRanks(world, is_collective=True)(1, lambda index: made.append(index) or index + 7)
         return [*results, *made]
 
     assert run_ranks(act, tmp_path, world_size=3) == [[7, 0]] * 3
-    assert OverRanks(replace(SINGLE))(2, lambda index: index) == [0, 1]
+    assert MapOverRanks(replace(SINGLE_PROCESS))(2, lambda index: index) == [0, 1]

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.buckets import Unit
+from ddp.buckets import ParameterUnit
 from ddp.parallelism import Parallelism
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 
@@ -47,13 +47,13 @@ def tower(seed: int = 0, **kwargs: Any) -> Tower:
     return Tower(**kwargs)
 
 
-def units_of_tower(model: Tower) -> list[Unit]:
+def units_of_tower(model: Tower) -> list[ParameterUnit]:
     layers = [(layer, [f"layers.{i}.weight", f"layers.{i}.bias"]) for i, layer in enumerate(model.layers)]
     last = ["norm.weight", "norm.bias", "head.weight"]
     return [(model, ["embed.weight", "scale"]), *layers, (model.norm, last)]
 
 
-def units_of_transformer(model: Transformer) -> list[Unit]:
+def units_of_transformer(model: Transformer) -> list[ParameterUnit]:
     blocks = [
         (block, [f"model.layers.{index}.{name}" for name, _ in block.named_parameters()])
         for index, block in enumerate(model.model.layers)
@@ -86,8 +86,8 @@ def loss_of(model: nn.Module, batch: Batch, denominator: float) -> Tensor:
     tokens, rows, targets = batch
     if isinstance(model, Transformer):
         weights = torch.full((len(rows),), 1.0 / denominator)
-        score = Score(targets_R=targets, weights_R=weights)
-        return model(tokens, pattern=Bidirectional(), rows=rows, score=score).loss_sum
+        loss_inputs = LossInputs(targets_N=targets, weights_N=weights)
+        return model(tokens, pattern=Bidirectional(), output_positions=rows, loss_inputs=loss_inputs).loss_sum
     logits = model(tokens).flatten(0, 1)[rows]
     return nn.functional.cross_entropy(logits, targets, reduction="sum") / denominator
 

@@ -13,9 +13,9 @@ import pytest
 import zstandard
 
 from config.data import DataConfig, LocalFiles, TokenizerConfig
-from config.make_data import MakeDataConfig, OutputConfig
+from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from diffusionlm.data.make_data import make_data
-from diffusionlm.data.pipeline import open_parts, rows_of
+from diffusionlm.data.pipeline import build_row_reader, open_components
 from tokenizer import load_tokenizer
 
 GUIDE = Path(__file__).parents[2] / "docs" / "data.md"
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "validation"):
         (folder / f"tiny/{split}.jsonl").write_text(plain, encoding="utf-8")
     source = LocalFiles(paths=(str(folder / "texts/a.jsonl"),))
-    output = OutputConfig(directory=folder / "data/stdlib", workers=0)
+    output = MakeDataOutputConfig(directory=folder / "data/stdlib", workers=0)
     tokenizer = TokenizerConfig(vocab_size=300)
     make_data(MakeDataConfig(source=source, tokenizer=tokenizer, output=output), lambda _: None)
     return folder
@@ -60,9 +60,9 @@ def test_examples_give_rows(example: dict[str, Any], folder: Path, monkeypatch: 
     config = DataConfig.model_validate({"source": "python-stdlib"} | values if "mixture" not in values else values)
     tokenizer = load_tokenizer(folder / "data/stdlib/tokenizer")
     for split in ("train", "validation"):
-        parts = open_parts(config, split)  # type: ignore[arg-type]
-        rows, _ = rows_of(parts, config, tokenizer, config.row_length or 32, seed=0, repeat=split == "train").read(
-            0, None, 4
-        )
-        assert rows and all(row.is_target_L.any() for row in rows)
+        parts = open_components(config, split)  # type: ignore[arg-type]
+        rows, _ = build_row_reader(
+            parts, config, tokenizer, config.row_length or 32, seed=0, repeat=split == "train"
+        ).read(0, None, 4)
+        assert rows and all(row.loss_mask_L.any() for row in rows)
         assert all(part.source.provenance and part.source.identity for part in parts)

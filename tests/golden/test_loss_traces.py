@@ -19,7 +19,7 @@ import torch
 
 from config.train import TrainConfig
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import denominator_of, train_step
+from diffusionlm.training.loop import sum_denominators, train_step
 from diffusionlm.training.run import build_run
 
 TRACES = Path(__file__).with_name("loss_traces.json")
@@ -72,7 +72,7 @@ def trace(objective: dict[str, Any], directory: Path) -> list[float]:
         losses = []
         for step in range(STEPS):
             draws = run.loader.next_step(step)
-            losses.append(float(train_step(run, draws, denominator_of(draws))[0]))
+            losses.append(float(train_step(run, draws, sum_denominators(draws))[0]))
             run.progress.step += 1
         return losses
 

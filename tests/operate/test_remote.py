@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import diffusionlm
-from diffusionlm.checkpoints.manifest import verify
+from diffusionlm.checkpoints.manifest import verify_directory
 from tests.operate.machine import SECRET, TINY, TREE, Remote, install_stub, stub
 
 pytestmark = pytest.mark.operate
@@ -78,7 +78,7 @@ def test_auto_train_ends_with_a_checkpoint_here(
     assert (machine.root / "runs" / "a tiny one" / "checkpoints" / "step-00000008").is_dir()
     newest = run / "checkpoints" / "latest"
     assert newest.is_symlink()
-    verify(newest, must_have_manifest=True)
+    verify_directory(newest, must_have_manifest=True)
     model = diffusionlm.load_model(newest)
     assert model.config.hidden_size == 16
     assert sum(parameter.numel() for parameter in model.parameters()) > 0

@@ -44,7 +44,7 @@ def is_over(number: int) -> bool:
         return True
 
 
-def command_line(process: Path) -> str:
+def format_command_line(process: Path) -> str:
     try:
         return (process / "cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -206,7 +206,7 @@ def test_who_leaves_closes_the_connection_and_leaves_the_run_alone(
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, following(stubbed, TMPDIR=folder) as process:
 
         def connections() -> list[str]:
-            lines = map(command_line, Path("/proc").glob("[0-9]*"))
+            lines = map(format_command_line, Path("/proc").glob("[0-9]*"))
             return [line for line in lines if f"={folder}/" in line and "ControlMaster=yes" in line]
 
         assert len(connections()) == 1

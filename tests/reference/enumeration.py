@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.model import ModelConfig
-from diffusionlm.kernels.cross_entropy import Score, Scored
+from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput
 from diffusionlm.models.patterns import AttentionPattern, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -132,9 +132,9 @@ def mask_weight(masked: int, size: int, epsilon: float = 0.0) -> float:
     return float(np.sum(weights * (1 - epsilon) / 2 * p ** (masked - 1) * (1 - p) ** (size - masked)))
 
 
-def spans(documents_L: Tensor | None, length: int) -> list[tuple[int, int]]:
+def spans(document_ids_L: Tensor | None, length: int) -> list[tuple[int, int]]:
     """Start and end of each document."""
-    numbers = [0] * length if documents_L is None else documents_L.tolist()
+    numbers = [0] * length if document_ids_L is None else document_ids_L.tolist()
     starts = [i for i in range(length) if i == 0 or numbers[i] != numbers[i - 1]]
     return list(zip(starts, [*starts[1:], length], strict=True))
 
@@ -144,20 +144,20 @@ def exact_units(
     tokens_L: Tensor,
     block_length: int | None = None,
     *,
-    documents_L: Tensor | None = None,
-    is_target_L: Tensor | None = None,
+    document_ids_L: Tensor | None = None,
+    loss_mask_L: Tensor | None = None,
 ) -> list[Unit]:
     """Every block of a row under every mask: one stream, each time only up to the block's end, and no earlier noise."""
     plain, units, mask_token = PlainModel(model), [], model.config.mask_token
     shifted = int(model.config.logit_alignment == "shifted")
-    for start, end in spans(documents_L, len(tokens_L)):
+    for start, end in spans(document_ids_L, len(tokens_L)):
         length = block_length or end - start
         for first in range(start, end, length):
             last = min(first + length, end)
             targets = [
                 i
                 for i in range(max(first, start + shifted), last)
-                if (is_target_L is None or is_target_L[i]) and tokens_L[i] != mask_token
+                if (loss_mask_L is None or loss_mask_L[i]) and tokens_L[i] != mask_token
             ]
             if not targets:
                 continue
@@ -197,9 +197,9 @@ class RandomTable:
     """Any conditional for every pattern of visible tokens: no joint distribution has them all."""
 
     def __init__(self, num_tokens: int, length: int, seed: int = 0) -> None:
-        chance = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed)
         self.base = num_tokens + 1
-        logits = torch.randn(self.base**length, length, num_tokens, dtype=torch.float64, generator=chance)
+        logits = torch.randn(self.base**length, length, num_tokens, dtype=torch.float64, generator=rng)
         self.p = logits.softmax(-1)
 
     def __call__(self, context_RL: Tensor, places_R: Tensor) -> Tensor:
@@ -247,23 +247,25 @@ class StandIn:
         self.posterior, self.config = posterior, config
         self.lm_head = SimpleNamespace(weight=torch.zeros(1))
 
-    def __call__(self, inputs_BS: Tensor, *, pattern: AttentionPattern, rows: Tensor, score: Score) -> Scored:
-        assert score.excluded_token == self.config.mask_token_id and pattern.documents_BL is None
+    def __call__(
+        self, inputs_BS: Tensor, *, pattern: AttentionPattern, rows: Tensor, loss_inputs: LossInputs
+    ) -> LossOutput:
+        assert loss_inputs.excluded_token == self.config.mask_token_id and pattern.documents_BL is None
         S = inputs_BS.shape[1]
-        L = S // pattern.streams
+        L = S // pattern.positions_per_token
         places_R = rows % S % L + int(self.config.logit_alignment == "shifted")
-        index_1L, streams = torch.arange(L)[None], inputs_BS[rows // S]
+        index_1L, positions_per_token = torch.arange(L)[None], inputs_BS[rows // S]
         first_R1, length = torch.zeros_like(places_R)[:, None], L
         if isinstance(pattern, BlockDiffusion):
             length = pattern.block_length
             first_R1 = places_R[:, None] // length * length
         if isinstance(pattern, Causal):
             first_R1, length = places_R[:, None], 0
-        context_RL = torch.where(index_1L < first_R1, streams[:, -L:], streams[:, :L])
+        context_RL = torch.where(index_1L < first_R1, positions_per_token[:, -L:], positions_per_token[:, :L])
         context_RL = torch.where(index_1L < first_R1 + length, context_RL, -1)
         context_RL = torch.where(context_RL == self.config.mask_token_id, -1, context_RL)
-        nll_R = -self.posterior(context_RL, places_R).gather(1, score.targets_R[:, None])[:, 0].log()
-        return Scored((nll_R * score.weights_R).sum(), nll_R)
+        nll_N = -self.posterior(context_RL, places_R).gather(1, loss_inputs.targets_N[:, None])[:, 0].log()
+        return LossOutput((nll_N * loss_inputs.weights_N).sum(), nll_N)
 
 
 def table_config(num_tokens: int, length: int, **overrides: object) -> ModelConfig:

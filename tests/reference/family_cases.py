@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diffusionlm.checkpoints.huggingface import load_model, save_model
-from diffusionlm.models.cache import KeyValueCache, Slots
+from diffusionlm.models.cache import CacheSlots, KeyValueCache
 from diffusionlm.models.moe import Routing
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
@@ -371,7 +371,7 @@ def cached_difference(ours: Transformer, theirs: Foreign | Plain) -> float:
     parts = []
     for start in range(0, LENGTH, BLOCK):
         places = torch.arange(max(0, start - BLOCK), min(start + BLOCK, LENGTH))
-        slots = Slots(cache, places.expand(len(TOKENS), -1), torch.full((len(TOKENS),), int(places[-1]) + 1))
+        slots = CacheSlots(cache, places.expand(len(TOKENS), -1), torch.full((len(TOKENS),), int(places[-1]) + 1))
         logits = ours(TOKENS[:, places], pattern=BlockCausal(BLOCK), cache=slots)
         parts.append(logits[:, places >= start])
     return difference(torch.cat(parts, dim=1), theirs.logits("block-causal"))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from config.objective import BlockDiffusion, MaskedDiffusion
-from diffusionlm.diffusion.layout import Layout
-from diffusionlm.diffusion.noised_batch import Batch
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig
+from diffusionlm.diffusion.layout import InputLayout
+from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_objective
-from diffusionlm.evaluation.nelbo import masked_nll, nelbo
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.evaluation.nelbo import compute_masked_nll, nelbo
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models import patterns
 from diffusionlm.models.transformer import Transformer
 from tests.reference.enumeration import (
@@ -85,12 +85,12 @@ def test_two_streams_equal_the_cached_sequential_forward(
 
     Rotations are relative, but their angles are fp32: where a document starts later, that is the precision.
     """
-    layout = Layout.of(model.config, block_length)
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
+    layout = InputLayout.of(model.config, block_length)
+    batch = CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
     tolerance = EXACT if documents is None else {"rtol": 0.0, "atol": 1e-5}
     for share in (0.3, 0.7, 1.0):
-        masked = (torch.rand(tokens.shape) < share) & torch.from_numpy(layout.eligible(batch))
-        ours = torch.from_numpy(masked_nll(model, layout, batch, masked.numpy()))
+        masked = (torch.rand(tokens.shape) < share) & torch.from_numpy(layout.maskable(batch))
+        ours = torch.from_numpy(compute_masked_nll(model, layout, batch, masked.numpy()))
         for row in range(len(tokens)):
             for start, end in spans(None if documents is None else documents[row], L):
                 x, m = tokens[row, start:end], masked[row, start:end]
@@ -129,8 +129,14 @@ def test_one_block_is_bidirectional_whatever_the_clean_stream_holds(model: Trans
         double = model(torch.cat([noisy, clean], 1), pattern=patterns.BlockDiffusion(L))
         torch.testing.assert_close(double[:, :L], single, **EXACT)
     assert (
-        Layout.of(model.config, L)
-        .draw(Batch(tokens, tokens >= 0), noisy.numpy() == MASK, np.ones(tokens.shape), num_targets=0, denominator=0.0)
+        InputLayout.of(model.config, L)
+        .build_noised_batch(
+            CleanBatch(tokens, tokens >= 0),
+            noisy.numpy() == MASK,
+            np.ones(tokens.shape),
+            num_targets=0,
+            denominator=0.0,
+        )
         .pattern
         == patterns.Bidirectional()
     )
@@ -141,7 +147,7 @@ def test_blocks_of_one_token_are_the_chain_rule(tiny_model: MakeModel) -> None:
     """A mask behind the cached clean tokens; the probabilities of all 81 sequences sum to one."""
     model = small(tiny_model, "same_position", vocab_size=4, mask_token_id=3)
     everything = all_sequences(3, 4)
-    report = nelbo(model, everything, block_length=1, num_draws=2)
+    report = nelbo(model, everything, block_length=1, num_mc_samples=2)
     plain, past, log_p = PlainModel(model), None, torch.zeros(len(everything), dtype=torch.float64)
     for place in range(4):
         position = torch.tensor([place])
@@ -168,20 +174,20 @@ def test_shifted_blocks_of_one_token_are_next_token_prediction(
     log_p = log_probabilities(logits[:, :-1]).gather(2, tokens[:, 1:, None])[..., 0]
     expected = -log_p[has_before[:, 1:]]
 
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
-    layout = Layout.of(model.config, 1)
-    np.testing.assert_array_equal(layout.eligible(batch), has_before.numpy())
-    ours = torch.from_numpy(masked_nll(model, layout, batch, has_before.numpy()))
+    batch = CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
+    layout = InputLayout.of(model.config, 1)
+    np.testing.assert_array_equal(layout.maskable(batch), has_before.numpy())
+    ours = torch.from_numpy(compute_masked_nll(model, layout, batch, has_before.numpy()))
     torch.testing.assert_close(ours[has_before], expected, **EXACT)
 
     rows = (torch.arange(2)[:, None] * 2 * L + L - 1 + torch.arange(L))[has_before]  # clean outputs before each token
     two = model(
         torch.cat([torch.full_like(tokens, MASK), tokens], dim=1),
         pattern=patterns.BlockDiffusion(1, documents),
-        rows=rows,
-        score=Score(tokens[has_before], torch.ones(len(rows)), excluded_token=MASK),
+        output_positions=rows,
+        loss_inputs=LossInputs(tokens[has_before], torch.ones(len(rows)), excluded_token=MASK),
     )
-    torch.testing.assert_close(two.nll_R, expected, **EXACT)
+    torch.testing.assert_close(two.nll_N, expected, **EXACT)
     report = nelbo(model, tokens, block_length=1, document_BL=documents)
     assert report.nats == pytest.approx(float(expected.sum()), abs=1e-10)
 
@@ -193,7 +199,7 @@ def test_shifted_blocks_of_one_token_are_next_token_prediction(
 @pytest.mark.parametrize("block_length", [1, 2, 3, 5, 8, 20])
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
 def test_mask_is_its_three_rules(block_length: int, documents: Tensor | None) -> None:
-    mask = patterns.BlockDiffusion(block_length, documents).dense(2 * L)
+    mask = patterns.BlockDiffusion(block_length, documents).dense_mask(2 * L)
     for row in range(len(mask)):
         document, block = np.zeros(L, dtype=int), np.zeros(L, dtype=int)
         for number, (start, end) in enumerate(spans(None if documents is None else documents[row], L)):
@@ -212,7 +218,7 @@ def test_mask_is_its_three_rules(block_length: int, documents: Tensor | None) ->
 @pytest.mark.parametrize("block_length", [1, 2, 3, 4, 6, 12])
 def test_mask_holds_as_many_pairs_as_it_should(block_length: int) -> None:
     """L^2 + L B in all; noisy query i sees B + B floor(i / B) keys."""
-    mask = patterns.BlockDiffusion(block_length).dense(2 * L)[0]
+    mask = patterns.BlockDiffusion(block_length).dense_mask(2 * L)[0]
     assert int(mask.sum()) == L * L + L * block_length
     expected = block_length + block_length * (torch.arange(L) // block_length)
     torch.testing.assert_close(mask[:L].sum(1), expected)
@@ -239,8 +245,8 @@ def enumerated(
     model: Transformer,
     tokens_L: Tensor,
     block_length: int | None,
-    documents_L: Tensor | None,
-    is_target_L: Tensor | None,
+    document_ids_L: Tensor | None,
+    loss_mask_L: Tensor | None,
     per: str,
 ) -> tuple[Tensor, int]:
     """Every mask of the units through the product's layout, score and model, weighted n / k and by its probability.
@@ -248,30 +254,35 @@ def enumerated(
     per "document": all masks of a document at once, so that all of its blocks are noisy together; what is drawn for the
     one is then the sum over the blocks.
     """
-    config = MaskedDiffusion() if block_length is None else BlockDiffusion(block_length=block_length)
-    objective, layout = build_objective(config, model.config), Layout.of(model.config, block_length)
-    targets = torch.ones_like(tokens_L, dtype=torch.bool) if is_target_L is None else is_target_L
-    row = Batch(tokens_L[None], targets[None], None if documents_L is None else documents_L[None])
-    eligible = layout.eligible(row)[0]
+    config = MaskedDiffusionConfig() if block_length is None else BlockDiffusionConfig(block_length=block_length)
+    objective, layout = build_objective(config, model.config), InputLayout.of(model.config, block_length)
+    targets = torch.ones_like(tokens_L, dtype=torch.bool) if loss_mask_L is None else loss_mask_L
+    row = CleanBatch(tokens_L[None], targets[None], None if document_ids_L is None else document_ids_L[None])
+    maskable = layout.maskable(row)[0]
     sets, probabilities_times_weights = [], []
-    for start, end in spans(documents_L, len(tokens_L)):
+    for start, end in spans(document_ids_L, len(tokens_L)):
         length = block_length if per == "block" and block_length is not None else end - start
         for first in range(start, end, length):
-            places = [i for i in range(first, min(first + length, end)) if eligible[i]]
+            places = [i for i in range(first, min(first + length, end)) if maskable[i]]
             for M in subsets(places):
                 sets.append(M)
                 # 1 / (n C(n, k)) times n / k
                 probabilities_times_weights.append(mask_weight(len(M), len(places)))
     masked = as_masks(sets, len(tokens_L)).numpy()
-    many = Batch(
+    many = CleanBatch(
         row.tokens_BL.repeat(len(sets), 1),
-        row.is_target_BL.repeat(len(sets), 1),
+        row.loss_mask_BL.repeat(len(sets), 1),
         None if row.document_BL is None else row.document_BL.repeat(len(sets), 1),
     )
     weights = masked * np.array(probabilities_times_weights)[:, None]
-    count = int(eligible.sum())
-    draw = layout.draw(many, masked, weights, num_targets=count, denominator=float(count))
-    scored = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=objective.score(draw, 1.0))
+    count = int(maskable.sum())
+    draw = layout.build_noised_batch(many, masked, weights, num_targets=count, denominator=float(count))
+    scored = model(
+        draw.inputs_BS,
+        pattern=draw.pattern,
+        output_positions=draw.positions_N,
+        loss_inputs=objective.loss_inputs(draw, 1.0),
+    )
     return scored.loss_sum, count
 
 
@@ -297,7 +308,7 @@ def test_enumerated_objective_and_its_gradient(
     per: str,
 ) -> None:
     ours, count = enumerated(model, tokens, block_length, documents, targets, per)
-    units = exact_units(model, tokens, block_length, documents_L=documents, is_target_L=targets)
+    units = exact_units(model, tokens, block_length, document_ids_L=documents, loss_mask_L=targets)
     exact = torch.stack([unit.bound() for unit in units]).sum()
     assert count == sum(max(len(M) for M in unit.sets) for unit in units)
     torch.testing.assert_close(ours, exact, rtol=1e-13, atol=0.0)

@@ -134,14 +134,14 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     special = {text: len(vocab) + i for i, text in enumerate(texts)}
     made = Tokenizer(vocab, pairs, special, "qwen", eos_token=eos)
     folder = tmp_path_factory.mktemp(request.param)
-    save_tokenizer(made.adapted(visible_tokens=["<think>", "</think>"], bos_token=bos), folder)
+    save_tokenizer(made.with_options(visible_tokens=["<think>", "</think>"], bos_token=bos), folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     return folder, transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
 
 
 def chats(seed: int, number: int, *, end_with_user: bool = False) -> list[Chat]:
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     pieces = [
         "the ",
         "a",
@@ -157,10 +157,10 @@ def chats(seed: int, number: int, *, end_with_user: bool = False) -> list[Chat]:
     ]
     made = []
     for _ in range(number):
-        roles = ["system"] if chance.integers(2) else []
-        roles += [str(role) for role in chance.choice(["user", "assistant"], int(chance.integers(1, 6)))]
+        roles = ["system"] if rng.integers(2) else []
+        roles += [str(role) for role in rng.choice(["user", "assistant"], int(rng.integers(1, 6)))]
         roles += ["user"] if end_with_user or "user" not in roles else []
-        texts = ["".join(chance.choice(pieces, int(chance.integers(0, 6)))) for _ in roles]
+        texts = ["".join(rng.choice(pieces, int(rng.integers(0, 6)))) for _ in roles]
         made.append([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
     return made
 
@@ -189,11 +189,11 @@ def test_what_messages_spell_out_stays_text(family: tuple[Path, Any]) -> None:
     folder, theirs = family
     ours, template = load_tokenizer(folder), load_chat_template(folder)
     assert template is not None
-    chance = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     control = [text for text in ours.special_tokens if text not in ours.visible_tokens]
     pieces = [*control, "the ", " ", "\n", "x", "<|", "|>"]
     for _ in range(150):
-        contents = ["".join(chance.choice(pieces, int(chance.integers(1, 7)))) for _ in range(2)]
+        contents = ["".join(rng.choice(pieces, int(rng.integers(1, 7)))) for _ in range(2)]
         chat = [{"role": "user", "content": contents[0]}, {"role": "assistant", "content": contents[1]}]
         inside = encode_chat(ours, template, chat, add_generation_prompt=True)
         options = {"add_generation_prompt": True, "return_dict": False}

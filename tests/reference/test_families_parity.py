@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config.families import FAMILIES
-from diffusionlm.checkpoints.huggingface import load_model, read_config
+from diffusionlm.checkpoints.huggingface import load_model, read_model_config
 from diffusionlm.models.patterns import Causal
 from tests.reference.family_cases import (
     ATTENTIONS,
@@ -147,7 +147,7 @@ def test_the_spelling_of_transformers_4(name: str, tmp_path: Path) -> None:
     case(name).config().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
-    expected = read_config(tmp_path)
+    expected = read_model_config(tmp_path)
     scaling = values.pop("rope_parameters")
     values["rope_theta"] = scaling.pop("rope_theta")
     if scaling["rope_type"] == "linear":
@@ -161,7 +161,7 @@ def test_the_spelling_of_transformers_4(name: str, tmp_path: Path) -> None:
     if is_gemma:
         del values["tie_word_embeddings"]
     path.write_text(json.dumps(values))
-    assert read_config(tmp_path) == expected
+    assert read_model_config(tmp_path) == expected
 
 
 def assert_read(folder: Path, theirs: Foreign) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from config.model import ModelConfig
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -157,8 +157,8 @@ def test_gradients_of_the_scored_loss(family: str, smoothing: float, z_loss: flo
     rows = torch.arange(1, TOKENS.numel(), 2)
     targets = TOKENS.flatten()[rows - 1].clamp(max=38)
     weights = torch.rand(len(rows), dtype=torch.float64)
-    score = Score(targets, weights, excluded, label_smoothing=smoothing, z_loss=z_loss)
-    scored = ours(TOKENS, pattern=Causal(), rows=rows, score=score)
+    loss_inputs = LossInputs(targets, weights, excluded, label_smoothing=smoothing, z_loss=z_loss)
+    scored = ours(TOKENS, pattern=Causal(), output_positions=rows, loss_inputs=loss_inputs)
     logits = theirs(TOKENS).logits.flatten(0, 1)[rows]
     allowed = logits if excluded is None else logits[:, :excluded]
     loss = F.cross_entropy(allowed, targets, reduction="none", label_smoothing=smoothing)

@@ -14,8 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from config.objective import Bernoulli, BlockDiffusion, Counts, MaskedDiffusion, NextToken
-from diffusionlm.diffusion.noised_batch import Batch, DrawKey
+from config.objective import (
+    BlockDiffusionConfig,
+    FixedCountMasking,
+    IndependentMasking,
+    MaskedDiffusionConfig,
+    NextTokenConfig,
+)
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
 from diffusionlm.evaluation.nelbo import NUM_FRACTION_BINS, conditional_likelihood, nelbo
 from tests.reference.enumeration import IdealTable, StandIn, assert_mean, table_config
@@ -43,10 +49,10 @@ def markov_posterior(context_RL: Tensor, places_R: Tensor) -> Tensor:
 
 
 def markov_rows(rows: int, seed: int) -> Tensor:
-    chance = torch.Generator().manual_seed(seed)
-    columns = [torch.randint(0, V, (rows,), generator=chance)]
+    rng = torch.Generator().manual_seed(seed)
+    columns = [torch.randint(0, V, (rows,), generator=rng)]
     for _ in range(L - 1):
-        columns.append(torch.multinomial(MOVES[columns[-1]], 1, generator=chance)[:, 0])
+        columns.append(torch.multinomial(MOVES[columns[-1]], 1, generator=rng)[:, 0])
     return torch.stack(columns, dim=1)
 
 
@@ -106,7 +112,9 @@ def test_evaluated_markov_chain_is_its_entropy(block_length: int | None, alignme
     entropy = ENTROPY - (math.log(V) if alignment == "shifted" else 0.0)
     values, errors = [], []
     for seed in range(12):
-        report = nelbo(markov(alignment), markov_rows(128, seed), block_length=block_length, num_draws=2, seed=seed)
+        report = nelbo(
+            markov(alignment), markov_rows(128, seed), block_length=block_length, num_mc_samples=2, seed=seed
+        )
         values.append(report.nats / 128)
         errors.append(report.standard_error * report.num_tokens / 128)
         assert abs(values[-1] - entropy) < 3.5 * errors[-1]
@@ -128,7 +136,7 @@ def test_evaluated_curve_is_the_ideal_one() -> None:
     """Cross-entropy by masked share, in nats of a masked token: counts are equally frequent, tokens are not."""
     curves = []
     for seed in range(16):
-        report = nelbo(markov(), markov_rows(128, 100 + seed), num_draws=4, seed=seed)
+        report = nelbo(markov(), markov_rows(128, 100 + seed), num_mc_samples=4, seed=seed)
         assert [(round(low * 10), round(high * 10)) for low, high, _ in report.by_masked_fraction] == [
             (bin, bin + 1) for bin in range(NUM_FRACTION_BINS)
         ]
@@ -140,11 +148,11 @@ def test_evaluated_curve_is_the_ideal_one() -> None:
     assert_mean(np.array(curves), np.array(ideal), 0.08)
 
 
-ESTIMATORS: dict[str, Counts | Bernoulli] = {
-    "counts": Counts(),
-    "complementary": Counts(complementary=True),
-    "per-row": Counts(draw_per="row"),
-    "bernoulli": Bernoulli(epsilon=0.0),
+ESTIMATORS: dict[str, FixedCountMasking | IndependentMasking] = {
+    "counts": FixedCountMasking(),
+    "complementary": FixedCountMasking(complementary=True),
+    "per-row": FixedCountMasking(draw_per="row"),
+    "bernoulli": IndependentMasking(epsilon=0.0),
 }
 
 
@@ -153,26 +161,26 @@ ESTIMATORS: dict[str, Counts | Bernoulli] = {
 def test_training_loss_of_an_ideal_denoiser_is_the_entropy(estimator: str, block_length: int | None) -> None:
     chosen, model = ESTIMATORS[estimator], markov()
     config = (
-        MaskedDiffusion(estimator=chosen)
+        MaskedDiffusionConfig(estimator=chosen)
         if block_length is None
-        else BlockDiffusion(block_length=block_length, estimator=chosen)
+        else BlockDiffusionConfig(block_length=block_length, estimator=chosen)
     )
     assert why_not_nelbo(config) is None
     assert_mean(losses(config, model), ENTROPY / L, 0.05)
 
 
 def test_next_token_loss_of_an_ideal_denoiser_is_the_entropy() -> None:
-    assert_mean(losses(NextToken(), markov("shifted")), (ENTROPY - math.log(V)) / (L - 1), 0.02)
+    assert_mean(losses(NextTokenConfig(), markov("shifted")), (ENTROPY - math.log(V)) / (L - 1), 0.02)
 
 
-def losses(config: MaskedDiffusion | BlockDiffusion | NextToken, model: StandIn) -> np.ndarray:
+def losses(config: MaskedDiffusionConfig | BlockDiffusionConfig | NextTokenConfig, model: StandIn) -> np.ndarray:
     """Of forty steps of new rows."""
     objective, values = build_objective(config, model.config), []
     for step in range(40):
         tokens = markov_rows(24, step)
-        draw = objective.draw(Batch(tokens, tokens >= 0), DrawKey(1, step, 0, len(tokens)))
-        score = objective.score(draw, draw.denominator)
-        scored = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
+        draw = objective.build_noised_batch(CleanBatch(tokens, tokens >= 0), NoiseKey(1, step, 0, len(tokens)))
+        loss_inputs = objective.loss_inputs(draw, draw.denominator)
+        scored = model(draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs)
         values.append(float(scored.loss_sum))
     return np.array(values)
 
@@ -213,7 +221,7 @@ def test_evaluated_shidoku_is_its_entropy(shidoku: IdealTable, block_length: int
     """All grids once: the draws are all that is left to chance."""
     model = StandIn(shidoku, table_config(4, 16))
     grids = shidoku.sequences_NL
-    reports = [nelbo(model, grids, block_length=block_length, num_draws=2, seed=seed) for seed in range(4)]
+    reports = [nelbo(model, grids, block_length=block_length, num_mc_samples=2, seed=seed) for seed in range(4)]
     for report in reports:
         off = report.nats / len(grids) - math.log(288)
         assert abs(off) < 3 * report.standard_error * 16, (off, report.standard_error * 16)

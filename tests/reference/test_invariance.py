@@ -9,9 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from config.objective import Bernoulli, BlockDiffusion, Counts, MaskedDiffusion, NextToken, Objective, Stage
-from diffusionlm.diffusion.layout import target_places
-from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
+from config.objective import (
+    BlockDiffusionConfig,
+    BlockLengthStage,
+    FixedCountMasking,
+    IndependentMasking,
+    MaskedDiffusionConfig,
+    NextTokenConfig,
+    Objective,
+)
+from diffusionlm.diffusion.layout import target_positions
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
@@ -19,26 +27,32 @@ from diffusionlm.models.transformer import Transformer
 MakeModel = Callable[..., Transformer]
 
 ROWS, L, MASK = 8, 10, 18
-KEY = {"seed": 3, "step": 5, "rows_in_step": ROWS}
+KEY = {"seed": 3, "step": 5, "num_sequences_in_step": ROWS}
 
 OBJECTIVES: dict[str, Objective] = {
-    "masked": MaskedDiffusion(),
-    "masked-complementary": MaskedDiffusion(estimator=Counts(complementary=True)),
-    "masked-document": MaskedDiffusion(estimator=Counts(draw_per="document")),
-    "masked-guidelines": MaskedDiffusion(loss="guidelines", estimator=Bernoulli()),
-    "masked-soft": MaskedDiffusion(loss="soft_ce", estimator=Bernoulli(times="antithetic"), z_loss=1e-3),
-    "masked-dllm": MaskedDiffusion(loss="dllm", estimator=Bernoulli(range=(0.1, 0.9), times="uniform")),
-    "masked-mean": MaskedDiffusion(loss="masked_mean"),
-    "masked-runs": MaskedDiffusion(estimator=Counts(contiguous_probability=0.5, reweight_cap=3.0)),
-    "block-1": BlockDiffusion(block_length=1),
-    "block-3": BlockDiffusion(block_length=3),
-    "block-complementary": BlockDiffusion(block_length=2, estimator=Counts(complementary=True)),
-    "block-sdar": BlockDiffusion(block_length=4, estimator=Bernoulli(draw_per="document", weight="inverse_p")),
-    "block-dllm": BlockDiffusion(block_length=4, loss="dllm", estimator=Bernoulli(range=(0.1, 0.9))),
-    "block-mean": BlockDiffusion(block_length=4, loss="masked_mean", estimator=Bernoulli(draw_per="row")),
-    "block-several": BlockDiffusion(block_length=(2, 5, 10)),
-    "block-stages": BlockDiffusion(stages=(Stage(from_step=0, block_length=1), Stage(from_step=5, block_length=4))),
-    "next-token": NextToken(label_smoothing=0.1),
+    "masked": MaskedDiffusionConfig(),
+    "masked-complementary": MaskedDiffusionConfig(estimator=FixedCountMasking(complementary=True)),
+    "masked-document": MaskedDiffusionConfig(estimator=FixedCountMasking(draw_per="document")),
+    "masked-guidelines": MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking()),
+    "masked-soft": MaskedDiffusionConfig(loss="soft_ce", estimator=IndependentMasking(times="antithetic"), z_loss=1e-3),
+    "masked-dllm": MaskedDiffusionConfig(loss="dllm", estimator=IndependentMasking(range=(0.1, 0.9), times="uniform")),
+    "masked-mean": MaskedDiffusionConfig(loss="masked_mean"),
+    "masked-runs": MaskedDiffusionConfig(estimator=FixedCountMasking(contiguous_probability=0.5, reweight_cap=3.0)),
+    "block-1": BlockDiffusionConfig(block_length=1),
+    "block-3": BlockDiffusionConfig(block_length=3),
+    "block-complementary": BlockDiffusionConfig(block_length=2, estimator=FixedCountMasking(complementary=True)),
+    "block-sdar": BlockDiffusionConfig(
+        block_length=4, estimator=IndependentMasking(draw_per="document", weight="inverse_p")
+    ),
+    "block-dllm": BlockDiffusionConfig(block_length=4, loss="dllm", estimator=IndependentMasking(range=(0.1, 0.9))),
+    "block-mean": BlockDiffusionConfig(
+        block_length=4, loss="masked_mean", estimator=IndependentMasking(draw_per="row")
+    ),
+    "block-several": BlockDiffusionConfig(block_length=(2, 5, 10)),
+    "block-stages": BlockDiffusionConfig(
+        stages=(BlockLengthStage(from_step=0, block_length=1), BlockLengthStage(from_step=5, block_length=4))
+    ),
+    "next-token": NextTokenConfig(label_smoothing=0.1),
 }
 
 
@@ -50,7 +64,7 @@ def models(tiny_model: MakeModel) -> dict[str, Transformer]:
 
 
 @pytest.fixture
-def batch() -> Batch:
+def batch() -> CleanBatch:
     """Packed documents, prompts, a row without targets, and a mask token in the data."""
     tokens = torch.randint(0, MASK, (ROWS, L))
     tokens[1, 4] = MASK
@@ -58,7 +72,7 @@ def batch() -> Batch:
     is_target[0], is_target[3], is_target[5, :6] = True, False, False
     documents = (torch.rand(ROWS, L) < 0.2).cumsum(1)
     documents[0] = 0
-    return Batch(tokens, is_target, documents)
+    return CleanBatch(tokens, is_target, documents)
 
 
 def alignments(name: str) -> Sequence[str]:
@@ -70,14 +84,16 @@ CASES = [
 ]
 
 
-def step(model: Transformer, objective: Any, draws: list[Draw]) -> tuple[Tensor, list[Tensor]]:
+def step(model: Transformer, objective: Any, draws: list[NoisedBatch]) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradient, over the denominators of all draws."""
     denominator = sum(draw.denominator for draw in draws)
     loss = torch.zeros((), dtype=torch.float64)
     gradient = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for draw in draws:
-        score = objective.score(draw, denominator)
-        part = model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score).loss_sum
+        loss_inputs = objective.loss_inputs(draw, denominator)
+        part = model(
+            draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
+        ).loss_sum
         loss = loss + part.detach()
         for total, each in zip(gradient, torch.autograd.grad(part, list(model.parameters())), strict=True):
             total += each
@@ -91,17 +107,17 @@ def assert_same(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tens
 
 
 @pytest.mark.parametrize(("name", "alignment"), CASES)
-def test_parts_make_the_whole(models: dict[str, Transformer], batch: Batch, name: str, alignment: str) -> None:
+def test_parts_make_the_whole(models: dict[str, Transformer], batch: CleanBatch, name: str, alignment: str) -> None:
     """One batch of eight rows, two ranks of four, micro-batches of three, and single rows."""
     model = models[alignment]
     objective = build_objective(OBJECTIVES[name], model.config)
-    whole = [objective.draw(batch, DrawKey(first_row=0, **KEY))]
+    whole = [objective.build_noised_batch(batch, NoiseKey(first_sequence=0, **KEY))]
     assert whole[0].denominator > 0
     expected = step(model, objective, whole)
     assert any(g.abs().max() > 1e-3 for g in expected[1])
     for size in (4, 3, 1):
         parts = [
-            objective.draw(batch.rows(slice(first, first + size)), DrawKey(first_row=first, **KEY))
+            objective.build_noised_batch(batch.rows(slice(first, first + size)), NoiseKey(first_sequence=first, **KEY))
             for first in range(0, ROWS, size)
         ]
         assert sum(part.denominator for part in parts) == whole[0].denominator
@@ -110,48 +126,50 @@ def test_parts_make_the_whole(models: dict[str, Transformer], batch: Batch, name
 
 
 @pytest.mark.parametrize(("name", "alignment"), CASES)
-def test_padding_adds_nothing(models: dict[str, Transformer], batch: Batch, name: str, alignment: str) -> None:
+def test_padding_adds_nothing(models: dict[str, Transformer], batch: CleanBatch, name: str, alignment: str) -> None:
     """Tokens behind the row that are no targets, each a document of its own or all of them one; and rows of padding.
 
     A whole number of blocks or not, whatever tokens they are.
     """
     model = models[alignment]
     objective = build_objective(OBJECTIVES[name], model.config)
-    key = DrawKey(first_row=0, **{**KEY, "rows_in_step": ROWS + 2})
-    expected = step(model, objective, [objective.draw(batch, key)])
+    key = NoiseKey(first_sequence=0, **{**KEY, "num_sequences_in_step": ROWS + 2})
+    expected = step(model, objective, [objective.build_noised_batch(batch, key)])
     assert batch.document_BL is not None
     for length, numbers in ((3, [-1, -1, -1]), (5, [100, 101, 102, 103, 104])):
         tokens, is_target = torch.randint(0, MASK + 1, (ROWS + 2, L + length)), torch.zeros(ROWS + 2, L + length) > 0
         documents = torch.tensor([*([0] * L), *numbers]).repeat(ROWS + 2, 1)
-        tokens[:ROWS, :L], is_target[:ROWS, :L] = batch.tokens_BL, batch.is_target_BL
+        tokens[:ROWS, :L], is_target[:ROWS, :L] = batch.tokens_BL, batch.loss_mask_BL
         documents[:ROWS, :L] = batch.document_BL
-        padded = objective.draw(Batch(tokens, is_target, documents), key)
+        padded = objective.build_noised_batch(CleanBatch(tokens, is_target, documents), key)
         assert_same(step(model, objective, [padded]), expected)
 
 
 @pytest.mark.parametrize(("name", "alignment"), CASES)
 def test_only_targets_are_noised_and_scored(
-    models: dict[str, Transformer], batch: Batch, name: str, alignment: str
+    models: dict[str, Transformer], batch: CleanBatch, name: str, alignment: str
 ) -> None:
     objective = build_objective(OBJECTIVES[name], models[alignment].config)
-    is_target = batch.is_target_BL & (batch.tokens_BL != MASK)
+    is_target = batch.loss_mask_BL & (batch.tokens_BL != MASK)
     seen = torch.zeros_like(is_target)
     for number in range(12):
-        draw = objective.draw(batch, DrawKey(seed=number, step=5, first_row=0, rows_in_step=ROWS))
+        draw = objective.build_noised_batch(
+            batch, NoiseKey(seed=number, step=5, first_sequence=0, num_sequences_in_step=ROWS)
+        )
         copies = len(draw.inputs_BS) // ROWS
         noised = draw.inputs_BS[:, :L] != batch.tokens_BL.repeat(copies, 1)
         assert not (noised & ~is_target.repeat(copies, 1)).any()
-        assert (draw.rows_R.diff() > 0).all() and (draw.weights_R > 0).all()
-        places = target_places(draw, models[alignment].config.logit_alignment)
+        assert (draw.positions_N.diff() > 0).all() and (draw.weights_N > 0).all()
+        places = target_positions(draw, models[alignment].config.logit_alignment)
         scored = torch.zeros(copies * ROWS * L, dtype=torch.bool)
         scored[places] = True
-        torch.testing.assert_close(draw.targets_R, batch.tokens_BL.repeat(copies, 1).flatten()[places])
+        torch.testing.assert_close(draw.targets_N, batch.tokens_BL.repeat(copies, 1).flatten()[places])
         if not isinstance(draw.pattern, Causal):
             torch.testing.assert_close(scored.view(-1, L), noised)
         seen |= scored.view(copies, ROWS, L).any(0)
-    eligible = is_target.clone()
+    maskable = is_target.clone()
     if alignment == "shifted":
         assert batch.document_BL is not None
-        eligible[:, 0] = False
-        eligible[:, 1:] &= batch.document_BL[:, 1:] == batch.document_BL[:, :-1]
-    torch.testing.assert_close(seen, eligible)
+        maskable[:, 0] = False
+        maskable[:, 1:] &= batch.document_BL[:, 1:] == batch.document_BL[:, :-1]
+    torch.testing.assert_close(seen, maskable)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_weights
-from diffusionlm.kernels.cross_entropy import Score
-from diffusionlm.models.moe import balance_loss
+from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.models.moe import compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer
 from tests.reference.family_cases import BOUNDS, difference, our_routings
@@ -104,7 +104,7 @@ def test_experts_logits_and_balance_loss(changes: dict[str, Any], tmp_path: Path
             probabilities = layer.softmax(dim=-1)
             torch.testing.assert_close(routing.probabilities_TE, probabilities, rtol=1e-4, atol=1e-6)
             assert torch.equal(routing.experts_TK, probabilities.topk(theirs.config.num_experts_per_tok).indices)
-        torch.testing.assert_close(balance_loss(routings), balance, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(compute_load_balancing_loss(routings), balance, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("changes", CASES)
@@ -113,13 +113,18 @@ def test_gradients_of_both_losses(changes: dict[str, Any], tmp_path: Path) -> No
     ours, theirs = pair(changes, tmp_path)
     weights = torch.rand(26, generator=torch.Generator().manual_seed(7)) / 26
     targets = TOKENS.flatten().roll(3)
-    scored = ours(TOKENS, pattern=Bidirectional(), rows=ROWS, score=Score(targets, weights, balance_weight=COEFFICIENT))
-    scored.trained_sum.backward()
+    scored = ours(
+        TOKENS,
+        pattern=Bidirectional(),
+        output_positions=ROWS,
+        loss_inputs=LossInputs(targets, weights, load_balancing_weight=COEFFICIENT),
+    )
+    scored.total_loss.backward()
     logits, _, balance = their_output(theirs, Bidirectional())
     nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
     total = (nll * weights).sum() + COEFFICIENT * balance
     total.backward()
-    torch.testing.assert_close(scored.trained_sum, total)
+    torch.testing.assert_close(scored.total_loss, total)
     expected = their_gradients(theirs)
     assert expected.keys() == dict(ours.named_parameters()).keys()
     for name, parameter in ours.named_parameters():

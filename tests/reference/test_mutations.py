@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from config.objective import BlockDiffusion as BlockDiffusionConfig
+from config.objective import BlockDiffusionConfig
 from diffusionlm.diffusion import layout
-from diffusionlm.diffusion.noised_batch import Batch, DrawKey
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.evaluation.nelbo import NelboReport, nelbo
 from diffusionlm.models.patterns import BlockDiffusion
@@ -28,9 +28,9 @@ V, L, BLOCK = 4, 8, 4
 class OwnCleanBlock(BlockDiffusion):
     """>= in place of >: a noisy block sees its own clean tokens."""
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         block = torch.arange(length // 2, device=device) // self.block_length
-        mask = super().dense(length, device, window)
+        mask = super().dense_mask(length, device, window)
         mask[:, : length // 2, length // 2 :] |= block[:, None] >= block
         return mask
 
@@ -41,8 +41,8 @@ class OwnCleanBlock(BlockDiffusion):
 class CleanSeesLater(OwnCleanBlock):
     """The clean stream sees all of itself: what a noisy block reads of earlier blocks knows of later ones."""
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
-        mask = BlockDiffusion.dense(self, length, device, window)
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        mask = BlockDiffusion.dense_mask(self, length, device, window)
         mask[:, length // 2 :, length // 2 :] = True
         return mask
 
@@ -58,16 +58,18 @@ def trained(tiny_model: MakeModel, steps: int, block_length: int, alignment: str
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(steps):
         tokens = uniform_rows(64, step)
-        draw = objective.draw(Batch(tokens, tokens >= 0), DrawKey(0, step, 0, len(tokens)))
-        score = objective.score(draw, draw.denominator)
-        model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score).loss_sum.backward()
+        draw = objective.build_noised_batch(CleanBatch(tokens, tokens >= 0), NoiseKey(0, step, 0, len(tokens)))
+        loss_inputs = objective.loss_inputs(draw, draw.denominator)
+        model(
+            draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
+        ).loss_sum.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
 def evaluated(model: Transformer, block_length: int) -> NelboReport:
-    return nelbo(model, uniform_rows(512, 10**6), block_length=block_length, num_draws=2)
+    return nelbo(model, uniform_rows(512, 10**6), block_length=block_length, num_mc_samples=2)
 
 
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])

@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 from config.objective import (
-    Bernoulli,
-    BlockDiffusion,
-    CleanCosine,
-    Cosine,
-    Counts,
-    Linear,
-    Logarithmic,
-    MaskedDiffusion,
+    BlockDiffusionConfig,
+    CleanCosineScheduleConfig,
+    CosineScheduleConfig,
+    FixedCountMasking,
+    IndependentMasking,
+    LinearScheduleConfig,
+    LogarithmicScheduleConfig,
+    MaskedDiffusionConfig,
     NoiseScheduleConfig,
-    Power,
-    RaisedCosine,
-    Sigmoid,
-    SquareRoot,
+    PowerScheduleConfig,
+    RaisedCosineScheduleConfig,
+    SigmoidScheduleConfig,
+    SquareRootScheduleConfig,
 )
-from diffusionlm.diffusion.corruption import draw_noise
-from diffusionlm.diffusion.noised_batch import Batch, DrawKey
+from diffusionlm.diffusion.corruption import sample_masks
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
 from diffusionlm.diffusion.schedules import build_schedule
 from diffusionlm.evaluation.nelbo import conditional_likelihood, nelbo
@@ -40,7 +40,7 @@ from diffusionlm.models.transformer import Transformer
 from tests.reference.enumeration import assert_mean, exact_nelbo, exact_units
 
 MakeModel = Callable[..., Transformer]
-Estimator = Counts | Bernoulli
+Estimator = FixedCountMasking | IndependentMasking
 
 VOCAB, MASK, L = 4, 3, 4
 X = torch.tensor([[0, 2, 1, 1]])
@@ -66,16 +66,16 @@ class Case:
     """An objective on the rows TWO, alternating, and what its loss should be on average."""
 
     def __init__(
-        self, model: Transformer, estimator: Estimator, block_length: int | None, documents_L: Tensor | None = None
+        self, model: Transformer, estimator: Estimator, block_length: int | None, document_ids_L: Tensor | None = None
     ) -> None:
-        self.model, self.documents_L = model, documents_L
-        self.config: MaskedDiffusion | BlockDiffusion
+        self.model, self.document_ids_L = model, document_ids_L
+        self.config: MaskedDiffusionConfig | BlockDiffusionConfig
         if block_length is None:
-            self.config = MaskedDiffusion(estimator=estimator)
+            self.config = MaskedDiffusionConfig(estimator=estimator)
         else:
-            self.config = BlockDiffusion(block_length=block_length, estimator=estimator)
-        epsilon = estimator.epsilon if isinstance(estimator, Bernoulli) else 0.0
-        units = [unit for row in TWO for unit in exact_units(model, row, block_length, documents_L=documents_L)]
+            self.config = BlockDiffusionConfig(block_length=block_length, estimator=estimator)
+        epsilon = estimator.epsilon if isinstance(estimator, IndependentMasking) else 0.0
+        units = [unit for row in TWO for unit in exact_units(model, row, block_length, document_ids_L=document_ids_L)]
         self.tokens = sum(max(len(M) for M in unit.sets) for unit in units)
         exact = torch.stack([unit.bound(epsilon) for unit in units]).sum() / self.tokens
         gradient = torch.autograd.grad(exact, list(model.parameters()))
@@ -87,14 +87,18 @@ class Case:
         """The loss of each step, and its derivative along the exact gradient, [steps, 2]."""
         objective = build_objective(self.config, self.model.config)
         tokens = TWO.repeat(rows // 2, 1)
-        documents = None if self.documents_L is None else self.documents_L.expand(rows, -1)
-        batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
+        documents = None if self.document_ids_L is None else self.document_ids_L.expand(rows, -1)
+        batch = CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
         values = []
         for step in range(steps):
-            draw = objective.draw(batch, DrawKey(seed=11, step=step, first_row=0, rows_in_step=rows))
+            draw = objective.build_noised_batch(
+                batch, NoiseKey(seed=11, step=step, first_sequence=0, num_sequences_in_step=rows)
+            )
             assert draw.denominator == draw.num_targets == self.tokens * rows / 2
-            score = objective.score(draw, denominator=draw.denominator)
-            loss = self.model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score).loss_sum
+            loss_inputs = objective.loss_inputs(draw, denominator=draw.denominator)
+            loss = self.model(
+                draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
+            ).loss_sum
             gradient = torch.autograd.grad(loss, list(self.model.parameters()))
             slope = sum(float((g * d).sum()) for g, d in zip(gradient, self.direction, strict=True))
             values.append([float(loss.detach()), slope])
@@ -105,11 +109,11 @@ class Case:
 
 
 UNBIASED: dict[str, Estimator] = {
-    "counts": Counts(),
-    "complementary": Counts(complementary=True),
-    "stratified": Bernoulli(epsilon=0.0),
-    "antithetic": Bernoulli(epsilon=0.0, times="antithetic"),
-    "uniform": Bernoulli(epsilon=0.0, times="uniform", weight="inverse_p"),
+    "counts": FixedCountMasking(),
+    "complementary": FixedCountMasking(complementary=True),
+    "stratified": IndependentMasking(epsilon=0.0),
+    "antithetic": IndependentMasking(epsilon=0.0, times="antithetic"),
+    "uniform": IndependentMasking(epsilon=0.0, times="uniform", weight="inverse_p"),
 }
 
 
@@ -125,7 +129,9 @@ def test_objective_is_unbiased(model: Transformer, name: str, block_length: int 
 @pytest.mark.parametrize(
     ("unit", "block_length"), [("row", None), ("document", None), ("row", 2), ("document", 2), ("block", 2)]
 )
-@pytest.mark.parametrize("estimator", [partial(Counts), partial(Bernoulli, epsilon=0.0)], ids=["counts", "bernoulli"])
+@pytest.mark.parametrize(
+    "estimator", [partial(FixedCountMasking), partial(IndependentMasking, epsilon=0.0)], ids=["counts", "bernoulli"]
+)
 def test_packed_objective_is_unbiased_whatever_shares_a_level(
     tiny_model: MakeModel, estimator: Callable[..., Estimator], unit: str, block_length: int | None, alignment: str
 ) -> None:
@@ -136,23 +142,23 @@ def test_packed_objective_is_unbiased_whatever_shares_a_level(
 
 
 SCHEDULES: list[NoiseScheduleConfig] = [
-    Linear(),
-    Cosine(),
-    RaisedCosine(),
-    CleanCosine(),
-    Power(exponent=1.5),
-    SquareRoot(),
-    Sigmoid(),
-    Logarithmic(),
+    LinearScheduleConfig(),
+    CosineScheduleConfig(),
+    RaisedCosineScheduleConfig(),
+    CleanCosineScheduleConfig(),
+    PowerScheduleConfig(exponent=1.5),
+    SquareRootScheduleConfig(),
+    SigmoidScheduleConfig(),
+    LogarithmicScheduleConfig(),
 ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda config: config.kind)
 def test_every_schedule_estimates_the_same_integral(model: Transformer, schedule: NoiseScheduleConfig) -> None:
-    case = Case(model, Bernoulli(schedule=schedule, epsilon=0.0), 2)
+    case = Case(model, IndependentMasking(schedule=schedule, epsilon=0.0), 2)
     assert why_not_nelbo(case.config) is None
     # The square root's weights have no variance: its error is only rough. See the test below for its weights.
-    case.check(relative_error=1.0 if isinstance(schedule, SquareRoot) else 0.15)
+    case.check(relative_error=1.0 if isinstance(schedule, SquareRootScheduleConfig) else 0.15)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda config: config.kind)
@@ -160,11 +166,11 @@ def test_every_schedule_estimates_the_same_integral(model: Transformer, schedule
 def test_drawn_times_probabilities_and_weights_fit_together(schedule: NoiseScheduleConfig, epsilon: float) -> None:
     """p is recovered from the weights 1 / p, t from p: times are strata of one grid, the ELBO weight is p' / p."""
     rows, size = 24, 400
-    units_BL = np.zeros((rows, size), dtype=int)
-    estimator = Bernoulli(schedule=schedule, epsilon=epsilon)
-    key = DrawKey(2, 0, 0, rows)
-    (plain,) = draw_noise(units_BL, key, estimator, "inverse_p")
-    (weighted,) = draw_noise(units_BL, key, estimator, "elbo")
+    group_ids_BL = np.zeros((rows, size), dtype=int)
+    estimator = IndependentMasking(schedule=schedule, epsilon=epsilon)
+    key = NoiseKey(2, 0, 0, rows)
+    (plain,) = sample_masks(group_ids_BL, key, estimator, "inverse_p")
+    (weighted,) = sample_masks(group_ids_BL, key, estimator, "elbo")
     np.testing.assert_array_equal(plain.masked_BL, weighted.masked_BL)
     some = plain.masked_BL.any(1)
     p = 1.0 / plain.weights_BL[some].max(1)
@@ -193,28 +199,28 @@ def test_every_schedule_is_tested() -> None:
 
 @pytest.mark.parametrize("block_length", [None, 2])
 def test_truncation_is_told_from_the_full_integral(model: Transformer, block_length: int | None) -> None:
-    case = Case(model, Bernoulli(epsilon=0.5), block_length)
+    case = Case(model, IndependentMasking(epsilon=0.5), block_length)
     values = case.estimates(steps=40)
     assert_mean(values, case.expected, 0.05)
-    full = Case(model, Counts(), block_length).expected[0]
+    full = Case(model, FixedCountMasking(), block_length).expected[0]
     assert abs(values[:, 0].mean() - full) > 6 * values[:, 0].std() / math.sqrt(len(values))
 
 
 BIASED: dict[str, Estimator] = {
-    "unweighted": Counts(weight="uniform"),
-    "capped": Counts(reweight_cap=1.5),
-    "clipped": Counts(range=(0.3, 0.8)),
-    "runs": Counts(contiguous_probability=1.0),
-    "inverse_p": Bernoulli(schedule=Power(exponent=0.1), weight="inverse_p", epsilon=0.0),
-    "floor": Bernoulli(min_masking_rate=0.6, epsilon=0.0),
-    "epsilon": Bernoulli(epsilon=0.5),
+    "unweighted": FixedCountMasking(weight="uniform"),
+    "capped": FixedCountMasking(reweight_cap=1.5),
+    "clipped": FixedCountMasking(range=(0.3, 0.8)),
+    "runs": FixedCountMasking(contiguous_probability=1.0),
+    "inverse_p": IndependentMasking(schedule=PowerScheduleConfig(exponent=0.1), weight="inverse_p", epsilon=0.0),
+    "floor": IndependentMasking(min_masking_rate=0.6, epsilon=0.0),
+    "epsilon": IndependentMasking(epsilon=0.5),
 }
 
 
 @pytest.mark.parametrize("name", BIASED)
 def test_objective_that_is_said_to_be_biased_is(model: Transformer, name: str) -> None:
     case = Case(model, BIASED[name], None)
-    exact = Case(model, Counts(), None).expected[0]
+    exact = Case(model, FixedCountMasking(), None).expected[0]
     assert why_not_nelbo(case.config) is not None
     values = case.estimates(steps=40)[:, 0]
     assert abs(values.mean() - exact) > 5 * values.std(ddof=1) / math.sqrt(len(values))
@@ -222,15 +228,15 @@ def test_objective_that_is_said_to_be_biased_is(model: Transformer, name: str) -
 
 def test_estimate_of_a_fixed_order_is_unbiased_per_row(model: Transformer) -> None:
     """Strata tied to the rows' places would give each row one count for ever."""
-    objective = build_objective(MaskedDiffusion(), model.config)
+    objective = build_objective(MaskedDiffusionConfig(), model.config)
     tokens = X.repeat(4, 1)
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    batch = CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool))
     with torch.no_grad():
         (unit,) = exact_units(model, X[0])
     ce = dict(zip(unit.sets, unit.ce_M.tolist(), strict=True))
     sums = np.zeros((600, 4))
     for step in range(len(sums)):
-        masked = objective.draw(batch, DrawKey(5, step, 0, 4)).inputs_BS == MASK
+        masked = objective.build_noised_batch(batch, NoiseKey(5, step, 0, 4)).inputs_BS == MASK
         for row in range(4):
             M = tuple(masked[row].nonzero()[:, 0].tolist())
             sums[step, row] = L / len(M) * ce[M]
@@ -244,11 +250,11 @@ def test_estimate_of_a_fixed_order_is_unbiased_per_row(model: Transformer) -> No
 def test_counts_are_uniform_over_the_step_and_positions_exchangeable() -> None:
     """Whole strata: of N rows with U blocks of n tokens each count comes N U / n times, in every single step."""
     rows, blocks, size = 15, 3, 5
-    units_BL = np.repeat(np.arange(blocks), size)[None].repeat(rows, 0)
+    group_ids_BL = np.repeat(np.arange(blocks), size)[None].repeat(rows, 0)
     chosen = np.zeros(size)
     steps = 300
     for step in range(steps):
-        (noise,) = draw_noise(units_BL, DrawKey(7, step, 0, rows), Counts(), "elbo")
+        (noise,) = sample_masks(group_ids_BL, NoiseKey(7, step, 0, rows), FixedCountMasking(), "elbo")
         counts = noise.masked_BL.reshape(rows, blocks, size).sum(-1)
         np.testing.assert_array_equal(np.bincount(counts.flatten(), minlength=size + 1)[1:], rows * blocks / size)
         np.testing.assert_allclose(
@@ -263,11 +269,11 @@ def test_counts_are_uniform_over_the_step_and_positions_exchangeable() -> None:
 @pytest.mark.parametrize("rows", [3, 7, 16])
 def test_counts_of_a_row_are_uniform_over_the_steps(rows: int) -> None:
     """Chi-squared of each row's counts with any number of rows, of each of its blocks, one of them short."""
-    units_BL = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, -1]]).repeat(rows, 0)
+    group_ids_BL = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, -1]]).repeat(rows, 0)
     sizes, steps = (4, 4, 2), 400
     counts = np.zeros((steps, rows, 3), dtype=int)
     for step in range(steps):
-        (noise,) = draw_noise(units_BL, DrawKey(9, step, 0, rows), Counts(), "elbo")
+        (noise,) = sample_masks(group_ids_BL, NoiseKey(9, step, 0, rows), FixedCountMasking(), "elbo")
         assert not noise.masked_BL[:, -1].any()
         counts[step] = np.add.reduceat(noise.masked_BL[:, :-1], [0, 4, 8], axis=1)
     for row in range(rows):
@@ -282,13 +288,13 @@ def test_counts_of_a_row_are_uniform_over_the_steps(rows: int) -> None:
 def test_counts_belong_to_the_blocks_of_each_document(model: Transformer, unit: Any, length: int) -> None:
     """At least one of each, with weight n / k, counted from the document's start."""
     documents = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]])
-    batch = Batch(torch.ones_like(documents), documents >= 0, documents)
-    config = BlockDiffusion(block_length=3, estimator=Counts(draw_per=unit))
+    batch = CleanBatch(torch.ones_like(documents), documents >= 0, documents)
+    config = BlockDiffusionConfig(block_length=3, estimator=FixedCountMasking(draw_per=unit))
     objective = build_objective(config, model.config)
     for step in range(20):
-        draw = objective.draw(batch, DrawKey(0, step, 0, 1))
+        draw = objective.build_noised_batch(batch, NoiseKey(0, step, 0, 1))
         weights = torch.zeros(18, dtype=torch.float64)
-        weights[draw.rows_R] = draw.weights_R
+        weights[draw.positions_N] = draw.weights_N
         for start, end in ((0, 4), (4, 5), (5, 9)):
             for first in range(start, end, length):
                 of_unit = weights[first : min(first + length, end)]
@@ -298,10 +304,10 @@ def test_counts_belong_to_the_blocks_of_each_document(model: Transformer, unit: 
 
 
 def test_masks_of_equal_count_are_equally_likely() -> None:
-    units_BL = np.zeros((64, 4), dtype=int)
+    group_ids_BL = np.zeros((64, 4), dtype=int)
     seen: dict[bytes, int] = {}
     for step in range(60):
-        (noise,) = draw_noise(units_BL, DrawKey(1, step, 0, 64), Counts(), "elbo")
+        (noise,) = sample_masks(group_ids_BL, NoiseKey(1, step, 0, 64), FixedCountMasking(), "elbo")
         for masked in noise.masked_BL[noise.masked_BL.sum(1) == 2]:
             seen[masked.tobytes()] = seen.get(masked.tobytes(), 0) + 1
     total = sum(seen.values())
@@ -315,15 +321,17 @@ def test_masks_of_equal_count_are_equally_likely() -> None:
 
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
 @pytest.mark.parametrize("block_length", [None, 2, 3])
-@pytest.mark.parametrize("num_draws", [1, 3])
+@pytest.mark.parametrize("num_mc_samples", [1, 3])
 @torch.no_grad()
 def test_evaluated_nelbo_is_unbiased_and_its_error_plausible(
-    tiny_model: MakeModel, num_draws: int, block_length: int | None, alignment: str
+    tiny_model: MakeModel, num_mc_samples: int, block_length: int | None, alignment: str
 ) -> None:
     model = small(tiny_model, logit_alignment=alignment)
     tokens = X.repeat(24, 1)  # equal rows: draws are all that varies
     targets = 24 * (L if alignment == "same_position" else L - 1)
-    reports = [nelbo(model, tokens, block_length=block_length, num_draws=num_draws, seed=seed) for seed in range(40)]
+    reports = [
+        nelbo(model, tokens, block_length=block_length, num_mc_samples=num_mc_samples, seed=seed) for seed in range(40)
+    ]
     values = np.array([report.nats_per_token for report in reports])
     exact = float(exact_nelbo(model, X, block_length)) * 24 / targets
     assert_mean(values, exact, 0.04)
@@ -343,7 +351,7 @@ def test_evaluated_nelbo_of_packed_documents_is_the_sum_of_theirs(
 ) -> None:
     """Masked counts are those of the row without blocks, whatever its documents; the bound is the same."""
     model = small(tiny_model, logit_alignment=alignment)
-    units = [unit for row in TWO for unit in exact_units(model, row, block_length, documents_L=PACKED)]
+    units = [unit for row in TWO for unit in exact_units(model, row, block_length, document_ids_L=PACKED)]
     exact = float(sum(unit.bound() for unit in units))
     rows, documents = TWO.repeat(12, 1), PACKED.expand(24, -1)
     reports = [nelbo(model, rows, block_length=block_length, seed=seed, document_BL=documents) for seed in range(40)]
@@ -352,20 +360,20 @@ def test_evaluated_nelbo_of_packed_documents_is_the_sum_of_theirs(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("documents_L", [None, PACKED], ids=["one", "packed"])
-def test_evaluated_one_token_blocks_are_exact(model: Transformer, documents_L: Tensor | None) -> None:
-    documents = None if documents_L is None else documents_L.expand(2, -1)
+@pytest.mark.parametrize("document_ids_L", [None, PACKED], ids=["one", "packed"])
+def test_evaluated_one_token_blocks_are_exact(model: Transformer, document_ids_L: Tensor | None) -> None:
+    documents = None if document_ids_L is None else document_ids_L.expand(2, -1)
     for seed in range(2):
         report = nelbo(model, TWO, block_length=1, seed=seed, document_BL=documents)
         for row, nats in zip(TWO, report.row_nats, strict=True):
-            units = exact_units(model, row, 1, documents_L=documents_L)
+            units = exact_units(model, row, 1, document_ids_L=document_ids_L)
             assert nats == pytest.approx(float(sum(unit.bound() for unit in units)), abs=1e-12)
 
 
 def test_evaluated_nelbo_with_one_row_per_count_is_exact_in_counts(model: Transformer) -> None:
     """As many draws as targets: every count comes once in each row, whatever the seed."""
     for seed in range(5):
-        report = nelbo(model, TWO, num_draws=L, seed=seed)
+        report = nelbo(model, TWO, num_mc_samples=L, seed=seed)
         assert [round(high, 3) for _, high, _ in report.by_masked_fraction] == [0.3, 0.5, 0.8, 1.0]
 
 
@@ -384,10 +392,11 @@ def test_evaluation_does_not_depend_on_the_batch_size(model: Transformer) -> Non
 def test_prompt_and_padding_are_context_only(model: Transformer, block_length: int | None) -> None:
     """Targets 1 and 2 alone: the others are always visible, where the blocks let them be seen at all."""
     is_target = torch.tensor([[False, True, True, False]])
-    units = exact_units(model, X[0], block_length, is_target_L=is_target[0])
+    units = exact_units(model, X[0], block_length, loss_mask_L=is_target[0])
     exact = float(sum(unit.bound() for unit in units))
     reports = [
-        nelbo(model, X.repeat(16, 1), is_target.repeat(16, 1), block_length, num_draws=2, seed=s) for s in range(40)
+        nelbo(model, X.repeat(16, 1), is_target.repeat(16, 1), block_length, num_mc_samples=2, seed=s)
+        for s in range(40)
     ]
     assert_mean(np.array([report.nats / 16 for report in reports]), exact, 0.02)
     assert reports[0].num_tokens == 32
@@ -397,9 +406,9 @@ def test_prompt_and_padding_are_context_only(model: Transformer, block_length: i
 @torch.no_grad()
 def test_conditional_likelihood_is_minus_the_nelbo_of_the_answer(model: Transformer, block_length: int | None) -> None:
     is_answer = torch.tensor([False, True, True, True])
-    exact = -float(sum(unit.bound() for unit in exact_units(model, X[0], block_length, is_target_L=is_answer)))
+    exact = -float(sum(unit.bound() for unit in exact_units(model, X[0], block_length, loss_mask_L=is_answer)))
     estimates = [
-        conditional_likelihood(model, [0], [2, 1, 1], block_length=block_length, num_draws=24, seed=seed)
+        conditional_likelihood(model, [0], [2, 1, 1], block_length=block_length, num_mc_samples=24, seed=seed)
         for seed in range(40)
     ]
     assert_mean(np.array([estimate.log_likelihood for estimate in estimates]), exact, 0.02)
@@ -412,7 +421,7 @@ def test_conditional_likelihood_is_exact_where_it_says_so(
     model: Transformer, prompt: list[int], answer: list[int], block_length: int | None
 ) -> None:
     is_answer = torch.arange(L) >= len(prompt)
-    exact = -float(sum(unit.bound() for unit in exact_units(model, X[0], block_length, is_target_L=is_answer)))
+    exact = -float(sum(unit.bound() for unit in exact_units(model, X[0], block_length, loss_mask_L=is_answer)))
     estimate = conditional_likelihood(model, prompt, answer, block_length=block_length)
     assert estimate.log_likelihood == pytest.approx(exact, abs=1e-12)
     assert (estimate.standard_error, estimate.num_tokens) == (0.0, len(answer))
@@ -420,10 +429,10 @@ def test_conditional_likelihood_is_exact_where_it_says_so(
 
 def test_rows_without_targets_add_nothing(model: Transformer) -> None:
     is_target = torch.tensor([[True] * L, [False] * L])
-    report = nelbo(model, TWO, is_target, num_draws=2, seed=0, batch_size=2)
+    report = nelbo(model, TWO, is_target, num_mc_samples=2, seed=0, batch_size=2)
     assert report.num_tokens == L and math.isfinite(report.nats)
-    alone = nelbo(model, TWO, is_target, num_draws=2, seed=0, batch_size=1)
+    alone = nelbo(model, TWO, is_target, num_mc_samples=2, seed=0, batch_size=1)
     assert alone.nats == pytest.approx(report.nats, rel=1e-6)
-    with pytest.raises(ValueError, match="is_target_BL"):
+    with pytest.raises(ValueError, match="loss_mask_BL"):
         nelbo(model, TWO, torch.zeros_like(is_target))
     assert nelbo(model, X).standard_error == math.inf

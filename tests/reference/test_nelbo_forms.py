@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from config.objective import (
-    CleanCosine,
-    Cosine,
-    Counts,
-    Linear,
-    Logarithmic,
-    MaskedDiffusion,
+    CleanCosineScheduleConfig,
+    CosineScheduleConfig,
+    FixedCountMasking,
+    LinearScheduleConfig,
+    LogarithmicScheduleConfig,
+    MaskedDiffusionConfig,
     NoiseScheduleConfig,
-    Power,
-    RaisedCosine,
-    Sigmoid,
-    SquareRoot,
+    PowerScheduleConfig,
+    RaisedCosineScheduleConfig,
+    SigmoidScheduleConfig,
+    SquareRootScheduleConfig,
 )
-from diffusionlm.diffusion.noised_batch import Batch, DrawKey
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.diffusion.schedules import build_schedule, elbo_weight
 from diffusionlm.evaluation.nelbo import nelbo
@@ -119,11 +119,11 @@ def by_scores(posterior: Posterior) -> Tensor:
         q = 1 / math.expm1(sigma)
         total = torch.zeros(len(ALL), dtype=torch.float64)
         for M in SETS:
-            chance = t ** len(M) * (1 - t) ** (L - len(M))
+            rng = t ** len(M) * (1 - t) ** (L - len(M))
             positive = len(M) * q  # the scores of a place sum to q
             negative = (q * (math.log(q) - nll(posterior)[M])).sum(1)
             constant = len(M) * q * (math.log(q) - 1)
-            total += slope * chance * (positive - negative + constant)
+            total += slope * rng * (positive - negative + constant)
         return total
 
     return integral(at)
@@ -134,25 +134,26 @@ def by_product(posterior: Posterior, complementary: bool = False) -> Tensor:
 
     Draws are collected until each mask has come; a mask's weight must always be the same.
     """
-    objective = build_objective(MaskedDiffusion(estimator=Counts(complementary=complementary)), CONFIG)
+    objective = build_objective(MaskedDiffusionConfig(estimator=FixedCountMasking(complementary=complementary)), CONFIG)
     rows = 64
-    batch = Batch(torch.zeros(rows, L, dtype=torch.int64), torch.ones(rows, L, dtype=torch.bool))
+    batch = CleanBatch(torch.zeros(rows, L, dtype=torch.int64), torch.ones(rows, L, dtype=torch.bool))
     weights: dict[Places, float] = {}
     for step in range(4):
-        draw = objective.draw(batch, DrawKey(seed=0, step=step, first_row=0, rows_in_step=rows))
+        draw = objective.build_noised_batch(
+            batch, NoiseKey(seed=0, step=step, first_sequence=0, num_sequences_in_step=rows)
+        )
         assert draw.denominator == draw.num_targets == rows * L
         flat = torch.zeros(draw.inputs_BS.numel(), dtype=torch.float64)
-        flat[draw.rows_R] = draw.weights_R
+        flat[draw.positions_N] = draw.weights_N
         for inputs_L, weights_L in zip(draw.inputs_BS, flat.view(-1, L), strict=True):
             M = tuple((inputs_L == V).nonzero()[:, 0].tolist())
             assert len(set(weights_L[list(M)].tolist())) <= 1
             assert not M or weights.setdefault(M, float(weights_L[M[0]])) == float(weights_L[M[0]])
     assert sorted(weights) == sorted(SETS)
-    if complementary:  # k uniform on 0 ... L, and the mask comes once as such and once as a complement
-        chance = {M: 2 / ((L + 1) * math.comb(L, len(M))) for M in SETS}
-    else:
-        chance = {M: 1 / (L * math.comb(L, len(M))) for M in SETS}
-    return sum(chance[M] * weights[M] * ce(posterior)[M] for M in SETS)  # type: ignore[return-value]
+    # Complementary: k is uniform on 0 ... L, and the mask comes once as such and once as a complement.
+    numerator, num_counts = (2, L + 1) if complementary else (1, L)
+    probability = {M: numerator / (num_counts * math.comb(L, len(M))) for M in SETS}
+    return sum(probability[M] * weights[M] * ce(posterior)[M] for M in SETS)  # type: ignore[return-value]
 
 
 FORMS = {
@@ -173,16 +174,16 @@ def test_forms_of_the_nelbo_are_equal(form: str, posterior: Posterior) -> None:
 
 
 SCHEDULES: list[NoiseScheduleConfig] = [
-    Linear(),
-    Cosine(),
-    RaisedCosine(),
-    CleanCosine(),
-    Power(exponent=1.7),
-    Power(exponent=3.0),
-    SquareRoot(),
-    Sigmoid(),
-    Sigmoid(steepness=12.0),
-    Logarithmic(),
+    LinearScheduleConfig(),
+    CosineScheduleConfig(),
+    RaisedCosineScheduleConfig(),
+    CleanCosineScheduleConfig(),
+    PowerScheduleConfig(exponent=1.7),
+    PowerScheduleConfig(exponent=3.0),
+    SquareRootScheduleConfig(),
+    SigmoidScheduleConfig(),
+    SigmoidScheduleConfig(steepness=12.0),
+    LogarithmicScheduleConfig(),
 ]
 
 
@@ -227,11 +228,11 @@ def ancestral_likelihood(posterior: Posterior, steps: int) -> Tensor:
         for M, mass in states.items():
             for revealed in [(), *subsets(M)]:
                 left = tuple(i for i in M if i not in revealed)
-                chance = (1 / k) ** len(revealed) * (1 - 1 / k) ** len(left)
-                if chance > 0:
+                rng = (1 / k) ** len(revealed) * (1 - 1 / k) ** len(left)
+                if rng > 0:
                     given = sum(nll(posterior)[M][:, M.index(i)] for i in revealed)
                     p = torch.exp(-torch.as_tensor(given, dtype=torch.float64))
-                    after[left] = after.get(left, 0) + mass * chance * p
+                    after[left] = after.get(left, 0) + mass * rng * p
         states = after
     assert list(states) == [()]
     return states[()]
@@ -267,7 +268,7 @@ def test_likelihoods_sum_to_one(posterior: Posterior) -> None:
 def test_evaluated_likelihood_of_one_token_blocks_sums_to_one(alignment: str) -> None:
     """Shifted outputs cannot predict the first token: it is given, once each."""
     config = table_config(V, L, logit_alignment=alignment)
-    report = nelbo(StandIn(RANDOM, config), ALL, block_length=1, num_draws=3)  # type: ignore[arg-type]
+    report = nelbo(StandIn(RANDOM, config), ALL, block_length=1, num_mc_samples=3)  # type: ignore[arg-type]
     expected = V if alignment == "shifted" else 1
     assert sum(math.exp(-nats) for nats in report.row_nats) == pytest.approx(expected, abs=1e-12)
 
@@ -277,7 +278,7 @@ def test_bounds_of_block_likelihoods_leave_no_more_than_one() -> None:
     sums = []
     for block_length in (1, 2, 3, None):
         reports = [
-            nelbo(StandIn(RANDOM, CONFIG), ALL, block_length=block_length, num_draws=8, seed=seed)  # type: ignore[arg-type]
+            nelbo(StandIn(RANDOM, CONFIG), ALL, block_length=block_length, num_mc_samples=8, seed=seed)  # type: ignore[arg-type]
             for seed in range(4)
         ]
         row_nats = np.mean([report.row_nats for report in reports], axis=0)

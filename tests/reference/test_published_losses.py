@@ -20,9 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config.objective import Bernoulli, BlockDiffusion, Cosine, Linear, MaskedDiffusion
-from diffusionlm.diffusion.corruption import draw_noise, unit_numbers
-from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
+from config.objective import (
+    BlockDiffusionConfig,
+    CosineScheduleConfig,
+    IndependentMasking,
+    LinearScheduleConfig,
+    MaskedDiffusionConfig,
+)
+from diffusionlm.diffusion.corruption import assign_noise_groups, sample_masks
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.models.transformer import Transformer
 from tests.reference.enumeration import PlainModel, spans
@@ -31,7 +37,7 @@ MakeModel = Callable[..., Transformer]
 
 VOCAB, MASK = 7, 6
 B, L = 4, 12
-KEY = DrawKey(seed=8, step=2, first_row=0, rows_in_step=B)
+KEY = NoiseKey(seed=8, step=2, first_sequence=0, num_sequences_in_step=B)
 PROMPT = torch.tensor([4, 0, 8, 4])
 """Prompt tokens of each row."""
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12, [0] * 3 + [1] * 4 + [2] * 5, [0] * 8 + [1] * 4])
@@ -47,22 +53,28 @@ def tokens() -> Tensor:
     return torch.randint(0, MASK, (B, L))
 
 
-def ours(model: Transformer, config: MaskedDiffusion | BlockDiffusion, batch: Batch) -> tuple[Tensor, Draw]:
+def ours(
+    model: Transformer, config: MaskedDiffusionConfig | BlockDiffusionConfig, batch: CleanBatch
+) -> tuple[Tensor, NoisedBatch]:
     """The product's loss, and what it drew."""
     objective = build_objective(config, model.config)
-    draw = objective.draw(batch, KEY)
-    score = objective.score(draw, draw.denominator)
-    return model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score).loss_sum, draw
+    draw = objective.build_noised_batch(batch, KEY)
+    loss_inputs = objective.loss_inputs(draw, draw.denominator)
+    return model(
+        draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
+    ).loss_sum, draw
 
 
-def probabilities(config: MaskedDiffusion | BlockDiffusion, batch: Batch, unit: Any, draw: Draw) -> Tensor:
+def probabilities(
+    config: MaskedDiffusionConfig | BlockDiffusionConfig, batch: CleanBatch, unit: Any, draw: NoisedBatch
+) -> Tensor:
     """Masking probability of each masked token, 1 elsewhere, [B, L]: one over the weight that the same noise gets.
 
     That they are right is another test's matter (`test_drawn_times_probabilities_and_weights_fit_together`).
     """
-    assert isinstance(config.estimator, Bernoulli)
-    units_BL = unit_numbers(batch, batch.is_target_BL.numpy(), unit, 4)
-    (noise,) = draw_noise(units_BL, KEY, config.estimator, "inverse_p")
+    assert isinstance(config.estimator, IndependentMasking)
+    group_ids_BL = assign_noise_groups(batch, batch.loss_mask_BL.numpy(), unit, 4)
+    (noise,) = sample_masks(group_ids_BL, KEY, config.estimator, "inverse_p")
     np.testing.assert_array_equal(noise.masked_BL, draw.inputs_BS[:, :L].numpy() == MASK)
     return torch.from_numpy(1.0 / np.where(noise.masked_BL, noise.weights_BL, 1.0))
 
@@ -111,8 +123,8 @@ def llada_sft_loss(logits: Tensor, input_ids: Tensor, noisy: Tensor, p_mask: Ten
 
 @pytest.mark.parametrize("times", ["stratified", "uniform", "antithetic"])
 def test_llada_pretraining(model: Transformer, tokens: Tensor, times: Any) -> None:
-    config = MaskedDiffusion(loss="guidelines", estimator=Bernoulli(times=times))
-    batch = Batch(tokens, everything(tokens))
+    config = MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking(times=times))
+    batch = CleanBatch(tokens, everything(tokens))
     loss, draw = ours(model, config, batch)
     p_mask = probabilities(config, batch, "row", draw)
     theirs = llada_pretraining_loss(bidirectional_logits(model, draw.inputs_BS), tokens, draw.inputs_BS, p_mask)
@@ -120,8 +132,8 @@ def test_llada_pretraining(model: Transformer, tokens: Tensor, times: Any) -> No
 
 
 def test_llada_sft(model: Transformer, tokens: Tensor) -> None:
-    config = MaskedDiffusion(loss="guidelines", estimator=Bernoulli())
-    batch = Batch(tokens, answers(tokens))
+    config = MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking())
+    batch = CleanBatch(tokens, answers(tokens))
     loss, draw = ours(model, config, batch)
     p_mask = probabilities(config, batch, "row", draw)
     logits = bidirectional_logits(model, draw.inputs_BS)
@@ -141,8 +153,8 @@ def soft_ce_loss(logits: Tensor, input_ids: Tensor, masked: Tensor, p_mask: Tens
 
 
 def test_soft_ce(model: Transformer, tokens: Tensor) -> None:
-    config = MaskedDiffusion(loss="soft_ce", estimator=Bernoulli())
-    batch = Batch(tokens, everything(tokens))
+    config = MaskedDiffusionConfig(loss="soft_ce", estimator=IndependentMasking())
+    batch = CleanBatch(tokens, everything(tokens))
     loss, draw = ours(model, config, batch)
     p_mask = probabilities(config, batch, "row", draw)
     logits = bidirectional_logits(model, draw.inputs_BS)
@@ -151,10 +163,10 @@ def test_soft_ce(model: Transformer, tokens: Tensor) -> None:
 
 def test_soft_ce_with_a_floor_and_a_cap(model: Transformer, tokens: Tensor) -> None:
     """min_masking_rate raises p before masks are drawn; reweight_cap c bounds the weight by c afterwards."""
-    config = MaskedDiffusion(loss="soft_ce", estimator=Bernoulli(min_masking_rate=0.3, reweight_cap=2.0))
-    batch = Batch(tokens, everything(tokens))
+    config = MaskedDiffusionConfig(loss="soft_ce", estimator=IndependentMasking(min_masking_rate=0.3, reweight_cap=2.0))
+    batch = CleanBatch(tokens, everything(tokens))
     loss, draw = ours(model, config, batch)
-    floored = MaskedDiffusion(estimator=Bernoulli(min_masking_rate=0.3))
+    floored = MaskedDiffusionConfig(estimator=IndependentMasking(min_masking_rate=0.3))
     p_mask = probabilities(floored, batch, "row", draw)
     assert p_mask.min() == pytest.approx(0.3) and (p_mask < 0.5).any()
     logits = bidirectional_logits(model, draw.inputs_BS)
@@ -181,16 +193,16 @@ def dllm_weight(schedule: str, t: Tensor, guard: float) -> Tensor:
     return -slope / (1 - alpha + guard)
 
 
-@pytest.mark.parametrize("schedule", [Linear(), Cosine()], ids=lambda config: config.kind)
+@pytest.mark.parametrize("schedule", [LinearScheduleConfig(), CosineScheduleConfig()], ids=lambda config: config.kind)
 @pytest.mark.parametrize(("guard", "rtol"), [(0.0, 1e-9), (1e-6, 1e-4)], ids=["plain", "guarded"])
 def test_dllm_mdlm(model: Transformer, tokens: Tensor, schedule: Any, guard: float, rtol: float) -> None:
     """Their denominator carries 1e-6 more."""
-    config = MaskedDiffusion(estimator=Bernoulli(schedule=schedule, epsilon=0.0))
-    batch = Batch(tokens, answers(tokens))
+    config = MaskedDiffusionConfig(estimator=IndependentMasking(schedule=schedule, epsilon=0.0))
+    batch = CleanBatch(tokens, answers(tokens))
     loss, draw = ours(model, config, batch)
     p = probabilities(config, batch, "row", draw)
     t = p if schedule.kind == "linear" else 2 / math.pi * torch.asin(p)
-    labels = torch.where(batch.is_target_BL, tokens, -100)
+    labels = torch.where(batch.loss_mask_BL, tokens, -100)
     logits = bidirectional_logits(model, draw.inputs_BS)
     theirs = dllm_loss(logits, tokens, labels, draw.inputs_BS == MASK, dllm_weight(schedule.kind, t, guard))
     assert_same_loss_and_gradient(model, loss, theirs, rtol=rtol, atol=1e-10 if guard == 0 else 1e-5)
@@ -207,8 +219,8 @@ def test_dllm_weights_are_the_published_ones() -> None:
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3])
 def test_mdlm_log_linear(model: Transformer, tokens: Tensor, epsilon: float) -> None:
     """sigma = -log(1 - (1 - eps) t), masks with 1 - exp(-sigma), weight dsigma / expm1(sigma), mean over tokens."""
-    config = MaskedDiffusion(estimator=Bernoulli(epsilon=epsilon))
-    batch = Batch(tokens, everything(tokens))
+    config = MaskedDiffusionConfig(estimator=IndependentMasking(epsilon=epsilon))
+    batch = CleanBatch(tokens, everything(tokens))
     loss, draw = ours(model, config, batch)
     p = probabilities(config, batch, "row", draw)
     masked = draw.inputs_BS == MASK
@@ -265,10 +277,10 @@ def sdar_loss(
 
 def test_sdar(model: Transformer, tokens: Tensor) -> None:
     """Rotations begin at each document there and at the row here: fp32 angles leave 1e-8."""
-    estimator = Bernoulli(draw_per="document", weight="inverse_p")
-    config = BlockDiffusion(block_length=4, estimator=estimator)
+    estimator = IndependentMasking(draw_per="document", weight="inverse_p")
+    config = BlockDiffusionConfig(block_length=4, estimator=estimator)
     is_target = torch.rand(B, L) < 0.8
-    batch = Batch(tokens, is_target, DOCUMENTS)
+    batch = CleanBatch(tokens, is_target, DOCUMENTS)
     loss, draw = ours(model, config, batch)
     p_mask = probabilities(config, batch, "document", draw)
     labels = torch.where(is_target, tokens, -100)
@@ -282,11 +294,11 @@ def test_sdar(model: Transformer, tokens: Tensor) -> None:
 
 def test_sdar_with_one_document_a_row(model: Transformer, tokens: Tensor) -> None:
     """Equal positions: equal to the last digits."""
-    config = BlockDiffusion(block_length=4, estimator=Bernoulli(draw_per="document", weight="inverse_p"))
-    batch = Batch(tokens, answers(tokens))
+    config = BlockDiffusionConfig(block_length=4, estimator=IndependentMasking(draw_per="document", weight="inverse_p"))
+    batch = CleanBatch(tokens, answers(tokens))
     loss, draw = ours(model, config, batch)
     p_mask = probabilities(config, batch, "document", draw)
-    labels = torch.where(batch.is_target_BL, tokens, -100)
+    labels = torch.where(batch.loss_mask_BL, tokens, -100)
     documents = torch.zeros_like(tokens)
     theirs = sdar_loss(model, tokens, documents, labels, draw.inputs_BS[:, :L] == MASK, p_mask)
     assert_same_loss_and_gradient(model, loss, theirs)
@@ -294,8 +306,10 @@ def test_sdar_with_one_document_a_row(model: Transformer, tokens: Tensor) -> Non
 
 def test_dllm_rl_full_attention_sft(model: Transformer, tokens: Tensor) -> None:
     """Mean over the row's masked tokens, mean over rows, no weight; levels from 0.1 to 0.9."""
-    config = MaskedDiffusion(loss="dllm", estimator=Bernoulli(range=(0.1, 0.9), epsilon=0.0, times="uniform"))
-    batch = Batch(tokens, answers(tokens))
+    config = MaskedDiffusionConfig(
+        loss="dllm", estimator=IndependentMasking(range=(0.1, 0.9), epsilon=0.0, times="uniform")
+    )
+    batch = CleanBatch(tokens, answers(tokens))
     loss, draw = ours(model, config, batch)
     logits, losses = bidirectional_logits(model, draw.inputs_BS), []
     for row in range(B):
@@ -311,8 +325,10 @@ def test_dllm_rl_block_sft(model: Transformer, tokens: Tensor) -> None:
 
     Minus the sum of log p over the masked, over the response's length, mean over rows.
     """
-    config = BlockDiffusion(block_length=4, loss="dllm", estimator=Bernoulli(range=(0.1, 0.9), epsilon=0.0))
-    batch = Batch(tokens, answers(tokens))
+    config = BlockDiffusionConfig(
+        block_length=4, loss="dllm", estimator=IndependentMasking(range=(0.1, 0.9), epsilon=0.0)
+    )
+    batch = CleanBatch(tokens, answers(tokens))
     loss, draw = ours(model, config, batch)
     losses = []
     for row in range(B):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffusionlm.checkpoints.huggingface import config_json, load_model, save_model
+from diffusionlm.checkpoints.huggingface import build_config_json, load_model, save_model
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -64,13 +64,13 @@ def test_their_sliding_layers_are_read(tmp_path: Path) -> None:
 
 def test_a_window_that_no_layer_has_is_not_written(tiny_model: MakeModel) -> None:
     config = tiny_model(layer_types=(FULL, FULL), sliding_window=4).config
-    assert not config_json(config, torch.float32).keys() & {"layer_types", "sliding_window", "use_sliding_window"}
+    assert not build_config_json(config, torch.float32).keys() & {"layer_types", "sliding_window", "use_sliding_window"}
 
 
 def test_llama_has_no_sliding_layers(tiny_model: MakeModel) -> None:
     config = tiny_model(layer_types=(FULL, SLIDING), sliding_window=4, qk_norm=False).config
     with pytest.raises(ValueError, match=r"sliding_attention.*llama.*qk_norm"):
-        config_json(config, torch.float32)
+        build_config_json(config, torch.float32)
 
 
 @pytest.mark.parametrize(

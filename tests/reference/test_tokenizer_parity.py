@@ -47,19 +47,17 @@ ALPHABETS = [
 
 
 def random_texts(seed: int, number: int) -> Iterator[str]:
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     for _ in range(number):
-        kind = chance.integers(4)
+        kind = rng.integers(4)
         if kind == 0:
-            symbols = ALPHABETS[chance.integers(len(ALPHABETS))]
+            symbols = ALPHABETS[rng.integers(len(ALPHABETS))]
         elif kind == 1:
-            symbols = "".join(chance.choice(ALPHABETS, 3, replace=False))
+            symbols = "".join(rng.choice(ALPHABETS, 3, replace=False))
         else:
-            symbols = "".join(ASSIGNED[index] for index in chance.integers(len(ASSIGNED), size=200)) + " \n a" * (
-                kind - 2
-            )
-        length = int(chance.choice([0, 1, 2, 3, 5, 10, 30, 200, 1000]))
-        yield "".join(symbols[index] for index in chance.integers(len(symbols), size=length))
+            symbols = "".join(ASSIGNED[index] for index in rng.integers(len(ASSIGNED), size=200)) + " \n a" * (kind - 2)
+        length = int(rng.choice([0, 1, 2, 3, 5, 10, 30, 200, 1000]))
+        yield "".join(symbols[index] for index in rng.integers(len(symbols), size=length))
 
 
 def sources() -> list[str]:
@@ -132,10 +130,10 @@ def test_random_texts(pattern: str, family: Callable[[str], Family]) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_special_tokens_in_the_text(pattern: str, family: Callable[[str], Family]) -> None:
     ours, by_tokenizers, by_tiktoken = family(pattern)
-    chance = np.random.default_rng(3)
+    rng = np.random.default_rng(3)
     pieces = ["<|endoftext|>", "<|mask|>", "<|mask|", "|>", "<", " ", "\n", "mask", "e\u0301", "'s"]
     for _ in range(300):
-        text = "".join(chance.choice(pieces, int(chance.integers(1, 12))))
+        text = "".join(rng.choice(pieces, int(rng.integers(1, 12))))
         ids = ours.encode(text, allow_special=True)
         assert ids == ids_of(by_tokenizers, text) == by_tiktoken.encode(text, allowed_special="all")
         assert ours.decode(ids) == text
@@ -202,10 +200,10 @@ def test_added_tokens_that_are_looked_for_after_normalization(tmp_path: Path) ->
     theirs.save(str(tmp_path / "tokenizer.json"))
     ours = load_tokenizer(tmp_path)
     assert ours.normalized_tokens == set(late)
-    chance = np.random.default_rng(7)
+    rng = np.random.default_rng(7)
     pieces = [*early, *late, "\u0301", "\u0338", "e", "1", "<", ">", "b", "c", "d", " ", "x"]
     texts = ["<a>\u0338", "<b>\u0338", "e\u03011", "abcd", "x<b>", "   "]
-    for text in [*texts, *("".join(chance.choice(pieces, int(chance.integers(1, 9)))) for _ in range(2000))]:
+    for text in [*texts, *("".join(rng.choice(pieces, int(rng.integers(1, 9)))) for _ in range(2000))]:
         assert ours.encode(text, allow_special=True) == ids_of(theirs, text), ascii(text)
     save_tokenizer(ours, tmp_path / "again")
     again = load_tokenizer(tmp_path / "again")
@@ -216,27 +214,27 @@ def test_added_tokens_that_are_looked_for_after_normalization(tmp_path: Path) ->
 
 @pytest.mark.parametrize("length", [12, 60, 600])
 def test_merges_in_an_order_that_no_training_gives(length: int, tmp_path: Path) -> None:
-    chance = np.random.default_rng(8)
+    rng = np.random.default_rng(8)
     for number in range(15):
         tokens, merges = [b"a", b"b", b"c"], dict[tuple[bytes, bytes], None]()
         while len(merges) < 14:
-            pair = (tokens[chance.integers(len(tokens))], tokens[chance.integers(len(tokens))])
+            pair = (tokens[rng.integers(len(tokens))], tokens[rng.integers(len(tokens))])
             merges[pair] = None
             tokens.append(b"".join(pair))
         vocab = BYTES | {token: 256 + i for i, token in enumerate(dict.fromkeys(tokens[3:]))}
-        order = chance.permutation(len(merges))
+        order = rng.permutation(len(merges))
         ours = Tokenizer(vocab, [list(merges)[index] for index in order], {}, r"[\s\S]+")
         theirs = as_tokenizers(ours, tmp_path / str(number))
         for _ in range(10):
-            text = "".join("abc"[index] for index in chance.integers(3, size=length))
+            text = "".join("abc"[index] for index in rng.integers(3, size=length))
             assert ours.encode(text) == ids_of(theirs, text)
 
 
 def test_decoding_any_ids(family: Callable[[str], Family]) -> None:
     ours, by_tokenizers, _ = family("qwen")
-    chance = np.random.default_rng(9)
+    rng = np.random.default_rng(9)
     for _ in range(500):
-        ids = chance.integers(ours.vocab_size, size=chance.integers(15)).tolist()
+        ids = rng.integers(ours.vocab_size, size=rng.integers(15)).tolist()
         for skip in (False, True):
             expected = by_tokenizers.decode(ids, skip_special_tokens=skip)
             decoder = IncrementalDecoder(ours, skip_special=skip)
@@ -256,7 +254,7 @@ def trained_by_tokenizers(texts: list[str], vocab_size: int, pattern: str) -> li
     return merges
 
 
-def merges_of(ours: Tokenizer) -> list[list[str]]:
+def extract_merges(ours: Tokenizer) -> list[list[str]]:
     return [[bytes_to_chars(left), bytes_to_chars(right)] for left, right in ours.merges]
 
 
@@ -266,18 +264,18 @@ def test_training_on_nasty_text(pattern: str, corpus: list[str]) -> None:
     special = ["<|endoftext|><|mask|>" * 50, "<|mask|>\n<|endoftext|>"]
     texts = [*corpus, "".join(ASSIGNED[index] for index in order), *special, *corpus[:2], "", "\0" * 50]
     ours = train_bpe(texts, vocab_size=2002, pattern=pattern)
-    assert merges_of(ours) == trained_by_tokenizers(texts, 2000, pattern)
+    assert extract_merges(ours) == trained_by_tokenizers(texts, 2000, pattern)
 
 
 def test_training_on_ties() -> None:
     """Every text is there as often as any other, so that most counts are equal; the merges run out."""
     for seed in range(10):
-        chance = np.random.default_rng(seed)
-        texts = ["".join("ab\u00e9-"[index] for index in chance.integers(4, size=7)) for _ in range(80)] * 2
-        assert merges_of(train_bpe(texts, vocab_size=2002)) == trained_by_tokenizers(texts, 2000, "qwen")
+        rng = np.random.default_rng(seed)
+        texts = ["".join("ab\u00e9-"[index] for index in rng.integers(4, size=7)) for _ in range(80)] * 2
+        assert extract_merges(train_bpe(texts, vocab_size=2002)) == trained_by_tokenizers(texts, 2000, "qwen")
 
 
 def test_training_on_one_long_word() -> None:
     letters = np.random.default_rng(11).integers(4, size=20_000)
     texts = ["".join("acgt"[index] for index in letters), "a" * 10_001]
-    assert merges_of(train_bpe(texts, vocab_size=402)) == trained_by_tokenizers(texts, 400, "llama3")
+    assert extract_merges(train_bpe(texts, vocab_size=402)) == trained_by_tokenizers(texts, 400, "llama3")

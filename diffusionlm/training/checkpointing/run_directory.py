@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.dump import differences, to_toml
+from config.dump import list_differences, to_toml
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
-from ddp.process_group import SINGLE, Ranks
+from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.training.checkpointing.store import CheckpointStore
-from files.atomic import replace_text
+from files.atomic import write_text_atomic
 
-FREE_SECTIONS = ("logging", "samples", "checkpoint", "profiler", "parallel")
+MUTABLE_SECTIONS = ("logging", "samples", "checkpoint", "profiler", "parallel")
 """Sections that may change between the parts of a run: they do not touch its numbers, or only their rounding."""
 
 
@@ -44,7 +44,7 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def open_run_directory(config: TrainConfig, ranks: Ranks = SINGLE) -> Iterator[RunDirectory]:
+def open_run_directory(config: TrainConfig, world: World = SINGLE_PROCESS) -> Iterator[RunDirectory]:
     """Claim the directory for this config and these ranks, whose first one holds it.
 
     Raises:
@@ -55,12 +55,12 @@ def open_run_directory(config: TrainConfig, ranks: Ranks = SINGLE) -> Iterator[R
     store = CheckpointStore(path / "checkpoints", kept.keep_last, kept.keep_best, kept.keep_every_steps)
     run = RunDirectory(path, store)
     with contextlib.ExitStack() as stack:
-        ranks.from_first(lambda: stack.enter_context(_claimed(config, run)))
+        world.run_on_first(lambda: stack.enter_context(_lock_and_check(config, run)))
         yield run
 
 
 @contextlib.contextmanager
-def _claimed(config: TrainConfig, run: RunDirectory) -> Iterator[None]:
+def _lock_and_check(config: TrainConfig, run: RunDirectory) -> Iterator[None]:
     path = run.path
     if path.exists() and not path.is_dir():
         raise ValueError(f"run.directory = {path} is a file; name another directory")
@@ -70,12 +70,12 @@ def _claimed(config: TrainConfig, run: RunDirectory) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValueError(f"run.directory = {path} is in use by another process; wait for it or stop it") from error
-        _check_owner(config, run)
-        replace_text(path / "config.toml", to_toml(config))
+        _check_existing_run(config, run)
+        write_text_atomic(path / "config.toml", to_toml(config))
         yield
 
 
-def _check_owner(config: TrainConfig, run: RunDirectory) -> None:
+def _check_existing_run(config: TrainConfig, run: RunDirectory) -> None:
     saved = run.path / "config.toml"
     has_checkpoints = bool(run.store.steps())
     if has_checkpoints and config.checkpoint.resume == "never":
@@ -91,7 +91,7 @@ def _check_owner(config: TrainConfig, run: RunDirectory) -> None:
                 "name another"
             )
         return
-    changes = _changes(saved, config)
+    changes = _list_config_changes(saved, config)
     if not changes:
         return
     if not has_checkpoints:  # nothing was trained yet, so there is nothing to lose
@@ -106,15 +106,15 @@ def _check_owner(config: TrainConfig, run: RunDirectory) -> None:
         )
 
 
-def _changes(saved: Path, config: TrainConfig) -> list[str]:
+def _list_config_changes(saved: Path, config: TrainConfig) -> list[str]:
     """What differs between the saved config and this one, apart from what may."""
     try:
         before = load_config(TrainConfig, saved)
     except ConfigError as error:
         return [f"{saved} is not valid any more: {error}"]
-    free = {name: getattr(config, name) for name in FREE_SECTIONS}
+    free = {name: getattr(config, name) for name in MUTABLE_SECTIONS}
     workers = {"workers": config.data.workers, "prefetch_steps": config.data.prefetch_steps}
     free["data"] = before.data.model_copy(update=workers)
     free["run"] = before.run.model_copy(update={"directory": config.run.directory, "threads": config.run.threads})
     free["runtime"] = config.runtime.model_copy(update={"weights": before.runtime.weights})
-    return differences(before.model_copy(update=free), config)
+    return list_differences(before.model_copy(update=free), config)

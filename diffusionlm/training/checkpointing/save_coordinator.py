@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ddp.process_group import SINGLE, Ranks
+from ddp.process_group import SINGLE_PROCESS, World
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class SavingRanks:
+class SaveCoordinator:
     """Ranks with a process group that nobody else uses, so that a thread may talk there while training goes on."""
 
-    ranks: Ranks = SINGLE
+    world: World = SINGLE_PROCESS
     group: dist.ProcessGroup | None = None
 
     @staticmethod
-    def join(ranks: Ranks, timeout_seconds: float) -> SavingRanks:
+    def join(world: World, timeout_seconds: float) -> SaveCoordinator:
         """Every rank calls this, at the same place; one alone joins nobody.
 
         Args:
@@ -30,18 +30,18 @@ class SavingRanks:
             timeout_seconds: how long one waits for another, who may have a large model to write. A rank that dies is
                 noticed at once.
         """
-        if ranks.is_alone:
-            return SavingRanks()
+        if world.is_single_process:
+            return SaveCoordinator()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         assert isinstance(group, dist.ProcessGroup), "all ranks of the run are in it"
-        return SavingRanks(ranks, group)
+        return SaveCoordinator(world, group)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Give the group back."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
 
-    def each(self, act: Callable[[], T], describe: Callable[[Exception], str] = str) -> list[T]:
+    def gather_results(self, function: Callable[[], T], describe: Callable[[Exception], str] = str) -> list[T]:
         """What ``act`` returns on each rank, sent by pickle to all.
 
         Raises:
@@ -50,14 +50,14 @@ class SavingRanks:
             Exception: it raised that, and this rank is alone.
         """
         if self.group is None:
-            return [act()]
+            return [function()]
         mine: Exception | None = None
         told: tuple[T | None, str | None] = (None, None)
         try:
-            told = (act(), None)
+            told = (function(), None)
         except Exception as error:
             mine, told = error, (None, describe(error))
-        gathered: list[Any] = [None] * self.ranks.world_size
+        gathered: list[Any] = [None] * self.world.world_size
         try:
             dist.all_gather_object(gathered, told, group=self.group)
         except RuntimeError as error:
@@ -68,4 +68,4 @@ class SavingRanks:
         return [result for result, _ in gathered]
 
 
-ALONE = SavingRanks()
+SINGLE_PROCESS_COORDINATOR = SaveCoordinator()

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 Offsets = tuple[int, ...]
-BOUND = "validation_bound"
+VALIDATION_BOUND_KEY = "validation_bound"
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """What one rank has of a tensor."""
 
     values: Tensor
     """On the CPU."""
     offsets: Offsets
     """Where it begins in the whole tensor."""
-    whole: torch.Size
+    global_shape: torch.Size
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StagedCheckpoint:
     """A checkpoint before it is written; nothing of it changes any more."""
 
     step: int
@@ -35,7 +35,7 @@ class Snapshot:
     """Of state.json."""
     weights: dict[str, Tensor]
     """Of the model directory, whole; of no meaning on other ranks than the first."""
-    parts: dict[str, Part]
+    shards: dict[str, TensorShard]
     """What this rank has of ``optimizer.<parameter>.<key>`` and ``weights.<parameter>``."""
     write_model: Callable[[Path, dict[str, Tensor]], None]
 
@@ -45,7 +45,7 @@ class Snapshot:
         (folder / "state.json").write_text(self.state, encoding="utf-8")
 
 
-def take_snapshot(
+def stage_checkpoint(
     step: int,
     write_model: Callable[[Path, dict[str, Tensor]], None],
     state: Mapping[str, Any],
@@ -53,7 +53,7 @@ def take_snapshot(
     optimizer: Mapping[str, Any],
     live_weights: Mapping[str, Any] | None = None,
     bound: float | None = None,
-) -> Snapshot:
+) -> StagedCheckpoint:
     """Copy everything to memory of the CPU, pinned where it comes from a GPU, and wait until it is there.
 
     Args:
@@ -71,23 +71,23 @@ def take_snapshot(
     """
     named = {f"optimizer.{name}": value for name, value in optimizer.items()}
     named |= {f"weights.{name}": value for name, value in (live_weights or {}).items()}
-    parts = {name: part for name, value in named.items() if (part := _part_of(value)) is not None}
+    shards = {name: part for name, value in named.items() if (part := _copy_shard(value)) is not None}
     copies = {name: _copy(value) for name, value in weights.items()}
-    with_bound = dict(state) if bound is None else {**state, BOUND: bound}
+    with_bound = dict(state) if bound is None else {**state, VALIDATION_BOUND_KEY: bound}
     if any(value.is_cuda for value in (*named.values(), *weights.values())):
         torch.cuda.current_stream().synchronize()  # the copies were only begun
-    return Snapshot(step, json.dumps(with_bound, indent=1) + "\n", copies, parts, write_model)
+    return StagedCheckpoint(step, json.dumps(with_bound, indent=1) + "\n", copies, shards, write_model)
 
 
-def _part_of(value: Any) -> Part | None:
+def _copy_shard(value: Any) -> TensorShard | None:
     """A copy; None where this rank has nothing of it."""
     if not hasattr(value, "to_local"):
-        return Part(_copy(value), (0,) * value.dim(), value.shape)
+        return TensorShard(_copy(value), (0,) * value.dim(), value.shape)
     values = value.to_local()
     if values.numel() == 0:
         return None
     (chunk,) = value.__create_chunk_list__()
-    return Part(_copy(values), tuple(chunk.offsets), value.shape)
+    return TensorShard(_copy(values), tuple(chunk.offsets), value.shape)
 
 
 def _copy(value: Tensor) -> Tensor:

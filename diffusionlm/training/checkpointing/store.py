@@ -13,45 +13,45 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ddp.process_group import SINGLE, Ranks
+from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.manifest import (
     WRITE_ERRORS,
-    entries_of,
-    files_in,
-    remove_leftovers,
-    replace_link,
-    seal,
-    verify,
-    with_room,
+    format_write_error,
+    list_files,
+    make_manifest_entries,
+    publish_directory,
+    remove_temporary_paths,
+    replace_symlink,
+    verify_directory,
 )
 from diffusionlm.checkpoints.weights import read_weights
-from diffusionlm.training.checkpointing.retention import best_of, bound_of, superfluous
-from diffusionlm.training.checkpointing.save_coordinator import ALONE, SavingRanks
-from diffusionlm.training.checkpointing.staging import Snapshot
-from files.atomic import aside_of
+from diffusionlm.training.checkpointing.retention import read_validation_bound, select_best, select_expired
+from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR, SaveCoordinator
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint
+from files.atomic import temporary_path
 
 if TYPE_CHECKING:
-    from diffusionlm.training.checkpointing.tensor_files import TrainingState
+    from diffusionlm.training.checkpointing.tensor_files import StoredTensors
 
-STATE, TRAINING_STATE, OLD_OPTIMIZER = "state.json", "training_state", "optimizer.safetensors"
-LATEST, BEST = "latest", "best"
-_NAME = re.compile(r"step-(\d+)")
-Say = Callable[[str], None]
+STATE_FILE, TENSOR_DIRECTORY, OLD_OPTIMIZER_FILE = "state.json", "training_state", "optimizer.safetensors"
+LATEST_LINK, BEST_LINK = "latest", "best"
+_STEP_DIRECTORY = re.compile(r"step-(\d+)")
+Log = Callable[[str], None]
 
 
-class MadeByAnOlderVersion(ValueError):
+class OlderFormatError(ValueError):
     """A checkpoint is whole, but of another layout."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class LoadedCheckpoint:
     """A checkpoint that verified; its tensors are read when they are asked for."""
 
     path: Path
     state: dict[str, Any]
-    tensors: TrainingState
+    tensors: StoredTensors
     """``optimizer.<parameter>.<key>``, and ``weights.<parameter>`` where model.safetensors has their average."""
-    ranks: Ranks = SINGLE
+    world: World = SINGLE_PROCESS
 
     @property
     def has_live_weights(self) -> bool:
@@ -71,8 +71,8 @@ class Saved:
         return self.tensors.read_whole("optimizer.")
 
     def read_into(self, targets: Mapping[str, Any], prefix: str = "") -> None:
-        """See `TrainingState.read_into`, over the ranks that loaded this."""
-        self.tensors.read_into(targets, prefix, self.ranks)
+        """See `StoredTensors.read_into`, over the ranks that loaded this."""
+        self.tensors.read_into(targets, prefix, self.world)
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        found = (_NAME.fullmatch(path.name) for path in self.folder.glob("step-*") if path.is_dir())
+        found = (_STEP_DIRECTORY.fullmatch(path.name) for path in self.folder.glob("step-*") if path.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
     def path(self, step: int) -> Path:
         """Directory of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
 
-    def save(self, step: int, snapshot: Snapshot, ranks: SavingRanks = ALONE) -> Path:
+    def save(self, step: int, snapshot: StagedCheckpoint, world: SaveCoordinator = SINGLE_PROCESS_COORDINATOR) -> Path:
         """Write a checkpoint, point ``latest`` and ``best``, then drop those that need not be kept.
 
         All ranks call this and write into one folder, which they share; what is there once, the first writes. Names are
@@ -103,39 +103,41 @@ class CheckpointStore:
             ValueError: it could not be written by one rank or several; on all ranks. Older checkpoints stand as they
                 were.
         """
-        from diffusionlm.training.checkpointing.tensor_files import write_training_state
+        from diffusionlm.training.checkpointing.tensor_files import write_shards
 
         assert step == snapshot.step
-        target, is_first = self.path(step), ranks.ranks.is_first
+        target, is_first = self.path(step), world.world.is_first
 
         def describe(error: Exception) -> str:
-            return with_room(error, target)
+            return format_write_error(error, target)
 
-        aside = aside_of(target)
+        tmp_path = temporary_path(target)
         try:
-            aside = ranks.each(lambda: self._begin(aside) if is_first else aside, describe)[0]
-            entries = write_training_state(aside / TRAINING_STATE, snapshot.parts, ranks)
+            tmp_path = world.gather_results(
+                lambda: self._create_temporary_directory(tmp_path) if is_first else tmp_path, describe
+            )[0]
+            entries = write_shards(tmp_path / TENSOR_DIRECTORY, snapshot.shards, world)
 
             def finish() -> None:
-                snapshot.write(aside)
-                unseen = [name for name in entries if not (aside / name).is_file()]
+                snapshot.write(tmp_path)
+                unseen = [name for name in entries if not (tmp_path / name).is_file()]
                 if unseen:
                     raise ValueError(f"the first rank does not see {unseen[0]}: all ranks must share the file system")
-                others = [path for path in files_in(aside) if path.parent.name != TRAINING_STATE]
-                seal(aside, target, entries | entries_of(aside, others))
+                others = [path for path in list_files(tmp_path) if path.parent.name != TENSOR_DIRECTORY]
+                publish_directory(tmp_path, target, entries | make_manifest_entries(tmp_path, others))
 
-            ranks.each(finish if is_first else lambda: None, describe)
+            world.gather_results(finish if is_first else lambda: None, describe)
         except WRITE_ERRORS as error:  # of one alone: several are told by a ValueError
             raise ValueError(f"{target} was not written: {describe(error)}") from error
         except ValueError as error:
             raise ValueError(f"{target} was not written: {error}") from error
         finally:
             if is_first:
-                shutil.rmtree(aside, ignore_errors=True)
-        ranks.each(lambda: self._tidy(target) if is_first else None)
+                shutil.rmtree(tmp_path, ignore_errors=True)
+        world.gather_results(lambda: self._update_links_and_expire(target) if is_first else None)
         return target
 
-    def load_newest(self, say: Say, ranks: Ranks = SINGLE) -> Saved | None:
+    def load_newest(self, log: Log, world: World = SINGLE_PROCESS) -> LoadedCheckpoint | None:
         """The newest checkpoint that verifies; damaged ones are set aside, loudly. None: there is none at all.
 
         The first rank looks and decides, the others follow.
@@ -143,22 +145,22 @@ class CheckpointStore:
         Raises:
             ValueError: there are checkpoints, but not one is whole; or the newest was made by an older version.
         """
-        name = ranks.from_first(lambda: self._choose(say))
-        return None if name is None else ranks.agree(lambda: _open(self.folder / name, ranks))
+        name = world.run_on_first(lambda: self._select_newest_valid(log))
+        return None if name is None else world.all_agree(lambda: _open_checkpoint(self.folder / name, world))
 
-    def _begin(self, aside: Path) -> Path:
-        remove_leftovers(self.folder)
-        aside.mkdir(parents=True)
-        return aside
+    def _create_temporary_directory(self, tmp_path: Path) -> Path:
+        remove_temporary_paths(self.folder)
+        tmp_path.mkdir(parents=True)
+        return tmp_path
 
-    def _tidy(self, target: Path) -> None:
+    def _update_links_and_expire(self, target: Path) -> None:
         try:
-            replace_link(self.folder / LATEST, target.name)
-            self._point_best()
-            links = (self.folder / name for name in (LATEST, BEST))
+            replace_symlink(self.folder / LATEST_LINK, target.name)
+            self._update_best_link()
+            links = (self.folder / name for name in (LATEST_LINK, BEST_LINK))
             linked = {os.readlink(link) for link in links if link.is_symlink()}
             kept = [step for step in self.steps() if self.path(step).name in linked]
-            for step in superfluous(self.steps(), kept, self.keep_last, self.keep_every_steps):
+            for step in select_expired(self.steps(), kept, self.keep_last, self.keep_every_steps):
                 # Renamed first: a process killed while removing must not leave half a checkpoint under its name.
                 old = self.path(step).with_name(f"{self.path(step).name}.tmp-old")
                 os.rename(self.path(step), old)
@@ -166,20 +168,20 @@ class CheckpointStore:
         except OSError as error:
             raise ValueError(f"{target} was written, but the folder around it could not be changed: {error}") from error
 
-    def _choose(self, say: Say) -> str | None:
+    def _select_newest_valid(self, log: Log) -> str | None:
         steps = self.steps()
         for step in reversed(steps):
             path = self.path(step)
             try:
-                verify(path, must_have_manifest=True)
-                _open(path, SINGLE)
-            except MadeByAnOlderVersion:
+                verify_directory(path, must_have_manifest=True)
+                _open_checkpoint(path, SINGLE_PROCESS)
+            except OlderFormatError:
                 raise
             except (ValueError, OSError) as error:
-                say(f"checkpoint refused: {error}")
+                log(f"checkpoint refused: {error}")
                 continue
             try:
-                self._set_aside([later for later in steps if later > step], path, say)
+                self._quarantine_damaged([later for later in steps if later > step], path, log)
             except OSError as error:
                 raise ValueError(f"{self.folder} cannot be changed: {error}") from error
             return path.name
@@ -187,40 +189,40 @@ class CheckpointStore:
             raise ValueError(f"no checkpoint in {self.folder} is whole; remove the folder to start anew")
         return None
 
-    def _set_aside(self, damaged: list[int], whole: Path, say: Say) -> None:
+    def _quarantine_damaged(self, damaged: list[int], whole: Path, log: Log) -> None:
         for step in damaged:
-            aside = self.path(step).with_name(f"damaged-{self.path(step).name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(self.path(step), aside)
-            say(f"kept the damaged checkpoint as {aside}; going on from {whole.name}")
-        replace_link(self.folder / LATEST, whole.name)
-        self._point_best()
+            tmp_path = self.path(step).with_name(f"damaged-{self.path(step).name}")
+            shutil.rmtree(tmp_path, ignore_errors=True)
+            os.rename(self.path(step), tmp_path)
+            log(f"kept the damaged checkpoint as {tmp_path}; going on from {whole.name}")
+        replace_symlink(self.folder / LATEST_LINK, whole.name)
+        self._update_best_link()
 
-    def _point_best(self) -> None:
-        bounds = {step: bound for step in self.steps() if (bound := bound_of(self.path(step))) is not None}
-        best = best_of(bounds) if self.keep_best else None
+    def _update_best_link(self) -> None:
+        bounds = {step: bound for step in self.steps() if (bound := read_validation_bound(self.path(step))) is not None}
+        best = select_best(bounds) if self.keep_best else None
         if best is not None:
-            replace_link(self.folder / BEST, self.path(best).name)
+            replace_symlink(self.folder / BEST_LINK, self.path(best).name)
         else:
-            (self.folder / BEST).unlink(missing_ok=True)
+            (self.folder / BEST_LINK).unlink(missing_ok=True)
 
 
-def _open(path: Path, ranks: Ranks) -> Saved:
+def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
     """A checkpoint, its tensors not yet read.
 
     Raises:
         ValueError: it is not complete or damaged.
     """
-    from diffusionlm.training.checkpointing.tensor_files import TrainingState
+    from diffusionlm.training.checkpointing.tensor_files import StoredTensors
 
-    if (path / OLD_OPTIMIZER).exists() and not (path / TRAINING_STATE).exists():
-        raise MadeByAnOlderVersion(
-            f"{path} was made by an older version, which kept the state of training in {OLD_OPTIMIZER}; this one keeps "
-            f"it in {TRAINING_STATE}/ and cannot go on with it. Go on with the older version, or start a new run from "
+    if (path / OLD_OPTIMIZER_FILE).exists() and not (path / TENSOR_DIRECTORY).exists():
+        raise OlderFormatError(
+            f"{path} was made by an older version, which kept the state of training in {OLD_OPTIMIZER_FILE}; this one keeps "
+            f"it in {TENSOR_DIRECTORY}/ and cannot go on with it. Go on with the older version, or start a new run from "
             f'its weights: model.init_from = "{path}"'
         )
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path / STATE} cannot be read: {error}") from error
-    return Saved(path, state, TrainingState.open(path / TRAINING_STATE), ranks)
+        raise ValueError(f"{path / STATE_FILE} cannot be read: {error}") from error
+    return LoadedCheckpoint(path, state, StoredTensors.open(path / TENSOR_DIRECTORY), world)

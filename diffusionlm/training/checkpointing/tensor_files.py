@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ddp.process_group import SINGLE, Ranks
-from diffusionlm.checkpoints.manifest import Entries, entries_of, with_room
-from diffusionlm.training.checkpointing.save_coordinator import SavingRanks
-from diffusionlm.training.checkpointing.staging import Part
+from ddp.process_group import SINGLE_PROCESS, World
+from diffusionlm.checkpoints.manifest import ManifestEntries, format_write_error, make_manifest_entries
+from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
+from diffusionlm.training.checkpointing.staging import TensorShard
 
 METADATA = ".metadata"
-_MAY_BE_LOADED = {
+_ALLOWED_GLOBALS = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -56,11 +56,11 @@ _MAY_BE_LOADED = {
 }
 """What ``.metadata`` may name, beside dtypes: with these a pickle can describe tensors and do nothing. What describes
 other things than tensors is not among them, since torch would load those by an unguarded pickle."""
-LISTED = 4
+MAX_LISTED_PROBLEMS = 4
 """Problems that an error lists."""
 
 
-def write_training_state(folder: Path, parts: Mapping[str, Part], ranks: SavingRanks) -> Entries:
+def write_shards(folder: Path, shards: Mapping[str, TensorShard], world: SaveCoordinator) -> ManifestEntries:
     """Write this rank's parts; the first rank writes ``.metadata``. Every rank calls this.
 
     A part that several ranks have is written by one of them.
@@ -72,46 +72,46 @@ def write_training_state(folder: Path, parts: Mapping[str, Part], ranks: SavingR
         ValueError: the parts of the ranks do not make whole tensors, or one could not write.
         OSError: this rank could not write, and is alone.
     """
-    planner = _PartPlanner(parts)
-    writer = _Writer(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
-    rank = ranks.ranks.rank
+    planner = _ShardPlanner(shards)
+    writer = _RelocatableWriter(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+    rank = world.world.rank
 
     def plan() -> SavePlan:
         return writer.prepare_local_plan(planner.create_local_plan())
 
     # Each rank makes the plan of all from the same parts, so nobody has to send it.
-    plans, metadata = planner.create_global_plan(ranks.each(plan))
+    plans, metadata = planner.create_global_plan(world.gather_results(plan))
     mine = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
 
-    def write() -> tuple[list[Any], Entries]:
+    def write() -> tuple[list[Any], ManifestEntries]:
         try:
             results = writer.write_data(mine, planner).wait()
         except RuntimeError as error:  # torch's own for a disk that is full
             raise OSError(f"{folder}: {error}") from error
-        return results, entries_of(folder.parent, sorted(folder.glob(f"__{rank}_*")))
+        return results, make_manifest_entries(folder.parent, sorted(folder.glob(f"__{rank}_*")))
 
     def describe(error: Exception) -> str:
-        return with_room(error, folder)
+        return format_write_error(error, folder)
 
-    written = ranks.each(write, describe)
+    written = world.gather_results(write, describe)
 
-    def finish() -> Entries:
+    def finish() -> ManifestEntries:
         writer.finish(metadata, [results for results, _ in written])
-        return entries_of(folder.parent, [folder / METADATA])
+        return make_manifest_entries(folder.parent, [folder / METADATA])
 
-    of_all = [*(entries for _, entries in written), *ranks.each(finish if rank == 0 else dict, describe)]
+    of_all = [*(entries for _, entries in written), *world.gather_results(finish if rank == 0 else dict, describe)]
     return {name: entry for entries in of_all for name, entry in entries.items()}
 
 
 @dataclass(frozen=True)
-class TrainingState:
+class StoredTensors:
     """Tensors that a checkpoint holds, not yet read."""
 
     folder: Path
     metadata: Metadata
 
     @staticmethod
-    def open(folder: Path) -> TrainingState:
+    def open(folder: Path) -> StoredTensors:
         """See what there is.
 
         Raises:
@@ -120,10 +120,10 @@ class TrainingState:
         path = folder / METADATA
         try:
             with path.open("rb") as file:
-                metadata = _check(_Unpickler(file).load())
+                metadata = _validate_metadata(_RestrictedUnpickler(file).load())
         except Exception as error:  # a damaged pickle raises whatever it likes
             raise ValueError(f"{path} cannot be read: {error or repr(error)}") from error
-        return TrainingState(folder, metadata)
+        return StoredTensors(folder, metadata)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
@@ -139,7 +139,7 @@ class TrainingState:
     def _tensors(self) -> dict[str, TensorStorageMetadata]:
         return self.metadata.state_dict_metadata  # type: ignore[return-value]  # `open` saw to it
 
-    def read_into(self, targets: Mapping[str, Any], prefix: str = "", ranks: Ranks = SINGLE) -> None:
+    def read_into(self, targets: Mapping[str, Any], prefix: str = "", world: World = SINGLE_PROCESS) -> None:
         """Fill tensors in place, on any device, each rank its own, whatever ranks wrote them. Every rank calls this.
 
         Args:
@@ -150,14 +150,14 @@ class TrainingState:
         Raises:
             ValueError: a key is missing, not taken, or of another shape or dtype; names it. Or a file is damaged.
         """
-        wanted = {key: value for key, value in targets.items() if _local(value).numel() or not value.numel()}
-        ranks.agree(lambda: self._check_targets(targets))
+        wanted = {key: value for key, value in targets.items() if _local_tensor(value).numel() or not value.numel()}
+        world.all_agree(lambda: self._validate_targets(targets))
         keys = sorted(key for key in self.shapes if key.startswith(prefix))
-        taken = ranks.sum(*(float(_local(wanted[key]).numel()) if key in wanted else 0.0 for key in keys))
+        taken = world.sum(*(float(_local_tensor(wanted[key]).numel()) if key in wanted else 0.0 for key in keys))
         left = [key for key, count in zip(keys, taken, strict=True) if count < math.prod(self.shapes[key])]
         if left:
-            raise ValueError(f"{self.folder} does not fit: {_shortened(f'unexpected {key}' for key in left)}")
-        ranks.agree(lambda: self._read(wanted))
+            raise ValueError(f"{self.folder} does not fit: {_truncate_problems(f'unexpected {key}' for key in left)}")
+        world.all_agree(lambda: self._read(wanted))
 
     def read_whole(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose keys begin so, in memory of the CPU, by what follows the prefix.
@@ -170,7 +170,7 @@ class TrainingState:
         self._read(read)
         return {key.removeprefix(prefix): value for key, value in read.items()}
 
-    def _check_targets(self, targets: Mapping[str, Any]) -> None:
+    def _validate_targets(self, targets: Mapping[str, Any]) -> None:
         problems = [f"missing {key}" for key in sorted(targets.keys() - self.shapes.keys())]
         for key in sorted(targets.keys() & self.shapes.keys()):
             value, shape, dtype = targets[key], self.shapes[key], self.dtypes[key]
@@ -179,7 +179,7 @@ class TrainingState:
             elif value.dtype != dtype:
                 problems.append(f"{key} has dtype {dtype}, here it is {value.dtype}")
         if problems:
-            raise ValueError(f"{self.folder} does not fit: {_shortened(problems)}")
+            raise ValueError(f"{self.folder} does not fit: {_truncate_problems(problems)}")
 
     def _read(self, targets: Mapping[str, Any]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -192,40 +192,40 @@ class TrainingState:
             raise ValueError(f"{self.folder} cannot be read: {error or repr(error)}") from error
 
 
-class _PartPlanner(DefaultSavePlanner):
+class _ShardPlanner(DefaultSavePlanner):
     """Plans what is written of parts, without the mesh of ranks that they come from."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, shards: Mapping[str, TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.parts = parts
+        self.shards = shards
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_item(key, part) for key, part in self.parts.items()])
+        return SavePlan([_build_write_item(key, part) for key, part in self.shards.items()])
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.parts[index.fqn].values
+        return self.shards[index.fqn].values
 
 
-def _item(key: str, part: Part) -> WriteItem:
+def _build_write_item(key: str, part: TensorShard) -> WriteItem:
     offsets = torch.Size(part.offsets)
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=offsets, sizes=part.values.shape),
         properties=TensorProperties(dtype=part.values.dtype),
-        size=part.whole,
+        size=part.global_shape,
     )
     return WriteItem(index=MetadataIndex(key, offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
-class _Writer(FileSystemWriter):
+class _RelocatableWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Without the path: the directory will be renamed, and each Python pickles paths in its own way."""
         return StorageMeta()
 
 
-class _Unpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in _MAY_BE_LOADED:
+        if not is_dtype and (module, name) not in _ALLOWED_GLOBALS:
             raise ValueError(
                 f"it names {module}.{name}, which no description of tensors needs and which was not called; do not "
                 "use this checkpoint"
@@ -233,7 +233,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _check(metadata: object) -> Metadata:
+def _validate_metadata(metadata: object) -> Metadata:
     """That it describes tensors in files beside it.
 
     Raises:
@@ -252,12 +252,12 @@ def _check(metadata: object) -> Metadata:
     return metadata
 
 
-def _local(value: Any) -> Tensor:
+def _local_tensor(value: Any) -> Tensor:
     """What this rank has of a tensor."""
     return value.to_local() if hasattr(value, "to_local") else value  # type: ignore[no-any-return]
 
 
-def _shortened(problems: Iterable[str]) -> str:
+def _truncate_problems(problems: Iterable[str]) -> str:
     listed = list(problems)
-    more = [f"and {len(listed) - LISTED:,} more"] if len(listed) > LISTED else []
-    return "; ".join(listed[:LISTED] + more)
+    more = [f"and {len(listed) - MAX_LISTED_PROBLEMS:,} more"] if len(listed) > MAX_LISTED_PROBLEMS else []
+    return "; ".join(listed[:MAX_LISTED_PROBLEMS] + more)

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.diffusion.rng import Stream, generator
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
 Array = NDArray[np.float64]
 LogitsOf = Callable[[Sequence[int]], Array]
@@ -75,7 +75,7 @@ class Choice:
         probs_V = self.filtered(logits_V)
         if self.temperature == 0.0:
             return int(probs_V.argmax())
-        limit, held = self.uniform(Stream.TOKEN, place, step) * probs_V.sum(), 0.0
+        limit, held = self.uniform(RngStream.TOKEN_SAMPLING, place, step) * probs_V.sum(), 0.0
         for token, probability in enumerate(probs_V):
             held += probability
             if probability > 0.0 and held > limit:
@@ -88,16 +88,16 @@ class Choice:
 
     def order(self, place: int, step: int) -> float:
         """The uniform of a place, for the choice of places."""
-        return self.uniform(Stream.ORDER, place, step)
+        return self.uniform(RngStream.POSITION_ORDER, place, step)
 
-    def uniform(self, stream: Stream, place: int, step: int) -> float:
+    def uniform(self, stream: RngStream, place: int, step: int) -> float:
         return _uniforms(self.seed, stream, step)[place]
 
 
 @lru_cache(maxsize=4096)
-def _uniforms(seed: int, stream: Stream, step: int) -> list[float]:
+def _uniforms(seed: int, stream: RngStream, step: int) -> list[float]:
     """Of the first places; those of a shorter text are the same."""
-    return generator(seed, stream, step).random(64).tolist()  # type: ignore[no-any-return]
+    return keyed_rng(seed, stream, step).random(64).tolist()  # type: ignore[no-any-return]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference.generate import Generation, Step, generate
+from diffusionlm.inference.generate import DecodingStep, Generation, generate
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import BlockCausal
 from diffusionlm.models.transformer import Transformer
@@ -30,11 +30,11 @@ class Table:
     """Outputs that are a fixed function of all that is visible, and are quite others when any token changes."""
 
     def __init__(self, num_tokens: int = TOKENS, seed: int = 0, scale: float = 4.0) -> None:
-        chance = np.random.default_rng(seed)
-        self.key_LV = chance.uniform(0.0, 1.0, (LONGEST, num_tokens + 1))
-        self.frequency_LV = chance.uniform(50.0, 100.0, (LONGEST, num_tokens + 1))
-        self.phase_LV = chance.uniform(0.0, 6.0, (LONGEST, num_tokens + 1))
-        self.scale_L1 = chance.uniform(0.2 * scale, 1.8 * scale, (LONGEST, 1))
+        rng = np.random.default_rng(seed)
+        self.key_LV = rng.uniform(0.0, 1.0, (LONGEST, num_tokens + 1))
+        self.frequency_LV = rng.uniform(50.0, 100.0, (LONGEST, num_tokens + 1))
+        self.phase_LV = rng.uniform(0.0, 6.0, (LONGEST, num_tokens + 1))
+        self.scale_L1 = rng.uniform(0.2 * scale, 1.8 * scale, (LONGEST, 1))
 
     def __call__(self, tokens: Sequence[int]) -> Array:
         """[L, V]; the mask token's own are as high as the others'."""
@@ -51,7 +51,7 @@ class TableModel(Transformer):
 
     def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
         assert not options.get("cache"), "a table keeps nothing"
-        pattern, rows = options["pattern"], options["rows"]
+        pattern, rows = options["pattern"], options["output_positions"]
         B, L = tokens_BL.shape
         documents_BL = torch.zeros_like(tokens_BL) if pattern.documents_BL is None else pattern.documents_BL
         logits_BLV = np.zeros((B, L, self.config.vocab_size))
@@ -85,10 +85,10 @@ def tiny_transformer(seed: int = 0, **config: Any) -> Transformer:
     }
     model = Transformer(ModelConfig(**{**shape, **config}))
     init_weights(model, seed)
-    chance = torch.Generator().manual_seed(seed + 1)
+    rng = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.5 * torch.randn(parameter.shape, generator=chance))
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=rng))
     return model.double().eval()
 
 
@@ -145,7 +145,7 @@ def assert_same(
 ) -> Generation:
     """The same canvas after every forward, and so the same tokens in as many forwards, less the transcription's
     ``overhead``."""
-    seen: list[Step] = []
+    seen: list[DecodingStep] = []
     [done] = generate(model, [prompt], config, [seed], on_step=seen.append)
     length = len(prompt) + (config.max_new_tokens or 64)
     padded = [[*canvas, *[MASK] * length][:length] for canvas in text.history]

@@ -15,8 +15,8 @@ import torch
 from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import Generation, generate, infill
-from diffusionlm.inference.settings import with_defaults
-from diffusionlm.inference.strategies import build_policy
+from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.strategies import build_strategy
 from tests.reference.decoding.choosing import Array, best, even_counts, softmax
 from tests.reference.decoding.llada import by_factor, by_threshold
 from tests.reference.decoding.sdar import Rule
@@ -161,7 +161,9 @@ EVERY_TEXT = list(product(range(TOKENS), repeat=LENGTH))
 DETERMINISTIC = [
     strategy
     for strategy in STRATEGY_NAMES
-    if build_policy(with_defaults(GenerationConfig(remasking_strategy=strategy), table_model().config)).is_deterministic
+    if build_strategy(
+        fill_defaults(GenerationConfig(remasking_strategy=strategy), table_model().config)
+    ).is_deterministic
 ]
 
 

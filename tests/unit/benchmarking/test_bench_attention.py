@@ -7,7 +7,7 @@ import torch
 
 from benchmarking.bench_attention import bench_blocks, pattern_step, prepare_step
 from diffusionlm.models import attention_backends
-from diffusionlm.models.attention import Backend
+from diffusionlm.models.attention import AttentionBackend
 from diffusionlm.models.patterns import BlockDiffusion
 
 
@@ -26,15 +26,15 @@ def test_blocks_are_timed_in_every_precision_and_pattern() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "tiled"])
-def test_steps_use_the_backend_asked_for(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[Backend] = []
-    original = attention_backends.Lowering.choose
+def test_steps_use_the_backend_asked_for(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[AttentionBackend] = []
+    original = attention_backends.PatternAttention.backend_for
 
-    def spy(self: attention_backends.Lowering, q: torch.Tensor) -> Backend:
+    def spy(self: attention_backends.PatternAttention, q: torch.Tensor) -> AttentionBackend:
         used.append(original(self, q))
         return used[-1]
 
-    monkeypatch.setattr(attention_backends.Lowering, "choose", spy)
+    monkeypatch.setattr(attention_backends.PatternAttention, "backend_for", spy)
     pattern_step(BlockDiffusion(2), backend, 16, torch.float32, 32)()
     prepare_step(BlockDiffusion(2), backend, 16, torch.float32)()
     assert used == [backend] * 2

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarking.bench_ddp import OURS, TORCH_DDP, Options, build_all, loopback_bytes, measure, minimum_bytes
-from ddp.process_group import Ranks
+from benchmarking.bench_ddp import (
+    OURS,
+    TORCH_DDP,
+    DistributedBenchOptions,
+    build_all,
+    loopback_bytes,
+    measure,
+    minimum_bytes,
+)
+from ddp.process_group import World
 from tests.distributed.forked import run_ranks
 
-OPTIONS = Options(
+OPTIONS = DistributedBenchOptions(
     hidden_size=16, layers=2, vocab_size=32, length=8, rows=2, bucket_mib=0.01, rounds=2, warmup=0, steps=1
 )
 DEV = """Inter-|   Receive                                        |  Transmit
@@ -29,9 +37,9 @@ def test_counters() -> None:
 
 @pytest.mark.slow  # three contestants, each of two ranks
 def test_contestants_agree_and_the_report_has_them_all(tmp_path: Path) -> None:
-    def act(ranks: Ranks) -> tuple[list[float], str]:
-        contestants = build_all(OPTIONS, ranks)
-        losses = [ranks.sum(float(each.turn(3)))[0] for each in contestants.values()]
+    def act(ranks: World) -> tuple[list[float], str]:
+        implementations = build_all(OPTIONS, ranks)
+        losses = [ranks.sum(float(each.turn(3)))[0] for each in implementations.values()]
         return losses, measure(OPTIONS, ranks, tmp_path)
 
     (losses, report), (others, _) = run_ranks(act, tmp_path)

@@ -10,16 +10,16 @@ import torch
 
 from benchmarking.bench_attention import attention_step, bench_attention
 from benchmarking.harness import (
-    command_line,
-    cpu_model,
-    environment,
+    collect_environment,
+    format_command_line,
     markdown_list,
     markdown_table,
+    read_cpu_model,
     speedup,
     time_in_turns,
     usable_cores,
 )
-from diffusionlm.models.attention import Backend
+from diffusionlm.models.attention import AttentionBackend
 from profiling.memory import PeakGrowth, peak_resident_bytes, reset_peak_resident, resident_bytes
 
 MEBIBYTE = 1 << 20
@@ -47,14 +47,14 @@ class FakeClock:
 
 def test_contestants_take_turns_and_warm_up_does_not_count() -> None:
     clock = FakeClock()
-    contestants = {"a": clock.contestant("a", [100.0, 1.0, 2.0]), "b": clock.contestant("b", [200.0, 3.0, 5.0])}
+    implementations = {"a": clock.contestant("a", [100.0, 1.0, 2.0]), "b": clock.contestant("b", [200.0, 3.0, 5.0])}
     seen: list[tuple[int, dict[str, float]]] = []
 
     def after_round(number: int, seconds: Mapping[str, float]) -> None:
         seen.append((number, dict(seconds)))
         clock.now += 1000.0  # What is done between steps is not measured.
 
-    seconds = time_in_turns(contestants, rounds=2, warmup=1, after_round=after_round, clock=clock)
+    seconds = time_in_turns(implementations, rounds=2, warmup=1, after_round=after_round, clock=clock)
 
     assert clock.calls == ["a", "b"] * 3
     assert seconds == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
@@ -68,15 +68,15 @@ def test_the_real_clock_measures() -> None:
 
 def test_speedup_of_medians_and_within_rounds() -> None:
     ratio = speedup([1.0, 1.0, 2.0, 1.0, 4.0], [2.0, 3.0, 6.0, 1.0, 16.0])
-    assert ratio.of_medians == 3.0
-    assert (ratio.low, ratio.paired, ratio.high) == (2.0, 3.0, 3.0)
-    assert ratio.within_rounds() == "3.00 [2.00, 3.00]"
+    assert ratio.ratio_of_medians == 3.0
+    assert (ratio.low, ratio.median_ratio, ratio.high) == (2.0, 3.0, 3.0)
+    assert ratio.format_ratio() == "3.00 [2.00, 3.00]"
 
 
 def test_rounds_that_are_slow_as_a_whole_cancel_within_rounds() -> None:
     weather = [1.0, 10.0, 3.0, 30.0]
     ratio = speedup(weather, [1.5 * factor for factor in weather])
-    assert (ratio.low, ratio.paired, ratio.high) == (1.5, 1.5, 1.5)
+    assert (ratio.low, ratio.median_ratio, ratio.high) == (1.5, 1.5, 1.5)
 
 
 def test_speedup_needs_the_same_rounds() -> None:
@@ -85,11 +85,11 @@ def test_speedup_needs_the_same_rounds() -> None:
 
 
 def test_environment_says_what_is_needed_to_measure_again() -> None:
-    where = environment(threads=3, packages=["torch"], accelerator="a GPU")
+    where = collect_environment(threads=3, packages=["torch"], accelerator="a GPU")
     assert f"torch {torch.__version__}" in where["software"]
     assert where["threads"].startswith("3 of torch") and where["accelerator"] == "a GPU"
-    assert where["CPU"] == cpu_model() != ""
-    assert "accelerator" not in environment(threads=1, packages=[])
+    assert where["CPU"] == read_cpu_model() != ""
+    assert "accelerator" not in collect_environment(threads=1, packages=[])
     assert usable_cores() >= 1
 
 
@@ -97,9 +97,9 @@ def test_command_line_is_what_one_would_type(monkeypatch: pytest.MonkeyPatch) ->
     main = sys.modules["__main__"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/tool", "--set", "a.b=x y"])
     monkeypatch.setattr(main, "__spec__", None)
-    assert command_line() == "tool --set 'a.b=x y'"
+    assert format_command_line() == "tool --set 'a.b=x y'"
     monkeypatch.setattr(main, "__spec__", sys.modules["benchmarking.bench_attention"].__spec__)
-    assert command_line() == "python -m benchmarking.bench_attention --set 'a.b=x y'"
+    assert format_command_line() == "python -m benchmarking.bench_attention --set 'a.b=x y'"
 
 
 def test_tables_and_lists() -> None:
@@ -136,10 +136,12 @@ def test_attention_lowerings_are_timed_in_every_precision() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_an_attention_step_uses_the_backend_asked_for(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[Backend] = []
+def test_an_attention_step_uses_the_backend_asked_for(
+    backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[AttentionBackend] = []
 
-    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, backend: Backend) -> torch.Tensor:
+    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, backend: AttentionBackend) -> torch.Tensor:
         used.append(backend)
         return q + k + v
 

@@ -11,13 +11,13 @@ import torch
 
 from benchmarking import bench_decoding_peers as peers
 from benchmarking import bench_infer as module
-from benchmarking.bench_infer import MaskWatch, bench_infer, count, measure_bounds, random_model, random_prompts
-from config.bench_infer import BenchInferConfig, BenchModel, ValidationSection
+from benchmarking.bench_infer import MaskRatioRecorder, bench_infer, count, measure_bounds, random_model, random_prompts
+from config.bench_infer import BenchInferConfig, BenchModel, BenchValidationSection
 from config.eval import EvalConfig, NelboConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
-from diffusionlm.inference.generate import Canvas, Generation, Step, generate
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation, generate
 from diffusionlm.models.init import OUTPUT_PROJECTIONS
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
@@ -107,9 +107,9 @@ def test_a_config_without_a_model_is_an_error() -> None:
         make_config(model={})
 
 
-def step(*masked: list[bool]) -> Step:
-    canvases = tuple(Canvas((0,) * len(one), tuple(one), (0.0,) * len(one)) for one in masked)
-    return Step(1, canvases)
+def step(*masked: list[bool]) -> DecodingStep:
+    canvases = tuple(CanvasSnapshot((0,) * len(one), tuple(one), (0.0,) * len(one)) for one in masked)
+    return DecodingStep(1, canvases)
 
 
 def generation(num_forwards: int) -> Generation:
@@ -124,7 +124,7 @@ def generation(num_forwards: int) -> Generation:
 def test_mask_ratio_is_that_of_the_current_block_before_each_forward(
     is_block_causal: bool, shares: list[float]
 ) -> None:
-    watch = MaskWatch([1, 1], 4, 2, is_block_causal)
+    watch = MaskRatioRecorder([1, 1], 4, 2, is_block_causal)
     for masked in ([False, False, True, True, False], [False, False, False, True, False], [False] * 5):
         watch(step(masked, [False] * 5))
     # The second request took part in one forward.
@@ -202,7 +202,7 @@ def test_an_output_that_is_a_directory_is_an_error(tmp_path: Path) -> None:
 def test_memory_is_above_the_loaded_model() -> None:
     config = make_config()
     threads = torch.get_num_threads()
-    assert 0 <= module._peak_here(config, config.cells()[0]) < 64 << 20
+    assert 0 <= module._measure_peak_in_process(config, config.cells()[0]) < 64 << 20
     torch.set_num_threads(threads)
 
 
@@ -215,7 +215,7 @@ def test_a_bound_is_measured_once_for_each_way_of_attention(monkeypatch: pytest.
 
     monkeypatch.setattr(module, "evaluate_likelihood", evaluate)
     cells = load_config(BenchInferConfig, RESOURCE).cells()
-    validation = ValidationSection.model_validate({"source": "python-stdlib", "num_draws": 2})
+    validation = BenchValidationSection.model_validate({"source": "python-stdlib", "num_draws": 2})
     model = BenchModel(path=tmp_path, device="cpu")
     assert measure_bounds(model, validation, cells) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0] * 2
     assert [config.likelihood for config in asked] == [
@@ -229,8 +229,8 @@ def test_a_bound_is_measured_once_for_each_way_of_attention(monkeypatch: pytest.
 @pytest.mark.parametrize("steps", [1, 3, 4])
 def test_recomputing_everything_gives_our_tokens(model: Transformer, steps: int) -> None:
     prompts = random_prompts(model.config, 8, 3, seed=0)
-    theirs = peers.recompute_everything(model, prompts, 12, 4, steps)
-    assert peers.cached_blocks(model, prompts, 12, 4, steps, forwards=3 * steps)() == theirs
+    theirs = peers.decode_without_cache(model, prompts, 12, 4, steps)
+    assert peers.build_block_cache_call(model, prompts, 12, 4, steps, forwards=3 * steps)() == theirs
     config = GenerationConfig(max_new_tokens=12, remasking_strategy="low_confidence_static", denoising_steps=steps)
     uncached = generate(model, prompts, config.model_copy(update={"cache": "none"}))
     assert [list(one.token_ids) for one in uncached] == theirs
@@ -257,8 +257,8 @@ def test_three_tokens_a_forward_are_exactly_three(model: Transformer) -> None:
 def test_the_causal_peer_is_the_same_model(model: Transformer) -> None:
     pytest.importorskip("transformers")
     prompts = random_prompts(model.config, 4, 2, seed=0)
-    peer = peers.as_causal(model).double()
-    tokens_BL = torch.tensor(peers.next_tokens(peer, prompts, 3)())
+    peer = peers.convert_to_qwen3(model).double()
+    tokens_BL = torch.tensor(peers.build_autoregressive_call(peer, prompts, 3)())
     texts_BL = torch.tensor(prompts)
     for index in range(3):
         with torch.inference_mode():

@@ -6,14 +6,23 @@ import pytest
 import torch
 
 from benchmarking import bench_kernels
-from benchmarking.bench_kernels import IGNORED, OURS, Case, bench_case, build_losses, make_data, measure_error, step
+from benchmarking.bench_kernels import (
+    IGNORE_INDEX,
+    OURS,
+    HeadCase,
+    bench_case,
+    build_losses,
+    make_inputs,
+    measure_error,
+    step,
+)
 
-CASE = Case(12, 5, 4, 31, torch.float32, "cpu", 1)
+CASE = HeadCase(12, 5, 4, 31, torch.float32, "cpu", 1)
 
 
 def test_all_ways_lead_to_the_same_gradients() -> None:
-    data = make_data(CASE)
-    assert data.targets_P.eq(IGNORED).sum() == 7 and data.targets_R.ge(0).all()
+    data = make_inputs(CASE)
+    assert data.targets_P.eq(IGNORE_INDEX).sum() == 7 and data.targets_N.ge(0).all()
     losses = build_losses("cpu", compiles=False)
     expected = step(losses["full logits"], data)
     assert expected[0].ne(0.0).any(dim=1).sum() == 5

@@ -10,7 +10,7 @@ from benchmarking.bench_load import (
     OURS,
     STATUS,
     THEIRS,
-    Load,
+    LoadMeasurement,
     file_bytes,
     measure,
     measure_in_turns,
@@ -20,8 +20,8 @@ from benchmarking.bench_load import (
 )
 
 
-def load(seconds: float, checksum: float = 2.0) -> Load:
-    return Load(seconds, 2 * seconds, 110, 50, 120, 7, checksum)
+def load(seconds: float, checksum: float = 2.0) -> LoadMeasurement:
+    return LoadMeasurement(seconds, 2 * seconds, 110, 50, 120, 7, checksum)
 
 
 @pytest.mark.skipif(not STATUS.is_file(), reason="memory is read from /proc")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarking.bench_moe import THEIRS, Case, bench_moe, build_ours, build_theirs
+from benchmarking.bench_moe import THEIRS, MoECase, bench_moe, build_ours, build_theirs
 
-CASE = Case(tokens=6, hidden_size=16, intermediate_size=8, experts=5, chosen=2)
+CASE = MoECase(tokens=6, hidden_size=16, intermediate_size=8, experts=5, chosen=2)
 
 
 @pytest.mark.parametrize("implementation", THEIRS)

@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from benchmarking.bench_optimizers import Case, bench_optimizers, make_parameters
+from benchmarking.bench_optimizers import OptimizerCase, bench_optimizers, make_parameters
 
-CASE = Case("tiny", ((2, 4, 3), (1, 3, 4)))
+CASE = OptimizerCase("tiny", ((2, 4, 3), (1, 3, 4)))
 
 
 def test_contestants_start_alike() -> None:

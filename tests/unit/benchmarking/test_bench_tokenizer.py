@@ -16,11 +16,11 @@ from benchmarking.bench_tokenizer import (
     OURS,
     TokenizerSpeed,
     bench_tokenizer,
+    check_equal_outputs,
     check_peers,
-    check_same,
+    extract_merges,
     load,
     measure,
-    merges_of,
     report,
     train_ours,
     train_tokenizers,
@@ -113,15 +113,15 @@ def test_a_loaded_tokenizer_of_ours_is_cold() -> None:
 def test_merges_of_both_libraries_compare() -> None:
     pytest.importorskip("tokenizers")
     ours, theirs = train_ours(TEXTS, 280, "qwen"), train_tokenizers(TEXTS, 280, "qwen")
-    assert merges_of(ours) == merges_of(theirs) and len(merges_of(ours)) == 24
+    assert extract_merges(ours) == extract_merges(theirs) and len(extract_merges(ours)) == 24
 
 
 def test_what_differs_is_an_error() -> None:
-    check_same("task", {OURS: [[1], [2, 3]], "other": [[1], [2, 3]]})
+    check_equal_outputs("task", {OURS: [[1], [2, 3]], "other": [[1], [2, 3]]})
     with pytest.raises(ValueError, match="task: other and diffusionlm differ, first in item 1;"):
-        check_same("task", {OURS: [[1], [2, 3]], "other": [[1], [2, 4]]})
+        check_equal_outputs("task", {OURS: [[1], [2, 3]], "other": [[1], [2, 4]]})
     with pytest.raises(ValueError, match="first in item 1;"):
-        check_same("task", {OURS: [1], "other": [1, 2]})
+        check_equal_outputs("task", {OURS: [1], "other": [1, 2]})
     bench = BenchTokenizerSection(rounds=2)
     with pytest.raises(ValueError, match="encoding: x and diffusionlm differ, first in item 0"):
         measure("encoding", {OURS: lambda: [1], "x": lambda: [2]}, bench)

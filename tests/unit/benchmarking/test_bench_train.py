@@ -15,17 +15,17 @@ import torch
 
 from benchmarking import bench_train as module
 from benchmarking.bench_train import (
+    MATRIX_PRODUCTS,
     MEMORY_PARTS,
     OURS,
-    PRODUCTS,
-    Case,
+    TrainCase,
     bench_train,
-    check_machine,
+    find_skipped_peers,
     measure_memory,
-    memory_here,
-    why_left_out,
+    measure_memory_in_process,
+    select_device,
 )
-from config.bench_train import BenchSection, BenchTrainConfig, OutputSection, Precision, Shape
+from config.bench_train import BenchShape, BenchTrainConfig, BenchTrainOutput, BenchTrainSection, Precision
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from diffusionlm.models.transformer import Transformer
@@ -35,7 +35,7 @@ RESOURCE = RESOURCES / "bench_train.toml"
 GPU_RESOURCE = RESOURCES / "bench_train_gpu.toml"
 
 
-def make_shape(**changes: Any) -> Shape:
+def make_shape(**changes: Any) -> BenchShape:
     values: dict[str, Any] = {
         "name": "tiny",
         "vocab_size": 64,
@@ -48,11 +48,11 @@ def make_shape(**changes: Any) -> Shape:
         "intermediate_size": 48,
         "max_position_embeddings": 32,
     }
-    return Shape(**(values | changes))
+    return BenchShape(**(values | changes))
 
 
-def make_case(shape: Shape, precision: Precision = "float32") -> Case:
-    return Case(shape, precision, device="cpu", threads=1, seed=0)
+def make_case(shape: BenchShape, precision: Precision = "float32") -> TrainCase:
+    return TrainCase(shape, precision, device="cpu", threads=1, seed=0)
 
 
 def test_the_shipped_config_is_what_the_docs_say() -> None:
@@ -65,7 +65,7 @@ def test_the_shipped_config_is_what_the_docs_say() -> None:
     assert config.bench.precisions == ("float32", "bfloat16")
     assert config.bench.objectives == ("masked_diffusion", "block_diffusion", "next_token")
     assert config.bench.peers == ("transformers",)
-    assert config.shapes[0].complete().mask_token_id == 4095
+    assert config.shapes[0].to_model_config().mask_token_id == 4095
 
 
 @pytest.mark.parametrize(
@@ -106,15 +106,15 @@ def test_config_errors_and_help_do_not_import_torch() -> None:
 def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_installed", lambda package: False)
     with pytest.raises(ValueError, match=r"transformers.*install the group bench.*bench.peers="):
-        check_machine(BenchSection(peers=("transformers",)))
-    assert check_machine(BenchSection(threads=3, device="cpu")) == ("cpu", 3)
+        select_device(BenchTrainSection(peers=("transformers",)))
+    assert select_device(BenchTrainSection(threads=3, device="cpu")) == ("cpu", 3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_an_error() -> None:
     with pytest.raises(ValueError, match="no CUDA device"):
-        check_machine(BenchSection(device="cuda"))
-    assert check_machine(BenchSection(device="auto"))[0] == "cpu"
+        select_device(BenchTrainSection(device="cuda"))
+    assert select_device(BenchTrainSection(device="auto"))[0] == "cpu"
 
 
 def test_presets_have_their_sizes(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_presets_have_their_sizes(tmp_path: Path) -> None:
     sizes = []
     for shape in config.shapes:
         with torch.device("meta"):
-            sizes.append(sum(parameter.numel() for parameter in Transformer(shape.complete()).parameters()))
+            sizes.append(sum(parameter.numel() for parameter in Transformer(shape.to_model_config()).parameters()))
     # The last two are Qwen's own, as their checkpoints have them.
     assert sizes == [123_588_864, 596_049_920, 1_720_574_976]
     assert config.bench.device == "cuda" and config.bench.peers == ("transformers", "liger")
@@ -137,27 +137,27 @@ def test_presets_have_their_sizes(tmp_path: Path) -> None:
 
 
 def test_a_preset_may_be_changed() -> None:
-    shape = Shape(shape="124m", batch_size=2)
+    shape = BenchShape(shape="124m", batch_size=2)
     assert (shape.name, shape.batch_size, shape.hidden_size) == ("124m", 2, 768)
     with pytest.raises(ValueError, match="shape = '7b' is none of the presets tiny, 124m"):
-        Shape(shape="7b")
+        BenchShape(shape="7b")
 
 
 def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = BenchSection(peers=("transformers", "liger"))
+    bench = BenchTrainSection(peers=("transformers", "liger"))
     monkeypatch.setattr(module, "is_installed", lambda package: True)
-    assert why_left_out(bench, "cuda") == {}
-    assert why_left_out(bench, "cpu") == {"liger": "left out: its kernels need CUDA"}
+    assert find_skipped_peers(bench, "cuda") == {}
+    assert find_skipped_peers(bench, "cpu") == {"liger": "left out: its kernels need CUDA"}
     monkeypatch.setattr(module, "is_installed", lambda package: False)
-    assert why_left_out(bench, "cuda") == {"liger": "left out: liger-kernel is not installed"}
-    assert why_left_out(BenchSection(peers=("transformers",)), "cpu") == {}
+    assert find_skipped_peers(bench, "cuda") == {"liger": "left out: liger-kernel is not installed"}
+    assert find_skipped_peers(BenchTrainSection(peers=("transformers",)), "cpu") == {}
 
 
 def test_memory_by_part() -> None:
     case = make_case(make_shape())
-    memory = memory_here(case, OURS)
-    parameters = sum(parameter.numel() for parameter in Transformer(case.shape.complete()).parameters())
-    tensors = len(list(Transformer(case.shape.complete()).parameters()))
+    memory = measure_memory_in_process(case, OURS)
+    parameters = sum(parameter.numel() for parameter in Transformer(case.shape.to_model_config()).parameters())
+    tensors = len(list(Transformer(case.shape.to_model_config()).parameters()))
     assert tuple(memory) == MEMORY_PARTS
     assert memory["weights"] == memory["gradients"] == 4 * parameters
     # Two moments, and a count of steps for each.
@@ -172,7 +172,7 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
     assert memory["activations"] > 0
 
 
-def fake_memory(case: Case, name: str) -> dict[str, int]:
+def fake_memory(case: TrainCase, name: str) -> dict[str, int]:
     return {part: (index + (10 if name == OURS else 20)) << 20 for index, part in enumerate(MEMORY_PARTS)}
 
 
@@ -182,7 +182,7 @@ def test_without_peers_end_to_end(
     monkeypatch.setattr(module, "measure_memory", fake_memory)
     config = BenchTrainConfig(
         shapes=(make_shape(),),
-        bench=BenchSection(
+        bench=BenchTrainSection(
             precisions=("float32",),
             objectives=("masked_diffusion", "block_diffusion", "next_token"),
             block_length=8,
@@ -191,7 +191,7 @@ def test_without_peers_end_to_end(
             threads=1,
             device="cpu",
         ),
-        output=OutputSection(directory=tmp_path / "out"),
+        output=BenchTrainOutput(directory=tmp_path / "out"),
     )
     text = bench_train(config)
 
@@ -207,7 +207,7 @@ def test_without_peers_end_to_end(
     assert output.out == "" and "tiny, next token, float32: round 2/2: diffusionlm" in output.err
     lines = (tmp_path / "out" / "training_speed.jsonl").read_text().splitlines()
     raw = [json.loads(line) for line in lines]
-    assert [each["contestant"] for each in raw] == [OURS, PRODUCTS] * 3
+    assert [each["contestant"] for each in raw] == [OURS, MATRIX_PRODUCTS] * 3
     assert [each["objective"]["kind"] for each in raw[::2]] == list(config.bench.objectives)
     assert all(len(each["seconds"]) == 2 and min(each["seconds"]) > 0 for each in raw)
     for ours, products in zip(raw[::2], raw[1::2], strict=True):
@@ -221,7 +221,7 @@ def test_with_transformers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measure_memory", fake_memory)
     config = BenchTrainConfig(
         shapes=(make_shape(),),
-        bench=BenchSection(peers=("transformers", "liger"), rounds=2, warmup=0, threads=1, device="cpu"),
+        bench=BenchTrainSection(peers=("transformers", "liger"), rounds=2, warmup=0, threads=1, device="cpu"),
     )
     text = bench_train(config)
     speeds, _, shares, _, memory, _, rest = text.split("\n\n")

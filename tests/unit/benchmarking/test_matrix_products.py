@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarking.implementations.matrix_products import Factor, Product, StepProducts
-from benchmarking.implementations.training import Case, build_ours
-from config.bench_train import Shape
+from benchmarking.implementations.matrix_products import MatrixProduct, MatrixSpec, StepProducts
+from benchmarking.implementations.training import TrainCase, build_ours
+from config.bench_train import BenchShape
 
-TINY = Shape(shape="tiny", num_hidden_layers=2, hidden_size=32, head_dim=16, vocab_size=64, max_position_embeddings=32)
+TINY = BenchShape(
+    shape="tiny", num_hidden_layers=2, hidden_size=32, head_dim=16, vocab_size=64, max_position_embeddings=32
+)
 
 
 def test_a_linear_layer_has_three_products() -> None:
@@ -20,9 +22,9 @@ def test_a_linear_layer_has_three_products() -> None:
     products = StepProducts.of(lambda: F.linear(x, weight).square().sum().backward())
     plain = torch.float32
     assert dict(products.plain) == {
-        Product(Factor((7, 4), False, plain), Factor((4, 5), True, plain)): 1,
-        Product(Factor((5, 7), True, plain), Factor((7, 4), False, plain)): 1,
-        Product(Factor((7, 5), False, plain), Factor((5, 4), False, plain)): 1,
+        MatrixProduct(MatrixSpec((7, 4), False, plain), MatrixSpec((4, 5), True, plain)): 1,
+        MatrixProduct(MatrixSpec((5, 7), True, plain), MatrixSpec((7, 4), False, plain)): 1,
+        MatrixProduct(MatrixSpec((7, 5), False, plain), MatrixSpec((5, 4), False, plain)): 1,
     }
     assert not products.attention
     assert products.flops == 3 * 2 * 7 * 4 * 5
@@ -57,7 +59,7 @@ def test_fused_attention_is_its_batched_products(causal: bool, heads: int) -> No
 
 
 def test_the_products_of_a_step_are_those_that_torch_counts() -> None:
-    step = build_ours(Case(TINY, "bfloat16", "cpu", threads=1, seed=0)).step
+    step = build_ours(TrainCase(TINY, "bfloat16", "cpu", threads=1, seed=0)).step
     products = StepProducts.of(step)
     with FlopCounterMode(display=False) as counter:
         step()
@@ -68,10 +70,10 @@ def test_the_products_of_a_step_are_those_that_torch_counts() -> None:
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_what_is_replayed_has_shape_layout_and_dtype(batch: tuple[int, ...], is_added: bool) -> None:
-    first = Factor((*batch, 2, 4), True, torch.bfloat16)
+    first = MatrixSpec((*batch, 2, 4), True, torch.bfloat16)
     made = first.make("cpu")
-    assert Factor.of(made) == first and made.abs().max() > 0
-    product = Product(first, Factor((*batch, 4, 5), False, torch.bfloat16), is_added)
+    assert MatrixSpec.of(made) == first and made.abs().max() > 0
+    product = MatrixProduct(first, MatrixSpec((*batch, 4, 5), False, torch.bfloat16), is_added)
     call = product.prepare("cpu")
     before = call().clone()
     assert before.shape == (*batch, 2, 5) and before.dtype == torch.bfloat16
@@ -82,7 +84,7 @@ def test_what_is_replayed_has_shape_layout_and_dtype(batch: tuple[int, ...], is_
 
 
 def test_a_replay_is_the_same_products_again() -> None:
-    step = build_ours(Case(TINY, "float32", "cpu", threads=1, seed=0)).step
+    step = build_ours(TrainCase(TINY, "float32", "cpu", threads=1, seed=0)).step
     products = StepProducts.of(step)
     again = StepProducts.of(products.replay("cpu"))
     assert products.attention and again.count == products.count and again.flops == products.flops

@@ -13,18 +13,25 @@ import torch
 import torch.nn.functional as F
 
 from benchmarking.implementations import training as module
-from benchmarking.implementations.training import BUILDERS, OURS, Case, Contestant, build_ours, build_transformers
-from config.bench_train import Precision, Shape
-from config.objective import BlockDiffusion, MaskedDiffusion, NextToken, Objective
-from diffusionlm.diffusion.noised_batch import Draw
+from benchmarking.implementations.training import (
+    BUILDERS,
+    OURS,
+    TrainCase,
+    TrainImplementation,
+    build_ours,
+    build_transformers,
+)
+from config.bench_train import BenchShape, Precision
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
 from diffusionlm.training.run import Run
 
-OBJECTIVES: tuple[Objective, ...] = (MaskedDiffusion(), BlockDiffusion(block_length=8), NextToken())
+OBJECTIVES: tuple[Objective, ...] = (MaskedDiffusionConfig(), BlockDiffusionConfig(block_length=8), NextTokenConfig())
 
 
-def make_shape(**changes: Any) -> Shape:
+def make_shape(**changes: Any) -> BenchShape:
     values: dict[str, Any] = {
         "name": "tiny",
         "vocab_size": 64,
@@ -37,21 +44,23 @@ def make_shape(**changes: Any) -> Shape:
         "intermediate_size": 48,
         "max_position_embeddings": 32,
     }
-    return Shape(**(values | changes))
+    return BenchShape(**(values | changes))
 
 
-def make_case(precision: Precision = "float32", objective: Objective | None = None, shape: Shape | None = None) -> Case:
-    return Case(shape or make_shape(), precision, "cpu", 1, 0, objective or MaskedDiffusion())
+def make_case(
+    precision: Precision = "float32", objective: Objective | None = None, shape: BenchShape | None = None
+) -> TrainCase:
+    return TrainCase(shape or make_shape(), precision, "cpu", 1, 0, objective or MaskedDiffusionConfig())
 
 
-def same_weights(case: Case) -> tuple[Contestant, Contestant]:
+def same_weights(case: TrainCase) -> tuple[TrainImplementation, TrainImplementation]:
     """Both models with our weights, moved away from where training starts."""
     pytest.importorskip("transformers")
     ours, theirs = build_ours(case), build_transformers(case)
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in ours.model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=chance))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=rng))
     theirs.model.load_state_dict(ours.model.state_dict())
     return ours, theirs
 
@@ -75,7 +84,7 @@ def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     real = module.train_step
 
-    def watched(run: Run, draws: list[Draw], denominator: float) -> torch.Tensor:
+    def watched(run: Run, draws: list[NoisedBatch], denominator: float) -> torch.Tensor:
         steps.append(run.progress.step)
         [draw] = draws
         assert draw.inputs_BS.shape == (4, 32) and run.optimizers.learning_rates()["hidden"] == 1e-4
@@ -111,7 +120,7 @@ def test_all_contestants_get_the_same_tokens() -> None:
 
 def test_next_token_is_the_same_loss() -> None:
     """It has no chance in it."""
-    ours, theirs = same_weights(make_case(objective=NextToken()))
+    ours, theirs = same_weights(make_case(objective=NextTokenConfig()))
     assert ours.step().item() == pytest.approx(theirs.step().item(), rel=1e-2)
 
 
@@ -119,12 +128,12 @@ def test_next_token_is_the_same_loss() -> None:
 def test_the_peer_sees_what_ours_sees(objective: Objective) -> None:
     case = make_case(objective=objective)
     ours, theirs = same_weights(case)
-    given, labels_BL, weights_BL, scored = module._peer_inputs(case, case.tokens())()
+    given, labels_BL, weights_BL, scored = module._build_peer_inputs(case, case.tokens())()
     inputs, L = given["input_ids"], 32
     masked_BL = inputs[:, :L] == case.shape.mask_token
-    assert torch.equal(masked_BL, labels_BL != module.IGNORED)
+    assert torch.equal(masked_BL, labels_BL != module.IGNORE_INDEX)
     assert torch.equal(labels_BL[masked_BL], case.tokens()[masked_BL])
-    is_block = isinstance(objective, BlockDiffusion)
+    is_block = isinstance(objective, BlockDiffusionConfig)
     assert inputs.shape == (4, 2 * L if is_block else L) and scored == (L if is_block else None)
     levels = {len(set(row.tolist())) for row in weights_BL}
     assert levels == {4 if is_block else 1}, "a noise level for each block, or for the row"

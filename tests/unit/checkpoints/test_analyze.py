@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cli.analyze import main
-from diffusionlm.checkpoints.analyze import analyze, render, tensors_of
+from diffusionlm.checkpoints.analyze import analyze, format_analysis, list_tensors
 
 Tensors = dict[str, Tensor]
 
@@ -26,9 +26,9 @@ def directory(path: Path, files: dict[str, Tensors], **config: object) -> Path:
 
 @pytest.fixture
 def tensors() -> Tensors:
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     shapes = {"embed": (5, 4), "layer.q": (4, 4), "layer.k": (4, 4), "norm": (4,)}
-    return {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
 
 
 def test_equal_directories_are_equal_however_they_are_sharded(tensors: Tensors, tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_equal_directories_are_equal_however_they_are_sharded(tensors: Tensors, 
     result = analyze(one, two)
     assert result.is_equal and len(result.pairs) == 4 and not result.only_a + result.only_b
     assert result.config_differences == (("b", 2, 3), ("c", None, 4))
-    assert {info.file for info in tensors_of(two).values()} == set(shards)
-    assert "4 tensors are the same in both" in render(result, 40)
+    assert {info.file for info in list_tensors(two).values()} == set(shards)
+    assert "4 tensors are the same in both" in format_analysis(result, 40)
 
 
 def test_differences_are_measured(tensors: Tensors, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_renamed_tensors_are_found_by_their_values(tensors: Tensors, tmp_path: P
         (name, f"other.{name}", "values") for name in ("embed", "layer.q", "layer.k")
     }
     assert [info.name for info in result.only_a] == ["norm"] and [info.name for info in result.only_b] == ["new"]
-    assert "layer.q = other.layer.q" in render(result, 40) and "only in b:" in render(result, 40)
+    assert "layer.q = other.layer.q" in format_analysis(result, 40) and "only in b:" in format_analysis(result, 40)
     without = analyze(one, two, values=False)
     assert len(without.only_a) == 4 and not without.pairs
 
@@ -77,7 +77,7 @@ def test_shapes_that_differ_are_shown_and_not_compared(tensors: Tensors, tmp_pat
     result = analyze(one, directory(tmp_path / "two", {"model.safetensors": grown}))
     [pair] = [pair for pair in result.pairs if pair.max_difference is None]
     assert (pair.a.shape, pair.b.shape) == ((5, 4), (6, 4)) and not result.is_equal
-    assert "5x4 / 6x4" in render(result, 40)
+    assert "5x4 / 6x4" in format_analysis(result, 40)
 
 
 def test_a_dtype_that_holds_the_values_changes_nothing(tensors: Tensors, tmp_path: Path) -> None:
@@ -123,4 +123,4 @@ def test_damaged_files_are_named(tensors: Tensors, tmp_path: Path) -> None:
         analyze(one, one)
     two = directory(tmp_path / "two", {"model-1.safetensors": tensors, "model-2.safetensors": tensors})
     with pytest.raises(ValueError, match=r"embed is in model-1\.safetensors and in model-2"):
-        tensors_of(two)
+        list_tensors(two)

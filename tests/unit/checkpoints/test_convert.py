@@ -50,10 +50,10 @@ def source(path: Path, tokenizer: Tokenizer, rows: int, **changes: Any) -> Path:
     )
     model = Transformer(config)
     init_weights(model, 0)
-    chance = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=chance))
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=rng))
     save_model_directory(model, tokenizer, path)
     return path
 
@@ -82,7 +82,7 @@ def test_a_new_row_for_the_mask_token(untie: bool, tokenizer: Tokenizer, tmp_pat
         for weight in (after.model.embed_tokens.weight, after.lm_head.weight):
             assert torch.equal(weight[:rows], table)
             torch.testing.assert_close(weight[rows], table.mean(0))
-    assert nelbo(after, TOKENS, num_draws=2, block_length=4).nats_per_token > 0
+    assert nelbo(after, TOKENS, num_mc_samples=2, block_length=4).nats_per_token > 0
 
 
 def test_a_row_that_no_token_used(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -18,12 +18,18 @@ from config.convert import ConvertConfig
 from diffusionlm.checkpoints import model_card
 from diffusionlm.checkpoints.convert import convert, plan_conversion
 from diffusionlm.checkpoints.huggingface import save_model, save_model_directory
-from diffusionlm.checkpoints.manifest import verify, write_directory
-from diffusionlm.checkpoints.model_card import Bound, Source, Training, update_training, write_card
+from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
+from diffusionlm.checkpoints.model_card import (
+    CardDataSource,
+    CardTraining,
+    ValidationBound,
+    update_training_section,
+    write_model_card,
+)
 from tests.conftest import MakeModel
 from tokenizer import Tokenizer, train_bpe
 
-TRAINING = Training(
+TRAINING = CardTraining(
     name="first_try",
     step=40,
     max_steps=1_000,
@@ -31,14 +37,14 @@ TRAINING = Training(
     row_length=256,
     tokens_seen=327_680,
     sources=(
-        Source("stories", "a file of stories", "files/train/0a1b", 0.75, "someone/stories"),
-        Source("web", "https://example.com", "hub/0c2d", 0.25),
+        CardDataSource("stories", "a file of stories", "files/train/0a1b", 0.75, "someone/stories"),
+        CardDataSource("web", "https://example.com", "hub/0c2d", 0.25),
     ),
     objective='kind = "masked_diffusion"\n',
     optimizer="muon",
     command="diffusionlm-train --config DIR/config.toml --set run.directory=runs/again",
     tokenizer_fingerprint="f00d",
-    bound=Bound(3.98765, 0.0184, 40),
+    bound=ValidationBound(3.98765, 0.0184, 40),
 )
 
 
@@ -47,10 +53,10 @@ def tokenizer() -> Tokenizer:
     return train_bpe(["the cat sat on the mat"], vocab_size=260)
 
 
-def card_of(model: Any, folder: Path, training: Training | None = None) -> str:
+def card_of(model: Any, folder: Path, training: CardTraining | None = None) -> str:
     folder.mkdir(exist_ok=True)
     save_model(model, folder)
-    write_card(folder, model.config, dict(model.named_parameters()), training)
+    write_model_card(folder, model.config, dict(model.named_parameters()), training)
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
@@ -140,9 +146,9 @@ def test_what_it_says_of_use_fits_the_context(
 
 def test_text_of_others_stays_text(tiny_model: MakeModel, tmp_path: Path) -> None:
     odd = "a|b\n## Use\n<script>x</script> `c` [d](e) \\ **f**"
-    source = Source(odd, odd, odd, 1.0, 'x"]\nlicense: mit')
+    source = CardDataSource(odd, odd, odd, 1.0, 'x"]\nlicense: mit')
     values = {**vars(TRAINING), "name": odd, "sources": (source,), "objective": "````\n## Use\n", "init_from": odd}
-    card = card_of(tiny_model(), tmp_path, Training(**values))
+    card = card_of(tiny_model(), tmp_path, CardTraining(**values))
     assert front_matter(card)["datasets"] == ['x"]\nlicense: mit'] and front_matter(card)["license"] == "unknown"
     escaped = r"a\|b \#\# Use \<script\>x\</script\> \`c\` \[d\](e) \\ \*\*f\*\*"
     assert f"| {escaped} | {escaped} | {escaped} | 100.0% |" in card
@@ -152,23 +158,23 @@ def test_text_of_others_stays_text(tiny_model: MakeModel, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("line", ['datasets: ["a/b", 3', "datasets:\n- a/b", "datasets: [1]", ""])
 def test_a_head_that_somebody_wrote_anew_names_no_datasets(line: str) -> None:
-    assert model_card._datasets_of(f'---\nlibrary_name: diffusionlm\n{line}\n---\n\ndatasets: ["c/d"]\n') == ()
-    assert model_card._datasets_of(f'---\n{line}\ndatasets: ["a/b"]\n---\n') == ()
+    assert model_card._parse_datasets(f'---\nlibrary_name: diffusionlm\n{line}\n---\n\ndatasets: ["c/d"]\n') == ()
+    assert model_card._parse_datasets(f'---\n{line}\ndatasets: ["a/b"]\n---\n') == ()
 
 
 def sealed(tiny_model: MakeModel, target: Path) -> Path:
-    write_directory(target, lambda folder: card_of(tiny_model(), folder, TRAINING) and None)
+    write_directory_atomically(target, lambda folder: card_of(tiny_model(), folder, TRAINING) and None)
     return target
 
 
-LATER = Training(**{**vars(TRAINING), "bound": Bound(2.0, 0.01, 40, is_exact=True)})
+LATER = CardTraining(**{**vars(TRAINING), "bound": ValidationBound(2.0, 0.01, 40, is_exact=True)})
 
 
 def test_the_final_bound_is_put_in_later(tiny_model: MakeModel, tmp_path: Path) -> None:
     folder = sealed(tiny_model, tmp_path / "model")
     before = (folder / "README.md").read_text(encoding="utf-8")
-    update_training(folder, LATER)
-    verify(folder, must_have_manifest=True)
+    update_training_section(folder, LATER)
+    verify_directory(folder, must_have_manifest=True)
     after = (folder / "README.md").read_text(encoding="utf-8")
     assert after == before.replace("at most 3.988 ± 0.018 nats", "2.000 ± 0.010 nats")
     assert "README.md" in json.loads((folder / "MANIFEST.json").read_text())["files"]
@@ -178,7 +184,7 @@ def test_the_final_bound_is_put_in_later(tiny_model: MakeModel, tmp_path: Path) 
 def test_killed_in_between_the_checkpoint_verifies(
     writes: int, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, original, done = sealed(tiny_model, tmp_path / "model"), model_card.replace_text, [0]
+    folder, original, done = sealed(tiny_model, tmp_path / "model"), model_card.write_text_atomic, [0]
 
     def write(path: Path, text: str) -> None:
         if done[0] == writes:
@@ -186,14 +192,14 @@ def test_killed_in_between_the_checkpoint_verifies(
         done[0] += 1
         original(path, text)
 
-    monkeypatch.setattr(model_card, "replace_text", write)
+    monkeypatch.setattr(model_card, "write_text_atomic", write)
     with pytest.raises(OSError, match="killed"):
-        update_training(folder, LATER)
-    verify(folder, must_have_manifest=True)
-    monkeypatch.setattr(model_card, "replace_text", original)
-    update_training(folder, LATER)
+        update_training_section(folder, LATER)
+    verify_directory(folder, must_have_manifest=True)
+    monkeypatch.setattr(model_card, "write_text_atomic", original)
+    update_training_section(folder, LATER)
     assert "2.000 ± 0.010" in (folder / "README.md").read_text(encoding="utf-8")
-    verify(folder, must_have_manifest=True)
+    verify_directory(folder, must_have_manifest=True)
 
 
 def test_a_card_of_somebody_else_is_left_alone(tiny_model: MakeModel, tmp_path: Path) -> None:
@@ -201,7 +207,7 @@ def test_a_card_of_somebody_else_is_left_alone(tiny_model: MakeModel, tmp_path: 
     (folder / "README.md").write_text("# mine\n", encoding="utf-8")
     manifest = (folder / "MANIFEST.json").read_bytes()
     with pytest.raises(ValueError, match=r"README\.md has no '## Training'"):
-        update_training(folder, LATER)
+        update_training_section(folder, LATER)
     assert (folder / "README.md").read_text() == "# mine\n" and (folder / "MANIFEST.json").read_bytes() == manifest
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffusionlm.checkpoints.huggingface import read_config
+from diffusionlm.checkpoints.huggingface import read_model_config
 from diffusionlm.models.transformer import Transformer
 
 LLAMA3 = {
@@ -78,6 +78,6 @@ def test_published_models_have_their_size(
     """The released config.json gives a model of as many numbers and tensors as the released files hold."""
     (tmp_path / "config.json").write_text(json.dumps(values))
     with torch.device("meta"):
-        model = Transformer(read_config(tmp_path))
+        model = Transformer(read_model_config(tmp_path))
     found = [parameter.numel() for parameter in model.parameters()]
     assert (sum(found), len(found)) == (parameters, tensors)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from config.model import LinearRope, Llama3Rope, YarnRope
-from diffusionlm.checkpoints.huggingface import load_model, load_weights, read_config, save_model
-from diffusionlm.checkpoints.manifest import write_directory
-from diffusionlm.checkpoints.weights import LISTED, read_weights, saved_dtype
+from diffusionlm.checkpoints.huggingface import load_model, load_weights, read_model_config, save_model
+from diffusionlm.checkpoints.manifest import write_directory_atomically
+from diffusionlm.checkpoints.weights import MAX_LISTED_PROBLEMS, read_saved_dtype, read_weights
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -41,7 +41,7 @@ LLAMA3 = {
 def read(folder: Path, **values: Any) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(BASE | values))
-    return read_config(folder)
+    return read_model_config(folder)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_defaults_of_llada(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llada", "vocab_size": 126_400, "embedding_size": 126_464, **values})
     )
-    config = read_config(tmp_path)
+    config = read_model_config(tmp_path)
     assert (config.mask_token_id, config.eos_token_id, config.pad_token_id) == (126336, 126081, 126081)
     assert config.stop_token_ids == (126081, 126348)
     assert (config.block_length, config.logit_alignment) == (None, "same_position")
@@ -156,7 +156,7 @@ def test_yarn(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "attention_factor": None}
     expected = YarnRope(factor=4.0, original_max_position_embeddings=16)
     assert read(tmp_path, model_type="qwen3", rope_scaling=scaling).rope_scaling == expected
-    assert expected.length == pytest.approx(1.1386294361)  # 0.1 ln 4 + 1
+    assert expected.attention_scaling == pytest.approx(1.1386294361)  # 0.1 ln 4 + 1
     for wrong in ({"mscale": 0.7}, {"truncate": False}, {"beta_slow": 40}, {"factor": 0.5}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             read(tmp_path, model_type="qwen3", rope_scaling=scaling | wrong)
@@ -234,7 +234,7 @@ def test_what_is_not_computed_here_is_named(values: dict[str, Any], named: str, 
 def test_a_broken_config_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json"):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
 
 
 # Weights.
@@ -249,7 +249,7 @@ def test_the_widest_dtype_is_kept(tmp_path: Path) -> None:
     ):
         tensors = {name: torch.zeros(2, dtype=dtype) for name, dtype in zip("ab", others, strict=True)}
         save_file(tensors, tmp_path / "model.safetensors")
-        assert saved_dtype(tmp_path) == expected
+        assert read_saved_dtype(tmp_path) == expected
 
 
 def test_shards_give_the_same_model(saved: Path, tiny_model: MakeModel) -> None:
@@ -262,7 +262,7 @@ def test_shards_give_the_same_model(saved: Path, tiny_model: MakeModel) -> None:
 def test_dtypes_are_converted_or_kept(dtype: torch.dtype, tiny_model: MakeModel, tmp_path: Path) -> None:
     model = tiny_model(dtype=dtype)
     save_model(model, tmp_path)
-    assert saved_dtype(tmp_path) == dtype
+    assert read_saved_dtype(tmp_path) == dtype
     for loaded, expected in ((load_model(tmp_path), torch.float32), (load_model(tmp_path, dtype="keep"), dtype)):
         for name, parameter in loaded.named_parameters():
             assert parameter.dtype == expected
@@ -305,7 +305,7 @@ def test_nothing_is_copied_unless_all_fits(saved: Path, tiny_model: MakeModel) -
 def test_very_many_problems_are_counted(saved: Path, tiny_model: MakeModel) -> None:
     with pytest.raises(ValueError, match=r"and \d+ more$") as caught:
         load_weights(tiny_model(num_hidden_layers=9), saved)
-    assert str(caught.value).count("missing") == LISTED
+    assert str(caught.value).count("missing") == MAX_LISTED_PROBLEMS
 
 
 def test_missing_shards_are_all_named(saved: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_truncated_shard_is_named(keep: float, saved: Path) -> None:
 
 def test_a_flipped_bit_is_named_where_there_is_a_manifest(tiny_model: MakeModel, tmp_path: Path) -> None:
     target = tmp_path / "model"
-    write_directory(target, lambda folder: save_model(tiny_model(), folder, max_shard_size="4KB"))
+    write_directory_atomically(target, lambda folder: save_model(tiny_model(), folder, max_shard_size="4KB"))
     load_model(target)
     shard = sorted(target.glob("model-*.safetensors"))[2]
     content = bytearray(shard.read_bytes())

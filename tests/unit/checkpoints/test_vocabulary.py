@@ -11,8 +11,8 @@ import pytest
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.checkpoints.huggingface import load_model, read_config, save_model
-from diffusionlm.inference.stopping import stop_tokens
+from diffusionlm.checkpoints.huggingface import load_model, read_model_config, save_model
+from diffusionlm.inference.stopping import resolve_stop_token_ids
 from diffusionlm.models.transformer import Transformer
 
 MakeConfig = Callable[..., ModelConfig]
@@ -29,7 +29,7 @@ BASE: dict[str, Any] = {
 
 def read(folder: Path, **values: Any) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(BASE | values))
-    return read_config(folder)
+    return read_model_config(folder)
 
 
 # Ends of text.
@@ -89,11 +89,11 @@ def test_a_broken_generation_config_is_named(content: str, named: str, tmp_path:
 
 def test_what_ends_a_text(make_config: MakeConfig) -> None:
     ends = GenerationConfig(max_new_tokens=4)
-    assert stop_tokens(ends, make_config(eos_token_id=None)) == frozenset()
-    assert stop_tokens(ends, make_config()) == {17}
-    assert stop_tokens(ends, make_config(stop_token_ids=(17, 3))) == {17, 3}
+    assert resolve_stop_token_ids(ends, make_config(eos_token_id=None)) == frozenset()
+    assert resolve_stop_token_ids(ends, make_config()) == {17}
+    assert resolve_stop_token_ids(ends, make_config(stop_token_ids=(17, 3))) == {17, 3}
     chosen = ends.model_copy(update={"stop_token_ids": (5,)})
-    assert stop_tokens(chosen, make_config(stop_token_ids=(17, 3))) == {5}
+    assert resolve_stop_token_ids(chosen, make_config(stop_token_ids=(17, 3))) == {5}
 
 
 def test_ends_of_a_config(make_config: MakeConfig) -> None:

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import (
-    config_json,
+    build_config_json,
     load_model,
     load_tokenizer,
-    read_config,
+    read_model_config,
     save_model,
     save_model_directory,
 )
-from diffusionlm.checkpoints.llada import canonical_name, file_name
-from diffusionlm.checkpoints.weights import parse_size, read_weights, save_weights
+from diffusionlm.checkpoints.llada import parameter_name, stored_name
+from diffusionlm.checkpoints.weights import parse_byte_size, read_weights, save_weights
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
 
@@ -139,7 +139,7 @@ def test_old_weights_do_not_stay_behind(tiny_model: MakeModel, tmp_path: Path) -
     ("size", "expected"), [(7, 7), ("7", 7), ("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2MiB", 2**21), ("1TiB", 2**40)]
 )
 def test_sizes(size: int | str, expected: int) -> None:
-    assert parse_size(size) == expected
+    assert parse_byte_size(size) == expected
 
 
 @pytest.mark.parametrize("size", ["", "GB", "5 bytes", "-1", 0, -3, "0GB"])
@@ -186,7 +186,7 @@ def test_the_sources_generation_config_is_kept(tiny_model: MakeModel, tokenizer:
     (source / "generation_config.json").write_text(content)
     save_model_directory(model, tokenizer, target, source=source)
     assert (target / "generation_config.json").read_text() == content
-    assert read_config(target).stop_token_ids == (17, 16)
+    assert read_model_config(target).stop_token_ids == (17, 16)
     more = tiny_model(vocab_size=tokenizer.vocab_size, stop_token_ids=(17, 5))
     save_model_directory(more, tokenizer, target, source=source)
     expected = {"eos_token_id": [17, 5, 16], "temperature": 0.6}
@@ -201,11 +201,11 @@ def test_the_sources_generation_config_is_kept(tiny_model: MakeModel, tokenizer:
 
 def test_a_block_model_in_sdars_words(make_config: MakeConfig) -> None:
     """A model that was made here is written so if its config asks for it."""
-    values = config_json(make_config(model_type="sdar", block_length=8), torch.bfloat16)
+    values = build_config_json(make_config(model_type="sdar", block_length=8), torch.bfloat16)
     expected = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 8, "mask_token_id": 18}
     assert {key: values[key] for key in expected} == expected
     assert "block_length" not in values
-    own = config_json(make_config(block_length=8), torch.bfloat16)
+    own = build_config_json(make_config(block_length=8), torch.bfloat16)
     assert (own["model_type"], own["block_length"], own["dtype"]) == ("qwen3", 8, "bfloat16")
     assert "block_size" not in own
 
@@ -229,22 +229,22 @@ def test_a_block_model_in_sdars_words(make_config: MakeConfig) -> None:
 )
 def test_what_no_family_can_say_is_refused(overrides: dict[str, Any], named: str, make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match=rf"(?s){named}"):
-        config_json(make_config(**overrides), torch.float32)
+        build_config_json(make_config(**overrides), torch.float32)
 
 
 def test_names_of_llada_are_each_others_inverse(tiny_model: MakeModel) -> None:
     names = [name for name, _ in tiny_model(**LLADA, tie_word_embeddings=False).named_parameters()]
-    theirs = [file_name(name) for name in names]
+    theirs = [stored_name(name) for name in names]
     assert len(set(theirs)) == len(names)
     assert all(name.startswith("model.transformer.") for name in theirs)
-    assert [canonical_name(name) for name in theirs] == names
-    assert file_name("lm_head.weight") == "model.transformer.ff_out.weight"
-    assert file_name("model.layers.1.mlp.down_proj.weight") == "model.transformer.blocks.1.ff_out.weight"
+    assert [parameter_name(name) for name in theirs] == names
+    assert stored_name("lm_head.weight") == "model.transformer.ff_out.weight"
+    assert stored_name("model.layers.1.mlp.down_proj.weight") == "model.transformer.blocks.1.ff_out.weight"
     for strange in ("model.transformer.wpe.weight", "model.transformer.blocks.0.att_proj.weight", "model.norm.weight"):
-        assert canonical_name(strange) == strange
+        assert parameter_name(strange) == strange
 
 
 def test_the_family_is_named_only_where_the_options_do_not_say_it(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(model_type="qwen3")
-    (tmp_path / "config.json").write_text(json.dumps(config_json(config, torch.float32)))
-    assert read_config(tmp_path) == make_config()
+    (tmp_path / "config.json").write_text(json.dumps(build_config_json(config, torch.float32)))
+    assert read_model_config(tmp_path) == make_config()

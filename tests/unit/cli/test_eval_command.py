@@ -16,15 +16,15 @@ import torch
 from cli.eval import main
 from config.data import DataConfig, LocalFiles
 from config.dump import to_toml
-from config.eval import EvalConfig, NelboConfig, SamplerConfig
+from config.eval import EvalConfig, NelboConfig, SamplerLikelihoodConfig
 from config.generation import GenerationConfig
 from config.load import load_config
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
-from diffusionlm.data.loader import batch_of
+from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.data.pipeline import open_parts, rows_of
-from diffusionlm.evaluation.evaluate import bits_per_byte, bytes_of_rows
+from diffusionlm.data.pipeline import build_row_reader, open_components
+from diffusionlm.evaluation.evaluate import bits_per_byte, count_row_bytes
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
@@ -135,9 +135,9 @@ def test_a_bound_and_its_bytes(
     capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path, tokenizer: Tokenizer
 ) -> None:
     result = evaluated(capsys, "--model", model_dir, "--data", data, *IN_ORDER, "--set", "likelihood.num_draws=3")
-    batch = batch_of(padded_rows(tokenizer))
+    batch = collate_rows(padded_rows(tokenizer))
     expected = nelbo(
-        load_model(model_dir), batch.tokens_BL, batch.is_target_BL, num_draws=3, document_BL=batch.document_BL
+        load_model(model_dir), batch.tokens_BL, batch.loss_mask_BL, num_mc_samples=3, document_BL=batch.document_BL
     )
     assert result["method"] == "bound, bidirectional"
     assert (result["is_exact"], result["block_length"], result["num_forwards"]) == (False, None, None)
@@ -164,19 +164,19 @@ def test_bits_per_byte_by_hand(tokenizer: Tokenizer) -> None:
     rows = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
     assert [len(row) for row in rows] == [6, 6]  # the tokenizer has no merges for them
     tokens_BL = torch.tensor(rows).numpy()
-    bytes_B = bytes_of_rows(tokenizer, tokens_BL, torch.ones(2, 6, dtype=torch.bool).numpy())
+    bytes_B = count_row_bytes(tokenizer, tokens_BL, torch.ones(2, 6, dtype=torch.bool).numpy())
     assert bytes_B.tolist() == [5, 5]
     value, error = bits_per_byte([6.0, 4.0], bytes_B)
     assert value == pytest.approx(1.0 / math.log(2))
     # Residuals 1 and -1; sqrt(2 / 1 * 2) / 10 bytes.
     assert error == pytest.approx(0.2 / math.log(2))
     first_only = torch.tensor([[True, True, False, False, False, False], [False] * 6]).numpy()
-    assert bytes_of_rows(tokenizer, tokens_BL, first_only).tolist() == [2, 0]
+    assert count_row_bytes(tokenizer, tokens_BL, first_only).tolist() == [2, 0]
     assert bits_per_byte([1.0, 1.0], bytes_B * 0) == (math.inf, math.inf)
 
 
 def test_blocks(capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path, tokenizer: Tokenizer) -> None:
-    batch = batch_of(padded_rows(tokenizer))
+    batch = collate_rows(padded_rows(tokenizer))
     folder = make_dir(block_length=4)
     model = load_model(folder)
     for options, block_length, method in (
@@ -186,7 +186,7 @@ def test_blocks(capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, dat
         (("--set", "likelihood.block_length=1"), 1, "exact, block length 1"),
     ):
         result = evaluated(capsys, "--model", folder, "--data", data, *IN_ORDER, *options)
-        expected = nelbo(model, batch.tokens_BL, batch.is_target_BL, block_length, document_BL=batch.document_BL)
+        expected = nelbo(model, batch.tokens_BL, batch.loss_mask_BL, block_length, document_BL=batch.document_BL)
         assert (result["method"], result["block_length"]) == (method, block_length)
         assert result["nats_per_token"] == pytest.approx(expected.nats_per_token, abs=1e-5)
         assert result["is_exact"] == (block_length == 1)
@@ -194,14 +194,14 @@ def test_blocks(capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, dat
 
 
 def test_a_sampler(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path, tokenizer: Tokenizer) -> None:
-    batch = batch_of(padded_rows(tokenizer))
+    batch = collate_rows(padded_rows(tokenizer))
     settings = ("likelihood.kind=sampler", "likelihood.generation.block_length=8", "likelihood.batch_size=2")
     options = [each for setting in settings for each in ("--set", setting)]
     result = evaluated(capsys, "--model", model_dir, "--data", data, *IN_ORDER, *options)
     expected = sampler_likelihood(
         load_model(model_dir),
         batch.tokens_BL,
-        batch.is_target_BL,
+        batch.loss_mask_BL,
         GenerationConfig(block_length=8),
         document_BL=batch.document_BL,
     )
@@ -250,8 +250,10 @@ def test_a_causal_checkpoint_is_what_transformers_says(
     peer = transformers.AutoModelForCausalLM.from_pretrained(qwen_dir)
     source = LocalFiles(paths=(str(data),), validation_paths=("none",))
     recipe = DataConfig(source=source, begin_with_eos=begins, row_shuffle_window=0)
-    rows, _ = rows_of(open_parts(recipe, "train"), recipe, tokenizer, 64, 0).read(0, None, 100)
-    pieces = [row.tokens_L[row.documents_L == number] for row in rows for number in range(row.documents_L.max() + 1)]
+    rows, _ = build_row_reader(open_components(recipe, "train"), recipe, tokenizer, 64, 0).read(0, None, 100)
+    pieces = [
+        row.tokens_L[row.document_ids_L == number] for row in rows for number in range(row.document_ids_L.max() + 1)
+    ]
     assert len(pieces) > len(TEXTS)  # a row's end cuts one
     nats, count = 0.0, 0
     for piece in pieces:
@@ -413,7 +415,7 @@ def test_the_config() -> None:
     assert isinstance(config.likelihood, NelboConfig)
     assert EvalConfig().likelihood == NelboConfig(num_draws=4)
     overrides = ["likelihood.kind=sampler", "likelihood.generation.denoising_steps=8"]
-    assert load_config(EvalConfig, None, overrides).likelihood == SamplerConfig(
+    assert load_config(EvalConfig, None, overrides).likelihood == SamplerLikelihoodConfig(
         generation=GenerationConfig(denoising_steps=8)
     )
     for overrides, words in (

@@ -18,7 +18,7 @@ import ddp.launch as module
 from cli.train import main as train
 from cli.train_ddp import main
 from config.parallel import DDP
-from ddp.launch import Failure, Nodes, count_local_ranks, describe, launch, read_failures, run_rank
+from ddp.launch import Nodes, RankFailure, count_local_ranks, format_failures, launch, read_failures, run_rank
 
 ROOT = Path(__file__).parents[3]
 RESOURCE = str(ROOT / "config" / "resources" / "train_ddp.toml")
@@ -129,19 +129,19 @@ def test_a_rank_for_each_gpu(gpus: int, wanted: Any, device: str, count: int, mo
             count_local_ranks(DDP(local_ranks=5), device)
 
 
-def failure(rank: int, text: str, *, is_users: bool = False, attempt: int = 0, at: float = 0.0) -> Failure:
-    return Failure(rank, attempt, is_users, text, at)
+def failure(rank: int, text: str, *, is_user_error: bool = False, attempt: int = 0, at: float = 0.0) -> RankFailure:
+    return RankFailure(rank, attempt, is_user_error, text, at)
 
 
 def test_what_several_ranks_say_is_said_once() -> None:
-    same = [failure(rank, "a.toml: no such file", is_users=True) for rank in range(2)]
-    assert describe("train", same) == "train: error: a.toml: no such file"
+    same = [failure(rank, "a.toml: no such file", is_user_error=True) for rank in range(2)]
+    assert format_failures("train", same) == "train: error: a.toml: no such file"
     followed = [*same, failure(2, "Traceback\nRuntimeError: connection closed")]
-    assert describe("train", followed) == "train: error: a.toml: no such file"
-    other = [same[0], failure(1, "b.toml: no such file", is_users=True)]
-    assert describe("train", other).splitlines()[1] == "train: error on rank 1: b.toml: no such file"
+    assert format_failures("train", followed) == "train: error: a.toml: no such file"
+    other = [same[0], failure(1, "b.toml: no such file", is_user_error=True)]
+    assert format_failures("train", other).splitlines()[1] == "train: error on rank 1: b.toml: no such file"
     bugs = [failure(1, "Traceback\n  line\nKeyError: 1"), failure(0, "Traceback\n  line\nRuntimeError: closed")]
-    assert describe("train", bugs).splitlines() == [
+    assert format_failures("train", bugs).splitlines() == [
         "train: rank 1 failed first:",
         *("Traceback", "  line", "KeyError: 1"),
         "train: rank 0 failed:",
@@ -183,14 +183,14 @@ def test_a_rank_puts_down_how_it_failed(
     told = capsys.readouterr().err
     assert "rank 3 failed first:" in told and "KeyError: 1" in told and "all ranks start anew, 1 of 2 times" in told
     bug, users = read_failures(tmp_path)
-    assert (bug.rank, bug.attempt, bug.is_users) == (3, 0, False) and bug.text.endswith("KeyError: 1\n")
-    assert (users.attempt, users.is_users, users.text) == (1, True, "no such file")
+    assert (bug.rank, bug.attempt, bug.is_user_error) == (3, 0, False) and bug.text.endswith("KeyError: 1\n")
+    assert (users.attempt, users.is_user_error, users.text) == (1, True, "no such file")
     # Ranks that are started afterwards end at once.
     assert run_rank(fails(AssertionError()), verdict, str(tmp_path), "train") == 1
 
 
 def launched_with(
-    monkeypatch: pytest.MonkeyPatch, outcome: int | str, failures: list[Failure], sent: int | None = None
+    monkeypatch: pytest.MonkeyPatch, outcome: int | str, failures: list[RankFailure], sent: int | None = None
 ) -> int:
     def agent(arguments: Any, *_: Any) -> int | str:
         for each in failures:
@@ -211,7 +211,7 @@ def test_exit_codes_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err == ""
     assert launched_with(monkeypatch, "rank 1 was killed by SIGKILL", []) == 1
     assert capsys.readouterr().err == "train: rank 1 was killed by SIGKILL\n"
-    assert launched_with(monkeypatch, 1, [failure(0, "no such file", is_users=True)]) == 1
+    assert launched_with(monkeypatch, 1, [failure(0, "no such file", is_user_error=True)]) == 1
     assert capsys.readouterr().err == "train: error: no such file\n"
 
 
@@ -222,7 +222,7 @@ def test_signals_are_passed_on_to_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("multiprocessing.active_children", lambda: ranks)
     monkeypatch.setattr(os, "kill", lambda pid, number: passed.append((pid, number)))
     verdict: Any = Verdict(value=-1)
-    with module._signals_passed_on(verdict):
+    with module._forward_signals(verdict):
         # Blocked in this thread, as its processes inherit it; a thread that waits takes it.
         assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
         signal.pthread_kill(_waiting_thread(), signal.SIGUSR1)
@@ -240,7 +240,7 @@ def test_signals_are_passed_on_to_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _stopped_before_ranks(verdict: Any) -> None:
-    with module._signals_passed_on(verdict):
+    with module._forward_signals(verdict):
         signal.pthread_kill(_waiting_thread(), signal.SIGTERM)
         _until(lambda: False)
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from cli import tokenizer_training as module
-from cli.tokenizer_training import Progress
+from cli.tokenizer_training import ProgressMeter
 from cli.train_tokenizer import main
 from config.data import LocalFiles, PythonStdlib
 from config.load import load_config
 from config.train import TrainConfig
 from config.train_tokenizer import TrainTokenizerConfig
-from diffusionlm.checkpoints.manifest import verify
+from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.data.reader import open_source
 from tokenizer import load_tokenizer, train_bpe
 
@@ -72,7 +72,7 @@ def test_it_learns_measures_and_writes(texts: Path, tmp_path: Path, capsys: pyte
     assert len(train) + len(held_out) == 300 and held_out
 
     tokenizer = load_tokenizer(directory)
-    verify(directory, must_have_manifest=True)
+    verify_directory(directory, must_have_manifest=True)
     assert tokenizer.fingerprint == train_bpe(train, vocab_size=280).fingerprint
     assert (tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.mask_token_id) == (280, 278, 279)
     assert load_config(TrainTokenizerConfig, directory / "config.toml").output.directory == directory
@@ -117,8 +117,8 @@ def test_workers_and_limits(texts: Path, tmp_path: Path, capsys: pytest.CaptureF
         directory = tmp_path / str(workers)
         main(options(texts, directory, **{"output.workers": workers, "tokenizer.max_training_bytes": 1000}))
         fingerprints.add(load_tokenizer(directory).fingerprint)
-        learnt_from = lines_of(capsys.readouterr().out)["learnt from"]
-        num_bytes, documents = (int(word.replace(",", "")) for word in learnt_from.split() if word[0].isdigit())
+        training_text = lines_of(capsys.readouterr().out)["learnt from"]
+        num_bytes, documents = (int(word.replace(",", "")) for word in training_text.split() if word[0].isdigit())
         assert 1000 <= num_bytes < 1060 and documents <= 25
     assert len(fingerprints) == 1
 
@@ -205,7 +205,7 @@ def test_progress_is_a_bar_in_a_terminal_and_sparse_lines_elsewhere(monkeypatch:
     for stream, bar in ((Terminal(), True), (io.StringIO(), False)):
         now = 0.0
         monkeypatch.setattr(module.time, "monotonic", lambda: now)  # noqa: B023
-        progress = Progress(stream)
+        progress = ProgressMeter(stream)
         progress.begin("learning", "merges", 200)
         for done in range(1, 201):
             now += 0.125

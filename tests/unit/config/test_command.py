@@ -53,10 +53,12 @@ def failure(capsys: pytest.CaptureFixture[str], code: int, *argv: object, **opti
 
 
 def test_config_overrides_and_extra_arguments(file: Path) -> None:
-    def extra(parser: ArgumentParser) -> None:
+    def add_arguments(parser: ArgumentParser) -> None:
         parser.add_argument("--resume", action="store_true")
 
-    config, arguments = parse("--config", file, "--set", "inner.name=7", "--set=inner.steps=5", "--resume", extra=extra)
+    config, arguments = parse(
+        "--config", file, "--set", "inner.name=7", "--set=inner.steps=5", "--resume", add_arguments=add_arguments
+    )
     assert config == Config(inner=Inner(steps=5, name="7"))
     assert arguments.resume is True
 
@@ -83,7 +85,7 @@ def test_bad_config(capsys: pytest.CaptureFixture[str], file: Path) -> None:
 
 def test_renamed(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     message = failure(
-        capsys, 2, "--config", file, "--set", "inner.iters=1", renamed={"*.iters": "is called steps here"}
+        capsys, 2, "--config", file, "--set", "inner.iters=1", key_hints={"*.iters": "is called steps here"}
     )
     assert message.endswith("--set inner.iters=1: is called steps here\n")
 
@@ -95,10 +97,10 @@ def test_print_config_prints_a_config_that_loads(capsys: pytest.CaptureFixture[s
 
 
 def test_schema_needs_no_other_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    def extra(parser: ArgumentParser) -> None:
+    def add_arguments(parser: ArgumentParser) -> None:
         parser.add_argument("--needed", required=True)
 
-    assert json.loads(failure(capsys, 0, "--schema", extra=extra))["title"] == "Config"
+    assert json.loads(failure(capsys, 0, "--schema", add_arguments=add_arguments))["title"] == "Config"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,7 @@ HUB = ("data.source.kind=hub", "data.source.dataset=a/b")
 )
 def test_first_documents_of_a_hub_split(overrides: tuple[str, ...], part: tuple[str, int | None]) -> None:
     source = load(*HUB, *overrides).source
-    assert isinstance(source, HubDataset) and source.train_part == part
+    assert isinstance(source, HubDataset) and source.train_split_and_limit == part
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from config.generation import OPTION_KEYS, STRATEGIES, GenerationConfig, RemaskingStrategy
+from config.generation import STRATEGIES, STRATEGY_OPTION_KEYS, GenerationConfig, RemaskingStrategy
 
 VALUES: dict[str, object] = {
     "denoising_steps": 3,
@@ -37,7 +37,7 @@ def message_of(values: dict[str, Any]) -> str:
 
 def test_the_table_has_every_strategy_and_every_option_a_taker() -> None:
     assert tuple(STRATEGIES) == get_args(RemaskingStrategy)
-    assert set(OPTION_KEYS) == VALUES.keys()
+    assert set(STRATEGY_OPTION_KEYS) == VALUES.keys()
     for strategy in STRATEGIES.values():
         assert set(strategy.keys) <= GenerationConfig.model_fields.keys()
         assert len(set(strategy.keys)) == len(strategy.keys)

@@ -24,7 +24,7 @@ from config.base import (
     StrTuple,
     TupleOf,
 )
-from config.dump import differences, key_lines, to_toml
+from config.dump import find_key_lines, list_differences, to_toml
 from config.load import ConfigError, json_schema, load_config
 
 
@@ -402,13 +402,13 @@ run.toml:22: [optimizer]: unknown section (did you mean [training.optimizer]?)""
         ]
 
     def test_renamed_keys(self, problems: Any) -> None:
-        renamed = {
+        key_hints = {
             "training.max_train_iteration": "is called training.max_steps here",
             "optim.lr": "is called training.optimizer.rate here",
             "*.wandb": "is not supported",
         }
         text = DATA + "[training]\nmax_train_iteration = 5\n[optim]\nlr = 3\nwandb = true\nbeta = 1\n"
-        assert problems(text, "wandb=x", renamed=renamed) == [
+        assert problems(text, "wandb=x", key_hints=key_hints) == [
             "run.toml:4: training.max_train_iteration = 5: is called training.max_steps here",
             "run.toml:5: [optim]: unknown section (known here: data, training, stages, title)",
             "run.toml:6: optim.lr = 3: is called training.optimizer.rate here",
@@ -442,7 +442,7 @@ k = 2
 [a]
 last = 1"""
     tomllib.loads(text)
-    lines = {".".join(map(str, key)): line for key, line in key_lines(text).items()}
+    lines = {".".join(map(str, key)): line for key, line in find_key_lines(text).items()}
     assert lines == {"top": 2, "text": 5, "more": 9, "a": 22, "a.last": 23} | {
         f"a.{key}": line
         for key, line in {"b": 12, "b.x.y": 13, "b.x.y.z": 13, "b.c": 14, "e": 15, "e.0": 15, "e.0.k": 16}.items()
@@ -476,8 +476,8 @@ class TestDump:
             training=Training(optimizer=Sgd(), gates=(1, 2)),
             stages=(Source(name="one"),),
         )
-        assert differences(old, old) == []
-        assert differences(old, new) == [
+        assert list_differences(old, old) == []
+        assert list_differences(old, new) == [
             "data.mixture.0.weight: 1.0 -> 2.0",
             "training.gates: 1 -> [1, 2]",
             'training.optimizer.kind: "adam" -> "sgd"',
@@ -495,6 +495,6 @@ class TestDump:
 
     def test_differences_of_an_array_of_tables_that_was_empty(self) -> None:
         old, new = Data(path=Path("x")), Data(path=Path("x"), mixture=(Source(name="a", weight=2.0),))
-        assert differences(new, old)[0] == 'mixture.0.name: "a" -> (not set)'
-        keys = [line.partition(":")[0] for line in differences(old, new)]
+        assert list_differences(new, old)[0] == 'mixture.0.name: "a" -> (not set)'
+        keys = [line.partition(":")[0] for line in list_differences(old, new)]
         assert keys == ["mixture.0.name", "mixture.0.weight", "mixture.0.tags"]

@@ -9,7 +9,7 @@ import pytest
 
 from config.load import ConfigError, load_config
 from config.logging import LoggingConfig, WandbConfig
-from config.train import RENAMED, TrainConfig
+from config.train import KEY_HINTS, TrainConfig
 
 REST = """
 [run]
@@ -39,7 +39,7 @@ def load(tmp_path: Path) -> Load:
     def load(text: str) -> LoggingConfig:
         path = tmp_path / "train.toml"
         path.write_text(REST + text, encoding="utf-8")
-        return load_config(TrainConfig, path, renamed=RENAMED).logging
+        return load_config(TrainConfig, path, key_hints=KEY_HINTS).logging
 
     return load
 

@@ -10,17 +10,17 @@ from config.base import Section
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from config.objective import (
-    Bernoulli,
-    BlockDiffusion,
-    CleanCosine,
-    Cosine,
-    Counts,
-    MaskedDiffusion,
-    NextToken,
+    BlockDiffusionConfig,
+    BlockLengthStage,
+    CleanCosineScheduleConfig,
+    CosineScheduleConfig,
+    FixedCountMasking,
+    IndependentMasking,
+    MaskedDiffusionConfig,
+    NextTokenConfig,
     Objective,
-    Power,
-    Sigmoid,
-    Stage,
+    PowerScheduleConfig,
+    SigmoidScheduleConfig,
 )
 from config.train import TrainConfig
 
@@ -44,7 +44,7 @@ max_steps = 10
 
 
 class Config(Section):
-    objective: Objective = MaskedDiffusion()
+    objective: Objective = MaskedDiffusionConfig()
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Objective:
@@ -60,36 +60,40 @@ BERNOULLI = '[objective.estimator]\nkind = "bernoulli"\n'
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", MaskedDiffusion()),
-        ('[objective]\nkind = "masked_diffusion"\nloss = "soft_ce"\n', MaskedDiffusion(loss="soft_ce")),
-        ('[objective]\nkind = "next_token"\nz_loss = 1e-4\n', NextToken(z_loss=1e-4)),
-        (BLOCKS + "block_length = 4\n", BlockDiffusion(block_length=4)),
-        (BLOCKS + "block_length = [1, 4, 32]\n", BlockDiffusion(block_length=(1, 4, 32))),
+        ("", MaskedDiffusionConfig()),
+        ('[objective]\nkind = "masked_diffusion"\nloss = "soft_ce"\n', MaskedDiffusionConfig(loss="soft_ce")),
+        ('[objective]\nkind = "next_token"\nz_loss = 1e-4\n', NextTokenConfig(z_loss=1e-4)),
+        (BLOCKS + "block_length = 4\n", BlockDiffusionConfig(block_length=4)),
+        (BLOCKS + "block_length = [1, 4, 32]\n", BlockDiffusionConfig(block_length=(1, 4, 32))),
         (
             BLOCKS + "stages = [{from_step = 0, block_length = 32}, {from_step = 10, block_length = 4}]\n",
-            BlockDiffusion(stages=(Stage(from_step=0, block_length=32), Stage(from_step=10, block_length=4))),
+            BlockDiffusionConfig(
+                stages=(BlockLengthStage(from_step=0, block_length=32), BlockLengthStage(from_step=10, block_length=4))
+            ),
         ),
         (
             BLOCKS
             + 'block_length = 8\n[objective.estimator]\nkind = "counts"\ncomplementary = true\ndraw_per = "row"\n',
-            BlockDiffusion(block_length=8, estimator=Counts(complementary=True, draw_per="row")),
+            BlockDiffusionConfig(block_length=8, estimator=FixedCountMasking(complementary=True, draw_per="row")),
         ),
         (
             BERNOULLI + 'schedule = "cosine"\nrange = [0, 0.5]\n',
-            MaskedDiffusion(estimator=Bernoulli(schedule=Cosine(), range=(0.0, 0.5))),
+            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=CosineScheduleConfig(), range=(0.0, 0.5))),
         ),
         (
             BERNOULLI + 'schedule = {kind = "power", exponent = 3.0}\n',
-            MaskedDiffusion(estimator=Bernoulli(schedule=Power(exponent=3.0))),
+            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerScheduleConfig(exponent=3.0))),
         ),
         (
             BERNOULLI + '[objective.estimator.schedule]\nkind = "sigmoid"\nsteepness = 4\n',
-            MaskedDiffusion(estimator=Bernoulli(schedule=Sigmoid(steepness=4.0))),
+            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=SigmoidScheduleConfig(steepness=4.0))),
         ),
         (
             BERNOULLI + 'times = "antithetic"\nmin_masking_rate = 0.1\nreweight_cap = 20\nreplace_with = "random"\n',
-            MaskedDiffusion(
-                estimator=Bernoulli(times="antithetic", min_masking_rate=0.1, reweight_cap=20.0, replace_with="random")
+            MaskedDiffusionConfig(
+                estimator=IndependentMasking(
+                    times="antithetic", min_masking_rate=0.1, reweight_cap=20.0, replace_with="random"
+                )
             ),
         ),
     ],
@@ -103,14 +107,14 @@ def test_what_is_written_is_read_and_comes_back(text: str, expected: Objective, 
 def test_on_the_command_line(tmp_path: Path) -> None:
     kind = "objective.estimator.kind=bernoulli"
     for override in ("objective.estimator.schedule=clean_cosine", "objective.estimator.schedule.kind=clean_cosine"):
-        assert load(tmp_path, "", "objective.kind=masked_diffusion", kind, override) == MaskedDiffusion(
-            estimator=Bernoulli(schedule=CleanCosine())
+        assert load(tmp_path, "", "objective.kind=masked_diffusion", kind, override) == MaskedDiffusionConfig(
+            estimator=IndependentMasking(schedule=CleanCosineScheduleConfig())
         )
     overrides = ("objective.estimator.schedule.kind=power", "objective.estimator.schedule.exponent=0.5")
     found = load(tmp_path, "", "objective.kind=masked_diffusion", kind, *overrides)
-    assert found == MaskedDiffusion(estimator=Bernoulli(schedule=Power(exponent=0.5)))
+    assert found == MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerScheduleConfig(exponent=0.5)))
     found = load(tmp_path, "", "objective.kind=block_diffusion", "objective.block_length=[2, 8]")
-    assert found == BlockDiffusion(block_length=(2, 8))
+    assert found == BlockDiffusionConfig(block_length=(2, 8))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,17 @@ import pytest
 
 from config.dump import to_toml
 from config.load import load_config
-from config.optimizer import GROUPS, RENAMED, AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup, Schedule
+from config.optimizer import (
+    KEY_HINTS,
+    PARAMETER_GROUPS,
+    AdamW,
+    AdamWGroup,
+    Lion,
+    LionGroup,
+    LRScheduleConfig,
+    Muon,
+    MuonGroup,
+)
 from config.train import TrainConfig
 
 HEAD = """
@@ -33,7 +43,7 @@ max_steps = 100
 def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
     path = tmp_path / "train.toml"
     path.write_text(HEAD + text, encoding="utf-8")
-    config = load_config(TrainConfig, path, overrides, renamed=RENAMED)
+    config = load_config(TrainConfig, path, overrides, key_hints=KEY_HINTS)
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(TrainConfig, path) == config
     return config
@@ -59,7 +69,10 @@ warmup_fraction = 0.05
 final_factor = 0.0
 """
     config = load(tmp_path, text)
-    assert config.optimizer == Muon(rest=AdamW(learning_rate=6e-3, weight_decay=0.0)) and config.schedule == Schedule()
+    assert (
+        config.optimizer == Muon(rest=AdamW(learning_rate=6e-3, weight_decay=0.0))
+        and config.schedule == LRScheduleConfig()
+    )
     old = '[optimizer]\nkind = "adamw"\nlearning_rate = 1e-5\nbetas = [0.9, 0.98]\neps = 1e-8\nweight_decay = 0.1\n'
     assert load(tmp_path, old).optimizer == AdamW(learning_rate=1e-5)
 
@@ -111,16 +124,16 @@ def test_mistakes_are_answered(text: str, message: str, tmp_path: Path) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("key", sorted(RENAMED))
+@pytest.mark.parametrize("key", sorted(KEY_HINTS))
 def test_keys_of_relatives_are_answered(key: str, tmp_path: Path) -> None:
     section, _, name = key.rpartition(".")
     with pytest.raises(ValueError, match="1 problem") as caught:
         load(tmp_path, f"[{section}]\n{name} = 1\n")
-    assert RENAMED[key] in str(caught.value)
+    assert KEY_HINTS[key] in str(caught.value)
 
 
 def test_every_group_of_a_relative_is_answered_on_its_line(tmp_path: Path) -> None:
-    groups = [group for group in GROUPS if group != "router"]
+    groups = [group for group in PARAMETER_GROUPS if group != "router"]
     text = "".join(f"[optimizer.muon.{group}]\nmax_learning_rate = 0.1\n" for group in groups)
     with pytest.raises(ValueError, match="4 problems") as caught:
         load(tmp_path, text)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load_config
-from config.parallel import DDP, FSDP, Single
-from config.train import RENAMED, DistributedTrainConfig, TrainConfig
+from config.parallel import DDP, FSDP, SingleProcess
+from config.train import KEY_HINTS, DistributedTrainConfig, TrainConfig
 
 RESOURCES = Path(__file__).parents[3] / "config" / "resources"
 TRAIN = RESOURCES / "train.toml"
@@ -16,17 +16,17 @@ TRAIN = RESOURCES / "train.toml"
 
 def problem(*overrides: str, cls: type[TrainConfig] = TrainConfig) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(cls, TRAIN, overrides, renamed=RENAMED)
+        load_config(cls, TRAIN, overrides, key_hints=KEY_HINTS)
     assert "1 problem" in str(caught.value)
     return str(caught.value).splitlines()[1]
 
 
 def test_defaults_of_both_commands() -> None:
-    assert load_config(TrainConfig, TRAIN).parallel == Single()
+    assert load_config(TrainConfig, TRAIN).parallel == SingleProcess()
     config = load_config(DistributedTrainConfig, TRAIN, ["parallel.local_ranks=4"])
     assert config.parallel == DDP(local_ranks=4)
-    plain = config.plain()
-    assert type(plain) is TrainConfig and plain == load_config(
+    to_train_config = config.to_train_config()
+    assert type(to_train_config) is TrainConfig and to_train_config == load_config(
         TrainConfig, TRAIN, ["parallel.strategy=ddp", "parallel.local_ranks=4"]
     )
     assert load_config(DistributedTrainConfig, TRAIN, ["parallel.strategy=fsdp"]).parallel == FSDP()

@@ -21,7 +21,7 @@ from config.eval import EvalConfig
 from config.infer import InferConfig
 from config.load import ConfigError, load_config
 from config.make_data import MakeDataConfig
-from config.train import RENAMED, TrainConfig
+from config.train import KEY_HINTS, TrainConfig
 from config.train_tokenizer import TrainTokenizerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -138,14 +138,14 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_of_the_config(
     assert caught.value.code == 2 and message in told and "init_from = models/qwen3-mask" in told
 
 
-@pytest.mark.parametrize("key", sorted(RENAMED))
+@pytest.mark.parametrize("key", sorted(KEY_HINTS))
 def test_keys_of_relatives_are_answered(key: str, tmp_path: Path) -> None:
     section, _, name = key.rpartition(".")
     path = tmp_path / "train.toml"
     path.write_text(f"[{section}]\n{name} = 1\n" if section else f"[{name}]\nx = 1\n", encoding="utf-8")
     with pytest.raises(ValueError, match="is not a valid TrainConfig") as caught:
-        load_config(TrainConfig, path, renamed=RENAMED)
-    assert RENAMED[key] in str(caught.value)
+        load_config(TrainConfig, path, key_hints=KEY_HINTS)
+    assert KEY_HINTS[key] in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import zstandard
 from config.data import LocalFiles
 from diffusionlm.data import bytestreams, parquet_records
 from diffusionlm.data.found_files import find_files
-from diffusionlm.data.local_files import format_of
+from diffusionlm.data.local_files import detect_format
 from diffusionlm.data.reader import DocumentSource, Split, open_source
 
 Drain = Callable[..., list[Any]]
@@ -51,7 +51,7 @@ def json_lines(texts: list[str]) -> str:
 
 def random_texts(count: int, seed: int, form: str) -> list[str]:
     """Characters of all planes and all kinds of line breaks, as far as the format can hold them."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     breaks = ["\n", "\r\n", "\r", "\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\ufeff", "\\", '"', "\x7f"]
     if form in ("jsonl", "array", "parquet"):
         breaks += ["\0", "\n\n"]
@@ -59,11 +59,11 @@ def random_texts(count: int, seed: int, form: str) -> list[str]:
         breaks = ["\u2028", "\x85", "\ufeff", '"'] + (["\n"] if form == "paragraph" else [])
     texts = []
     for _ in range(count):
-        highest = chance.choice([0x7F, 0x7FF, 0xFFFF, 0x10FFFF])
-        codes = chance.integers(0x20, highest + 1, int(chance.integers(1, 40)))
+        highest = rng.choice([0x7F, 0x7FF, 0xFFFF, 0x10FFFF])
+        codes = rng.integers(0x20, highest + 1, int(rng.integers(1, 40)))
         pieces = [chr(code) for code in codes if not 0xD800 <= code < 0xE000]
-        for _ in range(int(chance.integers(0, 4))):
-            pieces.insert(int(chance.integers(0, len(pieces) + 1)), str(chance.choice(breaks)))
+        for _ in range(int(rng.integers(0, 4))):
+            pieces.insert(int(rng.integers(0, len(pieces) + 1)), str(rng.choice(breaks)))
         text = "".join(pieces)
         if form in ("paragraph", "line"):  # their ends would be read otherwise
             text = "\n".join(f"a{line}z" for line in text.split("\n"))
@@ -73,19 +73,17 @@ def random_texts(count: int, seed: int, form: str) -> list[str]:
     return texts
 
 
-def content_of(texts: list[str], form: str, chance: np.random.Generator) -> bytes:
+def content_of(texts: list[str], form: str, rng: np.random.Generator) -> bytes:
     if form == "jsonl":
-        lines = [json.dumps({"text": text}, ensure_ascii=bool(chance.integers(2))) for text in texts]
-        return "\n".join(lines).encode() + b"\n" * int(chance.integers(2))
+        lines = [json.dumps({"text": text}, ensure_ascii=bool(rng.integers(2))) for text in texts]
+        return "\n".join(lines).encode() + b"\n" * int(rng.integers(2))
     if form == "array":
         rows = [{"id": 1, "text": text, "more": [{}]} for text in texts]
-        return json.dumps(
-            rows, ensure_ascii=bool(chance.integers(2)), indent=1 if chance.integers(2) else None
-        ).encode()
+        return json.dumps(rows, ensure_ascii=bool(rng.integers(2)), indent=1 if rng.integers(2) else None).encode()
     if form == "paragraph":
-        return b"\n" * 2 + "".join(text + "\n" * int(chance.integers(2, 5)) for text in texts).encode()
+        return b"\n" * 2 + "".join(text + "\n" * int(rng.integers(2, 5)) for text in texts).encode()
     if form == "line":
-        return "".join(text + str(chance.choice(["\n", "\r\n", "\n\n"])) for text in texts).encode()
+        return "".join(text + str(rng.choice(["\n", "\r\n", "\n\n"])) for text in texts).encode()
     assert form == "document" and len(texts) == 1
     return texts[0].encode()
 
@@ -93,7 +91,7 @@ def content_of(texts: list[str], form: str, chance: np.random.Generator) -> byte
 def write(folder: Path, texts: list[str], form: str, ending: str, seed: int = 0) -> Path:
     """The texts in several files, in the order of their names; archives have two members."""
     folder.mkdir(exist_ok=True)
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     parts = [[text] for text in texts] if form == "document" else [texts[:19], texts[19:20], texts[20:]]
     name = {"jsonl": "jsonl", "array": "json", "parquet": "parquet"}.get(form, "txt")
     for number, part in enumerate(parts):
@@ -103,7 +101,7 @@ def write(folder: Path, texts: list[str], form: str, ending: str, seed: int = 0)
             column = pa.array(part, pa.string()).cast(kinds[number % 3])
             pq.write_table(pa.table({"id": range(len(part)), "text": column}), path, row_group_size=7)
         else:
-            content = content_of(part, form, chance)
+            content = content_of(part, form, rng)
             half = len(content) // 2
             pieces = [content] if ending == "" else [content[:half], content[half:]]
             path.write_bytes(b"".join(COMPRESS[ending](piece) for piece in pieces))
@@ -448,7 +446,7 @@ def test_name_with_glob_characters(tmp_path: Path, drain: Drain) -> None:
     ],
 )
 def test_format_by_ending(name: str, expected: str | None) -> None:
-    assert format_of(Path(name)) == expected
+    assert detect_format(Path(name)) == expected
 
 
 # Memory
@@ -465,8 +463,8 @@ def peak() -> Iterator[Callable[[], int]]:
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 def test_files_are_not_held_in_memory(ending: str, tmp_path: Path, peak: Callable[[], int]) -> None:
     path = tmp_path / f"a.jsonl{ending}"
-    chance = np.random.default_rng(0)
-    rows = "".join(f'{{"text": "{chance.bytes(500).hex()}"}}\n' for _ in range(12_000))
+    rng = np.random.default_rng(0)
+    rows = "".join(f'{{"text": "{rng.bytes(500).hex()}"}}\n' for _ in range(12_000))
     path.write_bytes(COMPRESS[ending](rows.encode()))
     del rows
     tracemalloc.reset_peak()

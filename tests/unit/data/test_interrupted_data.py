@@ -10,11 +10,11 @@ import pytest
 
 from config.data import DataConfig, LocalFiles, PythonStdlib
 from config.model import ModelConfig
-from config.objective import MaskedDiffusion
+from config.objective import MaskedDiffusionConfig
 from diffusionlm.data.loader import Loader
-from diffusionlm.data.pipeline import Part, rows_of
+from diffusionlm.data.pipeline import MixtureComponent, build_row_reader
 from diffusionlm.data.reader import open_source
-from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import build_objective
 
 LENGTH, EOS, MASK = 16, 256, 257
@@ -42,8 +42,8 @@ BAD = [
 
 def loader_of(source: Any, rows: str, batch_size: int, tokenizer: Any) -> Loader:
     config = DataConfig(source=PythonStdlib(), rows=rows, document_shuffle_window=5, row_shuffle_window=3)  # type: ignore[arg-type]
-    reader = rows_of([Part("only", 1.0, source)], config, tokenizer, LENGTH, 1)
-    return Loader(reader, build_objective(MaskedDiffusion(), MODEL), batch_size, batch_size, seed=1)
+    reader = build_row_reader([MixtureComponent("only", 1.0, source)], config, tokenizer, LENGTH, 1)
+    return Loader(reader, build_objective(MaskedDiffusionConfig(), MODEL), batch_size, batch_size, seed=1)
 
 
 def read(loader: Loader, step: int) -> list[Any]:
@@ -51,16 +51,16 @@ def read(loader: Loader, step: int) -> list[Any]:
     return [_plain(draw) for draw in loader.next_step(step)]
 
 
-def _plain(draw: Draw) -> Any:
-    return draw.inputs_BS.tolist(), draw.rows_R.tolist(), draw.targets_R.tolist(), draw.weights_R.tolist()
+def _plain(draw: NoisedBatch) -> Any:
+    return draw.inputs_BS.tolist(), draw.positions_N.tolist(), draw.targets_N.tolist(), draw.weights_N.tolist()
 
 
 def texts(step: list[Any]) -> list[str]:
     """The clean rows of a step of masked diffusion."""
     found = []
-    for inputs_BS, rows_R, targets_R, _ in step:
+    for inputs_BS, positions_N, targets_N, _ in step:
         flat = [token for row in inputs_BS for token in row]
-        for place, target in zip(rows_R, targets_R, strict=True):
+        for place, target in zip(positions_N, targets_N, strict=True):
             flat[place] = target
         rows = [flat[first : first + LENGTH] for first in range(0, len(flat), LENGTH)]
         found += [bytes(token for token in row if token < EOS).decode() for row in rows]

@@ -12,12 +12,12 @@ import torch
 
 from config.data import DataConfig, LocalFiles, PythonStdlib
 from config.model import ModelConfig
-from config.objective import MaskedDiffusion
-from diffusionlm.data.loader import Loader, batch_of, count_rows
+from config.objective import MaskedDiffusionConfig
+from diffusionlm.data.loader import Loader, collate_rows, count_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.data.pipeline import Part, rows_of
-from diffusionlm.data.reader import Reader, open_source
-from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
+from diffusionlm.data.pipeline import MixtureComponent, build_row_reader
+from diffusionlm.data.reader import ResumableReader, open_source
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 
 Drain = Callable[..., list[Any]]
@@ -40,33 +40,33 @@ class Recording:
     """The objective, noting the batches and keys that it is given."""
 
     def __init__(self) -> None:
-        self.inner = build_objective(MaskedDiffusion(), MODEL)
-        self.batches: list[Batch] = []
-        self.keys: list[DrawKey] = []
+        self.inner = build_objective(MaskedDiffusionConfig(), MODEL)
+        self.batches: list[CleanBatch] = []
+        self.keys: list[NoiseKey] = []
 
-    def draw(self, batch: Batch, key: DrawKey) -> Draw:
+    def build_noised_batch(self, batch: CleanBatch, key: NoiseKey) -> NoisedBatch:
         self.batches.append(batch)
         self.keys.append(key)
-        return self.inner.draw(batch, key)
+        return self.inner.build_noised_batch(batch, key)
 
-    def score(self, draw: Draw, denominator: float) -> Any:
-        return self.inner.score(draw, denominator)
+    def loss_inputs(self, draw: NoisedBatch, denominator: float) -> Any:
+        return self.inner.loss_inputs(draw, denominator)
 
 
-def rows_from(source: Any, config: DataConfig, tokenizer: Any, length: int, seed: int) -> Reader[Row]:
-    return rows_of([Part("only", 1.0, source)], config, tokenizer, length, seed)
+def rows_from(source: Any, config: DataConfig, tokenizer: Any, length: int, seed: int) -> ResumableReader[Row]:
+    return build_row_reader([MixtureComponent("only", 1.0, source)], config, tokenizer, length, seed)
 
 
 def config_of(rows: str, documents: int = 5, window: int = 4) -> DataConfig:
     return DataConfig(source=PythonStdlib(), rows=rows, document_shuffle_window=documents, row_shuffle_window=window)  # type: ignore[arg-type]
 
 
-def equal(one: list[Draw], other: list[Draw]) -> bool:
+def equal(one: list[NoisedBatch], other: list[NoisedBatch]) -> bool:
     return all(
         torch.equal(a.inputs_BS, b.inputs_BS)
-        and torch.equal(a.rows_R, b.rows_R)
-        and torch.equal(a.targets_R, b.targets_R)
-        and torch.equal(a.weights_R, b.weights_R)
+        and torch.equal(a.positions_N, b.positions_N)
+        and torch.equal(a.targets_N, b.targets_N)
+        and torch.equal(a.weights_N, b.weights_N)
         and a.num_targets == b.num_targets
         for a, b in zip(one, other, strict=True)
     )
@@ -108,7 +108,7 @@ def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer
     for step in range(2):
         loader.next_step(step)
         batch = objective.batches[-1]
-        texts = bytes(batch.tokens_BL[batch.is_target_BL & (batch.tokens_BL != 256)].tolist())
+        texts = bytes(batch.tokens_BL[batch.loss_mask_BL & (batch.tokens_BL != 256)].tolist())
         longest = LENGTH - 1 if rows == "padded" else None
         assert sorted(texts) == sorted("".join(text[:longest] for text in DOCUMENTS).encode())
     assert not torch.equal(objective.batches[0].tokens_BL, objective.batches[1].tokens_BL)
@@ -120,9 +120,9 @@ def test_micro_batches_do_not_change_what_is_seen(rows: str, list_reader: Any, b
         objective = Recording()
         loader = Loader(reader, objective, BATCH, micro, seed=1)
         draws = [draw for step in range(3) for draw in loader.next_step(step)]
-        assert {key.rows_in_step for key in objective.keys} == {BATCH}
-        assert [key.first_row for key in objective.keys[: BATCH // micro]] == list(range(0, BATCH, micro))
-        return torch.cat([draw.inputs_BS for draw in draws]), torch.cat([draw.weights_R for draw in draws])
+        assert {key.num_sequences_in_step for key in objective.keys} == {BATCH}
+        assert [key.first_sequence for key in objective.keys[: BATCH // micro]] == list(range(0, BATCH, micro))
+        return torch.cat([draw.inputs_BS for draw in draws]), torch.cat([draw.weights_N for draw in draws])
 
     for micro in (3, 1):
         for one, other in zip(run(6), run(micro), strict=True):
@@ -158,18 +158,18 @@ def test_seeds_order_the_data_differently(list_reader: Any, byte_tokenizer: Any,
 
 def test_batch_has_targets_and_documents(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     rows = drain(rows_from(list_reader(DOCUMENTS), config_of("packed", 0, 0), byte_tokenizer, LENGTH, seed=0))
-    batch = batch_of(rows)
+    batch = collate_rows(rows)
     assert batch.tokens_BL.dtype == torch.int64 and batch.document_BL is not None
-    assert torch.equal(batch.is_target_BL, batch.document_BL >= 0)
-    assert not batch.is_target_BL.all() and batch.is_target_BL[:-1].all()
+    assert torch.equal(batch.loss_mask_BL, batch.document_BL >= 0)
+    assert not batch.loss_mask_BL.all() and batch.loss_mask_BL[:-1].all()
 
 
 def test_rows_begin_and_end_as_the_config_says(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     config = config_of(rows, 0, 0).model_copy(update={"begin_with_eos": True, "end_with_eos": False})
-    batch = batch_of(drain(rows_from(list_reader(["abc", "de"]), config, byte_tokenizer, LENGTH, seed=0)))
-    assert batch.document_BL is not None and batch.is_target_BL.dtype == torch.bool
-    assert bytes(batch.tokens_BL[batch.is_target_BL].tolist()) == b"abcde"
-    context = (batch.document_BL >= 0) & ~batch.is_target_BL
+    batch = collate_rows(drain(rows_from(list_reader(["abc", "de"]), config, byte_tokenizer, LENGTH, seed=0)))
+    assert batch.document_BL is not None and batch.loss_mask_BL.dtype == torch.bool
+    assert bytes(batch.tokens_BL[batch.loss_mask_BL].tolist()) == b"abcde"
+    context = (batch.document_BL >= 0) & ~batch.loss_mask_BL
     assert batch.tokens_BL[context].tolist() == [256, 256]
 
 
@@ -197,7 +197,7 @@ def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
 def test_steps_are_cut_with_the_given_probability(probability: float, list_reader: Any, byte_tokenizer: Any) -> None:
-    def batches(micro: int) -> list[Batch]:
+    def batches(micro: int) -> list[CleanBatch]:
         reader = rows_from(list_reader(["x" * 3000]), config_of("packed"), byte_tokenizer, LENGTH, seed=1)
         objective = Recording()
         loader = Loader(reader, objective, BATCH, micro, 1, random_length_probability=probability)

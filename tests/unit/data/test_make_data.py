@@ -16,23 +16,23 @@ import numpy as np
 import pytest
 
 from config.data import LocalFiles, MarkovChain, Shards, TokenizerConfig
-from config.make_data import MakeDataConfig, OutputConfig
+from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data import shard_writers
 from diffusionlm.data.make_data import make_data, report
 from diffusionlm.data.reader import Split
-from diffusionlm.data.shard_index import Format
+from diffusionlm.data.shard_index import ShardFormat
 from diffusionlm.data.shards import ShardDocuments
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[3]
-FORMATS: tuple[Format, ...] = ("bin", "parquet", "dat")
+FORMATS: tuple[ShardFormat, ...] = ("bin", "parquet", "dat")
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "naïve", "日本", "<|mask|>", "<|endoftext|>", "🙂"]
 
 
 def texts(seed: int, count: int) -> list[str]:
-    chance = np.random.default_rng(seed)
-    return [" ".join(chance.choice(WORDS, size=chance.integers(1, 30))) for _ in range(count)]
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, size=rng.integers(1, 30))) for _ in range(count)]
 
 
 TRAIN, VALIDATION = texts(0, 200), texts(1, 30)
@@ -64,7 +64,7 @@ def config_of(folder: Path, directory: Path, tokenizer: str | None = "given", **
     return MakeDataConfig(
         source=LocalFiles(paths=(str(folder / "train.jsonl"),), validation_paths=(str(folder / "validation.jsonl"),)),
         tokenizer=TokenizerConfig(path=str(folder / tokenizer)) if tokenizer else TokenizerConfig(vocab_size=290),
-        output=OutputConfig(directory=directory, **{"workers": 0, "shard_tokens": 500, **output}),
+        output=MakeDataOutputConfig(directory=directory, **{"workers": 0, "shard_tokens": 500, **output}),
     )
 
 
@@ -90,7 +90,7 @@ def failure(config: MakeDataConfig) -> str:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_every_document_in_order(folder: Path, tmp_path: Path, kind: Format) -> None:
+def test_every_document_in_order(folder: Path, tmp_path: Path, kind: ShardFormat) -> None:
     directory = tmp_path / "made"
     index = make_data(config_of(folder, directory, format=kind), silent)
     tokenizer = load_tokenizer(directory / "tokenizer")
@@ -153,7 +153,7 @@ def test_ids_that_need_more_than_16_bits(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_files_do_not_depend_on_workers_or_chunks(
-    folder: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, kind: ShardFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
     for workers, characters, documents in ((0, 700, 3), (1, 700, 3), (2, 90, 1), (0, 1 << 18, 16)):
@@ -172,7 +172,7 @@ class Stopped(BaseException):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_an_interruption_after_any_chunk(
-    folder: Path, tmp_path: Path, kind: Format, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, kind: ShardFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = tmp_path / "reference"
     make_data(config_of(folder, reference, format=kind), silent)
@@ -213,7 +213,7 @@ KILLED = Path(__file__).with_name("killed_make_data.py")
 
 
 @pytest.mark.parametrize("kind", ["bin", "parquet", pytest.param("dat", marks=pytest.mark.slow)])
-def test_sigkill_at_every_step(folder: Path, tmp_path: Path, kind: Format) -> None:
+def test_sigkill_at_every_step(folder: Path, tmp_path: Path, kind: ShardFormat) -> None:
     """Before every write, fsync, rename and removal; what goes on is killed as well. One process, forked for each."""
     few = tmp_path / "few"
     few.mkdir()
@@ -255,13 +255,13 @@ def test_what_was_left_out_is_counted_once_whatever_happens(
     assert skipped["empty"] == 13
     assert sum(skipped.values()) == 39  # of the first 159 rows, one in four
     parts = whole.model_copy(update={"output": whole.output.model_copy(update={"directory": tmp_path / "parts"})})
-    save = module.Progress.save
+    save = module.MakeDataProgress.save
 
     def once(self: Any, directory: Path) -> None:
         save(self, directory)
         raise Stopped
 
-    monkeypatch.setattr(module.Progress, "save", once)
+    monkeypatch.setattr(module.MakeDataProgress, "save", once)
     for _ in range(100):
         try:
             make_data(parts, silent)
@@ -310,7 +310,7 @@ def test_what_was_made_otherwise_is_refused(
         make_data(config, silent)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "replace_text", stopping)  # the index is about to be written
+            patch.setattr(module, "write_text_atomic", stopping)  # the index is about to be written
             with pytest.raises(Stopped):
                 make_data(config, silent)
     before = digest(directory)
@@ -356,9 +356,9 @@ def test_directories_that_are_not_ours(folder: Path, tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
-    from diffusionlm.data.shard_progress import claimed
+    from diffusionlm.data.shard_progress import lock_directory
 
-    with claimed(tmp_path / "made"):
+    with lock_directory(tmp_path / "made"):
         message = failure(config_of(folder, tmp_path / "made"))
     assert "is in use by another process; wait for it or stop it" in message
     make_data(config_of(folder, tmp_path / "made"), silent)
@@ -370,7 +370,7 @@ def test_a_shard_or_tokenizer_that_went_missing_meanwhile(
     for kind, name in (("bin", "train-00000.idx"), ("parquet", "train-00000.parquet"), ("dat", "train.dat.tmp")):
         config = config_of(folder, tmp_path / kind, format=kind)
         with monkeypatch.context() as patch:
-            patch.setattr(module, "publish", stopping)
+            patch.setattr(module, "rename_dat_file", stopping)
             with pytest.raises(Stopped):
                 make_data(config, silent)
         (tmp_path / kind / name).unlink()
@@ -378,7 +378,7 @@ def test_a_shard_or_tokenizer_that_went_missing_meanwhile(
             config
         )
     with monkeypatch.context() as patch:
-        patch.setattr(module, "publish", stopping)
+        patch.setattr(module, "rename_dat_file", stopping)
         with pytest.raises(Stopped):
             make_data(config_of(folder, tmp_path / "made"), silent)
     save_tokenizer(train_bpe(["other"], vocab_size=260), tmp_path / "made/tokenizer")
@@ -388,7 +388,9 @@ def test_a_shard_or_tokenizer_that_went_missing_meanwhile(
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("room", [0, 1_500, 3_000, 6_000])
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_full_disk(folder: Path, tmp_path: Path, kind: Format, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    folder: Path, tmp_path: Path, kind: ShardFormat, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_data(config_of(folder, tmp_path / "reference", format=kind), silent)
     config = config_of(folder, tmp_path / "made", format=kind)
     write, left = shard_writers.HashedFile.write, [room]
@@ -417,7 +419,7 @@ def test_a_full_disk_when_the_progress_is_written(
 ) -> None:
     make_data(config_of(folder, tmp_path / "reference"), silent)
     config = config_of(folder, tmp_path / "made")
-    save, left = module.Progress.save, [4]
+    save, left = module.MakeDataProgress.save, [4]
 
     def limited(self: Any, directory: Path) -> None:
         left[0] -= 1
@@ -426,7 +428,7 @@ def test_a_full_disk_when_the_progress_is_written(
         save(self, directory)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.Progress, "save", limited)
+        patch.setattr(module.MakeDataProgress, "save", limited)
         assert "No space left on device" in failure(config)
     make_data(config, silent)
     assert digest(tmp_path / "made") == digest(tmp_path / "reference")
@@ -471,16 +473,16 @@ def test_tokenizers_that_do_not_do(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffusionlm.data.tokenization import Tokenisers
+    from diffusionlm.data.tokenization import TokenizerPool
 
-    submit = Tokenisers.submit
+    submit = TokenizerPool.submit
 
-    def killing(self: Tokenisers, chunk: list[str]) -> Any:
-        self._started[0][0].kill()
+    def killing(self: TokenizerPool, chunk: list[str]) -> Any:
+        self._workers[0][0].kill()
         return submit(self, chunk)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tokenisers, "submit", killing)
+        patch.setattr(TokenizerPool, "submit", killing)
         message = failure(config_of(folder, tmp_path / "made", workers=1))
     assert (
         "a process that tokenises ended (exit code -9); if the system ran out of memory, use fewer workers" in message

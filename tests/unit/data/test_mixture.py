@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffusionlm.data.mixture import MixedRows
+from diffusionlm.data.mixture import MixedRowReader
 from diffusionlm.data.packing import Row
 
 Drain = Callable[..., list[Any]]
@@ -26,22 +26,22 @@ class Numbered:
         return rows, start + limit if len(rows) == limit else None
 
     def _row(self, epoch: int, place: int) -> Row:
-        documents_L = np.where(np.arange(16) < self.sizes[place], 0, -1).astype(np.int32)
-        return Row(np.array([self.part, epoch, place], dtype=np.int32), documents_L, documents_L >= 0)
+        document_ids_L = np.where(np.arange(16) < self.sizes[place], 0, -1).astype(np.int32)
+        return Row(np.array([self.part, epoch, place], dtype=np.int32), document_ids_L, document_ids_L >= 0)
 
 
 def told(rows: list[Row]) -> list[tuple[int, int, int]]:
     return [tuple(row.tokens_L.tolist()) for row in rows]  # type: ignore[misc]
 
 
-def mixed(sizes: list[list[int]], weights: list[float], repeat: bool = True) -> MixedRows:
+def mixed(sizes: list[list[int]], weights: list[float], repeat: bool = True) -> MixedRowReader:
     parts: list[Any] = [Numbered(part, each) for part, each in enumerate(sizes)]
-    return MixedRows(parts, weights, [f"part {index}" for index in range(len(parts))], repeat)
+    return MixedRowReader(parts, weights, [f"part {index}" for index in range(len(parts))], repeat)
 
 
 def random_sizes() -> list[list[int]]:
-    chance = np.random.default_rng(0)
-    return [chance.integers(1, 17, count).tolist() for count in (300, 40, 111)]
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, 17, count).tolist() for count in (300, 40, 111)]
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [5.0, 1.0, 3.0], [0.1, 0.7, 0.2]])
@@ -49,7 +49,7 @@ def test_tokens_follow_the_weights_at_every_place(weights: list[float]) -> None:
     rows, _ = mixed(random_sizes(), weights).read(0, None, 400)
     tokens = np.zeros((len(rows), 3))
     for place, row in enumerate(rows):
-        tokens[place, row.tokens_L[0]] = (row.documents_L >= 0).sum()
+        tokens[place, row.tokens_L[0]] = (row.document_ids_L >= 0).sum()
     so_far = tokens.cumsum(axis=0)
     wanted = so_far.sum(axis=1, keepdims=True) * np.array(weights) / sum(weights)
     assert np.abs(so_far - wanted).max() <= 16 * 2
@@ -77,7 +77,7 @@ def test_without_repeating_each_row_comes_once(drain: Drain) -> None:
 def test_resumes_at_every_place(repeat: bool, drain: Drain) -> None:
     sizes = [[3, 5, 8, 1, 1, 9], [16, 2], [4, 4, 4, 4]]
 
-    def make() -> MixedRows:
+    def make() -> MixedRowReader:
         return mixed(sizes, [2.0, 1.0, 1.5], repeat)
 
     for epoch in (0, 2):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffusionlm.data.encoding import InlineEncoder, encoded
-from diffusionlm.data.packing import Frame, PackedRows, PaddedRows, Row, best_fit_rows, cut_at_random
+from diffusionlm.data.encoding import InlineTextEncoder, tokenize_reader
+from diffusionlm.data.packing import PackedRowReader, PaddedRowReader, Row, RowFormat, pack_best_fit, split_row_randomly
 
 Drain = Callable[..., list[Any]]
 EOS = 256
@@ -20,8 +20,8 @@ DOCUMENTS = ["abc", "", "a long document that spans several rows", "x", "seven77
 CASES = [DOCUMENTS, ["only"], ["12345678" * 3, "1234567"], ["1234567", "1234567"], ["", "", ""], ["x" * 100]]
 
 
-def frame(length: int, begin_with_eos: bool = False, end_with_eos: bool = True) -> Frame:
-    return Frame(length, EOS, begin_with_eos, end_with_eos)
+def row_format(length: int, begin_with_eos: bool = False, end_with_eos: bool = True) -> RowFormat:
+    return RowFormat(length, EOS, begin_with_eos, end_with_eos)
 
 
 def streams(documents: list[str]) -> list[int]:
@@ -31,8 +31,8 @@ def streams(documents: list[str]) -> list[int]:
 def equal(one: list[Row], other: list[Row]) -> bool:
     return len(one) == len(other) and all(
         np.array_equal(a.tokens_L, b.tokens_L)
-        and np.array_equal(a.documents_L, b.documents_L)
-        and np.array_equal(a.is_target_L, b.is_target_L)
+        and np.array_equal(a.document_ids_L, b.document_ids_L)
+        and np.array_equal(a.loss_mask_L, b.loss_mask_L)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -42,21 +42,25 @@ def equal(one: list[Row], other: list[Row]) -> bool:
 def test_packed_rows_are_the_documents_end_to_end(
     documents: list[str], length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
-    rows = drain(PackedRows(encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode)), frame(length)))
+    rows = drain(
+        PackedRowReader(
+            tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode)), row_format(length)
+        )
+    )
     tokens = np.concatenate([row.tokens_L for row in rows])
-    real = np.concatenate([row.is_target_L for row in rows])
+    real = np.concatenate([row.loss_mask_L for row in rows])
     expected = streams(documents)
     assert tokens[real].tolist() == expected
     assert len(rows) == -(-len(expected) // length)
-    assert all(row.is_target_L.all() for row in rows[:-1]), "only the last row is padded"
+    assert all(row.loss_mask_L.all() for row in rows[:-1]), "only the last row is padded"
     assert (np.diff(real.astype(int)) <= 0).all(), "padding comes last"
     assert (tokens[~real] == EOS).all()
     which = np.repeat(np.arange(len(documents)), [len(text.encode()) + 1 for text in documents])
     for index, row in enumerate(rows):
         part = which[index * length : (index + 1) * length]
-        assert row.documents_L[: len(part)].tolist() == (part - part[0]).tolist()
-        assert (row.documents_L[len(part) :] == -1).all()
-        assert row.tokens_L.dtype == row.documents_L.dtype == np.int32
+        assert row.document_ids_L[: len(part)].tolist() == (part - part[0]).tolist()
+        assert (row.document_ids_L[len(part) :] == -1).all()
+        assert row.tokens_L.dtype == row.document_ids_L.dtype == np.int32
 
 
 @pytest.mark.parametrize("documents", CASES)
@@ -64,8 +68,10 @@ def test_packed_rows_are_the_documents_end_to_end(
 def test_packed_rows_resume_at_every_place(
     documents: list[str], length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
-    def make() -> PackedRows:
-        return PackedRows(encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode)), frame(length))
+    def make() -> PackedRowReader:
+        return PackedRowReader(
+            tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode)), row_format(length)
+        )
 
     whole = drain(make())
     assert equal(drain(make(), (1,)), whole) and equal(drain(make(), (2, 1)), whole)
@@ -75,7 +81,7 @@ def test_packed_rows_resume_at_every_place(
         assert equal(head + tail, whole)
 
 
-def framed(text: str, begin: bool, end: bool) -> tuple[list[int], list[bool]]:
+def format_row(text: str, begin: bool, end: bool) -> tuple[list[int], list[bool]]:
     """Tokens of a document, and which of them are targets."""
     scored = [*text.encode(), *[EOS] * end]
     if not scored:
@@ -104,9 +110,10 @@ def packed_rows(scored: list[list[int]], length: int, begin: bool) -> list[list[
 def test_packed_documents_begin_and_end_as_asked(
     documents: list[str], length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
-    def make() -> PackedRows:
-        return PackedRows(
-            encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode)), frame(length, begin, end)
+    def make() -> PackedRowReader:
+        return PackedRowReader(
+            tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode)),
+            row_format(length, begin, end),
         )
 
     rows = drain(make())
@@ -116,9 +123,9 @@ def test_packed_documents_begin_and_end_as_asked(
         padding = [(EOS, False, -1)] * (length - len(slots))
         tokens, targets, numbers = zip(*slots, *padding, strict=True)
         assert tuple(row.tokens_L.tolist()) == tokens
-        assert tuple(row.is_target_L.tolist()) == targets
-        assert tuple(row.documents_L.tolist()) == numbers
-        assert row.is_target_L.any() and row.is_target_L.dtype == np.bool_
+        assert tuple(row.loss_mask_L.tolist()) == targets
+        assert tuple(row.document_ids_L.tolist()) == numbers
+        assert row.loss_mask_L.any() and row.loss_mask_L.dtype == np.bool_
     for count in range(1, len(rows) + 1):
         head, position = make().read(0, None, count)
         tail = [] if position is None else drain(make(), (2, 1), position=json.loads(json.dumps(position)))
@@ -127,9 +134,9 @@ def test_packed_documents_begin_and_end_as_asked(
 
 def test_a_document_that_goes_on_begins_again(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     rows = drain(
-        PackedRows(
-            encoded(list_reader(["ab", "cdefgh", "i"]), InlineEncoder(byte_tokenizer.encode)),
-            frame(6, begin_with_eos=True),
+        PackedRowReader(
+            tokenize_reader(list_reader(["ab", "cdefgh", "i"]), InlineTextEncoder(byte_tokenizer.encode)),
+            row_format(6, begin_with_eos=True),
         )
     )
     a, b, c, d, e, f, g, h, i = b"abcdefghi"
@@ -138,18 +145,19 @@ def test_a_document_that_goes_on_begins_again(list_reader: Any, byte_tokenizer: 
         [EOS, d, e, f, g, h],
         [EOS, EOS, EOS, i, EOS, EOS],
     ]
-    assert [row.documents_L.tolist() for row in rows] == [[0, 0, 0, 0, 1, 1], [0] * 6, [0, 0, 1, 1, 1, -1]]
-    assert rows[2].is_target_L.tolist() == [False, True, False, True, True, False]
+    assert [row.document_ids_L.tolist() for row in rows] == [[0, 0, 0, 0, 1, 1], [0] * 6, [0, 0, 1, 1, 1, -1]]
+    assert rows[2].loss_mask_L.tolist() == [False, True, False, True, True, False]
 
 
 def test_a_beginning_alone_at_the_end_of_a_row_is_left_out(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     rows = drain(
-        PackedRows(
-            encoded(list_reader(["abc", "d"]), InlineEncoder(byte_tokenizer.encode)), frame(6, begin_with_eos=True)
+        PackedRowReader(
+            tokenize_reader(list_reader(["abc", "d"]), InlineTextEncoder(byte_tokenizer.encode)),
+            row_format(6, begin_with_eos=True),
         )
     )
     assert [row.tokens_L.tolist() for row in rows] == [[EOS, *b"abc", EOS, EOS], [EOS, *b"d", EOS, EOS, EOS, EOS]]
-    assert [row.documents_L.tolist() for row in rows] == [[0] * 5 + [-1], [0] * 3 + [-1] * 3]
+    assert [row.document_ids_L.tolist() for row in rows] == [[0] * 5 + [-1], [0] * 3 + [-1] * 3]
 
 
 @pytest.mark.parametrize("length", [2, 3, 8, 64])
@@ -157,74 +165,103 @@ def test_a_beginning_alone_at_the_end_of_a_row_is_left_out(list_reader: Any, byt
 def test_padded_documents_begin_and_end_as_asked(
     length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
-    def make() -> PaddedRows:
-        return PaddedRows(
-            encoded(list_reader(DOCUMENTS), InlineEncoder(byte_tokenizer.encode)), frame(length, begin, end)
+    def make() -> PaddedRowReader:
+        return PaddedRowReader(
+            tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)),
+            row_format(length, begin, end),
         )
 
     rows = drain(make())
     texts = [text[: length - begin - end] for text in DOCUMENTS if text or end]
     assert len(rows) == len(texts)
     for text, row in zip(texts, rows, strict=True):
-        tokens, targets = framed(text, begin, end)
+        tokens, targets = format_row(text, begin, end)
         padding = length - len(tokens)
         assert row.tokens_L.tolist() == tokens + [EOS] * padding
-        assert row.is_target_L.tolist() == targets + [False] * padding
-        assert row.documents_L.tolist() == [0] * len(tokens) + [-1] * padding
-        assert row.is_target_L.any()
+        assert row.loss_mask_L.tolist() == targets + [False] * padding
+        assert row.document_ids_L.tolist() == [0] * len(tokens) + [-1] * padding
+        assert row.loss_mask_L.any()
     for count in range(1, len(rows) + 1):
         head, position = make().read(0, None, count)
         tail = [] if position is None else drain(make(), (2, 1), position=json.loads(json.dumps(position)))
         assert equal(head + tail, rows)
 
 
-@pytest.mark.parametrize("kind", [PackedRows, PaddedRows])
+@pytest.mark.parametrize("kind", [PackedRowReader, PaddedRowReader])
 @pytest.mark.parametrize("begin", [False, True])
 def test_documents_without_anything_to_score_are_left_out(
     kind: Any, begin: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     for documents in (["", "", ""], [], ["", "", "ab", "", "", "cd", "", ""]):
         rows = drain(
-            kind(encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode)), frame(8, begin, False)), (2,)
+            kind(
+                tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode)),
+                row_format(8, begin, False),
+            ),
+            (2,),
         )
-        scored = [bytes(row.tokens_L[row.is_target_L].tolist()).decode() for row in rows]
+        scored = [bytes(row.tokens_L[row.loss_mask_L].tolist()).decode() for row in rows]
         assert "".join(scored) == "".join(documents)
         assert all(scored)
 
 
-@pytest.mark.parametrize("kind", [PackedRows, PaddedRows])
+@pytest.mark.parametrize("kind", [PackedRowReader, PaddedRowReader])
 def test_a_beginning_needs_room_behind_it(kind: Any, list_reader: Any, byte_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"data\.begin_with_eos needs rows of at least 2 tokens.* is 1"):
-        kind(encoded(list_reader(["ab"]), InlineEncoder(byte_tokenizer.encode)), frame(1, begin_with_eos=True))
+        kind(
+            tokenize_reader(list_reader(["ab"]), InlineTextEncoder(byte_tokenizer.encode)),
+            row_format(1, begin_with_eos=True),
+        )
 
 
 def test_no_documents_no_rows(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    assert drain(PackedRows(encoded(list_reader([]), InlineEncoder(byte_tokenizer.encode)), frame(8))) == []
-    assert drain(PaddedRows(encoded(list_reader([]), InlineEncoder(byte_tokenizer.encode)), frame(8))) == []
+    assert (
+        drain(
+            PackedRowReader(tokenize_reader(list_reader([]), InlineTextEncoder(byte_tokenizer.encode)), row_format(8))
+        )
+        == []
+    )
+    assert (
+        drain(
+            PaddedRowReader(tokenize_reader(list_reader([]), InlineTextEncoder(byte_tokenizer.encode)), row_format(8))
+        )
+        == []
+    )
 
 
 def test_packed_documents_are_encoded_once(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     seen: list[str] = []
     original = byte_tokenizer.encode
     byte_tokenizer.encode = lambda text: (seen.append(text), original(text))[1]
-    drain(PackedRows(encoded(list_reader(DOCUMENTS), InlineEncoder(byte_tokenizer.encode)), frame(4)), (1,))
+    drain(
+        PackedRowReader(
+            tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)), row_format(4)
+        ),
+        (1,),
+    )
     assert seen == DOCUMENTS
 
 
 @pytest.mark.parametrize("length", [1, 4, 8, 64])
 def test_padded_rows_hold_one_document_each(length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    rows = drain(PaddedRows(encoded(list_reader(DOCUMENTS), InlineEncoder(byte_tokenizer.encode)), frame(length)))
+    rows = drain(
+        PaddedRowReader(
+            tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)), row_format(length)
+        )
+    )
     assert len(rows) == len(DOCUMENTS)
     for text, row in zip(DOCUMENTS, rows, strict=True):
         expected = [*text.encode()[: length - 1], EOS]
-        assert row.tokens_L[row.is_target_L].tolist() == expected
-        assert row.documents_L.tolist() == [0] * len(expected) + [-1] * (length - len(expected))
+        assert row.tokens_L[row.loss_mask_L].tolist() == expected
+        assert row.document_ids_L.tolist() == [0] * len(expected) + [-1] * (length - len(expected))
         assert (row.tokens_L[len(expected) :] == EOS).all()
 
 
 def test_padded_rows_resume_at_every_place(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    def make() -> PaddedRows:
-        return PaddedRows(encoded(list_reader(DOCUMENTS), InlineEncoder(byte_tokenizer.encode)), frame(8))
+    def make() -> PaddedRowReader:
+        return PaddedRowReader(
+            tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)), row_format(8)
+        )
 
     whole = drain(make())
     for count in range(1, len(whole) + 1):
@@ -239,7 +276,7 @@ def test_packed_rows_of_two_epochs_are_not_mixed_up(byte_tokenizer: Any) -> None
         def read(self, epoch: int, position: Any, limit: int) -> tuple[list[str], Any]:
             return [f"epoch {epoch} " * 3], None
 
-    packed = PackedRows(encoded(Changing(), InlineEncoder(byte_tokenizer.encode)), frame(8))
+    packed = PackedRowReader(tokenize_reader(Changing(), InlineTextEncoder(byte_tokenizer.encode)), row_format(8))
     for epoch in (0, 1, 0):
         row = packed.read(epoch, None, 1)[0][0]
         assert bytes(row.tokens_L.tolist()) == f"epoch {epoch} "[:8].encode()
@@ -252,8 +289,8 @@ def test_best_fit_keeps_every_document_whole_where_it_fits(
     documents: list[str], length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     def make() -> Any:
-        texts = encoded(list_reader(documents), InlineEncoder(byte_tokenizer.encode))
-        return best_fit_rows(texts, frame(length, begin, end), window=25)
+        texts = tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode))
+        return pack_best_fit(texts, row_format(length, begin, end), window=25)
 
     rows = drain(make())
     longest = length - begin
@@ -263,14 +300,14 @@ def test_best_fit_keeps_every_document_whole_where_it_fits(
         expected += [[*[EOS] * begin, *scored[at : at + longest]] for at in range(0, len(scored), longest)]
     found = []
     for row in rows:
-        used = int((row.documents_L >= 0).sum())
-        assert (row.documents_L[used:] == -1).all() and (row.tokens_L[used:] == EOS).all()
-        assert not row.is_target_L[used:].any() and row.is_target_L.any()
-        for number in range(int(row.documents_L.max()) + 1):
-            places = np.flatnonzero(row.documents_L == number)
+        used = int((row.document_ids_L >= 0).sum())
+        assert (row.document_ids_L[used:] == -1).all() and (row.tokens_L[used:] == EOS).all()
+        assert not row.loss_mask_L[used:].any() and row.loss_mask_L.any()
+        for number in range(int(row.document_ids_L.max()) + 1):
+            places = np.flatnonzero(row.document_ids_L == number)
             assert (np.diff(places) == 1).all()
             found.append(row.tokens_L[places].tolist())
-            assert row.is_target_L[places].tolist() == [not begin or at > 0 for at in range(len(places))]
+            assert row.loss_mask_L[places].tolist() == [not begin or at > 0 for at in range(len(places))]
     assert sorted(found) == sorted(expected)
     for count in range(1, len(rows) + 1, 1 + len(rows) // 12):
         head, position = make().read(0, None, count)
@@ -281,15 +318,21 @@ def test_best_fit_keeps_every_document_whole_where_it_fits(
 def test_best_fit_of_pieces_that_can_be_put_together_exactly(
     list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     sizes: list[int] = []
     for _ in range(200):  # 200 full rows, each cut into documents
-        cuts = np.sort(chance.choice(np.arange(8, 57), size=2, replace=False))
+        cuts = np.sort(rng.choice(np.arange(8, 57), size=2, replace=False))
         sizes += np.diff([0, *cuts, 64]).tolist()
-    texts = ["x" * (size - 1) for size in chance.permutation(sizes)]
-    rows = drain(best_fit_rows(encoded(list_reader(texts), InlineEncoder(byte_tokenizer.encode)), frame(64), 1000))
+    texts = ["x" * (size - 1) for size in rng.permutation(sizes)]
+    rows = drain(
+        pack_best_fit(
+            tokenize_reader(list_reader(texts), InlineTextEncoder(byte_tokenizer.encode)), row_format(64), 1000
+        )
+    )
     assert 200 <= len(rows) <= 204, "within two percent of the best"
-    in_turn = drain(best_fit_rows(encoded(list_reader(texts), InlineEncoder(byte_tokenizer.encode)), frame(64), 3))
+    in_turn = drain(
+        pack_best_fit(tokenize_reader(list_reader(texts), InlineTextEncoder(byte_tokenizer.encode)), row_format(64), 3)
+    )
     assert len(in_turn) > 230, "a small window has less to choose from"
 
 
@@ -299,13 +342,13 @@ def test_cutting_keeps_tokens_padding_and_documents() -> None:
     row = Row(np.arange(16, dtype=np.int32), documents, targets)
     firsts, pieces = [], []
     for seed in range(400):
-        cut = cut_at_random(row, np.random.default_rng(seed))
+        cut = split_row_randomly(row, np.random.default_rng(seed))
         assert np.array_equal(cut.tokens_L, row.tokens_L)
-        assert np.array_equal(cut.is_target_L, targets)
-        assert np.array_equal(cut.documents_L < 0, documents < 0)
-        real = cut.documents_L[:14]
+        assert np.array_equal(cut.loss_mask_L, targets)
+        assert np.array_equal(cut.document_ids_L < 0, documents < 0)
+        real = cut.document_ids_L[:14]
         assert (np.diff(real) >= 0).all(), "each piece is one run"
-        assert cut.documents_L[8] != cut.documents_L[9], "documents that were apart stay apart"
+        assert cut.document_ids_L[8] != cut.document_ids_L[9], "documents that were apart stay apart"
         firsts.append(int((real == real[0]).sum()))
         pieces.append(len(np.unique(real)))
     # The first cut is uniform over the row: 1 ... 16, of which the first document lets 9 be seen.
@@ -317,5 +360,5 @@ def test_cutting_keeps_tokens_padding_and_documents() -> None:
 
 def test_rows_that_are_cut_do_not_change_the_others() -> None:
     row = Row(np.arange(4, dtype=np.int32), np.zeros(4, dtype=np.int32), np.ones(4, dtype=np.bool_))
-    cut_at_random(row, np.random.default_rng(0))
-    assert not row.documents_L.any()
+    split_row_randomly(row, np.random.default_rng(0))
+    assert not row.document_ids_L.any()

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.data import DataConfig, LocalFiles, MarkovChain, MixturePart, PythonStdlib, Shards, TokenizerConfig
-from config.make_data import MakeDataConfig, OutputConfig
+from config.data import DataConfig, LocalFiles, MarkovChain, MixtureEntry, PythonStdlib, Shards, TokenizerConfig
+from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from diffusionlm.data.make_data import make_data
-from diffusionlm.data.pipeline import Part, identity_of, open_parts, rows_of
+from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, compute_data_identity, open_components
 from diffusionlm.data.shards import ShardDocuments
 from tokenizer import Tokenizer, load_tokenizer, train_bpe
 
@@ -36,7 +36,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> LocalFiles:
 def shards(files: LocalFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("shards") / "made"
     config = MakeDataConfig(
-        source=files, tokenizer=TokenizerConfig(vocab_size=270), output=OutputConfig(directory=directory, workers=0)
+        source=files,
+        tokenizer=TokenizerConfig(vocab_size=270),
+        output=MakeDataOutputConfig(directory=directory, workers=0),
     )
     make_data(config, lambda _: None)
     return directory
@@ -44,9 +46,11 @@ def shards(files: LocalFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def documents(config: DataConfig, tokenizer: Tokenizer, **options: Any) -> Counter[str]:
     """Texts of the rows' documents, each row one document."""
-    rows, behind = rows_of(open_parts(config, "train"), config, tokenizer, 128, 0, **options).read(0, None, 10_000)
+    rows, behind = build_row_reader(open_components(config, "train"), config, tokenizer, 128, 0, **options).read(
+        0, None, 10_000
+    )
     assert behind is None
-    return Counter(tokenizer.decode(row.tokens_L[row.is_target_L].tolist(), skip_special=True) for row in rows)
+    return Counter(tokenizer.decode(row.tokens_L[row.loss_mask_L].tolist(), skip_special=True) for row in rows)
 
 
 def test_shards_hold_the_documents_of_the_text_they_were_made_from(files: LocalFiles, shards: Path) -> None:
@@ -61,20 +65,20 @@ def test_shards_of_another_tokenizer_are_refused(shards: Path, tokenizer: Tokeni
     other = train_bpe(["something else"], vocab_size=265)
     config = DataConfig(source=Shards(path=shards))
     with pytest.raises(ValueError, match=r"made with another tokenizer.*set tokenizer\.path"):
-        rows_of(open_parts(config, "train"), config, other, 16, 0)
+        build_row_reader(open_components(config, "train"), config, other, 16, 0)
 
 
 def test_a_mixture_of_everything_has_its_shares(files: LocalFiles, shards: Path) -> None:
     tokenizer = load_tokenizer(shards / "tokenizer")
     parts = (
-        MixturePart(source=files, weight=1.0, name="text"),
-        MixturePart(source=Shards(path=shards), weight=2.0, name="shards"),
-        MixturePart(source=MarkovChain(), weight=5.0),
+        MixtureEntry(source=files, weight=1.0, name="text"),
+        MixtureEntry(source=Shards(path=shards), weight=2.0, name="shards"),
+        MixtureEntry(source=MarkovChain(), weight=5.0),
     )
     config = DataConfig(mixture=parts, rows="packed", row_shuffle_window=50)
-    opened = open_parts(config, "train")
+    opened = open_components(config, "train")
     assert [part.name for part in opened] == ["text", "shards", "markov-2"]
-    rows, _ = rows_of(opened, config, tokenizer, 64, 0).read(0, None, 400)
+    rows, _ = build_row_reader(opened, config, tokenizer, 64, 0).read(0, None, 400)
     markov = [row for row in rows if set(tokenizer.decode(row.tokens_L.tolist(), skip_special=True)) <= set("abcdefgh")]
     assert len(markov) == pytest.approx(400 * 5 / 8, abs=2)
 
@@ -82,41 +86,41 @@ def test_a_mixture_of_everything_has_its_shares(files: LocalFiles, shards: Path)
 def test_identity_is_of_the_documents_and_their_weights(files: LocalFiles) -> None:
     def identity(*weights: float, seed: int = 0) -> str:
         sources = (files, MarkovChain(seed=seed))
-        parts = tuple(MixturePart(source=each, weight=weight) for each, weight in zip(sources, weights, strict=True))
-        return identity_of(open_parts(DataConfig(mixture=parts), "train"))
+        parts = tuple(MixtureEntry(source=each, weight=weight) for each, weight in zip(sources, weights, strict=True))
+        return compute_data_identity(open_components(DataConfig(mixture=parts), "train"))
 
     assert identity(1.0, 2.0) == identity(1.0, 2.0)
     assert len({identity(1.0, 2.0), identity(2.0, 1.0), identity(1.0, 2.0, seed=1)}) == 3
-    single = open_parts(DataConfig(source=files), "train")
-    assert identity_of(single) == single[0].source.identity
+    single = open_components(DataConfig(source=files), "train")
+    assert compute_data_identity(single) == single[0].source.identity
 
 
 def test_parts_of_one_name_are_refused(files: LocalFiles) -> None:
-    parts = (MixturePart(source=files, name="a"), MixturePart(source=MarkovChain(), name="a"))
+    parts = (MixtureEntry(source=files, name="a"), MixtureEntry(source=MarkovChain(), name="a"))
     with pytest.raises(ValueError, match=r"data\.mixture: two parts are called 'a'"):
-        open_parts(DataConfig(mixture=parts), "train")
+        open_components(DataConfig(mixture=parts), "train")
 
 
 def test_source_and_mixture_exclude_each_other(files: LocalFiles) -> None:
     with pytest.raises(ValueError, match="no source given"):
         DataConfig()
     with pytest.raises(ValueError, match="both source and mixture"):
-        DataConfig(source=PythonStdlib(), mixture=(MixturePart(source=files),))
+        DataConfig(source=PythonStdlib(), mixture=(MixtureEntry(source=files),))
 
 
 def test_a_tokenizer_without_end_of_text_is_refused(files: LocalFiles, tokenizer: Tokenizer) -> None:
     bare = Tokenizer(tokenizer.vocab, tokenizer.merges, {}, "qwen")
     config = DataConfig(source=files)
     with pytest.raises(ValueError, match="no end-of-text token"):
-        rows_of(open_parts(config, "train"), config, bare, 16, 0)
+        build_row_reader(open_components(config, "train"), config, bare, 16, 0)
 
 
 def test_the_parts_of_a_mixture_are_shuffled_apart(list_reader: Any, tokenizer: Tokenizer) -> None:
     """Equal parts under one chance would come in the same order."""
     texts = [f"{index:03}" for index in range(64)]
-    parts = [Part(name, 1.0, list_reader(texts)) for name in ("a", "b")]
+    parts = [MixtureComponent(name, 1.0, list_reader(texts)) for name in ("a", "b")]
     config = DataConfig(source=PythonStdlib(), rows="padded", row_shuffle_window=0)
-    rows, _ = rows_of(parts, config, tokenizer, 8, 0).read(0, None, 128)
+    rows, _ = build_row_reader(parts, config, tokenizer, 8, 0).read(0, None, 128)
     seen = [tokenizer.decode(row.tokens_L.tolist(), skip_special=True) for row in rows]
     assert sorted(seen[::2]) == sorted(seen[1::2]) == texts and seen[::2] != seen[1::2]
 
@@ -124,12 +128,12 @@ def test_the_parts_of_a_mixture_are_shuffled_apart(list_reader: Any, tokenizer: 
 def test_shards_are_read_in_another_order_each_epoch(shards: Path) -> None:
     tokenizer = load_tokenizer(shards / "tokenizer")
     config = DataConfig(source=Shards(path=shards), rows="padded", row_shuffle_window=0)
-    parts = open_parts(config, "train")
+    parts = open_components(config, "train")
     source = parts[0].source
     assert isinstance(source, ShardDocuments)
-    reader = rows_of(parts, config, tokenizer, 128, 0)
+    reader = build_row_reader(parts, config, tokenizer, 128, 0)
     epochs = [[row.tokens_L.tolist() for row in reader.read(epoch, None, 1000)[0]] for epoch in (0, 1)]
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
-    in_order = rows_of(parts, config.model_copy(update={"document_shuffle_window": 0}), tokenizer, 128, 0)
+    in_order = build_row_reader(parts, config.model_copy(update={"document_shuffle_window": 0}), tokenizer, 128, 0)
     first = in_order.read(0, None, 1)[0][0]
     assert np.array_equal(first.tokens_L[: len(source.tokens(0))], source.tokens(0))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from diffusionlm.data.permutation import ROUNDS, KeyedPermutation
-from diffusionlm.diffusion.rng import Stream, generator
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
-STREAM = Stream.DOCUMENT_ORDER
+STREAM = RngStream.DOCUMENT_ORDER
 
 
 def order(n: int, seed: int = 0, *key: int) -> list[int]:
@@ -52,7 +52,7 @@ def by_hand(n: int, place: int, keys: list[int]) -> int:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 12, 30, 31, 257])
 def test_it_is_the_network_that_it_says(n: int) -> None:
-    keys = generator(5, STREAM, 2).bit_generator.random_raw(ROUNDS).tolist()
+    keys = keyed_rng(5, STREAM, 2).bit_generator.random_raw(ROUNDS).tolist()
     assert order(n, 5, 2) == [by_hand(n, place, keys) for place in range(n)]
 
 
@@ -89,7 +89,7 @@ def test_keys_matter() -> None:
     orders = [order(50, *key) for key in [(0, 0), (0, 1), (1, 0), (0,), (0, 0, 0), (0, 1, 0), (2**70, 0)]]
     assert len(set(map(tuple, orders))) == len(orders)
     assert order(50, 0, 1) == orders[1]
-    other = KeyedPermutation(50, 0, Stream.ROW_ORDER, 0)(np.arange(50)).tolist()
+    other = KeyedPermutation(50, 0, RngStream.SEQUENCE_ORDER, 0)(np.arange(50)).tolist()
     assert other not in orders
 
 

@@ -15,49 +15,57 @@ from config.data import Shards
 from diffusionlm.data import shards as shards_module
 from diffusionlm.data.permutation import KeyedPermutation
 from diffusionlm.data.reader import Split, Tokens
-from diffusionlm.data.shard_index import Dtype, Format, Index, Shard, SplitIndex, check_contents, read_index
-from diffusionlm.data.shard_writers import open_writer, publish
-from diffusionlm.data.shards import ShardDocuments, ShuffledShards
-from diffusionlm.diffusion.rng import Stream
+from diffusionlm.data.shard_index import (
+    ShardDtype,
+    ShardEntry,
+    ShardFormat,
+    ShardIndex,
+    SplitIndex,
+    check_checksums,
+    read_index,
+)
+from diffusionlm.data.shard_writers import open_writer, rename_dat_file
+from diffusionlm.data.shards import ShardDocuments, ShardReader
+from diffusionlm.diffusion.rng import RngStream
 
 EOS = 3
-FORMATS: tuple[Format, ...] = ("bin", "parquet", "dat")
+FORMATS: tuple[ShardFormat, ...] = ("bin", "parquet", "dat")
 Drain = Callable[..., list[Any]]
 
 
 def random_documents(seed: int, count: int, vocab_size: int, longest: int = 60) -> list[Tokens]:
     """Some of them empty; end-of-text does not come up in text."""
-    chance = np.random.default_rng(seed)
-    lengths = chance.integers(0, longest, count)
-    lengths[chance.random(count) < 0.1] = 0
-    ids = [chance.integers(4, vocab_size, length, dtype=np.int32) for length in lengths]
-    return [np.where(chance.random(len(each)) < 0.1, 1, each).astype(np.int32) for each in ids]
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, longest, count)
+    lengths[rng.random(count) < 0.1] = 0
+    ids = [rng.integers(4, vocab_size, length, dtype=np.int32) for length in lengths]
+    return [np.where(rng.random(len(each)) < 0.1, 1, each).astype(np.int32) for each in ids]
 
 
 def write_shards(
-    folder: Path, shards: list[list[Tokens]], kind: Format = "bin", vocab_size: int = 1_000, split: Split = "train"
+    folder: Path, shards: list[list[Tokens]], kind: ShardFormat = "bin", vocab_size: int = 1_000, split: Split = "train"
 ) -> Path:
     """A complete directory with these documents in its shards, which come in portions."""
-    dtype: Dtype = "int32" if kind == "parquet" else "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype: ShardDtype = "int32" if kind == "parquet" else "uint16" if vocab_size <= 1 << 16 else "uint32"
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-    made: list[Shard] = []
+    made: list[ShardEntry] = []
     for number, documents in enumerate(shards):
         start = sum(part.bytes for shard in made for part in shard.parts)
         writer = open_writer(kind, folder, split, number, start, dtype, EOS)
         for first in range(0, len(documents), 7):
             writer.add(documents[first : first + 7])
         tokens = sum(map(len, documents))
-        made.append(Shard(documents=len(documents), tokens=tokens, text_bytes=3 * tokens, parts=writer.finish()))
-    publish(folder, split, kind)
-    described = SplitIndex(identity="source/1", provenance="7 files of 1,234 bytes", shards=tuple(made))
-    index = Index(
+        made.append(ShardEntry(documents=len(documents), tokens=tokens, text_bytes=3 * tokens, parts=writer.finish()))
+    rename_dat_file(folder, split, kind)
+    split_index = SplitIndex(identity="source/1", provenance="7 files of 1,234 bytes", shards=tuple(made))
+    index = ShardIndex(
         format=kind,
         dtype=dtype,
         vocab_size=vocab_size,
         eos_token_id=EOS,
         tokenizer_fingerprint="abc",
         config={},
-        splits={split: described},
+        splits={split: split_index},
     )
     (folder / "index.json").write_text(index.model_dump_json(), encoding="utf-8")
     return folder
@@ -80,7 +88,7 @@ def three(tmp_path: Path) -> tuple[Path, list[Tokens]]:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("vocab_size", [1_000, 1 << 16, 200_000])
-def test_every_token_comes_back(tmp_path: Path, kind: Format, vocab_size: int) -> None:
+def test_every_token_comes_back(tmp_path: Path, kind: ShardFormat, vocab_size: int) -> None:
     documents = random_documents(vocab_size, 300, vocab_size)
     documents[7] = np.random.default_rng(0).integers(4, vocab_size, 1_000_000, dtype=np.int32)
     documents[8] = np.array([vocab_size - 1, 0, 4], dtype=np.int32)
@@ -103,12 +111,12 @@ def test_every_token_comes_back(tmp_path: Path, kind: Format, vocab_size: int) -
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_documents_without_any_token(tmp_path: Path, kind: Format) -> None:
+def test_documents_without_any_token(tmp_path: Path, kind: ShardFormat) -> None:
     empty = np.array([], dtype=np.int32)
     found = opened(write_shards(tmp_path, [[empty], [empty, empty]], kind))
     assert (len(found), found.num_tokens) == (3, 0)
     assert same(found.documents(np.arange(3)), [empty] * 3)
-    read, position = ShuffledShards(found, 0, True).read(0, None, 5)
+    read, position = ShardReader(found, 0, True).read(0, None, 5)
     assert same(read, [empty] * 3) and position is None
 
 
@@ -171,7 +179,7 @@ def test_identity_and_provenance(tmp_path: Path, three: tuple[Path, list[Tokens]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_only_the_first_documents(tmp_path: Path, kind: Format) -> None:
+def test_only_the_first_documents(tmp_path: Path, kind: ShardFormat) -> None:
     documents = random_documents(2, 100, 1_000)
     folder = write_shards(tmp_path / kind, [documents[:40], documents[40:41], documents[41:]], kind)
     for count in (1, 39, 40, 41, 42, 99):
@@ -192,15 +200,15 @@ def test_an_epoch_is_a_permutation(
 ) -> None:
     monkeypatch.setattr(shards_module, "LOOK_AHEAD_DOCUMENTS", ahead)
     folder, documents = three
-    reader = ShuffledShards(opened(folder), 11, shuffled=True)
+    reader = ShardReader(opened(folder), 11, is_shuffled=True)
     orders = []
     for epoch in (0, 1, 0):
-        order = KeyedPermutation(100, 11, Stream.DOCUMENT_ORDER, epoch)(np.arange(100)).tolist()
+        order = KeyedPermutation(100, 11, RngStream.DOCUMENT_ORDER, epoch)(np.arange(100)).tolist()
         orders.append(order)
         assert same(drain(reader, (1, 7, 30), epoch), [documents[index] for index in order])
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == list(range(100))
-    in_order = ShuffledShards(opened(folder), 11, shuffled=False)
+    in_order = ShardReader(opened(folder), 11, is_shuffled=False)
     for epoch in (0, 1):
         assert same(drain(in_order, (13,), epoch), documents)
 
@@ -212,12 +220,12 @@ def test_reading_on_is_exact_at_every_place(
     monkeypatch.setattr(shards_module, "LOOK_AHEAD_DOCUMENTS", ahead)
     folder, _ = three
     found = opened(folder)
-    whole = drain(ShuffledShards(found, 4, True), (9,), epoch=3)
-    used = ShuffledShards(found, 4, True)
+    whole = drain(ShardReader(found, 4, True), (9,), epoch=3)
+    used = ShardReader(found, 4, True)
     for cut in range(1, 101):
-        head, position = ShuffledShards(found, 4, True).read(3, None, cut)
+        head, position = ShardReader(found, 4, True).read(3, None, cut)
         assert position == cut
-        assert same(head + drain(ShuffledShards(found, 4, True), (6, 1), 3, position), whole)
+        assert same(head + drain(ShardReader(found, 4, True), (6, 1), 3, position), whole)
         assert same(drain(used, (11,), 3, position), whole[cut:])  # one that was elsewhere before
     head, position = used.read(3, None, 101)
     assert (len(head), position) == (100, None)
@@ -234,7 +242,7 @@ def test_many_are_fetched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return fetch(self, indices)
 
     monkeypatch.setattr(ShardDocuments, "documents", counting)
-    short = ShuffledShards(opened(write_shards(tmp_path / "short", [random_documents(1, 3_000, 99)])), 0, True)
+    short = ShardReader(opened(write_shards(tmp_path / "short", [random_documents(1, 3_000, 99)])), 0, True)
     position = None
     for _ in range(3_000):
         _, position = short.read(0, position, 1)
@@ -242,7 +250,7 @@ def test_many_are_fetched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shards_module, "LOOK_AHEAD_TOKENS", 1_000)
     fetched.clear()
     long = write_shards(tmp_path / "long", [[np.full(100, 5, dtype=np.int32)] * 50])
-    ShuffledShards(opened(long), 0, True).read(0, None, 1)
+    ShardReader(opened(long), 0, True).read(0, None, 1)
     assert fetched == [10]
 
 
@@ -278,7 +286,7 @@ def test_what_is_no_directory_of_shards(tmp_path: Path, three: tuple[Path, list[
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_missing_and_short_files(tmp_path: Path, kind: Format) -> None:
+def test_missing_and_short_files(tmp_path: Path, kind: ShardFormat) -> None:
     documents = random_documents(3, 50, 1_000)
     folder = write_shards(tmp_path, [documents[:20], documents[20:]], kind)
     for path in sorted(folder.glob("train*")):
@@ -317,7 +325,7 @@ def test_damage_of_the_same_length(tmp_path: Path) -> None:
         assert message.startswith(f"{folder / name} is damaged")
         assert words in message
         with pytest.raises(ValueError, match="its checksum is not the index's"):
-            check_contents(folder, read_index(folder, "key").splits["train"])
+            check_checksums(folder, read_index(folder, "key").splits["train"])
 
 
 def test_ids_outside_of_the_vocabulary_are_found_when_they_are_read(tmp_path: Path) -> None:
@@ -335,14 +343,14 @@ def test_checksums_find_what_cannot_be_seen_otherwise(tmp_path: Path) -> None:
     documents = random_documents(5, 30, 1_000)
     for kind in FORMATS:
         folder = write_shards(tmp_path / kind, [documents[:10], documents[10:]], kind)
-        described = read_index(folder, "key").splits["train"]
-        check_contents(folder, described)
+        split_index = read_index(folder, "key").splits["train"]
+        check_checksums(folder, split_index)
         for path in sorted(folder.glob("train*")):
             flip(path, 40)
             with pytest.raises(ValueError, match=f"{path.name} is damaged: its checksum is not the index's"):
-                check_contents(folder, described)
+                check_checksums(folder, split_index)
             flip(path, 40)
-        check_contents(folder, described)
+        check_checksums(folder, split_index)
 
 
 def test_too_much_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

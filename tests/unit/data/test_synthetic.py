@@ -23,19 +23,19 @@ from config.data import (
     SyntheticText,
 )
 from diffusionlm.data import synthetic
-from diffusionlm.data.loader import Loader, batch_of
-from diffusionlm.data.pipeline import open_parts, rows_of
+from diffusionlm.data.loader import Loader, collate_rows
+from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.reader import KnownEntropy, open_source
 from diffusionlm.data.synthetic import (
-    BLOCK,
-    GrammarLaw,
-    MarkovLaw,
+    DOCUMENTS_PER_BLOCK,
+    GrammarDistribution,
+    MarkovDistribution,
     SyntheticSource,
+    build_distribution,
+    find_solutions,
     is_shidoku,
-    law_of,
     puzzle,
     shidoku_grids,
-    solutions,
 )
 from tokenizer import train_bpe
 from tokenizer.patterns import PATTERNS
@@ -107,7 +107,7 @@ def test_lengths_are_as_they_are_said_to_be(config: SyntheticText) -> None:
     ],
 )
 def test_entropies_known_from_elsewhere(config: SyntheticText, nats: float) -> None:
-    assert law_of(config).entropy_nats == pytest.approx(nats, abs=5e-7)
+    assert build_distribution(config).entropy_nats == pytest.approx(nats, abs=5e-7)
 
 
 def derivations(depth: int) -> list[str]:
@@ -134,26 +134,26 @@ def derivations(depth: int) -> list[str]:
     ],
 )
 def test_probabilities_sum_to_one(config: SyntheticText, texts: list[str]) -> None:
-    law = law_of(config)
-    logs = np.array([law.log_probability(text) for text in texts])
+    distribution = build_distribution(config)
+    logs = np.array([distribution.log_probability(text) for text in texts])
     assert len(set(texts)) == len(texts)
     assert np.exp(logs).sum() == pytest.approx(1.0, abs=1e-12)
-    assert -(np.exp(logs) * logs).sum() == pytest.approx(law.entropy_nats, abs=1e-10)
+    assert -(np.exp(logs) * logs).sum() == pytest.approx(distribution.entropy_nats, abs=1e-10)
     lengths = np.bincount([len(text) for text in texts], weights=np.exp(logs))
     of_length = -sum(share * math.log(share) for share in lengths if share)
-    assert of_length == pytest.approx(law.length_entropy_nats, abs=1e-10)
+    assert of_length == pytest.approx(distribution.length_entropy_nats, abs=1e-10)
 
 
 def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
-    law = MarkovLaw("abc", 3, 0.6)
-    counts = Counter(law.sample(27_000, np.random.default_rng(0)))
+    distribution = MarkovDistribution("abc", 3, 0.6)
+    counts = Counter(distribution.sample(27_000, np.random.default_rng(0)))
     for text in map("".join, itertools.product("abc", repeat=3)):
-        expected = 27_000 * math.exp(law.log_probability(text))
+        expected = 27_000 * math.exp(distribution.log_probability(text))
         assert abs(counts[text] - expected) < 5 * math.sqrt(expected)
-    grids = Counter(law_of(ShidokuGrids()).sample(28_800, np.random.default_rng(0)))
+    grids = Counter(build_distribution(ShidokuGrids()).sample(28_800, np.random.default_rng(0)))
     assert len(grids) == 288
     assert min(grids.values()) > 50 and max(grids.values()) < 150
-    expressions = Counter(GrammarLaw(1).sample(42_000, np.random.default_rng(0)))
+    expressions = Counter(GrammarDistribution(1).sample(42_000, np.random.default_rng(0)))
     assert set(expressions) == set(derivations(1))
 
 
@@ -182,21 +182,23 @@ def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
 )
 def test_a_text_of_no_probability_is_an_error(config: SyntheticText, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        law_of(config).log_probability(text)
+        build_distribution(config).log_probability(text)
 
 
 def test_the_shortest_and_the_longest_expression() -> None:
-    law = GrammarLaw(3)
+    distribution = GrammarDistribution(3)
     longest = "1"
     for _ in range(3):
         longest = f"({longest}*{longest})"
-    assert len(longest) == law.max_length == len(law.length_probabilities()) - 1
+    assert len(longest) == distribution.max_length == len(distribution.length_probabilities()) - 1
     # 7 nestings, none of which could not have been, with an operator each, and 8 digits where nothing else may be.
-    expected = 7 * math.log(synthetic.NESTING / 2) - 8 * math.log(10)
-    assert law.log_probability(longest) == pytest.approx(expected, abs=1e-12)
-    assert law.log_probability("7") == pytest.approx(math.log((1 - synthetic.NESTING) / 10), abs=1e-12)
-    assert law.length_probabilities().sum() == pytest.approx(1.0, abs=1e-12)
-    assert np.flatnonzero(law.length_probabilities())[:3].tolist() == [1, 5, 9]
+    expected = 7 * math.log(synthetic.NESTING_PROBABILITY / 2) - 8 * math.log(10)
+    assert distribution.log_probability(longest) == pytest.approx(expected, abs=1e-12)
+    assert distribution.log_probability("7") == pytest.approx(
+        math.log((1 - synthetic.NESTING_PROBABILITY) / 10), abs=1e-12
+    )
+    assert distribution.length_probabilities().sum() == pytest.approx(1.0, abs=1e-12)
+    assert np.flatnonzero(distribution.length_probabilities())[:3].tolist() == [1, 5, 9]
 
 
 def test_the_grids_are_all_there_are() -> None:
@@ -212,34 +214,37 @@ def test_the_grids_are_all_there_are() -> None:
 
 def test_puzzles_and_their_solutions() -> None:
     grid = shidoku_grids()[100]
-    assert solutions("." * 16) == list(shidoku_grids())
-    assert solutions(grid) == [grid]
-    assert solutions("11" + "." * 14) == []
+    assert find_solutions("." * 16) == list(shidoku_grids())
+    assert find_solutions(grid) == [grid]
+    assert find_solutions("11" + "." * 14) == []
     unique = 0
     for seed in range(50):
         made = puzzle(grid, 6, np.random.default_rng(seed))
         assert made.count(".") == 10
         assert all(digit in (".", right) for digit, right in zip(made, grid, strict=True))
-        assert grid in solutions(made)
-        unique += len(solutions(made)) == 1
+        assert grid in find_solutions(made)
+        unique += len(find_solutions(made)) == 1
     assert 0 < unique < 50
     assert puzzle(grid, 16, np.random.default_rng(0)) == grid
     assert puzzle(grid, 0, np.random.default_rng(0)) == "." * 16
 
 
 def test_what_is_no_puzzle_is_an_error() -> None:
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for text in ("", "." * 15, "5" + "." * 15, "." * 16 + "\n"):
         with pytest.raises(ValueError, match="not a 4x4 puzzle"):
-            solutions(text)
+            find_solutions(text)
     for givens in (-1, 17):
         with pytest.raises(ValueError, match="givens"):
-            puzzle(shidoku_grids()[0], givens, chance)
+            puzzle(shidoku_grids()[0], givens, rng)
     with pytest.raises(ValueError, match="not a 4x4 Sudoku grid"):
-        puzzle("1" * 16, 4, chance)
+        puzzle("1" * 16, 4, rng)
 
 
-@pytest.mark.parametrize("size", [1, 10, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 300])
+@pytest.mark.parametrize(
+    "size",
+    [1, 10, DOCUMENTS_PER_BLOCK - 1, DOCUMENTS_PER_BLOCK, DOCUMENTS_PER_BLOCK + 1, 2 * DOCUMENTS_PER_BLOCK + 300],
+)
 def test_reading_on_from_any_position(size: int, drain: Drain) -> None:
     for config in (MarkovChain(), NestedExpressions()):
         whole = drain(open_train(of_size(config, size)), (10 * size,))
@@ -247,7 +252,15 @@ def test_reading_on_from_any_position(size: int, drain: Drain) -> None:
         source = open_train(of_size(config, size))
         assert drain(source, (size,)) == whole
         assert drain(source, (7, 1, 1000)) == whole
-        for start in {0, 1, size // 3, size - 1, size, min(BLOCK, size), min(BLOCK - 1, size)}:
+        for start in {
+            0,
+            1,
+            size // 3,
+            size - 1,
+            size,
+            min(DOCUMENTS_PER_BLOCK, size),
+            min(DOCUMENTS_PER_BLOCK - 1, size),
+        }:
             head, position = open_train(of_size(config, size)).read(0, None, start)
             assert head + drain(open_train(of_size(config, size)), (513,), position=position) == whole
 
@@ -259,12 +272,17 @@ def test_all_sources_read_on_as_whole(config: SyntheticText, drain: Drain) -> No
 
 
 def test_epochs_splits_and_seeds_have_other_documents(drain: Drain) -> None:
-    config = MarkovChain(documents_per_epoch=3 * BLOCK, validation_documents=1500)
+    config = MarkovChain(documents_per_epoch=3 * DOCUMENTS_PER_BLOCK, validation_documents=1500)
     train, validation = open_train(config), open_source(config, "validation")
     other = open_train(config.model_copy(update={"seed": 1}))
     groups = [drain(train), drain(train, epoch=1), drain(validation), drain(other)]
-    assert [len(group) for group in groups] == [3 * BLOCK, 3 * BLOCK, 1500, 3 * BLOCK]
-    groups += [groups[0][:BLOCK], groups[0][BLOCK:]]
+    assert [len(group) for group in groups] == [
+        3 * DOCUMENTS_PER_BLOCK,
+        3 * DOCUMENTS_PER_BLOCK,
+        1500,
+        3 * DOCUMENTS_PER_BLOCK,
+    ]
+    groups += [groups[0][:DOCUMENTS_PER_BLOCK], groups[0][DOCUMENTS_PER_BLOCK:]]
     del groups[0]
     for one, two in itertools.combinations(groups, 2):
         # Only the chains that never or hardly ever move are common enough to come twice.
@@ -294,7 +312,7 @@ def test_identity_changes_with_the_documents_alone() -> None:
 def test_callers_can_ask_whether_the_entropy_is_known(config: SyntheticText) -> None:
     source = open_source(config, "validation")
     assert isinstance(source, KnownEntropy)
-    assert source.entropy_nats == law_of(config).entropy_nats
+    assert source.entropy_nats == build_distribution(config).entropy_nats
     assert source.skipped == {}
     assert not isinstance(open_source(PythonStdlib(), "validation"), KnownEntropy)
 
@@ -320,11 +338,11 @@ def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -
         def draw(self, batch: Any, key: Any) -> Any:
             return batch
 
-        def score(self, draw: Any, denominator: float) -> Any:
+        def loss_inputs(self, draw: Any, denominator: float) -> Any:
             raise AssertionError
 
     def make() -> Loader:
-        reader = rows_of(open_parts(data, "train"), data, byte_tokenizer, 32, seed=3)
+        reader = build_row_reader(open_components(data, "train"), data, byte_tokenizer, 32, seed=3)
         return Loader(reader, Batches(), 6, 6, seed=3)  # type: ignore[arg-type]
 
     loader, states, seen = make(), [], []
@@ -337,12 +355,12 @@ def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -
         resumed.load_state_dict(states[resumed_at])
         batch: Any = resumed.next_step(resumed_at)[0]
         assert batch.tokens_BL.equal(seen[resumed_at].tokens_BL)  # type: ignore[attr-defined]
-        assert batch.is_target_BL.equal(seen[resumed_at].is_target_BL)  # type: ignore[attr-defined]
+        assert batch.loss_mask_BL.equal(seen[resumed_at].loss_mask_BL)  # type: ignore[attr-defined]
 
 
 def test_fixed_lengths_fill_their_rows(byte_tokenizer: Any) -> None:
     data = DataConfig(source=MarkovChain(), rows="padded", end_with_eos=False)
-    rows, _ = rows_of(open_parts(data, "train"), data, byte_tokenizer, 32, seed=0).read(0, None, 8)
-    batch = batch_of(rows)
-    assert batch.is_target_BL.all()
+    rows, _ = build_row_reader(open_components(data, "train"), data, byte_tokenizer, 32, seed=0).read(0, None, 8)
+    batch = collate_rows(rows)
+    assert batch.loss_mask_BL.all()
     assert set(batch.tokens_BL.flatten().tolist()) == set(b"abcdefgh")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusionlm.data.tokenization import Tokenisers
+from diffusionlm.data.tokenization import TokenizerPool
 from tokenizer import train_bpe
 
 ROOT = Path(__file__).parents[3]
@@ -39,8 +39,8 @@ def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
 def test_text_without_a_utf8_form_is_an_error_of_its_process_too() -> None:
     tokenizer = train_bpe(["the cat sat on the mat"], vocab_size=262)
     for processes in (0, 1):
-        with Tokenisers(tokenizer, processes) as tokenisers:
+        with TokenizerPool(tokenizer, processes) as tokenizer_pool:
             with pytest.raises(ValueError, match="surrogate"):
-                tokenisers.submit(["one", "\ud800"])()
-            assert [len(each) for each in tokenisers.submit(["", "a"])()] == [0, 1]
-        assert not any(process.is_alive() for process, _ in tokenisers._started)
+                tokenizer_pool.submit(["one", "\ud800"])()
+            assert [len(each) for each in tokenizer_pool.submit(["", "a"])()] == [0, 1]
+        assert not any(process.is_alive() for process, _ in tokenizer_pool._workers)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from diffusionlm.data.encoding import CHUNK, InlineEncoder, encoded
-from diffusionlm.data.windows import Pending, Windows, shuffled
+from diffusionlm.data.encoding import CHUNK, InlineTextEncoder, tokenize_reader
+from diffusionlm.data.windows import ItemsFuture, WindowedReader, shuffle_windows
 
 Drain = Callable[..., list[Any]]
 ListReader = Callable[[list[Any]], Any]
@@ -18,7 +18,7 @@ ListReader = Callable[[list[Any]], Any]
 @pytest.mark.parametrize("window", [1, 4, 100])
 def test_permutes_within_windows(list_reader: ListReader, drain: Drain, size: int, window: int) -> None:
     items = list(range(size))
-    shuffle = shuffled(list_reader(items), window, seed=0, stream=1)
+    shuffle = shuffle_windows(list_reader(items), window, seed=0, stream=1)
     once = drain(shuffle)
     for start in range(0, size, window):
         assert sorted(once[start : start + window]) == items[start : start + window]
@@ -29,7 +29,7 @@ def test_permutes_within_windows(list_reader: ListReader, drain: Drain, size: in
 
 def test_order_differs_between_epochs_windows_streams_and_seeds(list_reader: ListReader, drain: Drain) -> None:
     def order(epoch: int = 0, seed: int = 0, stream: int = 1, *key: int) -> list[int]:
-        return drain(shuffled(list_reader(list(range(32))), 16, seed, stream, *key), epoch=epoch)
+        return drain(shuffle_windows(list_reader(list(range(32))), 16, seed, stream, *key), epoch=epoch)
 
     assert order() == order()
     variants = [order(), order(epoch=1), order(seed=1), order(stream=2), order(0, 0, 1, 0)]
@@ -39,8 +39,8 @@ def test_order_differs_between_epochs_windows_streams_and_seeds(list_reader: Lis
 
 
 def test_resumes_at_every_place(list_reader: ListReader, drain: Drain) -> None:
-    def make() -> Windows[int, int]:
-        return shuffled(list_reader(list(range(23))), 5, seed=3, stream=1)
+    def make() -> WindowedReader[int, int]:
+        return shuffle_windows(list_reader(list(range(23))), 5, seed=3, stream=1)
 
     whole = drain(make(), epoch=2)
     for count in range(1, 24):
@@ -50,9 +50,9 @@ def test_resumes_at_every_place(list_reader: ListReader, drain: Drain) -> None:
 
 
 def test_chained_shuffles_resume_at_every_place(list_reader: ListReader, drain: Drain) -> None:
-    def make() -> Windows[int, int]:
-        inner = shuffled(list_reader(list(range(23))), 7, seed=3, stream=1)
-        return shuffled(inner, 3, seed=3, stream=2)
+    def make() -> WindowedReader[int, int]:
+        inner = shuffle_windows(list_reader(list(range(23))), 7, seed=3, stream=1)
+        return shuffle_windows(inner, 3, seed=3, stream=2)
 
     whole = drain(make())
     assert sorted(whole) == list(range(23))
@@ -62,7 +62,7 @@ def test_chained_shuffles_resume_at_every_place(list_reader: ListReader, drain: 
 
 
 def test_one_reader_serves_positions_out_of_turn(list_reader: ListReader, drain: Drain) -> None:
-    shuffle = shuffled(list_reader(list(range(23))), 5, seed=3, stream=1)
+    shuffle = shuffle_windows(list_reader(list(range(23))), 5, seed=3, stream=1)
     epochs = [drain(shuffle, epoch=epoch) for epoch in range(2)]
     for epoch, count in [(1, 7), (0, 7), (1, 2), (0, 21), (0, 3)]:
         _, position = shuffle.read(epoch, None, count)
@@ -75,7 +75,7 @@ class Lazy:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def __call__(self, epoch: int, number: int, items: list[int]) -> Pending[int]:
+    def __call__(self, epoch: int, number: int, items: list[int]) -> ItemsFuture[int]:
         self.told.append(f"begin {number}")
 
         def finish() -> list[int]:
@@ -91,8 +91,8 @@ def test_windows_ahead_change_nothing(list_reader: ListReader, drain: Drain, ahe
     items = list(range(size))
     expected = [item for item in items for _ in range(item % 3)]
 
-    def make() -> Windows[int, int]:
-        return Windows(list_reader(items), 3, Lazy(), ahead)
+    def make() -> WindowedReader[int, int]:
+        return WindowedReader(list_reader(items), 3, Lazy(), ahead)
 
     for chunks in [(1,), (2, 5), (100,)]:
         assert drain(make(), chunks) == expected
@@ -109,7 +109,7 @@ def test_windows_ahead_change_nothing(list_reader: ListReader, drain: Drain, ahe
 
 def test_windows_ahead_are_begun_before_the_first_is_asked_for(list_reader: ListReader, drain: Drain) -> None:
     lazy = Lazy()
-    reader = Windows(list_reader(list(range(12))), 3, lazy, 2)
+    reader = WindowedReader(list_reader(list(range(12))), 3, lazy, 2)
     reader.read(0, None, 1)
     assert lazy.told == ["begin 0", "begin 1", "begin 2", "finish 0"]
     drain(reader)
@@ -124,8 +124,8 @@ def test_documents_are_encoded_chunk_by_chunk(list_reader: ListReader, drain: Dr
         seen.append(text)
         return list(text.encode())
 
-    def make() -> Windows[str, Any]:
-        return encoded(list_reader(texts), InlineEncoder(encode))
+    def make() -> WindowedReader[str, Any]:
+        return tokenize_reader(list_reader(texts), InlineTextEncoder(encode))
 
     whole = drain(make(), (1,))
     assert [bytes(tokens.tolist()).decode() for tokens in whole] == texts == seen

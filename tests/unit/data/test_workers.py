@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from config.data import DataConfig, LocalFiles, MarkovChain, MixturePart
+from config.data import DataConfig, LocalFiles, MarkovChain, MixtureEntry
 from config.model import ModelConfig
-from config.objective import BlockDiffusion
-from diffusionlm.data.loader import LoaderPlan, StepLoader
+from config.objective import BlockDiffusionConfig
+from diffusionlm.data.loader import LoaderSpec, StepLoader
 from diffusionlm.data.workers import WorkerLoader
-from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from tokenizer import Tokenizer, train_bpe
 
 LENGTH = 16
@@ -40,10 +40,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(
     tokenizer: Tokenizer, texts: Path, workers: int, rank: int = 0, world_size: int = 1, **data: Any
-) -> LoaderPlan:
+) -> LoaderSpec:
     parts = (
-        MixturePart(source=LocalFiles(paths=(str(texts),)), weight=2.0),
-        MixturePart(source=MarkovChain(documents_per_epoch=30), weight=1.0),
+        MixtureEntry(source=LocalFiles(paths=(str(texts),)), weight=2.0),
+        MixtureEntry(source=MarkovChain(documents_per_epoch=30), weight=1.0),
     )
     model = ModelConfig(
         hidden_size=8,
@@ -57,24 +57,28 @@ def plan(
         mask_token_id=tokenizer.mask_token_id,
     )
     config = DataConfig(mixture=parts, document_shuffle_window=40, row_shuffle_window=9, workers=workers, **data)
-    objective = BlockDiffusion(block_length=4)
-    return LoaderPlan(config, tokenizer, LENGTH, objective, model, 12, 3, 1, rank, world_size)
+    objective = BlockDiffusionConfig(block_length=4)
+    return LoaderSpec(config, tokenizer, LENGTH, objective, model, 12, 3, 1, rank, world_size)
 
 
-def open_loader(planned: LoaderPlan) -> StepLoader:
+def open_loader(planned: LoaderSpec) -> StepLoader:
     return WorkerLoader(planned) if planned.data.workers else planned.open()
 
 
-def flat(draws: list[Draw]) -> list[torch.Tensor]:
-    return [tensor for draw in draws for tensor in (draw.inputs_BS, draw.rows_R, draw.targets_R, draw.weights_R)]
+def flat(noised_batches: list[NoisedBatch]) -> list[torch.Tensor]:
+    return [
+        tensor
+        for draw in noised_batches
+        for tensor in (draw.inputs_BS, draw.positions_N, draw.targets_N, draw.weights_N)
+    ]
 
 
-def same(one: list[Draw], other: list[Draw]) -> bool:
+def same(one: list[NoisedBatch], other: list[NoisedBatch]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, flat(one), flat(other)))
 
 
 @pytest.fixture(scope="module")
-def expected(tokenizer: Tokenizer, texts: Path) -> tuple[list[list[Draw]], list[dict[str, Any]]]:
+def expected(tokenizer: Tokenizer, texts: Path) -> tuple[list[list[NoisedBatch]], list[dict[str, Any]]]:
     """Draws of each step, and the state behind it, without workers."""
     loader = open_loader(plan(tokenizer, texts, 0))
     steps, states = [], []
@@ -87,7 +91,7 @@ def expected(tokenizer: Tokenizer, texts: Path) -> tuple[list[list[Draw]], list[
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_draws_and_states_are_those_without_workers(
-    workers: int, tokenizer: Tokenizer, texts: Path, expected: tuple[list[list[Draw]], list[dict[str, Any]]]
+    workers: int, tokenizer: Tokenizer, texts: Path, expected: tuple[list[list[NoisedBatch]], list[dict[str, Any]]]
 ) -> None:
     steps, states = expected
     loader = open_loader(plan(tokenizer, texts, workers))
@@ -105,7 +109,7 @@ def test_draws_and_states_are_those_without_workers(
 
 
 def test_a_run_resumes_with_workers_where_it_stopped_without(
-    tokenizer: Tokenizer, texts: Path, expected: tuple[list[list[Draw]], list[dict[str, Any]]]
+    tokenizer: Tokenizer, texts: Path, expected: tuple[list[list[NoisedBatch]], list[dict[str, Any]]]
 ) -> None:
     steps, states = expected
     loader = open_loader(plan(tokenizer, texts, 2, prefetch_steps=1))
@@ -119,16 +123,18 @@ def test_a_run_resumes_with_workers_where_it_stopped_without(
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_the_rows_of_every_step(
-    world_size: int, tokenizer: Tokenizer, texts: Path, expected: tuple[list[list[Draw]], list[dict[str, Any]]]
+    world_size: int, tokenizer: Tokenizer, texts: Path, expected: tuple[list[list[NoisedBatch]], list[dict[str, Any]]]
 ) -> None:
     steps, states = expected
     loaders = [open_loader(plan(tokenizer, texts, 0, rank, world_size)) for rank in range(world_size)]
     for step in range(10):
         drawn = [loader.next_step(step) for loader in loaders]
-        inputs = torch.cat([draw.inputs_BS for draws in drawn for draw in draws])
+        inputs = torch.cat([draw.inputs_BS for noised_batches in drawn for draw in noised_batches])
         assert torch.equal(inputs, torch.cat([draw.inputs_BS for draw in steps[step]])), "everything, once, in order"
         assert all(loader.state_dict() == states[step] for loader in loaders), "a state serves any number of ranks"
-        assert sum(draw.num_targets for draws in drawn for draw in draws) == sum(d.num_targets for d in steps[step])
+        assert sum(draw.num_targets for noised_batches in drawn for draw in noised_batches) == sum(
+            d.num_targets for d in steps[step]
+        )
 
 
 def test_ranks_must_divide_the_batch(tokenizer: Tokenizer, texts: Path) -> None:

@@ -10,30 +10,30 @@ import numpy as np
 import pytest
 import torch
 
-from config.objective import Bernoulli, Counts, Estimator, Unit, Weight
+from config.objective import Estimator, FixedCountMasking, IndependentMasking, LossWeighting, NoiseGrouping
 from diffusionlm.diffusion.corruption import (
-    Noise,
-    choose_counts,
-    counts_at,
-    draw_noise,
-    replacement_tokens,
-    row_offsets,
-    targets_without_mask_token,
-    unit_levels,
-    unit_numbers,
+    MaskSample,
+    assign_noise_groups,
+    choose_masked_in_groups,
+    exclude_mask_tokens,
+    masked_counts_at_levels,
+    sample_group_levels,
+    sample_masks,
+    sample_replacement_tokens,
+    sample_sequence_offsets,
 )
-from diffusionlm.diffusion.noised_batch import Batch, DrawKey
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.schedules import build_schedule
 
 MASK, LENGTH, BLOCK = 50, 24, 5
 LEVELS: list[tuple[str, Estimator]] = [
-    ("counts", Counts()),
-    ("complementary", Counts(complementary=True)),
-    ("stratified", Bernoulli(epsilon=0.1)),
-    ("antithetic", Bernoulli(times="antithetic")),
-    ("uniform", Bernoulli(times="uniform")),
-    ("contiguous", Counts(contiguous_probability=0.5)),
-    ("contiguous times", Bernoulli(contiguous_probability=0.5, min_masking_rate=0.2)),
+    ("counts", FixedCountMasking()),
+    ("complementary", FixedCountMasking(complementary=True)),
+    ("stratified", IndependentMasking(epsilon=0.1)),
+    ("antithetic", IndependentMasking(times="antithetic")),
+    ("uniform", IndependentMasking(times="uniform")),
+    ("contiguous", FixedCountMasking(contiguous_probability=0.5)),
+    ("contiguous times", IndependentMasking(contiguous_probability=0.5, min_masking_rate=0.2)),
 ]
 
 
@@ -41,10 +41,10 @@ def estimator_id(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def batch_of(rows: int) -> Batch:
+def batch_of(rows: int) -> CleanBatch:
     """Random rows with prompts, padding and documents; every eighth row has no target."""
-    chance = np.random.default_rng(0)
-    tokens = torch.from_numpy(chance.integers(0, MASK, (rows, LENGTH)))
+    rng = np.random.default_rng(0)
+    tokens = torch.from_numpy(rng.integers(0, MASK, (rows, LENGTH)))
     documents, targets = np.zeros((rows, LENGTH), dtype=np.int64), np.ones((rows, LENGTH), dtype=np.bool_)
     for row in range(rows):
         documents[row, 3 + row % 11 :] = 1
@@ -53,15 +53,17 @@ def batch_of(rows: int) -> Batch:
         targets[row, row % 13] = False
     targets &= documents >= 0
     targets[5::8] = False
-    return Batch(tokens, torch.from_numpy(targets), torch.from_numpy(documents))
+    return CleanBatch(tokens, torch.from_numpy(targets), torch.from_numpy(documents))
 
 
 def full_units(rows: int, length: int, block: int | None = None) -> Any:
     return np.broadcast_to(np.arange(length) // (block or length), (rows, length))
 
 
-def noise_of(units_BL: Any, estimator: Estimator, *, step: int = 0, seed: int = 0, weight: Weight = "elbo") -> Noise:
-    [noise] = draw_noise(units_BL, DrawKey(seed, step, 0, len(units_BL)), estimator, weight)
+def noise_of(
+    group_ids_BL: Any, estimator: Estimator, *, step: int = 0, seed: int = 0, weight: LossWeighting = "elbo"
+) -> MaskSample:
+    [noise] = sample_masks(group_ids_BL, NoiseKey(seed, step, 0, len(group_ids_BL)), estimator, weight)
     return noise
 
 
@@ -78,39 +80,39 @@ def test_units_of_a_row_written_out() -> None:
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, -1]])
     tokens = torch.zeros(1, 10, dtype=torch.int64)
     targets = torch.tensor([[False, True, True, True, True, True, False, True, True, False]])
-    batch, eligible = Batch(tokens, targets, documents), targets.numpy()
-    assert unit_numbers(batch, eligible, "row", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
-    assert unit_numbers(batch, eligible, "document", None).tolist() == [[-1, 0, 0, 0, 0, 1, -1, 1, 2, -1]]
+    batch, maskable = CleanBatch(tokens, targets, documents), targets.numpy()
+    assert assign_noise_groups(batch, maskable, "row", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
+    assert assign_noise_groups(batch, maskable, "document", None).tolist() == [[-1, 0, 0, 0, 0, 1, -1, 1, 2, -1]]
     # Blocks start with the document; the last of each is short.
-    assert unit_numbers(batch, eligible, "block", 3).tolist() == [[-1, 0, 0, 1, 1, 2, -1, 2, 3, -1]]
-    assert unit_numbers(batch, eligible, "block", 2).tolist() == [[-1, 0, 1, 1, 2, 3, -1, 4, 5, -1]]
-    alone = Batch(tokens, targets)
-    assert unit_numbers(alone, eligible, "document", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
-    assert unit_numbers(alone, eligible, "block", 4).tolist() == [[-1, 0, 0, 0, 1, 1, -1, 1, 2, -1]]
+    assert assign_noise_groups(batch, maskable, "block", 3).tolist() == [[-1, 0, 0, 1, 1, 2, -1, 2, 3, -1]]
+    assert assign_noise_groups(batch, maskable, "block", 2).tolist() == [[-1, 0, 1, 1, 2, 3, -1, 4, 5, -1]]
+    alone = CleanBatch(tokens, targets)
+    assert assign_noise_groups(alone, maskable, "document", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
+    assert assign_noise_groups(alone, maskable, "block", 4).tolist() == [[-1, 0, 0, 0, 1, 1, -1, 1, 2, -1]]
 
 
 def test_units_without_a_target_get_no_number() -> None:
     targets = torch.tensor([[False, False, True, False, False, False, True, True]])
-    batch = Batch(torch.zeros(1, 8, dtype=torch.int64), targets, torch.tensor([[0, 0, 1, 2, 2, 2, 3, 3]]))
-    assert unit_numbers(batch, targets.numpy(), "document", None).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 1]]
-    assert unit_numbers(batch, targets.numpy(), "block", 1).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 2]]
+    batch = CleanBatch(torch.zeros(1, 8, dtype=torch.int64), targets, torch.tensor([[0, 0, 1, 2, 2, 2, 3, 3]]))
+    assert assign_noise_groups(batch, targets.numpy(), "document", None).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 1]]
+    assert assign_noise_groups(batch, targets.numpy(), "block", 1).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 2]]
 
 
 @pytest.mark.parametrize("per", ["row", "document", "block"])
-def test_units_are_numbered_without_gaps_and_stay_in_their_block(per: Unit) -> None:
+def test_units_are_numbered_without_gaps_and_stay_in_their_block(per: NoiseGrouping) -> None:
     batch = batch_of(40)
     assert batch.document_BL is not None
-    eligible = batch.is_target_BL.numpy()
-    units = unit_numbers(batch, eligible, per, BLOCK)
-    assert np.array_equal(units >= 0, eligible)
+    maskable = batch.loss_mask_BL.numpy()
+    units = assign_noise_groups(batch, maskable, per, BLOCK)
+    assert np.array_equal(units >= 0, maskable)
     for row in range(40):
-        here = units[row][eligible[row]]
+        here = units[row][maskable[row]]
         assert here.tolist() == sorted(here.tolist())
         assert set(here.tolist()) == set(range(len(set(here.tolist()))))
         documents = batch.document_BL[row].numpy()
         starts = {int(document): int(np.argmax(documents == document)) for document in documents}
         own: dict[int, tuple[int, ...]] = {}
-        for place in np.flatnonzero(eligible[row]):
+        for place in np.flatnonzero(maskable[row]):
             document = int(documents[place])
             block = int(place - starts[document]) // BLOCK
             key = {"row": (), "document": (document,), "block": (document, block)}[per]
@@ -121,10 +123,10 @@ def test_units_are_numbered_without_gaps_and_stay_in_their_block(per: Unit) -> N
 def test_a_mask_token_in_the_data_is_no_target() -> None:
     batch = batch_of(8)
     batch.tokens_BL[:, 4] = MASK
-    eligible = targets_without_mask_token(batch, MASK)
-    assert not eligible[:, 4].any()
-    assert np.array_equal(np.delete(eligible, 4, axis=1), np.delete(batch.is_target_BL.numpy(), 4, axis=1))
-    assert np.array_equal(targets_without_mask_token(batch, None), batch.is_target_BL.numpy())
+    maskable = exclude_mask_tokens(batch, MASK)
+    assert not maskable[:, 4].any()
+    assert np.array_equal(np.delete(maskable, 4, axis=1), np.delete(batch.loss_mask_BL.numpy(), 4, axis=1))
+    assert np.array_equal(exclude_mask_tokens(batch, None), batch.loss_mask_BL.numpy())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -133,17 +135,21 @@ def test_a_mask_token_in_the_data_is_no_target() -> None:
 
 @pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
 def test_offsets_belong_to_the_row_of_the_step(times: str) -> None:
-    key = DrawKey(0, 0, 0, 24)
-    whole = row_offsets(key, 24, times)
+    key = NoiseKey(0, 0, 0, 24)
+    whole = sample_sequence_offsets(key, 24, times)
     assert ((whole >= 0) & (whole <= 1)).all() and len(set(whole.tolist())) == 24
     for first in (0, 5, 20):
-        assert np.array_equal(row_offsets(dataclasses.replace(key, first_row=first), 4, times), whole[first:][:4])
+        assert np.array_equal(
+            sample_sequence_offsets(dataclasses.replace(key, first_sequence=first), 4, times), whole[first:][:4]
+        )
     for other in (dataclasses.replace(key, step=1), dataclasses.replace(key, seed=1)):
-        assert not np.isin(row_offsets(other, 24, times), whole).any()
+        assert not np.isin(sample_sequence_offsets(other, 24, times), whole).any()
 
 
 def test_stratified_offsets_have_one_in_each_stratum_and_no_fixed_place() -> None:
-    strata = np.stack([np.floor(row_offsets(DrawKey(0, step, 0, 6), 6) * 6).astype(int) for step in range(600)])
+    strata = np.stack(
+        [np.floor(sample_sequence_offsets(NoiseKey(0, step, 0, 6), 6) * 6).astype(int) for step in range(600)]
+    )
     assert (np.sort(strata, axis=1) == np.arange(6)).all()
     for row in range(6):
         assert chi_square(np.bincount(strata[:, row], minlength=6)) < 25.7  # 5 degrees of freedom: p = 1e-4
@@ -151,22 +157,22 @@ def test_stratified_offsets_have_one_in_each_stratum_and_no_fixed_place() -> Non
 
 @pytest.mark.parametrize("rows", [6, 7])
 def test_antithetic_offsets_come_in_pairs(rows: int) -> None:
-    offsets = row_offsets(DrawKey(3, 0, 0, rows), rows, "antithetic")
+    offsets = sample_sequence_offsets(NoiseKey(3, 0, 0, rows), rows, "antithetic")
     np.testing.assert_allclose(offsets[0:6:2] + offsets[1:6:2], 1.0, atol=1e-15)
     assert len(offsets) == rows
 
 
 def test_levels_of_a_row() -> None:
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for times in ("stratified", "antithetic", "uniform"):
-        assert unit_levels(0.3, 1, chance, times).tolist() == [0.3]
-        assert unit_levels(0.3, 0, chance, times).tolist() == []
-    levels = unit_levels(0.3, 5, chance)
+        assert sample_group_levels(0.3, 1, rng, times).tolist() == [0.3]
+        assert sample_group_levels(0.3, 0, rng, times).tolist() == []
+    levels = sample_group_levels(0.3, 5, rng)
     np.testing.assert_allclose(np.sort(levels), (np.arange(5) + 0.3) / 5)
-    pairs = unit_levels(0.3, 5, chance, "antithetic")
+    pairs = sample_group_levels(0.3, 5, rng, "antithetic")
     np.testing.assert_allclose(pairs[:4:2] + pairs[1:4:2], 1.0)
     assert pairs[0] == 0.3 and len(set(pairs.tolist())) == 5
-    assert unit_levels(0.3, 5, chance, "uniform")[0] == 0.3
+    assert sample_group_levels(0.3, 5, rng, "uniform")[0] == 0.3
 
 
 @pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
@@ -174,9 +180,9 @@ def test_every_units_level_is_uniform(times: str) -> None:
     """Over the steps, for each row and unit: nothing is tied to a place."""
     levels = np.zeros((800, 2, 3))
     for step in range(800):
-        offsets = row_offsets(DrawKey(1, step, 0, 2), 2, times)
+        offsets = sample_sequence_offsets(NoiseKey(1, step, 0, 2), 2, times)
         for row in range(2):
-            levels[step, row] = unit_levels(offsets[row], 3, np.random.default_rng((step, row)), times)
+            levels[step, row] = sample_group_levels(offsets[row], 3, np.random.default_rng((step, row)), times)
     for row in range(2):
         for unit in range(3):
             bins = np.bincount(np.minimum(levels[:, row, unit] * 8, 7).astype(int), minlength=8)
@@ -185,9 +191,9 @@ def test_every_units_level_is_uniform(times: str) -> None:
 
 def test_counts_are_uniform_where_levels_are() -> None:
     levels = (np.arange(700) + 0.5) / 700
-    counts = counts_at(levels, np.full(700, 7))
+    counts = masked_counts_at_levels(levels, np.full(700, 7))
     assert np.bincount(counts).tolist() == [0, *[100] * 7]
-    assert counts_at(np.array([0.0, 1.0, 1.0]), np.array([4, 4, 0])).tolist() == [1, 4, 1]
+    assert masked_counts_at_levels(np.array([0.0, 1.0, 1.0]), np.array([4, 4, 0])).tolist() == [1, 4, 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -196,12 +202,12 @@ def test_counts_are_uniform_where_levels_are() -> None:
 
 def test_counts_positions_and_weights() -> None:
     batch = batch_of(32)
-    eligible = batch.is_target_BL.numpy()
-    units = unit_numbers(batch, eligible, "block", BLOCK)
+    maskable = batch.loss_mask_BL.numpy()
+    units = assign_noise_groups(batch, maskable, "block", BLOCK)
     for step in range(5):
-        noise = noise_of(units, Counts(), step=step)
+        noise = noise_of(units, FixedCountMasking(), step=step)
         assert noise.weights_BL.dtype == np.float64
-        assert not (noise.masked_BL & ~eligible).any(), "prompt or padding was masked"
+        assert not (noise.masked_BL & ~maskable).any(), "prompt or padding was masked"
         assert not noise.weights_BL[~noise.masked_BL].any()
         for row in range(32):
             for unit in range(units[row].max() + 1):
@@ -220,7 +226,7 @@ def test_counts_are_stratified_over_all_units_of_the_step(rows: int, length: int
     size, units = block or length, full_units(rows, length, block)
     total = rows * length // size
     for step in range(20):
-        masked = noise_of(units, Counts(), step=step, seed=4).masked_BL
+        masked = noise_of(units, FixedCountMasking(), step=step, seed=4).masked_BL
         counts = masked.reshape(total, size).sum(axis=1)
         histogram = np.bincount(counts, minlength=size + 1)
         assert histogram[0] == 0
@@ -228,15 +234,17 @@ def test_counts_are_stratified_over_all_units_of_the_step(rows: int, length: int
         assert histogram[1:].max() - histogram[1:].min() <= (0 if total % size == 0 else 1)
 
 
-@pytest.mark.parametrize("estimator", [Counts(), Counts(complementary=True)], ids=["plain", "complementary"])
+@pytest.mark.parametrize(
+    "estimator", [FixedCountMasking(), FixedCountMasking(complementary=True)], ids=["plain", "complementary"]
+)
 @pytest.mark.parametrize("block", [None, 3])
-def test_count_of_a_unit_is_uniform_over_steps(estimator: Counts, block: int | None) -> None:
+def test_count_of_a_unit_is_uniform_over_steps(estimator: FixedCountMasking, block: int | None) -> None:
     """Each place of the step gets each count equally often: strata are permuted, not tied to the place."""
     size, units = block or 6, full_units(4, 6, block)
     least = int(not estimator.complementary) * 1
     histogram, positions = np.zeros((24 // size, size + 1 - least)), np.zeros(6)
     for step in range(1200):
-        noise = draw_noise(units, DrawKey(9, step, 0, 4), estimator, "elbo")[0]
+        noise = sample_masks(units, NoiseKey(9, step, 0, 4), estimator, "elbo")[0]
         counts = noise.masked_BL.reshape(-1, size).sum(axis=1)
         histogram[np.arange(24 // size), counts - least] += 1
         positions += noise.masked_BL.sum(axis=0)
@@ -248,26 +256,26 @@ def test_count_of_a_unit_is_uniform_over_steps(estimator: Counts, block: int | N
 
 def test_every_set_of_a_size_is_equally_likely() -> None:
     seen: dict[tuple[int, ...], int] = {}
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for _ in range(2000):
-        chosen = choose_counts(np.zeros(5, dtype=np.int64), np.array([2]), chance)
+        chosen = choose_masked_in_groups(np.zeros(5, dtype=np.int64), np.array([2]), rng)
         key = tuple(np.flatnonzero(chosen).tolist())
         seen[key] = seen.get(key, 0) + 1
     assert len(seen) == 10 and chi_square(np.array(list(seen.values()))) < 33.8  # 9 degrees of freedom: p = 1e-4
     units = np.array([0, 0, 0, 1, 1, 2])
-    chosen = choose_counts(units, np.array([3, 0, 1]), chance)
+    chosen = choose_masked_in_groups(units, np.array([3, 0, 1]), rng)
     assert chosen.tolist() == [True, True, True, False, False, True]
 
 
 def test_complementary_masks_partition_the_targets() -> None:
     batch = batch_of(16)
-    eligible = batch.is_target_BL.numpy()
-    units = unit_numbers(batch, eligible, "block", BLOCK)
+    maskable = batch.loss_mask_BL.numpy()
+    units = assign_noise_groups(batch, maskable, "block", BLOCK)
     shares: set[float] = set()
     for step in range(20):
-        pair = draw_noise(units, DrawKey(0, step, 0, 16), Counts(complementary=True), "elbo")
+        pair = sample_masks(units, NoiseKey(0, step, 0, 16), FixedCountMasking(complementary=True), "elbo")
         one, other = pair
-        assert np.array_equal(one.masked_BL ^ other.masked_BL, eligible)
+        assert np.array_equal(one.masked_BL ^ other.masked_BL, maskable)
         assert not (one.masked_BL & other.masked_BL).any()
         for noise in pair:
             assert not noise.weights_BL[~noise.masked_BL].any()
@@ -288,7 +296,7 @@ def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() ->
     totals, bounds = [], []
     for step in range(700):
         total = bound = 0.0
-        for noise in draw_noise(units, DrawKey(2, step, 0, 12), Counts(complementary=True), "elbo"):
+        for noise in sample_masks(units, NoiseKey(2, step, 0, 12), FixedCountMasking(complementary=True), "elbo"):
             weights, counts = noise.weights_BL.sum(axis=1), noise.masked_BL.sum(axis=1)
             total += weights.sum() / 12
             bound += sum(w * difficulty[int(k)] for w, k in zip(weights, counts, strict=True)) / 12
@@ -304,7 +312,7 @@ def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() ->
 
 def test_masking_probability_and_weight() -> None:
     epsilon, units = 0.2, full_units(2000, 30)
-    noise = noise_of(units, Bernoulli(epsilon=epsilon), weight="inverse_p")
+    noise = noise_of(units, IndependentMasking(epsilon=epsilon), weight="inverse_p")
     some = noise.masked_BL.any(axis=1)
     p = 1 / noise.weights_BL[some].max(axis=1)
     assert p.min() >= epsilon and p.max() <= 1
@@ -315,9 +323,11 @@ def test_masking_probability_and_weight() -> None:
     residual = noise.masked_BL[some].mean(axis=1) - p
     assert abs(residual.mean()) < 4 * residual.std() / len(residual) ** 0.5
     # Of the schedule that epsilon makes: the slope is (1 - epsilon) times as steep.
-    elbo = noise_of(units, Bernoulli(epsilon=epsilon), weight="elbo")
+    elbo = noise_of(units, IndependentMasking(epsilon=epsilon), weight="elbo")
     np.testing.assert_allclose(elbo.weights_BL, noise.weights_BL * 0.8)
-    assert np.array_equal(noise_of(units, Bernoulli(epsilon=epsilon), weight="uniform").weights_BL, noise.masked_BL)
+    assert np.array_equal(
+        noise_of(units, IndependentMasking(epsilon=epsilon), weight="uniform").weights_BL, noise.masked_BL
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,7 +335,7 @@ def test_masking_probability_and_weight() -> None:
 )
 def test_the_schedule_decides_the_masked_share(kind: str, share: float) -> None:
     """At t = 1/2, the only time of a narrow range."""
-    estimator = Bernoulli.model_validate({"schedule": kind, "epsilon": 0.0, "range": [0.5, 0.5 + 1e-9]})
+    estimator = IndependentMasking.model_validate({"schedule": kind, "epsilon": 0.0, "range": [0.5, 0.5 + 1e-9]})
     noise = noise_of(full_units(50, 200), estimator, weight="inverse_p")
     assert noise.masked_BL.mean() == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 10_000))
     assert noise.weights_BL[noise.masked_BL] == pytest.approx(1 / share, rel=1e-6)
@@ -345,9 +355,9 @@ def test_the_schedule_decides_the_masked_share(kind: str, share: float) -> None:
 @pytest.mark.parametrize("epsilon", [0.0, 0.05])
 def test_probability_times_weight_is_the_slope(schedule: Any, epsilon: float) -> None:
     """At the time of each row: so the expectation over masks is -alpha'(t), which integrates to one."""
-    estimator = Bernoulli.model_validate({"schedule": schedule, "epsilon": epsilon})
+    estimator = IndependentMasking.model_validate({"schedule": schedule, "epsilon": epsilon})
     built = build_schedule(estimator.schedule)
-    noise, t = noise_of(full_units(200, 8), estimator), row_offsets(DrawKey(0, 0, 0, 200), 200)
+    noise, t = noise_of(full_units(200, 8), estimator), sample_sequence_offsets(NoiseKey(0, 0, 0, 200), 200)
     share = (1 - epsilon) * (1 - built.alpha(t)) + epsilon
     some = noise.masked_BL.any(axis=1)
     expected = -(1 - epsilon) * built.alpha_prime(t) / share
@@ -360,14 +370,16 @@ def test_probability_times_weight_is_the_slope(schedule: Any, epsilon: float) ->
 def test_times_as_small_as_they_come_give_finite_weights() -> None:
     for kind in ("linear", "power", "square_root", "cosine", "raised_cosine", "clean_cosine", "sigmoid", "logarithmic"):
         for epsilon in (0.0, 1e-3):
-            estimator = Bernoulli.model_validate({"schedule": kind, "epsilon": epsilon, "range": [0.0, 1e-300]})
+            estimator = IndependentMasking.model_validate(
+                {"schedule": kind, "epsilon": epsilon, "range": [0.0, 1e-300]}
+            )
             with np.errstate(all="raise", under="ignore"):
                 noise = noise_of(full_units(100, 50), estimator)
             assert np.isfinite(noise.weights_BL).all()
 
 
 def test_min_masking_rate_raises_small_probabilities() -> None:
-    estimator = Bernoulli(min_masking_rate=0.6, epsilon=0.0)
+    estimator = IndependentMasking(min_masking_rate=0.6, epsilon=0.0)
     noise = noise_of(full_units(500, 40), estimator, weight="inverse_p")
     p = 1 / noise.weights_BL.max(axis=1)
     assert p.min() == pytest.approx(0.6) and (p < 0.6 + 1e-9).mean() == pytest.approx(0.6, abs=0.01)
@@ -380,9 +392,9 @@ def test_min_masking_rate_raises_small_probabilities() -> None:
 
 
 def test_range_limits_the_levels() -> None:
-    counts = noise_of(full_units(60, 20), Counts(range=(0.25, 0.5))).masked_BL.sum(axis=1)
+    counts = noise_of(full_units(60, 20), FixedCountMasking(range=(0.25, 0.5))).masked_BL.sum(axis=1)
     assert np.bincount(counts, minlength=21)[6:11].tolist() == [12] * 5
-    linear = noise_of(full_units(60, 20), Bernoulli(range=(0.25, 0.5), epsilon=0.0), weight="inverse_p")
+    linear = noise_of(full_units(60, 20), IndependentMasking(range=(0.25, 0.5), epsilon=0.0), weight="inverse_p")
     p = 1 / linear.weights_BL.max(axis=1)
     np.testing.assert_allclose(np.sort(p), 0.25 + 0.25 * (np.arange(60) + 0.5) / 60, atol=0.25 / 120 + 1e-12)
 
@@ -392,32 +404,34 @@ def test_reweight_cap_is_the_greatest_weight(complementary: bool) -> None:
     """Of the two masks of a pair together: a cap of 1 is no weighting at all, for pairs as for single masks."""
     parts = 1 + complementary
     for cap in (1.0, 3.0):
-        capped = Counts(reweight_cap=cap, complementary=complementary)
+        capped = FixedCountMasking(reweight_cap=cap, complementary=complementary)
         for one, other in zip(
-            draw_noise(full_units(12, 12), DrawKey(0, 0, 0, 12), capped, "elbo"),
-            draw_noise(full_units(12, 12), DrawKey(0, 0, 0, 12), Counts(complementary=complementary), "elbo"),
+            sample_masks(full_units(12, 12), NoiseKey(0, 0, 0, 12), capped, "elbo"),
+            sample_masks(
+                full_units(12, 12), NoiseKey(0, 0, 0, 12), FixedCountMasking(complementary=complementary), "elbo"
+            ),
             strict=True,
         ):
             assert np.array_equal(one.masked_BL, other.masked_BL)
             assert np.array_equal(one.weights_BL, np.minimum(other.weights_BL, cap / parts))
             assert (other.weights_BL > cap / parts).any()
-    p = noise_of(full_units(50, 20), Bernoulli(reweight_cap=4.0)).weights_BL
+    p = noise_of(full_units(50, 20), IndependentMasking(reweight_cap=4.0)).weights_BL
     assert p.max() == 4.0 and p[p > 0].min() < 2.0
 
 
 @pytest.mark.parametrize(
     "estimator",
-    [Counts(contiguous_probability=1.0), Bernoulli(contiguous_probability=1.0, epsilon=0.05)],
+    [FixedCountMasking(contiguous_probability=1.0), IndependentMasking(contiguous_probability=1.0, epsilon=0.05)],
     ids=["counts", "times"],
 )
 def test_contiguous_masks_are_one_run_of_targets(estimator: Estimator) -> None:
     batch = batch_of(24)
-    eligible = batch.is_target_BL.numpy()
-    units = unit_numbers(batch, eligible, "document", None)
+    maskable = batch.loss_mask_BL.numpy()
+    units = assign_noise_groups(batch, maskable, "document", None)
     starts = set()
     for step in range(10):
         masked = noise_of(units, estimator, step=step).masked_BL
-        assert not (masked & ~eligible).any()
+        assert not (masked & ~maskable).any()
         for row in range(24):
             for unit in range(units[row].max() + 1):
                 among = np.flatnonzero(masked[row, units[row] == unit])
@@ -429,13 +443,15 @@ def test_contiguous_masks_are_one_run_of_targets(estimator: Estimator) -> None:
 def test_contiguous_runs_start_anywhere_and_keep_the_counts() -> None:
     chosen = np.zeros((1500, 6), dtype=np.bool_)
     for step in range(1500):
-        estimator = Counts(contiguous_probability=1.0, range=(0.4, 0.41))  # three of six
+        estimator = FixedCountMasking(contiguous_probability=1.0, range=(0.4, 0.41))  # three of six
         chosen[step] = noise_of(full_units(1, 6), estimator, step=step).masked_BL
     assert (chosen.sum(axis=1) == 3).all()
     assert chi_square(np.bincount(np.argmax(chosen, axis=1), minlength=4)[:4]) < 21.2  # 3 degrees of freedom: p = 1e-4
     some = np.stack(
         [
-            noise_of(full_units(1, 12), Counts(contiguous_probability=0.3, range=(0.45, 0.46)), step=step).masked_BL[0]
+            noise_of(
+                full_units(1, 12), FixedCountMasking(contiguous_probability=0.3, range=(0.45, 0.46)), step=step
+            ).masked_BL[0]
             for step in range(600)
         ]
     )
@@ -445,13 +461,13 @@ def test_contiguous_runs_start_anywhere_and_keep_the_counts() -> None:
 
 
 def test_replacement_is_any_token_but_the_mask() -> None:
-    key = DrawKey(0, 0, 0, 40)
+    key = NoiseKey(0, 0, 0, 40)
     for mask in (0, 3, 6):
-        tokens = replacement_tokens((40, 60), 7, mask, key)
+        tokens = sample_replacement_tokens((40, 60), 7, mask, key)
         counts = np.bincount(tokens.flatten(), minlength=7)
         assert len(counts) == 7 and counts[mask] == 0
         assert chi_square(np.delete(counts, mask)) < 25.8  # 5 degrees of freedom: p = 1e-4
-    part = replacement_tokens((3, 60), 7, 6, dataclasses.replace(key, first_row=11))
+    part = sample_replacement_tokens((3, 60), 7, 6, dataclasses.replace(key, first_sequence=11))
     assert np.array_equal(part, tokens[11:14])
 
 
@@ -461,13 +477,13 @@ def test_replacement_is_any_token_but_the_mask() -> None:
 
 @pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
 @pytest.mark.parametrize("per", ["row", "document", "block"])
-def test_micro_batches_see_the_same_noise(name: str, estimator: Estimator, per: Unit) -> None:
-    batch, key = batch_of(8), DrawKey(seed=7, step=3, first_row=0, rows_in_step=8)
-    units = unit_numbers(batch, batch.is_target_BL.numpy(), per, BLOCK)
-    whole = draw_noise(units, key, estimator, "elbo")
+def test_micro_batches_see_the_same_noise(name: str, estimator: Estimator, per: NoiseGrouping) -> None:
+    batch, key = batch_of(8), NoiseKey(seed=7, step=3, first_sequence=0, num_sequences_in_step=8)
+    units = assign_noise_groups(batch, batch.loss_mask_BL.numpy(), per, BLOCK)
+    whole = sample_masks(units, key, estimator, "elbo")
     for size in (4, 1):
         parts = [
-            draw_noise(units[first : first + size], dataclasses.replace(key, first_row=first), estimator, "elbo")
+            sample_masks(units[first : first + size], dataclasses.replace(key, first_sequence=first), estimator, "elbo")
             for first in range(0, 8, size)
         ]
         for index, noise in enumerate(whole):
@@ -478,16 +494,16 @@ def test_micro_batches_see_the_same_noise(name: str, estimator: Estimator, per: 
 @pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
 def test_chance_differs_by_seed_step_and_row(name: str, estimator: Estimator) -> None:
     units = full_units(8, LENGTH)
-    key = DrawKey(1, 1, 0, 64)
-    keys = [key, dataclasses.replace(key, seed=2), dataclasses.replace(key, step=2), DrawKey(1, 1, 8, 64)]
-    drawn = [draw_noise(units, each, estimator, "elbo")[0].masked_BL for each in keys]
+    key = NoiseKey(1, 1, 0, 64)
+    keys = [key, dataclasses.replace(key, seed=2), dataclasses.replace(key, step=2), NoiseKey(1, 1, 8, 64)]
+    drawn = [sample_masks(units, each, estimator, "elbo")[0].masked_BL for each in keys]
     for index, one in enumerate(drawn):
         assert all(not np.array_equal(one, other) for other in drawn[:index])
         assert len({tuple(row) for row in one.tolist()}) > 4
-    assert np.array_equal(draw_noise(units, key, estimator, "elbo")[0].masked_BL, drawn[0])
+    assert np.array_equal(sample_masks(units, key, estimator, "elbo")[0].masked_BL, drawn[0])
 
 
 @pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
 def test_rows_without_targets_are_left_alone(name: str, estimator: Estimator) -> None:
-    for noise in draw_noise(np.full((3, 5), -1), DrawKey(0, 0, 0, 3), estimator, "elbo"):
+    for noise in sample_masks(np.full((3, 5), -1), NoiseKey(0, 0, 0, 3), estimator, "elbo"):
         assert not noise.masked_BL.any() and not noise.weights_BL.any()

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from config.model import ModelConfig
-from diffusionlm.diffusion.layout import Alignment, Layout, target_places
-from diffusionlm.diffusion.noised_batch import Batch, Draw
+from diffusionlm.diffusion.layout import InputLayout, LogitAlignment, target_positions
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 
 MASK = 50
@@ -22,27 +22,27 @@ CLEAN = [10, 11, 12, 13, 14, 15]
 DOCUMENTS = [0, 0, 0, 0, 1, 1]
 
 
-def batch_of(*, documents: bool = False, rows: int = 1, mask_at: int | None = None) -> Batch:
+def batch_of(*, documents: bool = False, rows: int = 1, mask_at: int | None = None) -> CleanBatch:
     tokens = torch.tensor([CLEAN] * rows)
     if mask_at is not None:
         tokens[:, mask_at] = MASK
     targets = torch.ones(rows, 6, dtype=torch.bool)
-    return Batch(tokens, targets, torch.tensor([DOCUMENTS] * rows) if documents else None)
+    return CleanBatch(tokens, targets, torch.tensor([DOCUMENTS] * rows) if documents else None)
 
 
-def draw_of(layout: Layout, batch: Batch, masked: list[int]) -> Draw:
+def draw_of(layout: InputLayout, batch: CleanBatch, masked: list[int]) -> NoisedBatch:
     """The same places of every row, each with its place as weight."""
     masked_BL = np.zeros(tuple(batch.tokens_BL.shape), dtype=np.bool_)
     masked_BL[:, masked] = True
     weights_BL = masked_BL * np.arange(6, dtype=np.float64)
-    return layout.draw(batch, masked_BL, weights_BL, num_targets=7, denominator=3.5)
+    return layout.build_noised_batch(batch, masked_BL, weights_BL, num_targets=7, denominator=3.5)
 
 
 def noised(*places: int) -> list[int]:
     return [MASK if place in places else token for place, token in enumerate(CLEAN)]
 
 
-CASES: list[tuple[int | None, Alignment, bool, list[int], list[int], list[int], list[int]]] = [
+CASES: list[tuple[int | None, LogitAlignment, bool, list[int], list[int], list[int], list[int]]] = [
     # block_length, alignment, documents, masked, inputs, rows, targets' places
     (None, "same_position", False, [0, 2, 5], noised(0, 2, 5), [0, 2, 5], [0, 2, 5]),
     (None, "same_position", True, [0, 2, 5], noised(0, 2, 5), [0, 2, 5], [0, 2, 5]),
@@ -71,7 +71,7 @@ CASES: list[tuple[int | None, Alignment, bool, list[int], list[int], list[int], 
 @pytest.mark.parametrize("count", [1, 3])
 def test_written_out(
     block: int | None,
-    alignment: Alignment,
+    alignment: LogitAlignment,
     documents: bool,
     masked: list[int],
     inputs: list[int],
@@ -79,16 +79,16 @@ def test_written_out(
     places: list[int],
     count: int,
 ) -> None:
-    layout, S = Layout(block, alignment, MASK), len(inputs)
+    layout, S = InputLayout(block, alignment, MASK), len(inputs)
     batch = batch_of(documents=documents, rows=count)
     draw = draw_of(layout, batch, masked)
     assert draw.inputs_BS.tolist() == [inputs] * count
-    assert draw.rows_R.tolist() == [row * S + place for row in range(count) for place in rows]
-    assert draw.targets_R.tolist() == [10 + place for _ in range(count) for place in places]
-    assert draw.weights_R.tolist() == [float(place) for _ in range(count) for place in places]
-    assert target_places(draw, alignment).tolist() == [row * 6 + place for row in range(count) for place in places]
+    assert draw.positions_N.tolist() == [row * S + place for row in range(count) for place in rows]
+    assert draw.targets_N.tolist() == [10 + place for _ in range(count) for place in places]
+    assert draw.weights_N.tolist() == [float(place) for _ in range(count) for place in places]
+    assert target_positions(draw, alignment).tolist() == [row * 6 + place for row in range(count) for place in places]
     assert (draw.num_targets, draw.denominator) == (7, 3.5)
-    assert (draw.weights_R.dtype, draw.rows_R.dtype) == (torch.float64, torch.int64)
+    assert (draw.weights_N.dtype, draw.positions_N.dtype) == (torch.float64, torch.int64)
     kept = torch.tensor([DOCUMENTS] * count) if documents else None
     two_streams = BlockDiffusion(block or 0, kept) if S == 12 else None
     one_stream: Any = Causal if (block, alignment) == (1, "shifted") else Bidirectional
@@ -97,22 +97,22 @@ def test_written_out(
 
 def assert_same(pattern: AttentionPattern, expected: AttentionPattern) -> None:
     assert type(pattern) is type(expected)
-    S = 6 * expected.streams
-    assert torch.equal(pattern.dense(S).expand(3, S, S), expected.dense(S).expand(3, S, S))
+    S = 6 * expected.positions_per_token
+    assert torch.equal(pattern.dense_mask(S).expand(3, S, S), expected.dense_mask(S).expand(3, S, S))
     assert (pattern.documents_BL is None) == (expected.documents_BL is None)
 
 
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
-def test_a_scored_output_never_sees_its_target(alignment: Alignment) -> None:
+def test_a_scored_output_never_sees_its_target(alignment: LogitAlignment) -> None:
     """Nor, in blocks, any clean token of its block or a later one that is not given."""
     for block in (None, 1, 2, 3, 5):
-        layout = Layout(block, alignment, MASK)
+        layout = InputLayout(block, alignment, MASK)
         batch = batch_of(documents=True)
-        masked = np.flatnonzero(layout.eligible(batch)[0]).tolist()
+        masked = np.flatnonzero(layout.maskable(batch)[0]).tolist()
         draw = draw_of(layout, batch, masked)
         S = draw.inputs_BS.shape[1]
-        sees = draw.pattern.dense(S)[0]
-        for row, target in zip(draw.rows_R.tolist(), draw.targets_R.tolist(), strict=True):
+        sees = draw.pattern.dense_mask(S)[0]
+        for row, target in zip(draw.positions_N.tolist(), draw.targets_N.tolist(), strict=True):
             visible = draw.inputs_BS[0][sees[row]].tolist()
             assert target not in visible, (block, row, target)
             assert not any(token > target and token != MASK for token in visible)
@@ -120,48 +120,48 @@ def test_a_scored_output_never_sees_its_target(alignment: Alignment) -> None:
 
 def test_replacements_stand_where_the_mask_would() -> None:
     masked_BL = np.array([[True, False, False, True, False, False]])
-    replacement_BL = np.array([[30, 31, 32, 33, 34, 35]])
+    replacement_tokens_BL = np.array([[30, 31, 32, 33, 34, 35]])
     for block, clean in ((None, []), (2, CLEAN)):
-        draw = Layout(block, mask_token=MASK).draw(
+        draw = InputLayout(block, mask_token=MASK).build_noised_batch(
             batch_of(),
             masked_BL,
             np.ones((1, 6)),
             num_targets=6,
             denominator=6.0,
-            replacement_BL=replacement_BL,
+            replacement_tokens_BL=replacement_tokens_BL,
         )
         assert draw.inputs_BS.tolist() == [[30, 11, 12, 33, 14, 15, *clean]]
-        assert draw.targets_R.tolist() == [10, 13]
+        assert draw.targets_N.tolist() == [10, 13]
 
 
 def test_what_may_be_scored() -> None:
     plain, packed = batch_of(), batch_of(documents=True)
-    assert Layout(None).eligible(packed).tolist() == [[True] * 6]
-    assert Layout(None, "shifted").eligible(plain).tolist() == [[False, True, True, True, True, True]]
-    assert Layout(2, "shifted").eligible(packed).tolist() == [[False, True, True, True, False, True]]
+    assert InputLayout(None).maskable(packed).tolist() == [[True] * 6]
+    assert InputLayout(None, "shifted").maskable(plain).tolist() == [[False, True, True, True, True, True]]
+    assert InputLayout(2, "shifted").maskable(packed).tolist() == [[False, True, True, True, False, True]]
     with_mask = batch_of(mask_at=3)
-    assert Layout(None, mask_token=MASK).eligible(with_mask).tolist() == [[True, True, True, False, True, True]]
-    prompt = Batch(plain.tokens_BL, torch.tensor([[False, False, True, True, True, False]]))
-    assert Layout(None).eligible(prompt).tolist() == [[False, False, True, True, True, False]]
+    assert InputLayout(None, mask_token=MASK).maskable(with_mask).tolist() == [[True, True, True, False, True, True]]
+    prompt = CleanBatch(plain.tokens_BL, torch.tensor([[False, False, True, True, True, False]]))
+    assert InputLayout(None).maskable(prompt).tolist() == [[False, False, True, True, True, False]]
 
 
 def test_documents_only_where_a_row_has_several() -> None:
     """One document a row, whatever its number, needs no mask; padding is a document of its own."""
-    layout, tokens = Layout(None, mask_token=MASK), torch.tensor([CLEAN, CLEAN])
+    layout, tokens = InputLayout(None, mask_token=MASK), torch.tensor([CLEAN, CLEAN])
     everything = torch.ones(2, 6, dtype=torch.bool)
     for documents, restricted in (
         (None, False),
         ([[0] * 6, [1] * 6], False),
         ([[0] * 6, [0, 0, 0, 0, 0, -1]], True),
     ):
-        batch = Batch(tokens, everything, None if documents is None else torch.tensor(documents))
+        batch = CleanBatch(tokens, everything, None if documents is None else torch.tensor(documents))
         assert draw_of(layout, batch, [1]).pattern.is_unrestricted is not restricted
 
 
 def test_the_batch_is_not_changed() -> None:
     batch = batch_of(documents=True)
-    draw_of(Layout(2, "shifted", MASK), batch, [1, 2, 3])
-    draw_of(Layout(None, "same_position", MASK), batch, [1, 2, 3])
+    draw_of(InputLayout(2, "shifted", MASK), batch, [1, 2, 3])
+    draw_of(InputLayout(None, "same_position", MASK), batch, [1, 2, 3])
     assert batch.tokens_BL.tolist() == [CLEAN] and batch.document_BL is not None
     assert batch.document_BL.tolist() == [DOCUMENTS]
 
@@ -169,12 +169,12 @@ def test_the_batch_is_not_changed() -> None:
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
 @pytest.mark.parametrize("block", [None, 1, 4])
 def test_a_model_without_mask_token(
-    make_config: Callable[..., ModelConfig], alignment: Alignment, block: int | None
+    make_config: Callable[..., ModelConfig], alignment: LogitAlignment, block: int | None
 ) -> None:
     config = make_config(mask_token_id=None, logit_alignment=alignment)
     if (block, alignment) == (1, "shifted"):
-        assert Layout.of(config, block) == Layout(1, "shifted", None)
+        assert InputLayout.of(config, block) == InputLayout(1, "shifted", None)
     else:
         with pytest.raises(ValueError, match=r"no mask token.*config\.json names no mask_token_id"):
-            Layout.of(config, block)
-    assert Layout.of(make_config(logit_alignment=alignment), block) == Layout(block, alignment, 18)
+            InputLayout.of(config, block)
+    assert InputLayout.of(make_config(logit_alignment=alignment), block) == InputLayout(block, alignment, 18)

@@ -78,7 +78,7 @@ def left_to_right(model: Transformer, text: list[int]) -> list[float]:
 def test_blocks_of_one_token_are_exact(which: str, request: pytest.FixtureRequest) -> None:
     model: Transformer = request.getfixturevalue(which)
     for seed, draws in ((0, 1), (1, 3)):
-        report = nelbo(model, TOKENS, block_length=1, num_draws=draws, seed=seed)
+        report = nelbo(model, TOKENS, block_length=1, num_mc_samples=draws, seed=seed)
         expected = [left_to_right(model, row) for row in TOKENS.tolist()]
         assert report.row_nats == pytest.approx([-sum(row) for row in expected], abs=1e-5)
         assert report.num_tokens == sum(map(len, expected))
@@ -99,8 +99,11 @@ def test_documents_of_a_row_are_texts_of_their_own(which: str, request: pytest.F
 
 
 def test_a_block_as_long_as_the_text_is_the_whole_row(diffusion: Transformer) -> None:
-    whole, block = nelbo(diffusion, TOKENS, num_draws=3), nelbo(diffusion, TOKENS, block_length=7, num_draws=3)
-    longer = nelbo(diffusion, TOKENS, block_length=64, num_draws=3)
+    whole, block = (
+        nelbo(diffusion, TOKENS, num_mc_samples=3),
+        nelbo(diffusion, TOKENS, block_length=7, num_mc_samples=3),
+    )
+    longer = nelbo(diffusion, TOKENS, block_length=64, num_mc_samples=3)
     assert whole == block == longer
 
 
@@ -114,7 +117,7 @@ def test_the_sum_over_all_texts_is_one(autoregressive: Transformer, diffusion: T
 
 
 def test_arguments_are_checked(diffusion: Transformer, autoregressive: Transformer) -> None:
-    for name in ("num_draws", "block_length", "batch_size"):
+    for name in ("num_mc_samples", "block_length", "batch_size"):
         with pytest.raises(ValueError, match=f"{name} = 0 must be at least 1"):
             nelbo(diffusion, TOKENS, **{name: 0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no target token"):
@@ -136,7 +139,7 @@ def test_rows_and_a_single_row(diffusion: Transformer) -> None:
 
 def test_curve_of_block_diffusion_is_by_share_of_the_block(diffusion: Transformer) -> None:
     """Blocks of two tokens: one or both are masked, half or all of it; the last block has one."""
-    report = nelbo(diffusion, TOKENS, block_length=2, num_draws=2)
+    report = nelbo(diffusion, TOKENS, block_length=2, num_mc_samples=2)
     assert [(low, high) for low, high, _ in report.by_masked_fraction] == [(0.4, 0.5), (0.9, 1.0)]
 
 
@@ -161,7 +164,7 @@ def enumerated(model: Transformer, prompt: list[int], answer: list[int]) -> floa
 
 
 def test_an_answer_of_one_token_is_exact(diffusion: Transformer, shifted: Transformer) -> None:
-    estimate = conditional_likelihood(diffusion, PROMPT, [4], num_draws=7)
+    estimate = conditional_likelihood(diffusion, PROMPT, [4], num_mc_samples=7)
     assert estimate.log_likelihood == pytest.approx(-enumerated(diffusion, PROMPT, [4]), abs=1e-6)
     assert (estimate.standard_error, estimate.num_tokens) == (0.0, 1)
     assert conditional_likelihood(shifted, PROMPT, [4]).standard_error == 0.0
@@ -177,21 +180,21 @@ def test_an_answer_token_by_token_is_exact(which: str, request: pytest.FixtureRe
 
 
 def test_what_is_exact_takes_one_forward_of_one_row(diffusion: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, seen = nelbo.masked_nll, list[tuple[int, ...]]()
+    original, seen = nelbo_module.compute_masked_nll, list[tuple[int, ...]]()
 
     def noting(*args: object) -> np.ndarray:
         seen.append(args[3].shape)  # type: ignore[attr-defined]
         return original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(nelbo_module, "masked_nll", noting)
-    conditional_likelihood(diffusion, PROMPT, [4], num_draws=9)
-    conditional_likelihood(diffusion, PROMPT, [4, 1], block_length=1, num_draws=9)
+    monkeypatch.setattr(nelbo_module, "compute_masked_nll", noting)
+    conditional_likelihood(diffusion, PROMPT, [4], num_mc_samples=9)
+    conditional_likelihood(diffusion, PROMPT, [4, 1], block_length=1, num_mc_samples=9)
     assert seen == [(1, 4), (1, 5)]
 
 
 def test_an_answer_of_several_tokens_is_unbiased(diffusion: Transformer) -> None:
     exact = -enumerated(diffusion, PROMPT, [4, 3, 1])
-    values = [conditional_likelihood(diffusion, PROMPT, [4, 3, 1], num_draws=48, seed=seed) for seed in range(40)]
+    values = [conditional_likelihood(diffusion, PROMPT, [4, 3, 1], num_mc_samples=48, seed=seed) for seed in range(40)]
     found = np.array([value.log_likelihood for value in values])
     spread = float(found.std(ddof=1))
     assert abs(found.mean() - exact) < 4 * spread / math.sqrt(len(found))
@@ -206,17 +209,17 @@ def test_counts_of_masked_answer_tokens_are_uniform(
     diffusion: Transformer, monkeypatch: pytest.MonkeyPatch, tokens: int, draws: int
 ) -> None:
     """Where the published protocol's counts, rounded half to even, are not: each comes equally often, in every seed."""
-    original, seen = nelbo.masked_nll, list[np.ndarray]()
+    original, seen = nelbo_module.compute_masked_nll, list[np.ndarray]()
 
     def noting(*args: object) -> np.ndarray:
         seen.append(args[3])  # type: ignore[arg-type]
         return original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(nelbo_module, "masked_nll", noting)
+    monkeypatch.setattr(nelbo_module, "compute_masked_nll", noting)
     answer = [token % 5 for token in range(tokens)]
     for seed in range(3):
         seen.clear()
-        conditional_likelihood(diffusion, PROMPT, answer, num_draws=draws, seed=seed)
+        conditional_likelihood(diffusion, PROMPT, answer, num_mc_samples=draws, seed=seed)
         masked = np.concatenate(seen)
         assert masked.shape == (draws, 3 + tokens) and not masked[:, :3].any()
         histogram = np.bincount(masked.sum(axis=1), minlength=tokens + 1)
@@ -228,10 +231,10 @@ def test_counts_of_masked_answer_tokens_are_uniform(
 def test_answers_that_cannot_be_scored(diffusion: Transformer, shifted: Transformer) -> None:
     with pytest.raises(ValueError, match="an empty answer has no likelihood"):
         conditional_likelihood(diffusion, PROMPT, [])
-    with pytest.raises(ValueError, match="num_draws = 0 must be at least 1"):
-        conditional_likelihood(diffusion, PROMPT, [1, 2], num_draws=0)
-    assert conditional_likelihood(diffusion, [], [1, 2], num_draws=4).num_tokens == 2
+    with pytest.raises(ValueError, match="num_mc_samples = 0 must be at least 1"):
+        conditional_likelihood(diffusion, PROMPT, [1, 2], num_mc_samples=0)
+    assert conditional_likelihood(diffusion, [], [1, 2], num_mc_samples=4).num_tokens == 2
     with pytest.raises(ValueError, match="1 of the answer's 2 tokens cannot be predicted"):
-        conditional_likelihood(shifted, [], [1, 2], num_draws=4)
+        conditional_likelihood(shifted, [], [1, 2], num_mc_samples=4)
     with pytest.raises(ValueError, match="1 of the answer's 3 tokens cannot be predicted"):
-        conditional_likelihood(diffusion, PROMPT, [1, MASK, 2], num_draws=4)
+        conditional_likelihood(diffusion, PROMPT, [1, MASK, 2], num_mc_samples=4)

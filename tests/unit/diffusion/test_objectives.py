@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from config.model import ModelConfig
-from config.objective import BlockDiffusion, Counts, MaskedDiffusion, NextToken
-from diffusionlm.diffusion.corruption import draw_noise, unit_numbers
-from diffusionlm.diffusion.layout import target_places
-from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
+from config.objective import BlockDiffusionConfig, FixedCountMasking, MaskedDiffusionConfig, NextTokenConfig
+from diffusionlm.diffusion.corruption import assign_noise_groups, sample_masks
+from diffusionlm.diffusion.layout import target_positions
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import (
     Objective,
-    block_length_at,
     build_objective,
-    draw_unit,
+    noise_grouping,
+    select_block_length,
     why_not_nelbo,
 )
 from diffusionlm.models.patterns import BlockDiffusion as TwoStreams
@@ -41,8 +41,8 @@ LOSSES = ["elbo", "guidelines", "soft_ce", "dllm", "masked_mean"]
 def parse(kind: str, **values: Any) -> Any:
     """An objective's section; block diffusion with blocks of four."""
     if kind == "masked_diffusion":
-        return MaskedDiffusion.model_validate({"estimator": {"kind": "counts"}, **values})
-    return BlockDiffusion.model_validate({"block_length": BLOCK, **values})
+        return MaskedDiffusionConfig.model_validate({"estimator": {"kind": "counts"}, **values})
+    return BlockDiffusionConfig.model_validate({"block_length": BLOCK, **values})
 
 
 def with_kind(estimator: dict[str, Any]) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def build(make_config: MakeConfig) -> Callable[[Any], Objective]:
     return lambda config: build_objective(config, make_config())
 
 
-def batch_of(rows: int) -> Batch:
+def batch_of(rows: int) -> CleanBatch:
     """Rows of unequal numbers of targets, with prompts, two documents and padding; every fifth has none."""
-    chance = np.random.default_rng(0)
-    tokens = torch.from_numpy(chance.integers(0, MASK, (rows, LENGTH)))
+    rng = np.random.default_rng(0)
+    tokens = torch.from_numpy(rng.integers(0, MASK, (rows, LENGTH)))
     documents, targets = np.zeros((rows, LENGTH), dtype=np.int64), np.ones((rows, LENGTH), dtype=np.bool_)
     for row in range(rows):
         documents[row, 5 + row % 3 :] = 1
@@ -65,22 +65,22 @@ def batch_of(rows: int) -> Batch:
         targets[row, : row % 5] = False
     targets &= documents >= 0
     targets[3::5] = False
-    return Batch(tokens, torch.from_numpy(targets), torch.from_numpy(documents))
+    return CleanBatch(tokens, torch.from_numpy(targets), torch.from_numpy(documents))
 
 
-def weighted_sum(draw: Draw, costs_BL: np.ndarray) -> float:
+def weighted_sum(draw: NoisedBatch, costs_BL: np.ndarray) -> float:
     """Sum of weights times made-up cross-entropies over the denominator: what the step's loss would be."""
-    places = target_places(draw, "same_position").numpy() % costs_BL.size
-    return float((draw.weights_R.numpy() * costs_BL.flatten()[places]).sum() / draw.denominator)
+    places = target_positions(draw, "same_position").numpy() % costs_BL.size
+    return float((draw.weights_N.numpy() * costs_BL.flatten()[places]).sum() / draw.denominator)
 
 
-def by_plain_loops(loss: str, config: Any, batch: Batch, key: DrawKey, costs_BL: np.ndarray) -> float:
+def by_plain_loops(loss: str, config: Any, batch: CleanBatch, key: NoiseKey, costs_BL: np.ndarray) -> float:
     """The same from the masks, one token after the other, as the papers write it."""
-    targets = batch.is_target_BL.numpy()
-    blocks: Any = config.block_length if isinstance(config, BlockDiffusion) else None
-    units = unit_numbers(batch, targets, draw_unit(config), blocks)
-    elbo = draw_noise(units, key, config.estimator, "elbo")
-    over_p = draw_noise(units, key, config.estimator, "inverse_p")
+    targets = batch.loss_mask_BL.numpy()
+    blocks: Any = config.block_length if isinstance(config, BlockDiffusionConfig) else None
+    units = assign_noise_groups(batch, targets, noise_grouping(config), blocks)
+    elbo = sample_masks(units, key, config.estimator, "elbo")
+    over_p = sample_masks(units, key, config.estimator, "inverse_p")
     rows = [row for row in range(len(targets)) if targets[row].any()]
     total = 0.0
     for part, weighted in zip(elbo, over_p, strict=True):
@@ -112,11 +112,11 @@ def test_losses_are_divided_as_they_say(
     config = parse(kind, loss=loss, estimator=with_kind(estimator))
     batch, costs = batch_of(10), np.random.default_rng(1).random((10, LENGTH))
     for step in range(3):
-        key = DrawKey(0, step, 0, 10)
-        draw = build(config).draw(batch, key)
+        key = NoiseKey(0, step, 0, 10)
+        draw = build(config).build_noised_batch(batch, key)
         expected = by_plain_loops(loss, config, batch, key, costs)
         assert weighted_sum(draw, costs) == pytest.approx(expected, rel=1e-12)
-        assert draw.num_targets == int(batch.is_target_BL.sum())
+        assert draw.num_targets == int(batch.loss_mask_BL.sum())
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
@@ -128,18 +128,20 @@ def test_micro_batches_are_the_whole_batch(
     """Denominators add up, and every token is scored with the same weight. Complements come right after their own
     micro-batch, so that the order of the scored tokens differs."""
     objective = build(parse(kind, loss=loss, estimator=with_kind(estimator)))
-    batch, key = batch_of(10), DrawKey(3, 1, 0, 10)
-    whole = objective.draw(batch, key)
+    batch, key = batch_of(10), NoiseKey(3, 1, 0, 10)
+    whole = objective.build_noised_batch(batch, key)
     parts = [
-        objective.draw(batch.rows(slice(first, first + 2)), dataclasses.replace(key, first_row=first))
+        objective.build_noised_batch(
+            batch.rows(slice(first, first + 2)), dataclasses.replace(key, first_sequence=first)
+        )
         for first in range(0, 10, 2)
     ]
     assert sum(part.denominator for part in parts) == whole.denominator
     assert sum(part.num_targets for part in parts) == whole.num_targets
 
-    def scored(draw: Draw, first: int, rows: int) -> list[tuple[int, int, float]]:
-        places = target_places(draw, "same_position") % (rows * LENGTH) + first * LENGTH
-        return list(zip(places.tolist(), draw.targets_R.tolist(), draw.weights_R.tolist(), strict=True))
+    def scored(draw: NoisedBatch, first: int, rows: int) -> list[tuple[int, int, float]]:
+        places = target_positions(draw, "same_position") % (rows * LENGTH) + first * LENGTH
+        return list(zip(places.tolist(), draw.targets_N.tolist(), draw.weights_N.tolist(), strict=True))
 
     together = [entry for index, part in enumerate(parts) for entry in scored(part, 2 * index, 2)]
     assert sorted(together) == sorted(scored(whole, 0, 10))
@@ -154,16 +156,16 @@ def test_a_draw_holds_together(build: Callable[[Any], Objective], kind: str) -> 
     clean = batch.tokens_BL.clone()
     objective = build(parse(kind))
     for step in range(4):
-        draw = objective.draw(batch, DrawKey(0, step, 0, 20))
+        draw = objective.build_noised_batch(batch, NoiseKey(0, step, 0, 20))
         masked = torch.zeros(20 * LENGTH, dtype=torch.bool)
-        masked[target_places(draw, "same_position")] = True
+        masked[target_positions(draw, "same_position")] = True
         masked = masked.view(20, LENGTH)
-        assert not (masked & ~batch.is_target_BL).any(), "prompt or padding was masked"
+        assert not (masked & ~batch.loss_mask_BL).any(), "prompt or padding was masked"
         assert not masked[:, 7].any(), "a mask token of the data was scored"
         assert torch.equal(draw.inputs_BS[:, :LENGTH], torch.where(masked, MASK, clean))
-        assert torch.equal(draw.targets_R, clean[masked])
-        assert (draw.rows_R.diff() > 0).all()
-        expected = batch.is_target_BL.clone()
+        assert torch.equal(draw.targets_N, clean[masked])
+        assert (draw.positions_N.diff() > 0).all()
+        expected = batch.loss_mask_BL.clone()
         expected[:, 7] = False
         assert draw.num_targets == int(expected.sum()) == draw.denominator
         assert torch.equal(batch.tokens_BL, clean), "the batch was changed"
@@ -171,23 +173,23 @@ def test_a_draw_holds_together(build: Callable[[Any], Objective], kind: str) -> 
 
 def test_random_tokens_stand_in_place_of_noise(build: Callable[[Any], Objective]) -> None:
     batch = batch_of(40)
-    draw = build(parse("block_diffusion", estimator={"kind": "counts", "replace_with": "random"})).draw(
-        batch, DrawKey(0, 0, 0, 40)
+    draw = build(parse("block_diffusion", estimator={"kind": "counts", "replace_with": "random"})).build_noised_batch(
+        batch, NoiseKey(0, 0, 0, 40)
     )
     noised, clean = draw.inputs_BS[:, :LENGTH], draw.inputs_BS[:, LENGTH:]
     assert torch.equal(clean, batch.tokens_BL) and not (noised == MASK).any()
     places = torch.zeros(40 * LENGTH, dtype=torch.bool)
-    places[target_places(draw, "same_position")] = True
+    places[target_positions(draw, "same_position")] = True
     assert torch.equal(noised.flatten()[~places], clean.flatten()[~places])
     assert int((noised != clean).sum()) > 0.8 * int(places.sum())
 
 
 def test_a_batch_without_targets(build: Callable[[Any], Objective]) -> None:
-    batch = Batch(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.bool))
+    batch = CleanBatch(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.bool))
     for kind in ("masked_diffusion", "block_diffusion"):
         for loss in LOSSES:
-            draw = build(parse(kind, loss=loss)).draw(batch, DrawKey(0, 0, 0, 3))
-            assert (draw.num_targets, draw.denominator, len(draw.rows_R)) == (0, 0.0, 0)
+            draw = build(parse(kind, loss=loss)).build_noised_batch(batch, NoiseKey(0, 0, 0, 3))
+            assert (draw.num_targets, draw.denominator, len(draw.positions_N)) == (0, 0.0, 0)
             assert torch.equal(draw.inputs_BS[:, :5], batch.tokens_BL)
 
 
@@ -253,21 +255,21 @@ BIASED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def costs_by_count(draw: Draw, batch: Batch, config: Any) -> float:
+def costs_by_count(draw: NoisedBatch, batch: CleanBatch, config: Any) -> float:
     """The estimate where a masked token costs k^2 nats, with k tokens of its block (or document) masked."""
-    block: Any = config.block_length if isinstance(config, BlockDiffusion) else None
-    units = unit_numbers(batch, batch.is_target_BL.numpy(), "document" if block is None else "block", block)
-    places = target_places(draw, "same_position").numpy()
+    block: Any = config.block_length if isinstance(config, BlockDiffusionConfig) else None
+    units = assign_noise_groups(batch, batch.loss_mask_BL.numpy(), "document" if block is None else "block", block)
+    places = target_positions(draw, "same_position").numpy()
     names = places // LENGTH * 100 + np.tile(units.flatten(), 2)[places]
     _, index, counts = np.unique(names, return_inverse=True, return_counts=True)
-    return float((draw.weights_R.numpy() * counts[index] ** 2).sum() / draw.denominator)
+    return float((draw.weights_N.numpy() * counts[index] ** 2).sum() / draw.denominator)
 
 
-def exact_by_count(batch: Batch, config: Any) -> float:
+def exact_by_count(batch: CleanBatch, config: Any) -> float:
     """The NELBO of such a model: the sum over k = 1 ... n of k^2 nats, per token."""
-    block: Any = config.block_length if isinstance(config, BlockDiffusion) else None
-    targets = batch.is_target_BL.numpy()
-    units = unit_numbers(batch, targets, "document" if block is None else "block", block)
+    block: Any = config.block_length if isinstance(config, BlockDiffusionConfig) else None
+    targets = batch.loss_mask_BL.numpy()
+    units = assign_noise_groups(batch, targets, "document" if block is None else "block", block)
     total = 0.0
     for row in range(len(targets)):
         sizes = np.bincount(units[row][targets[row]])
@@ -276,12 +278,12 @@ def exact_by_count(batch: Batch, config: Any) -> float:
 
 
 def estimates(
-    build: Callable[[Any], Objective], config: Any, batch: Batch, steps: int
+    build: Callable[[Any], Objective], config: Any, batch: CleanBatch, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """By step: sum of weights over targets, and the estimate of the model whose costs are counts."""
     objective, rows = build(config), len(batch.tokens_BL)
-    draws = [objective.draw(batch, DrawKey(5, step, 0, rows)) for step in range(steps)]
-    weights = [float(draw.weights_R.sum()) / draw.denominator for draw in draws]
+    draws = [objective.build_noised_batch(batch, NoiseKey(5, step, 0, rows)) for step in range(steps)]
+    weights = [float(draw.weights_N.sum()) / draw.denominator for draw in draws]
     return np.array(weights), np.array([costs_by_count(draw, batch, config) for draw in draws])
 
 
@@ -311,7 +313,7 @@ def test_what_is_not_the_nelbo_says_so(
     # Rows of twelve targets and of two.
     targets = torch.ones(6, LENGTH, dtype=torch.bool)
     targets[::2, 2:] = False
-    batch = Batch(torch.zeros(6, LENGTH, dtype=torch.int64), targets)
+    batch = CleanBatch(torch.zeros(6, LENGTH, dtype=torch.int64), targets)
     weights, costs = estimates(build, config, batch, 150)
     exact = exact_by_count(batch, config)
     off_weights, off_costs = abs(weights.mean() - 1.0), abs(costs.mean() - exact)
@@ -340,8 +342,10 @@ def test_all_reasons_are_named_together() -> None:
 
 
 def test_next_token_is_exact_unless_regularised() -> None:
-    assert why_not_nelbo(NextToken()) is None
-    assert why_not_nelbo(NextToken(label_smoothing=0.1)) == why_not_nelbo(NextToken(z_loss=1e-4)) is not None
+    assert why_not_nelbo(NextTokenConfig()) is None
+    assert (
+        why_not_nelbo(NextTokenConfig(label_smoothing=0.1)) == why_not_nelbo(NextTokenConfig(z_loss=1e-4)) is not None
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -350,26 +354,29 @@ def test_next_token_is_exact_unless_regularised() -> None:
 
 def test_one_of_several_block_lengths_for_each_step() -> None:
     config = parse("block_diffusion", block_length=[2, 3, 7])
-    lengths = [block_length_at(config, DrawKey(0, step, 0, 8)) for step in range(900)]
+    lengths = [select_block_length(config, NoiseKey(0, step, 0, 8)) for step in range(900)]
     counts = np.array([lengths.count(length) for length in (2, 3, 7)])
     assert counts.sum() == 900
     assert float(((counts - 300) ** 2 / 300).sum()) < 18.4  # 2 degrees of freedom: p = 1e-4
     for first in (1, 5):
-        assert [block_length_at(config, DrawKey(0, step, first, 8)) for step in range(50)] == lengths[:50]
-    assert [block_length_at(config, DrawKey(1, step, 0, 8)) for step in range(50)] != lengths[:50]
-    assert block_length_at(parse("block_diffusion", block_length=[5]), DrawKey(0, 0, 0, 1)) == 5
-    assert block_length_at(MaskedDiffusion(), DrawKey(0, 0, 0, 1)) is None
+        assert [select_block_length(config, NoiseKey(0, step, first, 8)) for step in range(50)] == lengths[:50]
+    assert [select_block_length(config, NoiseKey(1, step, 0, 8)) for step in range(50)] != lengths[:50]
+    assert select_block_length(parse("block_diffusion", block_length=[5]), NoiseKey(0, 0, 0, 1)) == 5
+    assert select_block_length(MaskedDiffusionConfig(), NoiseKey(0, 0, 0, 1)) is None
 
 
 def test_the_steps_block_length_reaches_units_and_pattern(build: Callable[[Any], Objective]) -> None:
     config = parse("block_diffusion", block_length=[2, 3, 6])
-    objective, batch = build(config), Batch(torch.zeros(4, LENGTH, dtype=torch.int64), torch.ones(4, LENGTH).bool())
+    objective, batch = (
+        build(config),
+        CleanBatch(torch.zeros(4, LENGTH, dtype=torch.int64), torch.ones(4, LENGTH).bool()),
+    )
     seen = set()
     for step in range(20):
-        key = DrawKey(0, step, 0, 4)
-        length = block_length_at(config, key)
+        key = NoiseKey(0, step, 0, 4)
+        length = select_block_length(config, key)
         assert length is not None
-        draw = objective.draw(batch, key)
+        draw = objective.build_noised_batch(batch, key)
         assert draw.pattern == TwoStreams(length)
         masked = (draw.inputs_BS[:, :LENGTH] == MASK).view(4, -1, length)
         assert (masked.sum(dim=2) >= 1).all()
@@ -383,51 +390,64 @@ def test_stages_follow_each_other(build: Callable[[Any], Objective]) -> None:
         {"from_step": 5, "block_length": 3},
         {"from_step": 6, "block_length": 1},
     ]
-    config = BlockDiffusion.model_validate({"stages": stages})
-    assert [block_length_at(config, DrawKey(0, step, 0, 1)) for step in (0, 4, 5, 6, 7, 999)] == [12, 12, 3, 1, 1, 1]
+    config = BlockDiffusionConfig.model_validate({"stages": stages})
+    assert [select_block_length(config, NoiseKey(0, step, 0, 1)) for step in (0, 4, 5, 6, 7, 999)] == [
+        12,
+        12,
+        3,
+        1,
+        1,
+        1,
+    ]
     assert (config.final_block_length, config.block_lengths) == (1, (12, 3, 1))
-    batch = Batch(torch.zeros(2, LENGTH, dtype=torch.int64), torch.ones(2, LENGTH).bool())
-    shapes = [build(config).draw(batch, DrawKey(0, step, 0, 2)).inputs_BS.shape[1] for step in (4, 5, 6)]
+    batch = CleanBatch(torch.zeros(2, LENGTH, dtype=torch.int64), torch.ones(2, LENGTH).bool())
+    shapes = [build(config).build_noised_batch(batch, NoiseKey(0, step, 0, 2)).inputs_BS.shape[1] for step in (4, 5, 6)]
     assert shapes == [LENGTH, 2 * LENGTH, 2 * LENGTH], "one block for the whole row is one stream"
 
 
 def test_one_block_for_the_whole_row_is_masked_diffusion(build: Callable[[Any], Objective]) -> None:
-    batch, key = Batch(torch.arange(24).view(2, 12) % MASK, torch.ones(2, 12).bool()), DrawKey(0, 0, 0, 2)
-    one = build(parse("block_diffusion", block_length=12)).draw(batch, key)
-    other = build(parse("masked_diffusion")).draw(batch, key)
+    batch, key = CleanBatch(torch.arange(24).view(2, 12) % MASK, torch.ones(2, 12).bool()), NoiseKey(0, 0, 0, 2)
+    one = build(parse("block_diffusion", block_length=12)).build_noised_batch(batch, key)
+    other = build(parse("masked_diffusion")).build_noised_batch(batch, key)
     assert torch.equal(one.inputs_BS, other.inputs_BS) and one.pattern == other.pattern
-    assert torch.equal(one.rows_R, other.rows_R) and torch.equal(one.weights_R, other.weights_R)
+    assert torch.equal(one.positions_N, other.positions_N) and torch.equal(one.weights_N, other.weights_N)
 
 
 def test_next_token_scores_every_target(make_config: MakeConfig) -> None:
-    objective = build_objective(NextToken(label_smoothing=0.1, z_loss=0.2), make_config(logit_alignment="shifted"))
+    objective = build_objective(
+        NextTokenConfig(label_smoothing=0.1, z_loss=0.2), make_config(logit_alignment="shifted")
+    )
     batch = batch_of(10)
-    draw = objective.draw(batch, DrawKey(0, 0, 0, 10))
+    draw = objective.build_noised_batch(batch, NoiseKey(0, 0, 0, 10))
     assert batch.document_BL is not None
-    predicted = batch.is_target_BL.clone()
+    predicted = batch.loss_mask_BL.clone()
     predicted[:, 0] = False
     predicted[:, 1:] &= batch.document_BL[:, 1:] == batch.document_BL[:, :-1]
     assert torch.equal(draw.inputs_BS, batch.tokens_BL)
-    assert torch.equal(target_places(draw, "shifted"), predicted.flatten().nonzero()[:, 0])
-    assert torch.equal(draw.targets_R, batch.tokens_BL[predicted])
-    assert draw.weights_R.tolist() == [1.0] * int(predicted.sum())
+    assert torch.equal(target_positions(draw, "shifted"), predicted.flatten().nonzero()[:, 0])
+    assert torch.equal(draw.targets_N, batch.tokens_BL[predicted])
+    assert draw.weights_N.tolist() == [1.0] * int(predicted.sum())
     assert draw.denominator == draw.num_targets == int(predicted.sum())
-    score = objective.score(draw, 2.0)
-    assert (score.label_smoothing, score.z_loss, score.excluded_token) == (0.1, 0.2, MASK)
-    assert score.weights_R.tolist() == [0.5] * len(draw.weights_R)
+    loss_inputs = objective.loss_inputs(draw, 2.0)
+    assert (loss_inputs.label_smoothing, loss_inputs.z_loss, loss_inputs.excluded_token) == (0.1, 0.2, MASK)
+    assert loss_inputs.weights_N.tolist() == [0.5] * len(draw.weights_N)
 
 
 def test_next_token_needs_shifted_outputs(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match=r'model\.logit_alignment = "shifted" \(it is "same_position"\)'):
-        build_objective(NextToken(), make_config())
+        build_objective(NextTokenConfig(), make_config())
 
 
 def test_only_next_token_goes_without_a_mask_token(make_config: MakeConfig) -> None:
     config = make_config(mask_token_id=None, logit_alignment="shifted")
-    assert build_objective(NextToken(), config).score(
-        build_objective(NextToken(), config).draw(batch_of(2), DrawKey(0, 0, 0, 2)), 1.0
+    assert build_objective(NextTokenConfig(), config).loss_inputs(
+        build_objective(NextTokenConfig(), config).build_noised_batch(batch_of(2), NoiseKey(0, 0, 0, 2)), 1.0
     ).excluded_token is None  # fmt: skip
-    for objective in (MaskedDiffusion(), BlockDiffusion(block_length=1), BlockDiffusion(block_length=4)):
+    for objective in (
+        MaskedDiffusionConfig(),
+        BlockDiffusionConfig(block_length=1),
+        BlockDiffusionConfig(block_length=4),
+    ):
         with pytest.raises(ValueError, match="no mask token"):
             build_objective(objective, config)
 
@@ -435,10 +455,10 @@ def test_only_next_token_goes_without_a_mask_token(make_config: MakeConfig) -> N
 def test_score_divides_and_excludes_the_mask(build: Callable[[Any], Objective]) -> None:
     for loss, smoothing in (("elbo", 0.0), ("soft_ce", 0.1)):
         objective = build(parse("masked_diffusion", loss=loss, z_loss=1e-3))
-        draw = objective.draw(batch_of(8), DrawKey(0, 0, 0, 8))
-        score = objective.score(draw, denominator=17.0)
-        assert torch.equal(score.weights_R, draw.weights_R / 17.0)
-        assert torch.equal(score.targets_R, draw.targets_R)
-        assert (score.excluded_token, score.label_smoothing, score.z_loss) == (MASK, smoothing, 1e-3)
-    assert MaskedDiffusion(loss="soft_ce", label_smoothing=0.0).smoothing == 0.0
-    assert MaskedDiffusion(estimator=Counts(), label_smoothing=0.3).smoothing == 0.3
+        draw = objective.build_noised_batch(batch_of(8), NoiseKey(0, 0, 0, 8))
+        loss_inputs = objective.loss_inputs(draw, denominator=17.0)
+        assert torch.equal(loss_inputs.weights_N, draw.weights_N / 17.0)
+        assert torch.equal(loss_inputs.targets_N, draw.targets_N)
+        assert (loss_inputs.excluded_token, loss_inputs.label_smoothing, loss_inputs.z_loss) == (MASK, smoothing, 1e-3)
+    assert MaskedDiffusionConfig(loss="soft_ce", label_smoothing=0.0).smoothing == 0.0
+    assert MaskedDiffusionConfig(estimator=FixedCountMasking(), label_smoothing=0.3).smoothing == 0.3

@@ -11,15 +11,15 @@ import pytest
 from pydantic import TypeAdapter
 
 from config.objective import (
-    CleanCosine,
-    Cosine,
-    Linear,
-    Logarithmic,
+    CleanCosineScheduleConfig,
+    CosineScheduleConfig,
+    LinearScheduleConfig,
+    LogarithmicScheduleConfig,
     NoiseScheduleConfig,
-    Power,
-    RaisedCosine,
-    Sigmoid,
-    SquareRoot,
+    PowerScheduleConfig,
+    RaisedCosineScheduleConfig,
+    SigmoidScheduleConfig,
+    SquareRootScheduleConfig,
 )
 from diffusionlm.diffusion.schedules import build_schedule
 
@@ -27,19 +27,19 @@ FIVE = 1 / (1 + math.exp(2.5)), 1 / (1 + math.exp(-2.5))
 SIX = 1 / (1 + math.exp(3)), 1 / (1 + math.exp(-3))
 
 FORMULAE: dict[str, tuple[Any, Callable[[float], float]]] = {
-    "linear": (Linear(), lambda t: 1 - t),
-    "cosine": (Cosine(), lambda t: 1 - math.cos(math.pi / 2 * (1 - t))),
-    "raised_cosine": (RaisedCosine(), lambda t: (1 + math.cos(math.pi * t)) / 2),
-    "clean_cosine": (CleanCosine(), lambda t: math.cos(math.pi * t / 2)),
-    "power 2": (Power(), lambda t: 1 - t * t),
-    "power 3.5": (Power(exponent=3.5), lambda t: 1 - t**3.5),
-    "square_root": (SquareRoot(), lambda t: 1 - math.sqrt(t)),
-    "sigmoid 6": (Sigmoid(), lambda t: 1 - (1 / (1 + math.exp(3 - 6 * t)) - SIX[0]) / (SIX[1] - SIX[0])),
+    "linear": (LinearScheduleConfig(), lambda t: 1 - t),
+    "cosine": (CosineScheduleConfig(), lambda t: 1 - math.cos(math.pi / 2 * (1 - t))),
+    "raised_cosine": (RaisedCosineScheduleConfig(), lambda t: (1 + math.cos(math.pi * t)) / 2),
+    "clean_cosine": (CleanCosineScheduleConfig(), lambda t: math.cos(math.pi * t / 2)),
+    "power 2": (PowerScheduleConfig(), lambda t: 1 - t * t),
+    "power 3.5": (PowerScheduleConfig(exponent=3.5), lambda t: 1 - t**3.5),
+    "square_root": (SquareRootScheduleConfig(), lambda t: 1 - math.sqrt(t)),
+    "sigmoid 6": (SigmoidScheduleConfig(), lambda t: 1 - (1 / (1 + math.exp(3 - 6 * t)) - SIX[0]) / (SIX[1] - SIX[0])),
     "sigmoid 5": (
-        Sigmoid(steepness=5.0),
+        SigmoidScheduleConfig(steepness=5.0),
         lambda t: 1 - (1 / (1 + math.exp(-5 * (t - 0.5))) - FIVE[0]) / (FIVE[1] - FIVE[0]),
     ),
-    "logarithmic": (Logarithmic(), lambda t: 1 - math.log(1 + t) / math.log(2)),
+    "logarithmic": (LogarithmicScheduleConfig(), lambda t: 1 - math.log(1 + t) / math.log(2)),
 }
 INNER = np.linspace(0.01, 0.99, 99)
 
@@ -99,8 +99,8 @@ def test_published_values() -> None:
     """dLLM's linear and cosine at t = .25, .5, .75; its weights have 1e-6 in the denominator."""
     t = np.array([0.25, 0.5, 0.75])
     for config, alphas, weights in (
-        (Linear(), [0.75, 0.5, 0.25], [3.99998, 2.0, 1.33333]),
-        (Cosine(), [0.617317, 0.292893, 0.076120], [3.79223, 1.57079, 0.65064]),
+        (LinearScheduleConfig(), [0.75, 0.5, 0.25], [3.99998, 2.0, 1.33333]),
+        (CosineScheduleConfig(), [0.617317, 0.292893, 0.076120], [3.79223, 1.57079, 0.65064]),
     ):
         schedule = build_schedule(config)
         np.testing.assert_allclose(schedule.alpha(t), alphas, atol=6e-7)
@@ -110,7 +110,10 @@ def test_published_values() -> None:
 
 def test_the_three_cosines_are_not_the_same() -> None:
     t = np.array([0.25, 0.5, 0.75])
-    cosine, raised, clean = (build_schedule(each).alpha(t) for each in (Cosine(), RaisedCosine(), CleanCosine()))
+    cosine, raised, clean = (
+        build_schedule(each).alpha(t)
+        for each in (CosineScheduleConfig(), RaisedCosineScheduleConfig(), CleanCosineScheduleConfig())
+    )
     assert (cosine + 0.07 < raised).all() and (raised + 0.07 < clean).all()
     np.testing.assert_allclose(clean, [math.cos(math.pi / 8), math.sqrt(0.5), math.cos(3 * math.pi / 8)])
     np.testing.assert_allclose(cosine, 1 - clean[::-1])

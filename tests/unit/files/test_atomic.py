@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from files.atomic import replace_bytes, replace_text
+from files.atomic import write_bytes_atomic, write_text_atomic
 
 
 def test_text_is_replaced_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    replace_text(path, "one")
-    replace_text(path, "zwö\r\n\n")
+    write_text_atomic(path, "one")
+    write_text_atomic(path, "zwö\r\n\n")
     assert path.read_bytes() == "zwö\r\n\n".encode()
     assert os.listdir(tmp_path) == ["summary.json"]
 
@@ -24,14 +24,14 @@ def test_what_was_there_stays_where_the_disk_is_full(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "summary.json"
-    replace_bytes(path, b"old")
+    write_bytes_atomic(path, b"old")
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, fails, full)
     with pytest.raises(OSError, match="No space") as caught:
-        replace_bytes(path, b"new")
+        write_bytes_atomic(path, b"new")
     assert caught.value.filename == str(path)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["summary.json"]
@@ -39,11 +39,11 @@ def test_what_was_there_stays_where_the_disk_is_full(
 
 def test_a_process_that_dies_while_it_writes_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    replace_bytes(path, b"old")
+    write_bytes_atomic(path, b"old")
     child = os.fork()
     if not child:
         os.fsync = lambda descriptor: os._exit(9)  # type: ignore[assignment]
-        replace_bytes(path, b"new")
+        write_bytes_atomic(path, b"new")
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert path.read_bytes() == b"old"
@@ -53,4 +53,4 @@ def test_a_process_that_dies_while_it_writes_leaves_the_old_file(tmp_path: Path)
 
 def test_a_directory_that_is_not_there_is_the_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        replace_text(tmp_path / "missing" / "a.txt", "text")
+        write_text_atomic(tmp_path / "missing" / "a.txt", "text")

@@ -7,12 +7,12 @@ import os
 
 import pytest
 
-from files.resilient_stream import lasting
+from files.resilient_stream import resilient
 
 
 def test_what_can_be_written_is() -> None:
     inner = io.StringIO()
-    stream = lasting(inner)
+    stream = resilient(inner)
     print("text", file=stream, flush=True)
     assert inner.getvalue() == "text\n" and not stream.isatty()
 
@@ -22,7 +22,7 @@ def test_a_reader_that_goes_away_is_no_error(buffered: bool) -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w", encoding="utf-8") as inner:
         inner.reconfigure(write_through=not buffered)
-        stream = lasting(inner)
+        stream = resilient(inner)
         print("one", file=stream, flush=True)
         assert os.read(reader, 10) == b"one\n"
         os.close(reader)
@@ -33,5 +33,5 @@ def test_a_reader_that_goes_away_is_no_error(buffered: bool) -> None:
 
 def test_neither_is_a_full_disk() -> None:
     with open("/dev/full", "w", encoding="utf-8") as inner:
-        print("one", file=lasting(inner), flush=True)
+        print("one", file=resilient(inner), flush=True)
     assert inner.closed

@@ -28,8 +28,8 @@ def model() -> Transformer:
     )
     model = Transformer(config)
     init_weights(model, seed=0)
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=chance))
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=rng))
     return model.double().eval()

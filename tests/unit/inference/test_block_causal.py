@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.generate import Generation, Step, generate, infill
+from diffusionlm.inference.generate import DecodingStep, Generation, generate, infill
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -170,7 +170,7 @@ def test_shifted_bidirectional_reads_the_output_before(like: Callable[..., Trans
 @pytest.mark.parametrize("mask_token_id", [None, MASK])
 def test_autoregressive_decoding_is_a_plain_loop(like: Callable[..., Transformer], mask_token_id: int | None) -> None:
     model = like(block_length=1, logit_alignment="shifted", mask_token_id=mask_token_id)
-    seen: list[Step] = []
+    seen: list[DecodingStep] = []
     done = generate(model, PROMPTS, settings(), on_step=seen.append)
     for prompt, result in zip(PROMPTS, done, strict=True):
         text, logprobs = list(prompt), []

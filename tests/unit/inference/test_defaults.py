@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from config.generation import OPTION_KEYS, STRATEGIES, GenerationConfig, RemaskingStrategy
+from config.generation import STRATEGIES, STRATEGY_OPTION_KEYS, GenerationConfig, RemaskingStrategy
 from config.model import ModelConfig
-from diffusionlm.inference.settings import with_defaults
+from diffusionlm.inference.settings import fill_defaults
 
 
 def model_of(**values: Any) -> ModelConfig:
@@ -27,7 +27,7 @@ def model_of(**values: Any) -> ModelConfig:
 
 
 def filled(given: dict[str, Any], **model: Any) -> GenerationConfig:
-    return with_defaults(GenerationConfig.model_validate(given), model_of(**model))
+    return fill_defaults(GenerationConfig.model_validate(given), model_of(**model))
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_defaults_of_strategies(strategy: RemaskingStrategy, expected: dict[str,
 @pytest.mark.parametrize("block_length", [None, 4])
 def test_defaults_are_idempotent_valid_and_complete(strategy: RemaskingStrategy, block_length: int | None) -> None:
     config = filled({"remasking_strategy": strategy}, block_length=block_length)
-    assert with_defaults(config, model_of(block_length=block_length)) == config
+    assert fill_defaults(config, model_of(block_length=block_length)) == config
     assert GenerationConfig.model_validate(config.model_dump()) == config
-    open_keys = {key for key in OPTION_KEYS if getattr(config, key) is None}
+    open_keys = {key for key in STRATEGY_OPTION_KEYS if getattr(config, key) is None}
     assert open_keys & set(STRATEGIES[strategy].keys) <= {"steps", "denoising_steps"}
     assert None not in (config.remasking_strategy, config.attention, config.cache, config.temperature)
 
@@ -146,7 +146,7 @@ def test_bidirectional_decoding_of_a_block_model_has_no_blocks_of_its_own() -> N
 def test_what_only_the_model_can_refuse(given: dict[str, Any], model: dict[str, Any], words: list[str]) -> None:
     config = GenerationConfig.model_validate(given)
     with pytest.raises(ValueError) as caught:
-        with_defaults(config, model_of(**model))
+        fill_defaults(config, model_of(**model))
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "validation error" not in str(caught.value)
 

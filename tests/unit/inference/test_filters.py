@@ -37,54 +37,54 @@ def naive_top_p(row: list[float], top_p: float) -> list[float]:
 
 @pytest.mark.parametrize("top_k", [1, 2, 5, 13, 50])
 def test_top_k_keeps_exactly_k_lowest_ids_first(top_k: int) -> None:
-    logits_RV = random_logits()
-    for row, kept in zip(logits_RV.tolist(), keep_top_k(logits_RV, top_k).tolist(), strict=True):
+    logits_NV = random_logits()
+    for row, kept in zip(logits_NV.tolist(), keep_top_k(logits_NV, top_k).tolist(), strict=True):
         best = naive_order(row)[:top_k]
         assert kept == [value if token in best else -INF for token, value in enumerate(row)]
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.6, 0.95])
 def test_top_p_keeps_the_smallest_nucleus(top_p: float) -> None:
-    logits_RV = random_logits()
-    for row, kept in zip(logits_RV.tolist(), keep_top_p(logits_RV, top_p).tolist(), strict=True):
+    logits_NV = random_logits()
+    for row, kept in zip(logits_NV.tolist(), keep_top_p(logits_NV, top_p).tolist(), strict=True):
         assert kept == naive_top_p(row, top_p)
 
 
 def test_top_p_includes_the_token_that_crosses() -> None:
-    logits_RV = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
-    assert keep_top_p(logits_RV, 0.6).isfinite().tolist() == [[True, True, False]]
-    assert keep_top_p(logits_RV, 0.4).isfinite().tolist() == [[True, False, False]]
+    logits_NV = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
+    assert keep_top_p(logits_NV, 0.6).isfinite().tolist() == [[True, True, False]]
+    assert keep_top_p(logits_NV, 0.4).isfinite().tolist() == [[True, False, False]]
 
 
 @pytest.mark.parametrize("num_candidates", [1, 2, 5, 12])
 @pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 0.999])
 def test_top_p_with_few_candidates_is_the_same(num_candidates: int, top_p: float) -> None:
     """Also among equals, where candidates do not hold the nucleus, and in rows with fewer finite logits."""
-    logits_RV = torch.cat([random_logits(), random_logits().round(), torch.zeros(1, 13, dtype=torch.float64)])
-    logits_RV[0, 1:] = -INF
-    for row_V in logits_RV.split(1):
+    logits_NV = torch.cat([random_logits(), random_logits().round(), torch.zeros(1, 13, dtype=torch.float64)])
+    logits_NV[0, 1:] = -INF
+    for row_V in logits_NV.split(1):
         expected_V = keep_top_p(row_V, top_p, num_candidates=13)
         assert torch.equal(keep_top_p(row_V, top_p, num_candidates), expected_V)
-    assert torch.equal(keep_top_p(logits_RV, top_p, num_candidates), keep_top_p(logits_RV, top_p, 13))
+    assert torch.equal(keep_top_p(logits_NV, top_p, num_candidates), keep_top_p(logits_NV, top_p, 13))
 
 
 def test_temperature() -> None:
-    logits_RV = random_logits()
-    expected = (logits_RV / 0.7).softmax(dim=1)
-    assert (divide_by_temperature(logits_RV, 0.7).softmax(dim=1) - expected).abs().max() < 1e-14
+    logits_NV = random_logits()
+    expected = (logits_NV / 0.7).softmax(dim=1)
+    assert (divide_by_temperature(logits_NV, 0.7).softmax(dim=1) - expected).abs().max() < 1e-14
     tiny = divide_by_temperature(random_logits(), 1e-310).softmax(dim=1)
     assert tiny.isfinite().all()
 
 
 def test_filters_in_order_temperature_top_k_top_p() -> None:
-    logits_RV = random_logits()
-    filtered = filter_logits(logits_RV, temperature=2.0, top_k=4, top_p=0.8)
-    for row, kept in zip(keep_top_k(logits_RV / 2.0, 4).tolist(), filtered.tolist(), strict=True):
+    logits_NV = random_logits()
+    filtered = filter_logits(logits_NV, temperature=2.0, top_k=4, top_p=0.8)
+    for row, kept in zip(keep_top_k(logits_NV / 2.0, 4).tolist(), filtered.tolist(), strict=True):
         expected = naive_top_p(row, 0.8)
         assert [value > -INF for value in kept] == [value > -INF for value in expected]
-    expected_RV = keep_top_p(keep_top_k(divide_by_temperature(logits_RV, 2.0), 4), 0.8)
-    assert torch.equal(filtered, expected_RV)
-    assert torch.equal(filter_logits(logits_RV, temperature=0.0, top_k=None, top_p=1.0), logits_RV)
+    expected_NV = keep_top_p(keep_top_k(divide_by_temperature(logits_NV, 2.0), 4), 0.8)
+    assert torch.equal(filtered, expected_NV)
+    assert torch.equal(filter_logits(logits_NV, temperature=0.0, top_k=None, top_p=1.0), logits_NV)
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
@@ -93,14 +93,14 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
 
 def test_samples_invert_the_distribution() -> None:
     probs_1V = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
-    grid_R = torch.arange(8, dtype=torch.float64) / 8
-    tokens = choose_tokens(probs_1V.expand(8, -1), grid_R).tolist()
+    grid_N = torch.arange(8, dtype=torch.float64) / 8
+    tokens = choose_tokens(probs_1V.expand(8, -1), grid_N).tolist()
     assert tokens == [1, 1, 3, 3, 3, 3, 4, 4]
 
 
 def test_samples_at_the_edges_have_positive_probability() -> None:
-    probs_RV = torch.rand(500, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).pow(20)
-    probs_RV[:, [0, 17, 36]] = 0.0
+    probs_NV = torch.rand(500, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).pow(20)
+    probs_NV[:, [0, 17, 36]] = 0.0
     for uniform in (0.0, 1.0 - 2.0**-53):
-        tokens_R = choose_tokens(probs_RV, torch.full((500,), uniform, dtype=torch.float64))
-        assert (probs_RV.gather(1, tokens_R[:, None]) > 0.0).all()
+        tokens_N = choose_tokens(probs_NV, torch.full((500,), uniform, dtype=torch.float64))
+        assert (probs_NV.gather(1, tokens_N[:, None]) > 0.0).all()

@@ -30,7 +30,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def range_pop(self) -> int:
             return -2
 
-    monkeypatch.setenv(nvtx.VARIABLE, "coarse")
+    monkeypatch.setenv(nvtx.NVTX_VARIABLE, "coarse")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "nvtx", Calls())
     return begun
@@ -57,7 +57,7 @@ def test_each_forward_of_decoding(
     prompts = [[1, 2, 3, 4], [6, 7, 8, 9]]
     with_ranges = generate(model, prompts, settings(**values))
     assert ranges == expected
-    monkeypatch.delenv(nvtx.VARIABLE)
+    monkeypatch.delenv(nvtx.NVTX_VARIABLE)
     assert generate(model, prompts, settings(**values)) == with_ranges
     assert len(ranges) == len(expected)
 
@@ -67,7 +67,7 @@ def test_each_forward_of_infilling_and_of_a_bound(model: Transformer, ranges: li
     assert ranges == [FORWARD] * 2
     ranges.clear()
     tokens_BL = torch.tensor([[1, 2, 3, 4]])
-    nelbo(model, tokens_BL, num_draws=2)
+    nelbo(model, tokens_BL, num_mc_samples=2)
     assert ranges == ["likelihood: forward"] * 2
     ranges.clear()
     sampler_likelihood(model, tokens_BL, config=settings(denoising_steps=4))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from config.generation import GenerationConfig, RemaskingStrategy
-from diffusionlm.inference.generate import Generation, Step, generate, infill
+from diffusionlm.inference.generate import DecodingStep, Generation, generate, infill
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 
@@ -44,8 +44,8 @@ class Oracle(Transformer):
         logits_LV = torch.zeros(L, VOCAB, dtype=torch.float64)
         logits_LV[torch.arange(L), torch.tensor(self.answer[:L])] = 9.0 - torch.arange(L, dtype=torch.float64) / L
         logits_LV[:, MASK] = 99.0
-        self.rows_seen.append(len(options["rows"]))
-        return logits_LV.repeat(B, 1)[options["rows"]]
+        self.rows_seen.append(len(options["output_positions"]))
+        return logits_LV.repeat(B, 1)[options["output_positions"]]
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def naive_low_confidence(model: Transformer, prompt: list[int], new: int, block:
 @pytest.mark.parametrize(("block", "steps"), [(12, 12), (12, 5), (4, 4), (4, 3), (5, 2), (6, 9), (12, 1)])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_low_confidence_is_lladas_step_by_step(model: Transformer, prompt: list[int], block: int, steps: int) -> None:
-    seen: list[Step] = []
+    seen: list[DecodingStep] = []
     config = settings(block_length=block, denoising_steps=steps)
     [done] = generate(model, [prompt], config, on_step=seen.append)
     expected = naive_low_confidence(model, prompt, 12, block, steps)
@@ -164,7 +164,7 @@ def assert_same(a: Generation, b: Generation) -> None:
 
 
 def test_settled_tokens_and_prompts_never_change(model: Transformer) -> None:
-    seen: list[Step] = []
+    seen: list[DecodingStep] = []
     config = settings(temperature=1.0, remasking_strategy="random", block_length=4, denoising_steps=3)
     generate(model, PROMPTS, config, on_step=seen.append)
     assert [step.num_forwards for step in seen] == list(range(1, 10))
@@ -204,7 +204,7 @@ def test_samples_follow_the_distribution(model: Transformer) -> None:
 
 
 def test_log_probabilities_are_the_models_own(model: Transformer) -> None:
-    seen: list[Step] = []
+    seen: list[DecodingStep] = []
     prompt = [9, 8]
     config = settings(temperature=0.5, top_k=3, suppress_token_ids=(0, 1))
     [done] = generate(model, [prompt], config, on_step=seen.append)
@@ -240,7 +240,7 @@ def test_a_stop_token_waits_for_what_is_before_it(oracle: Oracle) -> None:
     class Backwards(Oracle):
         def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
             logits = super().forward(tokens_BL, **options)
-            return logits * (1.0 + options["rows"][:, None] / 40)
+            return logits * (1.0 + options["output_positions"][:, None] / 40)
 
     backwards = Backwards(oracle.config)
     backwards.answer, backwards.rows_seen = oracle.answer, []
@@ -260,7 +260,7 @@ def test_the_models_end_of_text_is_the_default_stop(oracle: Oracle) -> None:
 
 
 def test_a_mask_token_in_a_prompt_is_text(model: Transformer, oracle: Oracle) -> None:
-    seen: list[Step] = []
+    seen: list[DecodingStep] = []
     [done] = generate(oracle, [[1, MASK, 2]], settings(denoising_steps=3), on_step=seen.append)
     assert done.token_ids == oracle.answer[3:15]
     assert oracle.rows_seen == [12, 8, 4]
@@ -338,5 +338,5 @@ def test_a_broken_model_is_told(oracle: Oracle) -> None:
 def test_chunks_of_rows_change_nothing(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(temperature=1.0, denoising_steps=3)
     whole = generate(model, PROMPTS, config)
-    monkeypatch.setattr("diffusionlm.inference.sampling.CHUNK_BYTES", 8 * VOCAB * 5)
+    monkeypatch.setattr("diffusionlm.inference.sampling.PROBABILITY_CHUNK_BYTES", 8 * VOCAB * 5)
     assert generate(model, PROMPTS, config) == whole

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from cli.infer.answers import Answer, answers_of
-from cli.infer.inputs import Input, Request
-from cli.infer.replay_page import Frame, Recorder, Recording, chart, render_page, write_page
-from diffusionlm.inference.generate import Canvas, Generation, Step
+from cli.infer.answers import Answer, build_answers
+from cli.infer.inputs import EncodedInput, Input
+from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, render_chart, render_page, write_page
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from tokenizer import Tokenizer, train_bpe
 
-TEMPLATE = files("diffusionlm.inference").joinpath("replay.html").read_text(encoding="utf-8")
+TEMPLATE = files("cli.infer").joinpath("replay.html").read_text(encoding="utf-8")
 HEAD = files("files").joinpath("head.html").read_text(encoding="utf-8")
 NAN = math.nan
 
@@ -32,59 +32,59 @@ def words() -> Tokenizer:
     return train_bpe(["the cat sat"] * 2, vocab_size=262)
 
 
-def request_of(ids: Sequence[int], *, text: str = "", number: int = 1, hidden: int = 0) -> Request:
-    return Request(Input("prompt", text), number, text, tuple(ids), frozenset(), hidden, 5)
+def request_of(ids: Sequence[int], *, text: str = "", number: int = 1, hidden: int = 0) -> EncodedInput:
+    return EncodedInput(Input("prompt", text), number, text, tuple(ids), frozenset(), hidden, 5)
 
 
-def recorded(words: Tokenizer, request: Request, canvases: Sequence[Canvas], result: Generation) -> Any:
-    recorder = Recorder([request])
+def recorded(words: Tokenizer, request: EncodedInput, canvases: Sequence[CanvasSnapshot], result: Generation) -> Any:
+    recorder = ReplayRecorder([request])
     for number, canvas in enumerate(canvases, 1):
-        recorder(Step(number, (canvas,)))
-    return recorder.recordings[0], answers_of(words, [request], [result], 0.5)[0]
+        recorder(DecodingStep(number, (canvas,)))
+    return recorder.recordings[0], build_answers(words, [request], [result], 0.5)[0]
 
 
 @pytest.fixture(scope="module")
-def replay(words: Tokenizer) -> tuple[Recording, Answer]:
+def replay(words: Tokenizer) -> tuple[RequestReplay, Answer]:
     """``a`` was given. Forwards: é's first byte and a newline; the newline becomes a mask; é's other byte and <."""
     (a, first, second, line, end) = (words.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
     mask = words.mask_token_id or 0
     canvases = [
-        Canvas((a, first, mask, line), (False, False, True, False), (NAN, math.log(0.25), NAN, math.log(0.5))),
-        Canvas((a, first, mask, mask), (False, False, True, True), (NAN, math.log(0.25), NAN, NAN)),
-        Canvas((a, first, second, end), (False,) * 4, (NAN, math.log(0.25), math.log(0.95), 0.0)),
+        CanvasSnapshot((a, first, mask, line), (False, False, True, False), (NAN, math.log(0.25), NAN, math.log(0.5))),
+        CanvasSnapshot((a, first, mask, mask), (False, False, True, True), (NAN, math.log(0.25), NAN, NAN)),
+        CanvasSnapshot((a, first, second, end), (False,) * 4, (NAN, math.log(0.25), math.log(0.95), 0.0)),
     ]
     result = Generation((first, second), "stop", 3, (math.log(0.25), math.log(0.95)), (1, 3))
-    replay: tuple[Recording, Answer] = recorded(words, request_of([a], text="a"), canvases, result)
+    replay: tuple[RequestReplay, Answer] = recorded(words, request_of([a], text="a"), canvases, result)
     return replay
 
 
-def test_frames_are_what_each_forward_changed(replay: tuple[Recording, Answer], words: Tokenizer) -> None:
+def test_frames_are_what_each_forward_changed(replay: tuple[RequestReplay, Answer], words: Tokenizer) -> None:
     recording, _ = replay
     first, second, line, end = (words.vocab[bytes([byte])] for byte in b"\xc3\xa9\n<")
     assert recording.frames == [
-        Frame(4, ((1, first, math.log(0.25)), (3, line, math.log(0.5))), ()),
-        Frame(4, (), (3,)),
-        Frame(4, ((2, second, math.log(0.95)), (3, end, 0.0)), ()),
+        ReplayFrame(4, ((1, first, math.log(0.25)), (3, line, math.log(0.5))), ()),
+        ReplayFrame(4, (), (3,)),
+        ReplayFrame(4, ((2, second, math.log(0.95)), (3, end, 0.0)), ()),
     ]
 
 
 def test_a_growing_canvas_and_a_token_that_changes() -> None:
-    recorder = Recorder([request_of([7])])
-    recorder(Step(1, (Canvas((7, 1, 9), (False, False, True), (NAN, -1.0, NAN)),)))
-    recorder(Step(2, (Canvas((7, 2, 3, 9), (False, False, False, True), (NAN, -2.0, -3.0, NAN)),)))
-    recorder(Step(3, (Canvas((7, 2, 3), (False, False, False), (NAN, -2.0, -3.0)),)))
+    recorder = ReplayRecorder([request_of([7])])
+    recorder(DecodingStep(1, (CanvasSnapshot((7, 1, 9), (False, False, True), (NAN, -1.0, NAN)),)))
+    recorder(DecodingStep(2, (CanvasSnapshot((7, 2, 3, 9), (False, False, False, True), (NAN, -2.0, -3.0, NAN)),)))
+    recorder(DecodingStep(3, (CanvasSnapshot((7, 2, 3), (False, False, False), (NAN, -2.0, -3.0)),)))
     assert recorder.recordings[0].frames == [
-        Frame(3, ((1, 1, -1.0),), ()),
-        Frame(4, ((1, 2, -2.0), (2, 3, -3.0)), ()),
-        Frame(3, (), ()),
+        ReplayFrame(3, ((1, 1, -1.0),), ()),
+        ReplayFrame(4, ((1, 2, -2.0), (2, 3, -3.0)), ()),
+        ReplayFrame(3, (), ()),
     ]
 
 
 def test_only_the_forwards_of_the_request_are_frames() -> None:
-    change, nothing = Frame(2, ((1, 3, -1.0),), ()), Frame(2, (), ())
-    recording = Recording(request_of([0]), frames=[nothing, change, nothing, change, nothing])
-    assert recording.frames_of(2) == [change, change], "the batch went on without it"
-    assert recording.frames_of(4) == [nothing, change, nothing, change], "a forward may settle nothing"
+    change, nothing = ReplayFrame(2, ((1, 3, -1.0),), ()), ReplayFrame(2, (), ())
+    recording = RequestReplay(request_of([0]), frames=[nothing, change, nothing, change, nothing])
+    assert recording.trim_frames(2) == [change, change], "the batch went on without it"
+    assert recording.trim_frames(4) == [nothing, change, nothing, change], "a forward may settle nothing"
 
 
 class Reader(HTMLParser):
@@ -119,7 +119,7 @@ class Reader(HTMLParser):
         return "".join(self.texts.get(name, []))
 
 
-def test_the_page_is_whole_without_a_script(words: Tokenizer, replay: tuple[Recording, Answer]) -> None:
+def test_the_page_is_whole_without_a_script(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
     settings = {"remasking_strategy": "p2", "temperature": 0.5, "top_k": None, "stop_token_ids": [1, 2]}
     other = recorded(words, request_of(words.encode("<b>&"), number=2), [], Generation((), "length", 0, (), ()))
     reader = Reader(render_page(words, "<i>name</i>", settings, [replay, other]))
@@ -138,7 +138,7 @@ def test_the_page_is_whole_without_a_script(words: Tokenizer, replay: tuple[Reco
     assert f"probability (geometric mean){math.sqrt(0.25 * 0.95):.1%}" in reader.text("facts")
 
 
-def test_the_page_needs_nothing_but_itself(words: Tokenizer, replay: tuple[Recording, Answer]) -> None:
+def test_the_page_needs_nothing_but_itself(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
     page = render_page(words, "model", {}, [replay])
     reader = Reader(page)
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
@@ -162,7 +162,7 @@ def test_the_numbers_cannot_end_their_script(words: Tokenizer) -> None:
     assert [data["tokens"][str(token)] for token in start[:3]] == ["<", "/", "s"]
 
 
-def test_what_the_script_gets(words: Tokenizer, replay: tuple[Recording, Answer]) -> None:
+def test_what_the_script_gets(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
     data = json.loads(Reader(render_page(words, "m", {}, [replay])).text("data"))
     a, first, second, line, end = (words.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
     assert data["tokens"] == {
@@ -184,7 +184,7 @@ def test_what_the_script_gets(words: Tokenizer, replay: tuple[Recording, Answer]
 def test_hidden_tokens_and_special_ones(words: Tokenizer) -> None:
     eos, mask = words.eos_token_id or 0, words.mask_token_id or 0
     a = words.vocab[b"a"]
-    canvases = [Canvas((eos, mask, a, eos), (False,) * 4, (NAN, NAN, NAN, -1.0))]
+    canvases = [CanvasSnapshot((eos, mask, a, eos), (False,) * 4, (NAN, NAN, NAN, -1.0))]
     request = request_of([eos, mask, a], hidden=1)
     replay = recorded(words, request, canvases, Generation((eos,), "length", 1, (-1.0,), (1,)))
     [data] = json.loads(Reader(render_page(words, "m", {}, [replay])).text("data"))["requests"]
@@ -192,8 +192,8 @@ def test_hidden_tokens_and_special_ones(words: Tokenizer) -> None:
     assert data["frames"][0]["settled"] == [[2, eos, 0.36788]]
 
 
-def test_the_chart(replay: tuple[Recording, Answer]) -> None:
-    svg = chart(replay[0].frames)
+def test_the_chart(replay: tuple[RequestReplay, Answer]) -> None:
+    svg = render_chart(replay[0].frames)
     titles = re.findall("<title>(.*?)</title>", svg)
     assert titles == ["forward 1: 2 settled", "forward 2: 0 settled, 1 masked again", "forward 3: 2 settled"]
     assert re.findall(r'class="up" x="([\d.]+)" y="([\d.]+)" width="0.8" height="([\d.]+)"', svg) == [
@@ -203,10 +203,10 @@ def test_the_chart(replay: tuple[Recording, Answer]) -> None:
     ]
     assert 'class="down" x="1.1" y="32.00" width="0.8" height="16.00"' in svg
     assert "at most 2 tokens" in svg
-    assert chart([]) == ""
+    assert render_chart([]) == ""
 
 
-def test_it_is_written_aside(words: Tokenizer, replay: tuple[Recording, Answer], tmp_path: Path) -> None:
+def test_it_is_written_aside(words: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("old")
     write_page(path, words, "m", {}, [replay])
@@ -248,7 +248,7 @@ def test_text_can_be_read_and_the_scale_without_colours(scheme: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_script_replays(words: Tokenizer, replay: tuple[Recording, Answer], tmp_path: Path) -> None:
+def test_the_script_replays(words: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
     page, shim = tmp_path / "page.html", Path(__file__).with_name("replay_page.js")
     other = recorded(words, request_of(words.encode("the"), number=2), [], Generation((), "length", 0, (), ()))
     page.write_text(render_page(words, "m", {}, [replay, other]), encoding="utf-8")

@@ -10,8 +10,8 @@ from typing import get_args
 
 import pytest
 
-from cli.infer.inputs import Input, Request, encode_inputs, read_inputs
-from config.infer import InputConfig
+from cli.infer.inputs import EncodedInput, Input, encode_inputs, read_inputs
+from config.infer import InferInputConfig
 from config.model import ModelConfig
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, train_bpe
 
@@ -37,15 +37,15 @@ def model_config(words: Tokenizer, *, begin_with_eos: bool = False) -> ModelConf
     )
 
 
-def written(path: Path, data: bytes) -> InputConfig:
+def written(path: Path, data: bytes) -> InferInputConfig:
     path.write_bytes(data)
-    return InputConfig(prompts_file=path)
+    return InferInputConfig(prompts_file=path)
 
 
 def test_the_order_is_prompts_file_chats_infills(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_bytes(b"\xef\xbb\xbf two \r\n\n  \n\xe2\x80\xa8three\\n")
-    config = InputConfig(prompts=("one", ""), prompts_file=path, chats=("hi",), system="be", infills=("[MASK:1]",))
+    config = InferInputConfig(prompts=("one", ""), prompts_file=path, chats=("hi",), system="be", infills=("[MASK:1]",))
     assert read_inputs(config) == [
         Input("prompt", "one"),
         Input("prompt", ""),
@@ -69,13 +69,13 @@ def test_json_lines(tmp_path: Path) -> None:
 
 def test_standard_input_and_formats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'"a"\n')))
-    standard = InputConfig(prompts_file=Path("-"), prompts_format="jsonl")
+    standard = InferInputConfig(prompts_file=Path("-"), prompts_format="jsonl")
     assert read_inputs(standard) == [Input("prompt", "a", place="standard input:1")]
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'"a"\n')))
-    assert read_inputs(InputConfig(prompts_file=Path("-"))) == [Input("prompt", '"a"', place="standard input:1")]
+    assert read_inputs(InferInputConfig(prompts_file=Path("-"))) == [Input("prompt", '"a"', place="standard input:1")]
     path = tmp_path / "p.jsonl"
     path.write_text("{}")
-    [only] = read_inputs(InputConfig(prompts_file=path, prompts_format="text"))
+    [only] = read_inputs(InferInputConfig(prompts_file=path, prompts_format="text"))
     assert (only.kind, only.text) == ("prompt", "{}")
 
 
@@ -105,7 +105,7 @@ def test_bad_lines_name_file_and_line(tmp_path: Path, line: bytes, message: str)
 
 def test_nothing_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='nothing to do: add --prompt "TEXT", --chat "TEXT", --infill'):
-        read_inputs(InputConfig())
+        read_inputs(InferInputConfig())
     with pytest.raises(ValueError, match=r"p.txt: has no prompts: write one a line"):
         read_inputs(written(tmp_path / "p.txt", b"\n \n"))
 
@@ -113,16 +113,16 @@ def test_nothing_to_do(tmp_path: Path) -> None:
 def test_plain_texts_begin_as_the_model_has_it_else_the_tokenizer(words: Tokenizer) -> None:
     eos, bos = words.special_tokens["<|endoftext|>"], words.special_tokens["<bos>"]
     mask = words.special_tokens["<|mask|>"]
-    begins = words.adapted(bos_token="<bos>", adds_bos=True)
+    begins = words.with_options(bos_token="<bos>", adds_bos=True)
     inputs = [Input("prompt", "the <bos>"), Input("infill", "t[MASK:2]"), Input("prompt", "")]
     the, t = words.encode("the <bos>"), words.encode("t")
 
-    def ids(tokenizer: Tokenizer, model: ModelConfig) -> list[Request]:
+    def ids(tokenizer: Tokenizer, model: ModelConfig) -> list[EncodedInput]:
         return encode_inputs(inputs, tokenizer, model, None, 4)
 
     plain = ids(words, model_config(words))
     assert [list(each.token_ids) for each in plain] == [the, [*t, mask, mask], []]
-    assert [(each.name, each.seed, each.hidden) for each in plain] == [
+    assert [(each.name, each.seed, each.num_hidden) for each in plain] == [
         ("prompt 1", 4, 0),
         ("infill 1", 5, 0),
         ("prompt 2", 6, 0),
@@ -130,7 +130,7 @@ def test_plain_texts_begin_as_the_model_has_it_else_the_tokenizer(words: Tokeniz
     begun = ids(begins, model_config(words))
     assert [list(each.token_ids) for each in begun] == [[bos, *the], [bos, *t, mask, mask], [bos]]
     assert begun[1].is_new(4) == [False, False, True, True]
-    assert (begun[2].hidden, begun[2].is_new(3)) == (1, [False, True, True])
+    assert (begun[2].num_hidden, begun[2].is_new(3)) == (1, [False, True, True])
     trained = ids(begins, model_config(words, begin_with_eos=True))
     assert list(trained[2].token_ids) == [eos]
 
@@ -144,7 +144,7 @@ def test_chats_are_what_the_template_writes(words: Tokenizer) -> None:
     [request] = encode_inputs([chat], words, model, template, 0)
     assert request.text == "<bos>a<bos>:"
     assert list(request.token_ids) == [bos, *words.encode("a<bos>:")], "what a user writes stays text"
-    assert request.hidden == 0
+    assert request.num_hidden == 0
     with pytest.raises(ValueError, match="f:3: this model brings no chat template: choose one with --set input"):
         encode_inputs([chat], words, model, None, 0)
     broken = ChatTemplate("{{ raise_exception('no') }}")
@@ -158,5 +158,5 @@ def test_a_hole_that_cannot_be_read_names_its_line(words: Tokenizer) -> None:
 
 
 def test_the_config_names_the_templates_that_there_are() -> None:
-    literal = InputConfig.model_fields["chat_template"].annotation
+    literal = InferInputConfig.model_fields["chat_template"].annotation
     assert set(get_args(get_args(literal)[0])) == set(CHAT_TEMPLATES)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
 from config.model import ModelConfig
-from diffusionlm.inference.settings import with_defaults
-from diffusionlm.inference.strategies import Look, Policy, build_policy, most_confident
+from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.strategies import DecodeState, Strategy, build_strategy, select_most_confident
 
 MODEL = ModelConfig(
     hidden_size=8,
@@ -35,33 +35,33 @@ BLIND: tuple[RemaskingStrategy, ...] = tuple(name for name in STRATEGIES if name
 INF = float("inf")
 
 
-def policy_of(strategy: RemaskingStrategy, **options: Any) -> Policy:
+def policy_of(strategy: RemaskingStrategy, **options: Any) -> Strategy:
     config = GenerationConfig.model_validate({"remasking_strategy": strategy, **options})
-    return build_policy(with_defaults(config, MODEL))
+    return build_strategy(fill_defaults(config, MODEL))
 
 
 def look(
     confidence: list[float] | NDArray[np.float64],
-    quota: float = 1,
+    tokens_per_step: float = 1,
     *,
     uniforms: NDArray[np.float64] | None = None,
     masked: NDArray[np.bool_] | None = None,
     step: int = 0,
     num_steps: int = 1,
-) -> Look:
+) -> DecodeState:
     N = len(confidence)
-    return Look(
-        confidence_N=np.array(confidence, dtype=np.float64),
-        is_masked_N=np.ones(N, dtype=np.bool_) if masked is None else masked,
-        uniforms_N=np.zeros(N) if uniforms is None else uniforms,
-        quota=quota,
+    return DecodeState(
+        confidence_M=np.array(confidence, dtype=np.float64),
+        is_masked_M=np.ones(N, dtype=np.bool_) if masked is None else masked,
+        uniforms_M=np.zeros(N) if uniforms is None else uniforms,
+        tokens_per_step=tokens_per_step,
         step=step,
         num_steps=num_steps,
     )
 
 
-def chosen(policy: Policy, confidence: list[float], quota: float = 1) -> list[int]:
-    return np.flatnonzero(policy.choose(look(confidence, quota))).tolist()
+def chosen(policy: Strategy, confidence: list[float], tokens_per_step: float = 1) -> list[int]:
+    return np.flatnonzero(policy.select_positions(look(confidence, tokens_per_step))).tolist()
 
 
 def chi_square(counts: list[int], probabilities: list[float]) -> float:
@@ -73,8 +73,8 @@ def chi_square(counts: list[int], probabilities: list[float]) -> float:
 
 def test_ties_go_to_the_first_positions() -> None:
     confidence = np.array([0.5, 0.9, 0.5, 0.9, 0.9])
-    assert most_confident(confidence, 2).tolist() == [False, True, False, True, False]
-    assert most_confident(confidence, 4).tolist() == [True, True, False, True, True]
+    assert select_most_confident(confidence, 2).tolist() == [False, True, False, True, False]
+    assert select_most_confident(confidence, 4).tolist() == [True, True, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,39 @@ def test_ranked_strategies_take_the_most_confident(strategy: RemaskingStrategy) 
 
 
 def test_plans() -> None:
-    def plan(strategy: RemaskingStrategy, **options: Any) -> tuple[float, ...]:
-        return policy_of(strategy, **options).plan(num_masked=5, num_steps=3, block_length=8)
+    def unmasking_schedule(strategy: RemaskingStrategy, **options: Any) -> tuple[float, ...]:
+        return policy_of(strategy, **options).unmasking_schedule(num_masked=5, num_steps=3, block_length=8)
 
-    assert plan("low_confidence") == plan("random") == plan("random_topk") == plan("equal_counts") == (2, 2, 1)
-    assert plan("sequential") == plan("low_confidence_static") == plan("low_confidence_dynamic") == (3, 2)
-    assert plan("low_confidence_dynamic", threshold_fallback="one") == (1,) * 5
-    assert plan("threshold") == plan("factor") == plan("entropy_bounded") == plan("first_hitting") == (1,) * 5
-    assert plan("maskgit_plus") == plan("topk_margin") == plan("entropy") == (1, 1, 3)
-    assert plan("ancestral") == (1 / 3, 1 / 2, 1.0)
-    assert plan("origin") == pytest.approx((0.333, 0.333 / 0.667, 1.0), abs=1e-6)
-    assert plan("p2") == (1 / 3, 2 / 3, 1.0)
+    assert (
+        unmasking_schedule("low_confidence")
+        == unmasking_schedule("random")
+        == unmasking_schedule("random_topk")
+        == unmasking_schedule("equal_counts")
+        == (2, 2, 1)
+    )
+    assert (
+        unmasking_schedule("sequential")
+        == unmasking_schedule("low_confidence_static")
+        == unmasking_schedule("low_confidence_dynamic")
+        == (3, 2)
+    )
+    assert unmasking_schedule("low_confidence_dynamic", threshold_fallback="one") == (1,) * 5
+    assert (
+        unmasking_schedule("threshold")
+        == unmasking_schedule("factor")
+        == unmasking_schedule("entropy_bounded")
+        == unmasking_schedule("first_hitting")
+        == (1,) * 5
+    )
+    assert (
+        unmasking_schedule("maskgit_plus")
+        == unmasking_schedule("topk_margin")
+        == unmasking_schedule("entropy")
+        == (1, 1, 3)
+    )
+    assert unmasking_schedule("ancestral") == (1 / 3, 1 / 2, 1.0)
+    assert unmasking_schedule("origin") == pytest.approx((0.333, 0.333 / 0.667, 1.0), abs=1e-6)
+    assert unmasking_schedule("p2") == (1 / 3, 2 / 3, 1.0)
 
 
 def test_confidences() -> None:
@@ -119,8 +141,8 @@ def test_confidences() -> None:
 
 
 def test_who_is_blind_remasks_and_needs_no_chance() -> None:
-    assert {name for name in STRATEGIES if policy_of(name).is_blind} == set(BLIND)
-    assert {name for name in STRATEGIES if policy_of(name).remasks} == {"p2", "remdm_cap", "remdm_loop"}
+    assert {name for name in STRATEGIES if policy_of(name).is_model_independent} == set(BLIND)
+    assert {name for name in STRATEGIES if policy_of(name).can_remask} == {"p2", "remdm_cap", "remdm_loop"}
     by_chance = {"random", "random_topk", "origin", "ancestral", "first_hitting", "equal_counts"}
     by_chance |= {"p2", "remdm_cap", "remdm_loop"}
     assert {name for name in STRATEGIES if not policy_of(name).is_deterministic} == by_chance
@@ -203,12 +225,12 @@ def test_first_drawn_position_is_one_of_the_softmax() -> None:
     confidence = np.array([-0.3, -1.0, -0.6, -0.1])
     weights = np.exp(confidence / 0.4)
     shares = (weights / weights.sum()).tolist()
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     first, second = Counter[int](), Counter[tuple[int, int]]()
     for _ in range(3000):
-        uniforms = chance.random(4)
-        [best] = np.flatnonzero(policy.choose(look(confidence, 1, uniforms=uniforms))).tolist()
-        pair = np.flatnonzero(policy.choose(look(confidence, 2, uniforms=uniforms))).tolist()
+        uniforms = rng.random(4)
+        [best] = np.flatnonzero(policy.select_positions(look(confidence, 1, uniforms=uniforms))).tolist()
+        pair = np.flatnonzero(policy.select_positions(look(confidence, 2, uniforms=uniforms))).tolist()
         assert best in pair
         first[best] += 1
         second[pair[0], pair[1]] += 1
@@ -223,34 +245,40 @@ def test_first_drawn_position_is_one_of_the_softmax() -> None:
 def test_extreme_temperatures_of_positions(alg_temp: float) -> None:
     policy = policy_of("low_confidence", alg_temp=alg_temp)
     uniforms = np.array([0.5, 0.0, 0.9, 1 - 2.0**-53])
-    picked = np.flatnonzero(policy.choose(look([0.9, 0.7, -INF, 0.1], 2, uniforms=uniforms))).tolist()
+    picked = np.flatnonzero(policy.select_positions(look([0.9, 0.7, -INF, 0.1], 2, uniforms=uniforms))).tolist()
     assert picked == ([0, 1] if alg_temp < 1 else [0, 3]), "the best, or any"
-    picked = np.flatnonzero(policy.choose(look([0.1, 0.7, -INF, 0.8], 3, uniforms=uniforms))).tolist()
+    picked = np.flatnonzero(policy.select_positions(look([0.1, 0.7, -INF, 0.8], 3, uniforms=uniforms))).tolist()
     assert picked == [0, 1, 3], "what is put off comes last, whatever chance says"
 
 
 def test_random_topk_shuffles_equals_alone() -> None:
     policy = policy_of("random_topk")
-    chance = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     confidence = [0.5, 1.0 - 1e-9, 0.5, 1.0, -INF]
     seen = Counter[tuple[int, ...]]()
     for _ in range(1000):
-        uniforms = chance.random(5)
-        seen[tuple(np.flatnonzero(policy.choose(look(confidence, 1, uniforms=uniforms))).tolist())] += 1
-        assert np.flatnonzero(policy.choose(look(confidence, 2, uniforms=uniforms))).tolist() == [1, 3]
-        assert set(np.flatnonzero(policy.choose(look(confidence, 3, uniforms=uniforms))).tolist()) > {1, 3}
-        assert not policy.choose(look(confidence, 4, uniforms=uniforms))[4]
+        uniforms = rng.random(5)
+        seen[tuple(np.flatnonzero(policy.select_positions(look(confidence, 1, uniforms=uniforms))).tolist())] += 1
+        assert np.flatnonzero(policy.select_positions(look(confidence, 2, uniforms=uniforms))).tolist() == [1, 3]
+        assert set(np.flatnonzero(policy.select_positions(look(confidence, 3, uniforms=uniforms))).tolist()) > {1, 3}
+        assert not policy.select_positions(look(confidence, 4, uniforms=uniforms))[4]
     assert seen.keys() == {(1,), (3,)}
     assert chi_square(list(seen.values()), [0.5, 0.5]) < 10.83
 
 
-@pytest.mark.parametrize(("strategy", "quota"), [("random", 2), ("equal_counts", 2), ("first_hitting", 1)])
-def test_blind_choices_are_uniform(strategy: RemaskingStrategy, quota: int) -> None:
-    policy, chance = policy_of(strategy), np.random.default_rng(2)
-    sets = list(combinations(range(4), quota))
+@pytest.mark.parametrize(("strategy", "tokens_per_step"), [("random", 2), ("equal_counts", 2), ("first_hitting", 1)])
+def test_blind_choices_are_uniform(strategy: RemaskingStrategy, tokens_per_step: int) -> None:
+    policy, rng = policy_of(strategy), np.random.default_rng(2)
+    sets = list(combinations(range(4), tokens_per_step))
     seen = Counter[tuple[int, ...]]()
     for _ in range(3000):
-        seen[tuple(np.flatnonzero(policy.choose(look([0.0] * 4, quota, uniforms=chance.random(4)))).tolist())] += 1
+        seen[
+            tuple(
+                np.flatnonzero(
+                    policy.select_positions(look([0.0] * 4, tokens_per_step, uniforms=rng.random(4)))
+                ).tolist()
+            )
+        ] += 1
     assert seen.keys() == set(sets)
     assert chi_square([seen[each] for each in sets], [1 / len(sets)] * len(sets)) < 20.52
 
@@ -258,10 +286,10 @@ def test_blind_choices_are_uniform(strategy: RemaskingStrategy, quota: int) -> N
 @pytest.mark.parametrize("strategy", ["origin", "ancestral"])
 def test_independent_choices_have_the_planned_probability(strategy: RemaskingStrategy) -> None:
     policy, grid = policy_of(strategy), (np.arange(1000) + 0.5) / 1000
-    for quota in (0.25, 0.5):
-        assert policy.choose(look(grid, quota, uniforms=grid)).sum() == 1000 * quota
-    assert policy.choose(look(grid, 1.0, uniforms=np.full(1000, 1 - 2.0**-53))).all()
-    assert not policy.choose(look(grid, 0.25, uniforms=np.full(1000, 0.25))).any()
+    for tokens_per_step in (0.25, 0.5):
+        assert policy.select_positions(look(grid, tokens_per_step, uniforms=grid)).sum() == 1000 * tokens_per_step
+    assert policy.select_positions(look(grid, 1.0, uniforms=np.full(1000, 1 - 2.0**-53))).all()
+    assert not policy.select_positions(look(grid, 0.25, uniforms=np.full(1000, 0.25))).any()
 
 
 def test_p2_masks_the_least_confident_again() -> None:
@@ -269,7 +297,9 @@ def test_p2_masks_the_least_confident_again() -> None:
     confidence = [0.3, 0.9, 0.3, 0.8, 0.3]
     masked = np.array([True, False, False, True, True])
     held = [
-        policy.choose(look(confidence, masked=masked, step=step, num_steps=4, quota=(step + 1) / 4)).tolist()
+        policy.select_positions(
+            look(confidence, masked=masked, step=step, num_steps=4, tokens_per_step=(step + 1) / 4)
+        ).tolist()
         for step in range(4)
     ]
     # floor(5 * 3/4) = 3, 2, 1 and 0 masks; among equals the later positions.
@@ -280,7 +310,7 @@ def test_p2_masks_the_least_confident_again() -> None:
 
 
 def test_p2_counts_in_whole_numbers() -> None:
-    held = policy_of("p2").choose(look([0.5] * 10, 0.9, step=8, num_steps=10))
+    held = policy_of("p2").select_positions(look([0.5] * 10, 0.9, step=8, num_steps=10))
     assert held.sum() == 9, "(1 - 0.9) * 10 is 0.9999999999999998 in floats"
 
 
@@ -298,12 +328,12 @@ def test_remdm_keeps_the_marginals(strategy: RemaskingStrategy, options: dict[st
     """alpha_t (1 - sigma) + (1 - alpha_t) p = alpha_s, 0 <= sigma <= sigma_max, and nothing is left at the end."""
     policy, grid = policy_of(strategy, **options), (np.arange(20_000) + 0.5) / 20_000
     alpha = 0.0
-    for step, quota in enumerate(policy.plan(16, steps, 16)):
+    for step, tokens_per_step in enumerate(policy.unmasking_schedule(16, steps, 16)):
         looks = [
-            look(grid, quota, uniforms=grid, masked=np.full(len(grid), masked), step=step, num_steps=steps)
+            look(grid, tokens_per_step, uniforms=grid, masked=np.full(len(grid), masked), step=step, num_steps=steps)
             for masked in (True, False)
         ]
-        settles, stays = (float(policy.choose(each).mean()) for each in looks)
+        settles, stays = (float(policy.select_positions(each).mean()) for each in looks)
         before, alpha = alpha, alpha * stays + (1.0 - alpha) * settles
         time = (steps - step - 1) / steps
         if strategy == "remdm_cap":
@@ -323,28 +353,28 @@ def test_remdm_keeps_the_marginals(strategy: RemaskingStrategy, options: dict[st
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_settles_everything(strategy: RemaskingStrategy) -> None:
     """On any confidences, in no more steps than are planned; what is put off comes last."""
-    policy, chance = policy_of(strategy), np.random.default_rng(3)
+    policy, rng = policy_of(strategy), np.random.default_rng(3)
     for size, given, steps in [(1, 0, 1), (6, 0, 3), (6, 2, 6), (9, 4, 4), (8, 0, 20)]:
         masked = np.ones(size - given, dtype=np.bool_)
-        plan = policy.plan(len(masked), steps, size)
-        for step, quota in enumerate(plan):
-            if not policy.remasks and not masked.any():
+        unmasking_schedule = policy.unmasking_schedule(len(masked), steps, size)
+        for step, tokens_per_step in enumerate(unmasking_schedule):
+            if not policy.can_remask and not masked.any():
                 break
-            places = np.arange(len(masked)) if policy.remasks else np.flatnonzero(masked)
-            confidence = np.where(chance.random(len(places)) < 0.2, -INF, -2 * chance.random(len(places)))
-            if policy.is_blind:
+            places = np.arange(len(masked)) if policy.can_remask else np.flatnonzero(masked)
+            confidence = np.where(rng.random(len(places)) < 0.2, -INF, -2 * rng.random(len(places)))
+            if policy.is_model_independent:
                 confidence = np.zeros(len(places))
-            held = policy.choose(
+            held = policy.select_positions(
                 look(
                     confidence,
-                    quota,
-                    uniforms=chance.random(len(places)),
+                    tokens_per_step,
+                    uniforms=rng.random(len(places)),
                     masked=masked[places],
                     step=step,
-                    num_steps=len(plan),
+                    num_steps=len(unmasking_schedule),
                 )
             )
-            assert policy.is_blind or policy.remasks or held.any()
+            assert policy.is_model_independent or policy.can_remask or held.any()
             if strategy in SEEING:
                 assert not (held & np.isneginf(confidence)).any() or held[~np.isneginf(confidence)].all()
             masked[places] = ~held

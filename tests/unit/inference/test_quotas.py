@@ -7,11 +7,11 @@ from fractions import Fraction
 import pytest
 
 from diffusionlm.inference.unmasking_schedules import (
-    block_quotas,
-    dream_probabilities,
-    dream_quotas,
-    even_quotas,
-    linear_probabilities,
+    dream_tokens_per_step,
+    dream_unmask_probabilities,
+    even_tokens_per_step,
+    linear_unmask_probabilities,
+    whole_block_tokens_per_step,
 )
 
 
@@ -20,7 +20,7 @@ from diffusionlm.inference.unmasking_schedules import (
     [(8, 4, (2, 2, 2, 2)), (10, 4, (3, 3, 2, 2)), (3, 5, (1, 1, 1)), (7, 1, (7,)), (0, 3, ())],
 )
 def test_even_quotas_put_the_surplus_first(total: int, steps: int, expected: tuple[int, ...]) -> None:
-    assert even_quotas(total, steps) == expected
+    assert even_tokens_per_step(total, steps) == expected
 
 
 @pytest.mark.parametrize(
@@ -36,20 +36,24 @@ def test_even_quotas_put_the_surplus_first(total: int, steps: int, expected: tup
 def test_block_quotas_are_those_of_the_whole_block(
     masked: int, steps: int, length: int, expected: tuple[int, ...]
 ) -> None:
-    assert block_quotas(masked, steps, length) == expected
+    assert whole_block_tokens_per_step(masked, steps, length) == expected
 
 
 def test_dream_quotas_are_those_of_its_time_steps() -> None:
     # t = 1, 0.75025, 0.5005, 0.25075, 0.001: 1 - s / t of the first three is a little below 1/4, 1/3, 1/2.
-    assert dream_quotas(12, 4) == (2, 3, 3, 4)
-    assert dream_quotas(5, 1) == (5,)
-    assert dream_quotas(0, 3) == ()
+    assert dream_tokens_per_step(12, 4) == (2, 3, 3, 4)
+    assert dream_tokens_per_step(5, 1) == (5,)
+    assert dream_tokens_per_step(0, 3) == ()
 
 
 def test_counts_settle_everything() -> None:
     for steps in (1, 3, 16, 40):
         for masked in range(20):
-            for counts in (even_quotas(masked, steps), block_quotas(masked, steps, 19), dream_quotas(masked, steps)):
+            for counts in (
+                even_tokens_per_step(masked, steps),
+                whole_block_tokens_per_step(masked, steps, 19),
+                dream_tokens_per_step(masked, steps),
+            ):
                 assert sum(counts) == masked
                 assert all(count > 0 for count in counts)
                 assert len(counts) <= steps
@@ -58,13 +62,13 @@ def test_counts_settle_everything() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 5, 64])
 def test_linear_probabilities_leave_what_the_schedule_says(steps: int) -> None:
     left = Fraction(1)
-    for step, probability in enumerate(linear_probabilities(steps)):
+    for step, probability in enumerate(linear_unmask_probabilities(steps)):
         left *= 1 - Fraction(probability).limit_denominator(steps)
         assert left == Fraction(steps - step - 1, steps)
 
 
 def test_dream_probabilities() -> None:
-    assert dream_probabilities(1) == (1.0,)
+    assert dream_unmask_probabilities(1) == (1.0,)
     # t = 1, 0.50050, 0.001; the last step settles all, although its time says 0.998.
-    assert dream_probabilities(2) == (pytest.approx(0.4995, abs=1e-7), 1.0)
-    assert dream_probabilities(4)[:3] == pytest.approx((0.24975, 0.24975 / 0.75025, 0.24975 / 0.5005), abs=1e-6)
+    assert dream_unmask_probabilities(2) == (pytest.approx(0.4995, abs=1e-7), 1.0)
+    assert dream_unmask_probabilities(4)[:3] == pytest.approx((0.24975, 0.24975 / 0.75025, 0.24975 / 0.5005), abs=1e-6)

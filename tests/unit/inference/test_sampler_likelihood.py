@@ -19,8 +19,8 @@ from config.model import ModelConfig
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.settings import with_defaults
-from diffusionlm.inference.strategies import build_policy
+from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.strategies import build_strategy
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -47,8 +47,8 @@ def small(tiny_model: MakeModel) -> MakeModel:
 
 def plan_of(config: GenerationConfig, model: ModelConfig, num_masked: int, steps: int) -> list[int]:
     """Counts of each forward of a block."""
-    policy = build_policy(with_defaults(config, model))
-    return [int(count) for count in policy.plan(num_masked, steps, num_masked)]
+    policy = build_strategy(fill_defaults(config, model))
+    return [int(count) for count in policy.unmasking_schedule(num_masked, steps, num_masked)]
 
 
 def total_probability(row_nats: tuple[float, ...]) -> float:
@@ -222,9 +222,9 @@ def test_prompts_are_seen_and_not_scored(small: MakeModel) -> None:
     model = small()
     text = [2, 0, 1, 1, 2, 0, 0]
     tokens_BL = torch.tensor([text])
-    is_target_BL = torch.tensor([[False, True, False, True, True, False, True]])
+    loss_mask_BL = torch.tensor([[False, True, False, True, True, False, True]])
     config = settings(remasking_strategy="sequential", denoising_steps=1, block_length=2)
-    report = sampler_likelihood(model, tokens_BL, is_target_BL, config)
+    report = sampler_likelihood(model, tokens_BL, loss_mask_BL, config)
     assert report.nats == pytest.approx(by_hand(model, text, [[1, 3], [4, 6]], Bidirectional()), abs=1e-9)
     assert (report.num_tokens, report.num_forwards) == (4, 2)
     assert tokens_BL.tolist() == [text]
@@ -264,7 +264,7 @@ def test_rows_do_not_depend_on_each_other(small: MakeModel, monkeypatch: pytest.
     shuffled = sampler_likelihood(model, tokens_BL[order], config=config, batch_size=2)
     assert shuffled.row_nats == pytest.approx([whole.row_nats[row] for row in order], abs=1e-9)
     assert shuffled.standard_error == pytest.approx(whole.standard_error, abs=1e-9)
-    monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.CHUNK_BYTES", 8 * 4 * 5)
+    monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.PROBABILITY_CHUNK_BYTES", 8 * 4 * 5)
     monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.LOGITS_BYTES", 4 * 4 * 15)
     assert sampler_likelihood(model, tokens_BL, config=config).row_nats == pytest.approx(whole.row_nats, abs=1e-9)
 
@@ -283,8 +283,8 @@ def test_it_is_the_likelihood_of_what_sequential_generates(small: MakeModel) -> 
     [done] = generate(model, [[1, 2]], config)
     assert done.step_map == (1, 2, 3, 4, 5, 6)
     tokens_BL = torch.tensor([[1, 2, *done.token_ids]])
-    is_target_BL = torch.arange(8)[None] >= 2
-    report = sampler_likelihood(model, tokens_BL, is_target_BL, config)
+    loss_mask_BL = torch.arange(8)[None] >= 2
+    report = sampler_likelihood(model, tokens_BL, loss_mask_BL, config)
     assert report.nats == pytest.approx(-sum(done.logprobs), abs=1e-9)
 
 

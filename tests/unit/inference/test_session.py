@@ -13,7 +13,7 @@ from cli.infer import session
 from cli.infer.inputs import Input
 from cli.infer.session import answer
 from config.generation import GenerationConfig
-from config.infer import InferConfig, InputConfig, OutputConfig
+from config.infer import InferConfig, InferInputConfig, InferOutputConfig
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
 
@@ -45,7 +45,7 @@ class Calls:
 
 def settings(**output: Any) -> InferConfig:
     generation = GenerationConfig(max_new_tokens=3, denoising_steps=1)
-    return InferConfig(generation=generation, input=InputConfig(batch_size=2), output=OutputConfig(**output))
+    return InferConfig(generation=generation, input=InferInputConfig(batch_size=2), output=InferOutputConfig(**output))
 
 
 def test_what_is_done_is_kept_when_decoding_breaks_off(

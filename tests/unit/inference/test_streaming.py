@@ -10,9 +10,9 @@ import pytest
 from config.generation import GenerationConfig, RemaskingStrategy
 from config.model import ModelConfig
 from diffusionlm.inference import streaming
-from diffusionlm.inference.generate import Canvas, Generation, Step, generate
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation, generate
 from diffusionlm.inference.streaming import stream
-from diffusionlm.inference.text import continuation
+from diffusionlm.inference.text import decode_continuation
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
@@ -56,7 +56,7 @@ def test_the_pieces_are_the_text(
     prompt = words.encode("abc")
     [whole] = generate(model, [prompt], config, [3])
     pieces = list(stream(model, words, prompt, config, 3))
-    assert "".join(pieces) == continuation(words, whole.token_ids)
+    assert "".join(pieces) == decode_continuation(words, whole.token_ids)
     assert all(pieces) and len(pieces) > 1
 
 
@@ -67,7 +67,7 @@ def test_nothing_comes_behind_a_stop_token(model: Transformer, words: Tokenizer,
     token = whole.token_ids[stop]
     first = whole.token_ids.index(token)
     config = free.model_copy(update={"stop_token_ids": (token,)})
-    assert "".join(stream(model, words, [5], config)) == continuation(words, whole.token_ids[:first])
+    assert "".join(stream(model, words, [5], config)) == decode_continuation(words, whole.token_ids[:first])
 
 
 FINAL_AT_ONCE = ["xa__a____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9ab___"]
@@ -99,7 +99,7 @@ def test_what_is_final_comes_at_once(
         assert (prompts, seeds) == ([words.encode("x")], [7])
         for number, text in enumerate(canvases, 1):
             is_masked = tuple(byte == "_" for byte in text)
-            on_step(Step(number, (Canvas(ids(text), is_masked, (-1.0,) * len(text)),)))
+            on_step(DecodingStep(number, (CanvasSnapshot(ids(text), is_masked, (-1.0,) * len(text)),)))
         return [Generation(ids("a\xc3\xa9abc"), "stop", 5, (), ())]
 
     monkeypatch.setattr(streaming, "generate", fake)

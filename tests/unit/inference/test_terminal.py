@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from cli.infer.answers import answers_of
-from cli.infer.inputs import Input, Kind, Request
-from cli.infer.terminal import LiveView, print_answer, wrapped
-from diffusionlm.inference.generate import Canvas, Generation, Step
+from cli.infer.answers import build_answers
+from cli.infer.inputs import EncodedInput, Input, InputKind
+from cli.infer.terminal import LiveView, print_answer, wrap_pieces
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from tokenizer import Tokenizer, train_bpe
 
 ERASE = "\x1b[{}A\r\x1b[J"
@@ -31,23 +31,23 @@ class Screen(io.StringIO):
         return True
 
 
-def request_of(words: Tokenizer, text: str, kind: Kind = "prompt", number: int = 1) -> Request:
-    return Request(Input(kind, text), number, text, tuple(words.encode(text)), frozenset(), 0, 0)
+def request_of(words: Tokenizer, text: str, kind: InputKind = "prompt", number: int = 1) -> EncodedInput:
+    return EncodedInput(Input(kind, text), number, text, tuple(words.encode(text)), frozenset(), 0, 0)
 
 
-def canvas(words: Tokenizer, text: str) -> Canvas:
+def canvas(words: Tokenizer, text: str) -> CanvasSnapshot:
     """``_`` is a mask."""
     mask = words.mask_token_id or 0
     ids = [mask if char == "_" else words.vocab[char.encode()] for char in text]
-    return Canvas(tuple(ids), tuple(char == "_" for char in text), (math.nan,) * len(ids))
+    return CanvasSnapshot(tuple(ids), tuple(char == "_" for char in text), (math.nan,) * len(ids))
 
 
 def test_a_line_for_each_canvas_that_changed(words: Tokenizer) -> None:
     stream = io.StringIO()
     view = LiveView(words, [request_of(words, "a"), request_of(words, "b", number=2)], stream)
-    view(Step(1, (canvas(words, "a_x"), canvas(words, "b_"))))
-    view(Step(2, (canvas(words, "ay_"), canvas(words, "b_"))))
-    view(Step(3, (canvas(words, "ay_"), canvas(words, "bz"))))
+    view(DecodingStep(1, (canvas(words, "a_x"), canvas(words, "b_"))))
+    view(DecodingStep(2, (canvas(words, "ay_"), canvas(words, "b_"))))
+    view(DecodingStep(3, (canvas(words, "ay_"), canvas(words, "bz"))))
     view.close()
     assert stream.getvalue().splitlines() == [
         'prompt 1, forward 1: "a░x"',
@@ -62,8 +62,8 @@ def test_a_drawing_takes_the_place_of_the_last(words: Tokenizer, monkeypatch: py
     monkeypatch.setenv("LINES", "9")
     stream = Screen()
     view = LiveView(words, [request_of(words, "ab")], stream)
-    view(Step(1, (canvas(words, "ab_xy_"),)))
-    view(Step(2, (canvas(words, "ab__y"),)))
+    view(DecodingStep(1, (canvas(words, "ab_xy_"),)))
+    view(DecodingStep(2, (canvas(words, "ab__y"),)))
     view.close()
     assert stream.getvalue() == (f"forward 1\nab░x\ny░\n{ERASE.format(3)}forward 2\nab░░\ny\n{ERASE.format(3)}"), (
         "a token may be a mask again, and a canvas change its length"
@@ -73,7 +73,7 @@ def test_a_drawing_takes_the_place_of_the_last(words: Tokenizer, monkeypatch: py
 def test_several_requests_are_named_and_the_end_is_shown(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     requests = [request_of(words, "a"), request_of(words, "bc", "chat")]
-    step = Step(7, (canvas(words, "a_"), canvas(words, "bcd_")))
+    step = DecodingStep(7, (canvas(words, "a_"), canvas(words, "bcd_")))
     for height, lines in ((30, ["forward 7", "[prompt 1]", "a░", "[chat 1]", "d░"]), (3, ["[chat 1]", "d░"])):
         monkeypatch.setenv("LINES", str(height))
         stream = Screen()
@@ -86,21 +86,21 @@ def test_several_requests_are_named_and_the_end_is_shown(words: Tokenizer, monke
 
 
 def test_wrapped_lines_fit() -> None:
-    assert wrapped([("abcd", False), ("ef\ng", True)], 3) == ["abc", "def", "g"]
-    assert wrapped([("日本a\x1b\t", True)], 4) == ["日本", "a\ufffd  ", "  "]
-    assert wrapped([], 4) == [""]
-    assert wrapped([("日本", True)], 1) == ["日", "本"]
-    assert wrapped([("e\u0301\u200du\u0308", True)], 2) == ["e\u0301\u200du\u0308"], "marks take no column"
-    assert wrapped([("a\u202eb\u2066", True)], 9) == ["a\ufffdb\ufffd"], "nothing turns the line round"
+    assert wrap_pieces([("abcd", False), ("ef\ng", True)], 3) == ["abc", "def", "g"]
+    assert wrap_pieces([("日本a\x1b\t", True)], 4) == ["日本", "a\ufffd  ", "  "]
+    assert wrap_pieces([], 4) == [""]
+    assert wrap_pieces([("日本", True)], 1) == ["日", "本"]
+    assert wrap_pieces([("e\u0301\u200du\u0308", True)], 2) == ["e\u0301\u200du\u0308"], "marks take no column"
+    assert wrap_pieces([("a\u202eb\u2066", True)], 9) == ["a\ufffdb\ufffd"], "nothing turns the line round"
 
 
 @pytest.mark.parametrize(
     ("kind", "many", "shown"),
     [("prompt", False, "abc\n"), ("prompt", True, "[prompt 1]\nabc\n"), ("chat", False, "bc\n")],
 )
-def test_answers(words: Tokenizer, capsys: pytest.CaptureFixture[str], kind: Kind, many: bool, shown: str) -> None:
+def test_answers(words: Tokenizer, capsys: pytest.CaptureFixture[str], kind: InputKind, many: bool, shown: str) -> None:
     new = tuple(words.vocab[char] for char in (b"b", b"c"))
     result = Generation(new, "length", 2, (-1.0, -1.0), (1, 2))
-    [answer] = answers_of(words, [request_of(words, "a", kind)], [result], 1.0)
+    [answer] = build_answers(words, [request_of(words, "a", kind)], [result], 1.0)
     print_answer(words, answer, is_one_of_many=many)
     assert capsys.readouterr().out == shown

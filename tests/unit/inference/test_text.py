@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from diffusionlm.inference.text import GLYPH, canvas_pieces, ids_without_text, parse_infill, render_canvas, token_texts
+from diffusionlm.inference.text import (
+    MASK_GLYPH,
+    canvas_text_pieces,
+    find_ids_without_text,
+    parse_infill,
+    render_canvas,
+    token_texts,
+)
 from tokenizer import Tokenizer, train_bpe
 
 
@@ -47,23 +54,28 @@ def test_no_hole_and_no_mask_token(words: Tokenizer) -> None:
 def test_rendering(words: Tokenizer) -> None:
     ids = parse_infill("the [MASK:2] sat", words)
     masked = [token == words.mask_token_id for token in ids]
-    assert render_canvas(ids, masked, words) == f"the {GLYPH}{GLYPH} sat"
+    assert render_canvas(ids, masked, words) == f"the {MASK_GLYPH}{MASK_GLYPH} sat"
     first = masked.index(True)
     ids[first], still = words.encode("c")[0], list(masked)
     still[first] = False
-    assert render_canvas(ids, still, words) == f"the c{GLYPH} sat"
-    assert canvas_pieces(ids, still, masked, words) == [("the ", False), ("c", True), (GLYPH, True), (" sat", False)]
+    assert render_canvas(ids, still, words) == f"the c{MASK_GLYPH} sat"
+    assert canvas_text_pieces(ids, still, masked, words) == [
+        ("the ", False),
+        ("c", True),
+        (MASK_GLYPH, True),
+        (" sat", False),
+    ]
 
 
 def test_a_mask_token_that_is_final_is_shown_as_text(words: Tokenizer) -> None:
     assert words.mask_token_id is not None
-    assert render_canvas([words.mask_token_id] * 2, [False, True], words) == f"<|mask|>{GLYPH}"
+    assert render_canvas([words.mask_token_id] * 2, [False, True], words) == f"<|mask|>{MASK_GLYPH}"
 
 
 def test_ids_without_text(words: Tokenizer) -> None:
     size = words.vocab_size
-    assert ids_without_text(words, size) == ()
-    assert ids_without_text(words, size + 3) == (size, size + 1, size + 2)
+    assert find_ids_without_text(words, size) == ()
+    assert find_ids_without_text(words, size + 3) == (size, size + 1, size + 2)
 
 
 def test_the_text_of_each_token(words: Tokenizer) -> None:
@@ -74,7 +86,7 @@ def test_the_text_of_each_token(words: Tokenizer) -> None:
 
 
 def test_texts_of_tokens_are_the_decoded_text_whatever_the_bytes(words: Tokenizer) -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     for _ in range(200):
-        ids = [chance.randrange(words.vocab_size) for _ in range(chance.randrange(12))]
+        ids = [rng.randrange(words.vocab_size) for _ in range(rng.randrange(12))]
         assert "".join(token_texts(words, ids)) == words.decode(ids)

@@ -66,7 +66,7 @@ def summary(nats: float, steps: int) -> dict[str, Any]:
         "bits_per_byte_standard_error": 0.005,
         "unigram_entropy": 6.1,
         "by_masked_fraction": [[0.0, 0.5, 3.5], [0.5, 1.0, 4.5]],
-        "fills": [{"fraction": 0.15, "first_guess": 0.44, "first_five": 0.7, "commonest": 0.02}],
+        "fills": [{"fraction": 0.15, "top1_accuracy": 0.44, "top5_accuracy": 0.7, "commonest": 0.02}],
         "block_length": None,
     }
     ngrams = {"2-gram, left to right": 4.33}
@@ -81,12 +81,12 @@ def sample(step: int, given: str, tokens: list[str], step_map: list[int | None])
 
 def make_run(folder: Path, *, steps: int = 60, learning_rate: float = 0.01, merges: str = "t h", **more: Any) -> Path:
     """A complete run: 60 steps, two validations, samples, two skipped steps. ``more`` replaces metrics of each step."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     folder.mkdir(parents=True)
     lines: list[dict[str, Any]] = [{"step": 0, "event": "environment", "text": "environment: python 3.12; torch 2.15"}]
     for step in range(1, steps + 1):
         metrics = {
-            "loss": 7.0 - math.log(step) + chance.random() / 5,
+            "loss": 7.0 - math.log(step) + rng.random() / 5,
             "loss_smooth": 7.0 - math.log(step),
             "grad_l2_norm": 1.0 + 9.0 / step,
             "lr": learning_rate,

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from logger.report.reading import Event, RunRecord
-from logger.report.samples import ROWS_SHOWN, Piece, read_sample, samples
+from logger.report.reading import LoggedRun, RunEvent
+from logger.report.samples import MAX_SAMPLES_PER_TEXT, SampleToken, read_sample, render_samples
 
 
-def event(step: int = 10, **values: Any) -> Event:
+def event(step: int = 10, **values: Any) -> RunEvent:
     told = {"given": "a[MASK:2]c", "tokens": ["a", "x", "\n", "c"], "step_map": [None, 2, 1, None]}
     logprobs = {"logprobs": [None, math.log(0.25), 0.0, None]}
-    return Event(step, "sample", "for people", {**told, **logprobs, **values})
+    return RunEvent(step, "sample", "for people", {**told, **logprobs, **values})
 
 
 def test_each_token_has_its_forward_and_probability() -> None:
     sample = read_sample(event())
     assert sample is not None
     assert (sample.step, sample.given, sample.num_forwards) == (10, "a[MASK:2]c", 2)
-    assert sample.pieces == (Piece("a"), Piece("x", 2, 0.25), Piece("\n", 1, 1.0), Piece("c"))
+    assert sample.pieces == (SampleToken("a"), SampleToken("x", 2, 0.25), SampleToken("\n", 1, 1.0), SampleToken("c"))
 
 
 def test_tokens_of_one_character_are_final_together() -> None:
@@ -31,7 +31,7 @@ def test_tokens_of_one_character_are_final_together() -> None:
     half = math.log(0.5)
     sample = read_sample(event(tokens=["", "ä", "b", "c"], step_map=[3, 1, 2, None], logprobs=[half, half, 0.0, None]))
     assert sample is not None
-    assert sample.pieces == (Piece("ä", 3, 0.25), Piece("b", 2, 1.0), Piece("c"))
+    assert sample.pieces == (SampleToken("ä", 3, 0.25), SampleToken("b", 2, 1.0), SampleToken("c"))
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_tokens_of_one_character_are_final_together() -> None:
 def test_damaged_values_leave_the_words(values: dict[str, Any]) -> None:
     damaged = event(**values)
     assert read_sample(damaged) is None
-    run = RunRecord("run", Path("run"), events=[damaged])
-    assert samples([run]) == '<div class="samples"><ul class="plain"><li>for people</li></ul></div>'
+    run = LoggedRun("run", Path("run"), events=[damaged])
+    assert render_samples([run]) == '<div class="samples"><ul class="plain"><li>for people</li></ul></div>'
 
 
 def test_the_page_shades_by_order_and_has_a_slider() -> None:
-    html = samples([RunRecord("run", Path("run"), events=[event()])])
+    html = render_samples([LoggedRun("run", Path("run"), events=[event()])])
     assert '<pre class="given">a<span class="hole">2</span>c</pre>' in html
     marks = re.findall(r'<mark data-forward="(\d+)" style="--shade:(\d+)%" title="([^"]+)">', html)
     assert marks == [("2", "20", "forward 2, probability 25.0%"), ("1", "100", "forward 1, probability 100.0%")]
@@ -59,16 +59,16 @@ def test_the_page_shades_by_order_and_has_a_slider() -> None:
 
 
 def test_one_forward_has_no_slider() -> None:
-    html = samples([RunRecord("run", Path("run"), events=[event(step_map=[None, 1, 1, None])])])
+    html = render_samples([LoggedRun("run", Path("run"), events=[event(step_map=[None, 1, 1, None])])])
     assert "range" not in html and html.count("--shade:100%") == 2
 
 
 def test_a_long_run_shows_some_of_its_steps_and_several_runs_share_a_slider() -> None:
-    long = RunRecord("long", Path("long"), events=[event(step) for step in range(1, 101)])
-    other = RunRecord("other", Path("other"), events=[event(5, step_map=[None, 7, 1, None])])
-    html = samples([long, other])
+    long = LoggedRun("long", Path("long"), events=[event(step) for step in range(1, 101)])
+    other = LoggedRun("other", Path("other"), events=[event(5, step_map=[None, 7, 1, None])])
+    html = render_samples([long, other])
     steps = [int(step) for step in re.findall(r'<th scope="row">(\d+)</th>', html)]
-    assert len(steps) == ROWS_SHOWN + 1
+    assert len(steps) == MAX_SAMPLES_PER_TEXT + 1
     assert (steps[0], steps[-2], steps[-1]) == (1, 100, 5)
     assert html.count("<article") == 1 and 'max="7"' in html
     assert "<h4>long</h4>" in html and "<h4>other</h4>" in html
@@ -78,4 +78,4 @@ def test_what_was_given_behind_half_a_character_stays_given() -> None:
     logprobs = [None, 0.0, None]
     sample = read_sample(event(tokens=["the", "", "\ufffd sat"], step_map=[None, 1, None], logprobs=logprobs))
     assert sample is not None
-    assert sample.pieces == (Piece("the"), Piece("\ufffd", 1, 1.0), Piece(" sat"))
+    assert sample.pieces == (SampleToken("the"), SampleToken("\ufffd", 1, 1.0), SampleToken(" sat"))

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from logger.report.series import Series, fewer_points, log_ticks, short, smoothed, ticks
+from logger.report.series import Series, downsample, format_number, log_ticks, moving_average, ticks
 
 
 def test_fewer_points_keep_every_extreme_and_both_ends() -> None:
     values = np.sin(np.arange(100_000) / 50.0)
     values[70_001], values[12_345] = 9.0, -9.0
-    kept = fewer_points(values, 300)
+    kept = downsample(values, 300)
     assert len(kept) <= 2 * 300 + 2
     assert {0, 12_345, 70_001, 99_999} <= set(kept.tolist())
     assert (np.diff(kept) > 0).all()
@@ -25,23 +25,23 @@ def test_fewer_points_keep_every_extreme_and_both_ends() -> None:
 
 
 def test_few_points_are_all_kept_and_a_gap_stays_a_gap() -> None:
-    assert fewer_points(np.arange(10.0), 4).tolist() == list(range(10))
+    assert downsample(np.arange(10.0), 4).tolist() == list(range(10))
     values = np.arange(1000.0)
     values[200:400] = np.nan
-    kept = fewer_points(values, 10)
+    kept = downsample(values, 10)
     assert np.isnan(values[kept]).sum() == 2, "one place for each of the two buckets without a number"
-    assert fewer_points(np.full(100, np.nan), 3).tolist()[0] == 0
+    assert downsample(np.full(100, np.nan), 3).tolist()[0] == 0
 
 
 def test_smoothing_follows_a_line_without_lag_and_passes_over_gaps() -> None:
     line = np.arange(50.0)
-    assert smoothed(line)[:48] == pytest.approx(line[:48])
-    assert smoothed(line)[-1] == pytest.approx((47 + 48 + 49) / 3)
+    assert moving_average(line)[:48] == pytest.approx(line[:48])
+    assert moving_average(line)[-1] == pytest.approx((47 + 48 + 49) / 3)
     values = np.array([1.0, 2.0, math.nan, 4.0, 5.0, 6.0])
-    out = smoothed(values)
+    out = moving_average(values)
     assert math.isnan(out[2])
     assert out[3] == pytest.approx((2 + 4 + 5 + 6) / 4)
-    assert smoothed(np.full(3, np.nan)).tolist() == pytest.approx([math.nan] * 3, nan_ok=True)
+    assert moving_average(np.full(3, np.nan)).tolist() == pytest.approx([math.nan] * 3, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_ticks_of_logarithms(low: float, high: float, expected: list[float]) -> 
 
 
 def test_short_numbers() -> None:
-    assert [short(value) for value in (0.0, 0.00125, 3.14159, 4096, 12_345, 614_400, 1_115_520, 2.5e12, -20_000)] == [
+    assert [format_number(value) for value in (0.0, 0.00125, 3.14159, 4096, 12_345, 614_400, 1_115_520, 2.5e12, -20_000)] == [
         "0", "0.00125", "3.142", "4096", "12.3k", "614k", "1.12M", "2.5T", "-20k",
     ]  # fmt: skip
-    assert short(math.nan) == short(math.inf) == "not finite"
+    assert format_number(math.nan) == format_number(math.inf) == "not finite"
 
 
 def test_last_and_missing() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from config.logging import LoggingConfig, WandbConfig
 from logger import open_sinks
-from logger.weights_and_biases import RUN_ID, choose_mode, has_key, run_id_of
+from logger.weights_and_biases import RUN_ID_FILE, choose_mode, get_run_id, has_key
 
 
 class FakeRun:
@@ -94,7 +94,7 @@ def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         sink.event(2, "sample", "a cat")
         sink.metrics(2, {"val_nats_per_token": 2.0})
         sink.close(143)
-    run_id = (tmp_path / RUN_ID).read_text().strip()
+    run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
     assert {key: fake.asked[key] for key in fake.asked if key != "settings"} == {
         "project": "diffusionlm",
         "entity": "team",
@@ -186,15 +186,15 @@ def test_where_a_key_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_the_id_is_kept_where_a_run_goes_on(tmp_path: Path) -> None:
-    first = run_id_of(tmp_path, 0)
-    assert run_id_of(tmp_path, 500) == first
-    second = run_id_of(tmp_path, 0)
+    first = get_run_id(tmp_path, 0)
+    assert get_run_id(tmp_path, 500) == first
+    second = get_run_id(tmp_path, 0)
     assert second != first, "it began anew"
-    assert run_id_of(tmp_path, 1) == second and len(second) == 8
+    assert get_run_id(tmp_path, 1) == second and len(second) == 8
 
 
 def test_a_directory_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / RUN_ID).mkdir()
+    (tmp_path / RUN_ID_FILE).mkdir()
     (sink,), told = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
     sink.metrics(1, {"loss": 2.5})
     sink.close()
@@ -213,7 +213,7 @@ def test_the_package_itself_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     sink.close(0)
     assert told == []
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert log.stem == f"run-{(tmp_path / RUN_ID).read_text().strip()}"
+    assert log.stem == f"run-{(tmp_path / RUN_ID_FILE).read_text().strip()}"
     assert b"lr/hidden" in log.read_bytes()
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from diffusionlm.models.attention import DenseBackend, attend, choose_backend
+from diffusionlm.models.attention import DenseBackend, attend, select_dense_backend
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, DenseBias
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0, -1, -1]])
@@ -58,7 +58,7 @@ def assert_equal_with_gradients(
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (4, 1)])
 def test_attention_equals_softmax(backend: DenseBackend, pattern: AttentionPattern, heads: int, groups: int) -> None:
     q, k, v = tensors(heads, groups, torch.float64)
-    mask = None if pattern.is_unrestricted else pattern.dense(9)
+    mask = None if pattern.is_unrestricted else pattern.dense_mask(9)
     assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
 
 
@@ -68,26 +68,26 @@ def test_bias_is_added(backend: DenseBackend, shape: tuple[int, ...]) -> None:
     q, k, v = tensors(4, 2, torch.float64)
     bias = torch.randn(shape)
     bias[..., 3:, 2] = -math.inf
-    mask = DenseBias(bias).dense(9)
+    mask = DenseBias(bias).dense_mask(9)
     assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
     boolean = bias > -1
     boolean[..., 0] = True
-    mask = DenseBias(boolean).dense(9)
+    mask = DenseBias(boolean).dense_mask(9)
     assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_bfloat16_within_its_precision(backend: DenseBackend) -> None:
     q, k, v = tensors(4, 2, torch.bfloat16)
-    mask = BlockCausal(4).dense(9)
+    mask = BlockCausal(4).dense_mask(9)
     expected = naive(q.double(), k.double(), v.double(), mask)
     torch.testing.assert_close(attend(q, k, v, mask, backend).double(), expected, rtol=0.03, atol=0.03)
 
 
 def test_auto_is_eager_for_short_bfloat16_on_the_cpu() -> None:
     q = torch.zeros(1, 8, 2, 4)
-    assert choose_backend("auto", q) == "sdpa"
-    assert choose_backend("auto", q.bfloat16()) == "eager"
-    assert choose_backend("auto", torch.zeros(1, 513, 1, 2, dtype=torch.bfloat16)) == "sdpa"
-    assert choose_backend("sdpa", q.bfloat16()) == "sdpa"
-    assert choose_backend("eager", q) == "eager"
+    assert select_dense_backend("auto", q) == "sdpa"
+    assert select_dense_backend("auto", q.bfloat16()) == "eager"
+    assert select_dense_backend("auto", torch.zeros(1, 513, 1, 2, dtype=torch.bfloat16)) == "sdpa"
+    assert select_dense_backend("sdpa", q.bfloat16()) == "sdpa"
+    assert select_dense_backend("eager", q) == "eager"

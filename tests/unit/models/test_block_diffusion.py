@@ -22,9 +22,9 @@ BACKENDS = ["eager", "sdpa", "tiled"]
 class Leaky(BlockDiffusion):
     """The mistake to be found: a noisy block that sees its own clean tokens."""
 
-    def dense(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> torch.Tensor:
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> torch.Tensor:
         half = length // 2
-        leaky = super().dense(length, device, window)
+        leaky = super().dense_mask(length, device, window)
         leaky[:, :half, half:] |= leaky[:, :half, :half]
         return leaky
 

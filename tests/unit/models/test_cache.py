@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from config.model import LinearRope, ModelConfig
-from diffusionlm.kernels.cross_entropy import Score
-from diffusionlm.models.attention import Scoring, attend, attend_cached
-from diffusionlm.models.attention_backends import lower_cached
-from diffusionlm.models.cache import KeyValueCache, Slots
+from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.models.attention import AttentionScale, attend, attend_cached
+from diffusionlm.models.attention_backends import prepare_cached_attention
+from diffusionlm.models.cache import CacheSlots, KeyValueCache
 from diffusionlm.models.layers import rotate
 from diffusionlm.models.patterns import (
     AttentionPattern,
@@ -73,7 +73,9 @@ def feed(
     """Logits of the tokens of a span, the same in all texts; they see what is before its end, or before ``visible``."""
     positions = torch.arange(*span).repeat(len(tokens_BL), 1)
     seen = torch.full((len(tokens_BL),), span[1] if visible is None else visible)
-    return model(tokens_BL[:, slice(*span)], pattern=pattern, rows=rows, cache=Slots(cache, positions, seen))
+    return model(
+        tokens_BL[:, slice(*span)], pattern=pattern, output_positions=rows, cache=CacheSlots(cache, positions, seen)
+    )
 
 
 def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -186,9 +188,9 @@ RAGGED = [
 """Places of the inputs of three texts in each forward, with padding anywhere."""
 
 
-def slots(cache: KeyValueCache, positions_BQ: torch.Tensor, block: int) -> Slots:
+def slots(cache: KeyValueCache, positions_BQ: torch.Tensor, block: int) -> CacheSlots:
     """Inputs that see until the end of the furthest one's block; padding alone sees nothing."""
-    return Slots(cache, positions_BQ, (positions_BQ.amax(dim=1) // block + 1) * block)
+    return CacheSlots(cache, positions_BQ, (positions_BQ.amax(dim=1) // block + 1) * block)
 
 
 @pytest.mark.parametrize(("pattern", "option"), CASES, ids=str)
@@ -202,7 +204,7 @@ def test_each_of_ragged_texts_is_as_alone(tiny_model: MakeModel, pattern: Attent
         assert logits.isfinite().all(), "padding computes numbers, too"
         rows = is_input.flatten().nonzero().flatten()[1::2]
         close(
-            model(inputs, pattern=pattern, cache=slots(together, positions, block), rows=rows),
+            model(inputs, pattern=pattern, cache=slots(together, positions, block), output_positions=rows),
             logits.flatten(0, 1)[rows],
         )
         for text, cache in enumerate(alone):
@@ -248,9 +250,9 @@ def test_attention_over_a_cache_is_attention(backend: Any, queries: int, heads: 
     stored = torch.randn(2, 3, 2, 12, 6, dtype=torch.float64)
     k, v = stored[:, :, :, :9]
     bias = torch.randn(3, queries, 9, dtype=torch.float64) if is_masked else None
-    expected = attend(q, k.transpose(1, 2), v.transpose(1, 2), bias, "eager", Scoring(scale=0.3))
+    expected = attend(q, k.transpose(1, 2), v.transpose(1, 2), bias, "eager", AttentionScale(scale=0.3))
     stacked = None if bias is None else bias[:, None].repeat(1, 1, heads // 2, 1)
-    close(attend_cached(q, k, v, stacked, backend, Scoring(scale=0.3)), expected)
+    close(attend_cached(q, k, v, stacked, backend, AttentionScale(scale=0.3)), expected)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 40])
@@ -324,23 +326,23 @@ def test_what_a_cache_cannot_hold(tiny_model: MakeModel, make_config: MakeConfig
         ([[], []], two, "no inputs"),
     ):
         with pytest.raises(ValueError, match=message):
-            Slots(cache, torch.tensor(positions, dtype=torch.int64), visible)
+            CacheSlots(cache, torch.tensor(positions, dtype=torch.int64), visible)
     with pytest.raises(AssertionError, match="int64"):
-        Slots(cache, torch.zeros(2, 1, dtype=torch.int32), two)
+        CacheSlots(cache, torch.zeros(2, 1, dtype=torch.int32), two)
 
 
 def test_what_does_not_go_with_a_cache(tiny_model: MakeModel) -> None:
     model = tiny_model()
     tokens, cache = texts(2, 4), cache_of(model, 2, 4)
-    given = Slots(cache, torch.arange(4).repeat(2, 1), torch.tensor([4, 4]))
+    given = CacheSlots(cache, torch.arange(4).repeat(2, 1), torch.tensor([4, 4]))
     documents = torch.zeros(2, 4, dtype=torch.int64)
     bias = DenseBias(torch.zeros(4, 4))
     for pattern in (BlockDiffusion(2), Causal(documents), BlockCausal(2, documents), Bidirectional(documents), bias):
         with pytest.raises(ValueError, match=type(pattern).__name__ + " .*cannot be used with a cache"):
             model(tokens, pattern=pattern, cache=given)
     rows = torch.tensor([0])
-    score: Any = {"rows": rows, "score": Score(rows, torch.ones(1))}
-    for more in (score, {"positions": torch.arange(4)}):
+    loss_inputs: Any = {"output_positions": rows, "loss_inputs": LossInputs(rows, torch.ones(1))}
+    for more in (loss_inputs, {"positions": torch.arange(4)}):
         with pytest.raises(ValueError, match="no positions and no score"):
             model(tokens, pattern=Causal(), cache=given, **more)
     for others in (tokens[:1], tokens[:, :3]):
@@ -350,9 +352,9 @@ def test_what_does_not_go_with_a_cache(tiny_model: MakeModel) -> None:
         model(tokens, pattern=Causal(), cache=given)
     for backend in ("tiled", "flex"):
         with pytest.raises(ValueError, match=f'"{backend}" has no form for a cache'):
-            lower_cached(Causal(), given, [None], "cpu", backend)
+            prepare_cached_attention(Causal(), given, [None], "cpu", backend)
     with pytest.raises(ValueError, match="cannot cap"):
-        lower_cached(Causal(), given, [None], "cpu", "sdpa", Scoring(softcap=1.0))
+        prepare_cached_attention(Causal(), given, [None], "cpu", "sdpa", AttentionScale(softcap=1.0))
     model.to(torch.float64)
     with pytest.raises(ValueError, match="float32"):
         model(tokens, pattern=Causal(), cache=given)

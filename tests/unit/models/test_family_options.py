@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from config.model import LinearRope, Llama3Rope, ModelConfig
-from diffusionlm.kernels.cross_entropy import Score
-from diffusionlm.models.attention import Backend, Scoring, attend
-from diffusionlm.models.attention_backends import Lowering, lower
+from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.models.attention import AttentionBackend, AttentionScale, attend
+from diffusionlm.models.attention_backends import PatternAttention, prepare_attention
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate, soft_cap
 from diffusionlm.models.patterns import (
@@ -45,7 +45,7 @@ GEMMA2: dict[str, Any] = {
     "sliding_window": 4,
 }
 LLAMA3 = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128)
-CAPPED = Scoring(scale=0.7, softcap=1.3)
+CAPPED = AttentionScale(scale=0.7, softcap=1.3)
 
 
 # Small modules
@@ -135,7 +135,9 @@ def test_gelu_is_the_tanh_form() -> None:
 # Scores of attention
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: Scoring) -> torch.Tensor:
+def written_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: AttentionScale
+) -> torch.Tensor:
     G = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(G, dim=2), v.repeat_interleave(G, dim=2)
     scores = torch.einsum("bqnh,bknh->bnqk", q, k) * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
@@ -155,40 +157,42 @@ def tensors(length: int, width: int = 4, queries: int | None = None) -> list[tor
 @pytest.mark.parametrize(
     ("backend", "rule"),
     [
-        *((backend, Scoring(scale=0.7)) for backend in ("eager", "sdpa", "tiled", "auto")),
-        *((backend, rule) for backend in ("eager", "auto") for rule in (CAPPED, Scoring(softcap=0.5))),
+        *((backend, AttentionScale(scale=0.7)) for backend in ("eager", "sdpa", "tiled", "auto")),
+        *((backend, rule) for backend in ("eager", "auto") for rule in (CAPPED, AttentionScale(softcap=0.5))),
     ],
     ids=str,
 )
 def test_scale_and_cap_written_out(
-    backend: Backend, rule: Scoring, pattern: AttentionPattern, queries: int | None
+    backend: AttentionBackend, rule: AttentionScale, pattern: AttentionPattern, queries: int | None
 ) -> None:
     length = 280
     q, k, v = tensors(length, queries=queries)
     for window in (None, 20):
-        expected = written_out(q, k, v, pattern.dense(length, window=window)[:, : q.shape[1]], rule)
-        ours = lower(pattern, length, "cpu", backend, window, rule)(q, k, v)
+        expected = written_out(q, k, v, pattern.dense_mask(length, window=window)[:, : q.shape[1]], rule)
+        ours = prepare_attention(pattern, length, "cpu", backend, window, rule)(q, k, v)
         torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
         cotangent = torch.randn_like(expected)
         gradients = [torch.autograd.grad(each, (q, k, v), cotangent) for each in (ours, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("rule", [CAPPED, Scoring(scale=0.7)], ids=str)
+@pytest.mark.parametrize("rule", [CAPPED, AttentionScale(scale=0.7)], ids=str)
 @pytest.mark.parametrize("pattern", [Bidirectional(), BlockDiffusion(7)], ids=str)
-def test_flex_scales_and_caps(pattern: AttentionPattern, rule: Scoring) -> None:
+def test_flex_scales_and_caps(pattern: AttentionPattern, rule: AttentionScale) -> None:
     q, k, v = (each.detach().float() for each in tensors(280, width=16))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # That it is slow without the compiler.
-        ours = lower(pattern, 280, "cpu", "flex", 20, rule)(q, k, v)
-    torch.testing.assert_close(ours, written_out(q, k, v, pattern.dense(280, window=20), rule), rtol=1e-5, atol=1e-5)
+        ours = prepare_attention(pattern, 280, "cpu", "flex", 20, rule)(q, k, v)
+    torch.testing.assert_close(
+        ours, written_out(q, k, v, pattern.dense_mask(280, window=20), rule), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("backend", ["eager", "auto"])
-def test_a_bias_of_the_user_is_added_to_capped_scores(backend: Backend) -> None:
+def test_a_bias_of_the_user_is_added_to_capped_scores(backend: AttentionBackend) -> None:
     q, k, v = tensors(9)
     bias = 3.0 * torch.randn(2, 1, 9, 9, dtype=torch.float64)
-    ours = lower(DenseBias(bias), 9, "cpu", backend, None, CAPPED)(q, k, v)
+    ours = prepare_attention(DenseBias(bias), 9, "cpu", backend, None, CAPPED)(q, k, v)
     torch.testing.assert_close(ours, written_out(q, k, v, bias, CAPPED))
 
 
@@ -197,7 +201,7 @@ def test_what_cannot_cap_is_refused(backend: Any, tiny_model: MakeModel) -> None
     message = rf'"{backend}" cannot cap scores.*attn_logit_softcapping = 1\.3.*"eager"'
     for pattern in (Bidirectional(), Causal()):
         with pytest.raises(ValueError, match=message):
-            lower(pattern, 600, "cpu", backend, None, CAPPED)
+            prepare_attention(pattern, 600, "cpu", backend, None, CAPPED)
     model = tiny_model(backend=backend, attn_logit_softcapping=1.3)
     with pytest.raises(ValueError, match=message):
         model(TOKENS, pattern=Causal())
@@ -212,33 +216,38 @@ def test_auto_avoids_what_cannot_cap(pattern: AttentionPattern, dtype: torch.dty
     for length in (64, 2048):
         for window in (None, 100):
             q = torch.zeros(1, length, 1, 16, dtype=dtype)
-            assert lower(pattern, length, "cpu", "auto", window, CAPPED).choose(q) == "eager"
+            assert prepare_attention(pattern, length, "cpu", "auto", window, CAPPED).backend_for(q) == "eager"
 
 
-@pytest.mark.parametrize(("rule", "dense"), [(CAPPED, "eager"), (Scoring(scale=0.7), "sdpa")], ids=str)
-def test_auto_on_a_gpu(rule: Scoring, dense: str) -> None:
+@pytest.mark.parametrize(("rule", "dense_mask"), [(CAPPED, "eager"), (AttentionScale(scale=0.7), "sdpa")], ids=str)
+def test_auto_on_a_gpu(rule: AttentionScale, dense_mask: str) -> None:
     """FlexAttention where its kernels fit, else what can cap; asked without a GPU."""
 
     def choice(length: int, width: int, dtype: torch.dtype) -> str:
-        attention = Lowering(Causal(), length, "cpu", "auto", None, Causal().intervals(length), rule)
+        attention = PatternAttention(Causal(), length, "cpu", "auto", None, Causal().intervals(length), rule)
         query: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, length, 1, width))
-        return attention.choose(query)
+        return attention.backend_for(query)
 
     assert choice(512, 16, torch.bfloat16) == "flex"
-    assert choice(511, 16, torch.bfloat16) == choice(512, 8, torch.bfloat16) == choice(512, 16, torch.float64) == dense
+    assert (
+        choice(511, 16, torch.bfloat16)
+        == choice(512, 8, torch.bfloat16)
+        == choice(512, 16, torch.float64)
+        == dense_mask
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("rule", [CAPPED, Scoring(softcap=0.5)], ids=str)
+@pytest.mark.parametrize("rule", [CAPPED, AttentionScale(softcap=0.5)], ids=str)
 @pytest.mark.parametrize("pattern", [Bidirectional(), Causal(), BlockDiffusion(7)], ids=str)
-def test_cuda_caps_forward_and_backward(pattern: AttentionPattern, rule: Scoring) -> None:
+def test_cuda_caps_forward_and_backward(pattern: AttentionPattern, rule: AttentionScale) -> None:
     for length, window, choice in ((600, None, "flex"), (600, 100, "flex"), (280, None, "eager")):
         wide = tensors(length, width=16)
         ours = [each.detach().to("cuda", torch.float32).requires_grad_() for each in wide]
-        expected = written_out(*wide, pattern.dense(length, window=window), rule)
-        attention = lower(pattern.to("cuda"), length, "cuda", "auto", window, rule)
-        assert attention.choose(ours[0]) == choice
+        expected = written_out(*wide, pattern.dense_mask(length, window=window), rule)
+        attention = prepare_attention(pattern.to("cuda"), length, "cuda", "auto", window, rule)
+        assert attention.backend_for(ours[0]) == choice
         out = attention(*ours)
         cotangent = torch.randn_like(expected)
         theirs = (expected, *torch.autograd.grad(expected, wide, cotangent))
@@ -285,7 +294,9 @@ def test_rows_are_those_of_all_logits(tiny_model: MakeModel) -> None:
     model = tiny_model(dtype=torch.float64, **GEMMA2)
     rows = torch.tensor([0, 5, 11, 13, 35])
     whole = model(TOKENS, pattern=BlockCausal(3)).flatten(0, 1)[rows]
-    torch.testing.assert_close(model(TOKENS, pattern=BlockCausal(3), rows=rows), whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        model(TOKENS, pattern=BlockCausal(3), output_positions=rows), whole, rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.03)])
@@ -293,13 +304,13 @@ def test_the_score_is_the_loss_of_the_logits(tiny_model: MakeModel, smoothing: f
     model = tiny_model(dtype=torch.float64, **GEMMA2)
     rows = torch.arange(0, 36, 2)
     targets, weights = TOKENS.flatten()[rows], torch.rand(18, dtype=torch.float64)
-    score = Score(targets, weights, 18, label_smoothing=smoothing, z_loss=z_loss)
-    scored = model(TOKENS, pattern=Bidirectional(), rows=rows, score=score)
+    loss_inputs = LossInputs(targets, weights, 18, label_smoothing=smoothing, z_loss=z_loss)
+    scored = model(TOKENS, pattern=Bidirectional(), output_positions=rows, loss_inputs=loss_inputs)
     logits = model(TOKENS, pattern=Bidirectional()).flatten(0, 1)[rows][:, :18]
     loss = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
     expected = ((loss + z_loss * logits.logsumexp(-1).square()) * weights).sum()
     torch.testing.assert_close(scored.loss_sum, expected, rtol=1e-10, atol=0.0)
-    torch.testing.assert_close(scored.nll_R, F.cross_entropy(logits, targets, reduction="none"))
+    torch.testing.assert_close(scored.nll_N, F.cross_entropy(logits, targets, reduction="none"))
     parameters = list(model.parameters())
     torch.testing.assert_close(
         torch.autograd.grad(scored.loss_sum, parameters),
@@ -319,7 +330,7 @@ def test_blocks_start_as_the_identity(make_config: MakeConfig, sandwich: bool, o
     init_weights(model, 0)
     x = torch.randn(2, 5, 24)
     block = model.model.layers[0]
-    assert torch.equal(block(x, model.rope(torch.arange(5)[None]), lower(Bidirectional(), 5, "cpu")), x)
+    assert torch.equal(block(x, model.rope(torch.arange(5)[None]), prepare_attention(Bidirectional(), 5, "cpu")), x)
     gain = block.input_layernorm.weight + offset
     assert gain.eq(1.0).all() and (block.self_attn.q_norm.weight + offset).eq(1.0).all()
     assert (model.model.norm.weight + offset).eq(1.0).all()

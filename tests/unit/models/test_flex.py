@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from diffusionlm.models.attention import Backend
-from diffusionlm.models.attention_backends import lower
-from diffusionlm.models.flex import block_mask, count_visible
+from diffusionlm.models.attention import AttentionBackend
+from diffusionlm.models.attention_backends import prepare_attention
+from diffusionlm.models.flex import build_block_mask, count_visible_by_tile
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,
@@ -59,24 +59,24 @@ def assert_same(ours: BlockMask, theirs: BlockMask) -> None:
 @pytest.mark.parametrize("window", [None, 9, 255], ids=name)  # 255: one pair of a tile is hidden
 @pytest.mark.parametrize("pattern", patterns(), ids=name)
 def test_tiles_are_those_of_create_block_mask(pattern: AttentionPattern, window: int | None) -> None:
-    length = LENGTH * pattern.streams
-    dense = pattern.dense(length, window=window)
+    length = LENGTH * pattern.positions_per_token
+    dense_mask = pattern.dense_mask(length, window=window)
     intervals = pattern.intervals(length, window=window)
     assert intervals is not None
     for queries in (length, 200):
         expected = create_block_mask(
-            lambda b, h, q, k: dense[b, q, k], len(dense), 1, queries, length, device=torch.device("cpu")
+            lambda b, h, q, k: dense_mask[b, q, k], len(dense_mask), 1, queries, length, device=torch.device("cpu")
         )
-        assert_same(block_mask(intervals, queries), expected)
+        assert_same(build_block_mask(intervals, queries), expected)
 
 
 def test_tables_are_small() -> None:
     """Nothing of the size of all pairs is made: 2^20 positions would be a terabyte."""
     intervals = BlockDiffusion(32).intervals(1 << 16)
-    visible = count_visible(*intervals, 1 << 16)
+    visible = count_visible_by_tile(*intervals, 1 << 16)
     assert visible.shape == (1, 512, 512)
     assert visible.sum() == (1 << 15) ** 2 + (1 << 15) * 32
-    full = block_mask(intervals, 1 << 16)
+    full = build_block_mask(intervals, 1 << 16)
     assert int(full.kv_num_blocks.sum()) == 3 * 256 and int(full.full_kv_num_blocks.sum()) == 256 * 255
 
 
@@ -87,8 +87,8 @@ def tensors(length: int, queries: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("window", [None, 9], ids=name)
 @pytest.mark.parametrize("pattern", patterns()[::3], ids=name)
 def test_flex_equals_sdpa_on_the_cpu(pattern: AttentionPattern, window: int | None) -> None:
-    length = LENGTH * pattern.streams
-    flex, sdpa = (lower(pattern, length, "cpu", backend, window) for backend in ("flex", "sdpa"))
+    length = LENGTH * pattern.positions_per_token
+    flex, sdpa = (prepare_attention(pattern, length, "cpu", backend, window) for backend in ("flex", "sdpa"))
     for queries in (length, 200):
         q, k, v = tensors(length, queries)
         with warnings.catch_warnings():
@@ -98,7 +98,7 @@ def test_flex_equals_sdpa_on_the_cpu(pattern: AttentionPattern, window: int | No
 
 
 def test_no_gradients_on_the_cpu() -> None:
-    attention = lower(Causal(), LENGTH, "cpu", "flex")
+    attention = prepare_attention(Causal(), LENGTH, "cpu", "flex")
     q, k, v = tensors(LENGTH, LENGTH)
     k.requires_grad_()
     with pytest.raises(ValueError, match=r'"flex".*CPU.*"tiled"'):
@@ -112,12 +112,12 @@ def test_no_gradients_on_the_cpu() -> None:
 @pytest.mark.parametrize("backend", ["flex", "auto", "tiled"])
 @pytest.mark.parametrize("window", [None, 100], ids=name)
 @pytest.mark.parametrize("pattern", patterns(), ids=name)
-def test_cuda_forward_and_backward(pattern: AttentionPattern, window: int | None, backend: Backend) -> None:
-    length = LENGTH * pattern.streams
+def test_cuda_forward_and_backward(pattern: AttentionPattern, window: int | None, backend: AttentionBackend) -> None:
+    length = LENGTH * pattern.positions_per_token
     wide: list[Any] = [each.double().requires_grad_() for each in tensors(length, length)]
     ours: list[Any] = [each.detach().to("cuda", torch.float32).requires_grad_() for each in wide]
-    expected = lower(pattern, length, "cpu", "eager", window)(*wide)
-    out = lower(pattern.to("cuda"), length, "cuda", backend, window)(*ours)
+    expected = prepare_attention(pattern, length, "cpu", "eager", window)(*wide)
+    out = prepare_attention(pattern.to("cuda"), length, "cuda", backend, window)(*ours)
     cotangent = torch.randn_like(expected)
     theirs = torch.autograd.grad(expected, wide, cotangent)
     gradients = torch.autograd.grad(out, ours, cotangent.to(out))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config.model import ModelConfig
-from diffusionlm.models.attention_backends import lower
+from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
@@ -72,4 +72,4 @@ def test_blocks_start_as_identity(make_config: MakeConfig) -> None:
     init_weights(model, 0)
     x = torch.randn(2, 5, 24)
     rope = model.rope(torch.arange(5)[None])
-    assert torch.equal(model.model.layers[0](x, rope, lower(Bidirectional(), 5, "cpu")), x)
+    assert torch.equal(model.model.layers[0](x, rope, prepare_attention(Bidirectional(), 5, "cpu")), x)

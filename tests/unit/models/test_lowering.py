@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from diffusionlm.models import attention_backends
-from diffusionlm.models.attention import Backend
-from diffusionlm.models.attention_backends import lower
+from diffusionlm.models.attention import AttentionBackend
+from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,
@@ -66,12 +66,12 @@ def tensors(
 
 
 def assert_equals_softmax(
-    pattern: AttentionPattern, backend: Backend, window: int | None, *, queries: int | None = None
+    pattern: AttentionPattern, backend: AttentionBackend, window: int | None, *, queries: int | None = None
 ) -> None:
-    length = LENGTH * pattern.streams
+    length = LENGTH * pattern.positions_per_token
     q, k, v = tensors(length, queries)
-    expected = softmax_attention(q, k, v, pattern.dense(length, window=window)[..., : q.shape[1], :])
-    ours = lower(pattern, length, "cpu", backend, window)(q, k, v)
+    expected = softmax_attention(q, k, v, pattern.dense_mask(length, window=window)[..., : q.shape[1], :])
+    ours = prepare_attention(pattern, length, "cpu", backend, window)(q, k, v)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     cotangent = torch.randn_like(expected)
     for our, their in zip(
@@ -95,53 +95,53 @@ def test_tiled_equals_softmax(pattern: AttentionPattern, window: int | None) -> 
     [Bidirectional(), BlockCausal(7), BlockDiffusion(7), BlockDiffusion(4, DOCUMENTS), Bidirectional(DOCUMENTS)],
     ids=name,
 )
-def test_dense_and_auto_equal_softmax(pattern: AttentionPattern, window: int | None, backend: Backend) -> None:
+def test_dense_and_auto_equal_softmax(pattern: AttentionPattern, window: int | None, backend: AttentionBackend) -> None:
     assert_equals_softmax(pattern, backend, window)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "tiled"])
 @pytest.mark.parametrize("queries", [1, 64, 65, LENGTH])
 @pytest.mark.parametrize("pattern", [Causal(), BlockDiffusion(7), BlockDiffusion(32, DOCUMENTS)], ids=name)
-def test_fewer_queries_than_keys(pattern: AttentionPattern, queries: int, backend: Backend) -> None:
+def test_fewer_queries_than_keys(pattern: AttentionPattern, queries: int, backend: AttentionBackend) -> None:
     assert_equals_softmax(pattern, backend, None, queries=queries)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
 @pytest.mark.parametrize("shape", [(2, 1, 9, 9), (1, 4, 9, 9), (9, 9)])
-def test_a_bias_of_the_user(shape: tuple[int, ...], backend: Backend) -> None:
+def test_a_bias_of_the_user(shape: tuple[int, ...], backend: AttentionBackend) -> None:
     q, k, v = tensors(9, dtype=torch.float32)
     pattern = DenseBias(torch.randn(shape, dtype=torch.float64))
     for window in (None, 3):
-        expected = softmax_attention(q, k, v, pattern.dense(9, window=window).float())
+        expected = softmax_attention(q, k, v, pattern.dense_mask(9, window=window).float())
         for queries in (9, 4):
-            ours = lower(pattern, 9, "cpu", backend, window)(q[:, :queries], k, v)
+            ours = prepare_attention(pattern, 9, "cpu", backend, window)(q[:, :queries], k, v)
             torch.testing.assert_close(ours, expected[:, :queries], rtol=1e-5, atol=1e-5)
     half = [each.detach().bfloat16() for each in (q, k, v)]
-    assert lower(pattern, 9, "cpu", backend)(*half).dtype == torch.bfloat16
+    assert prepare_attention(pattern, 9, "cpu", backend)(*half).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("backend", ["tiled", "flex"])
-def test_a_bias_has_no_closed_form(backend: Backend) -> None:
+def test_a_bias_has_no_closed_form(backend: AttentionBackend) -> None:
     with pytest.raises(ValueError, match=rf'"{backend}" cannot compute DenseBias.*"eager"'):
-        lower(DenseBias(torch.zeros(9, 9)), 9, "cpu", backend)
+        prepare_attention(DenseBias(torch.zeros(9, 9)), 9, "cpu", backend)
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "tiled", "flex"])
-def test_a_sequence_that_does_not_fit_is_refused_at_once(backend: Backend) -> None:
+def test_a_sequence_that_does_not_fit_is_refused_at_once(backend: AttentionBackend) -> None:
     with pytest.raises(ValueError, match="two streams"):
-        lower(BlockDiffusion(2), 7, "cpu", backend)
+        prepare_attention(BlockDiffusion(2), 7, "cpu", backend)
     with pytest.raises(ValueError, match="documents_BL is for 150 tokens"):
-        lower(Causal(DOCUMENTS), 9, "cpu", backend)
+        prepare_attention(Causal(DOCUMENTS), 9, "cpu", backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pattern", [Bidirectional(DOCUMENTS), Causal(), BlockDiffusion(7)], ids=name)
 def test_tiled_within_each_precision(pattern: AttentionPattern, dtype: torch.dtype) -> None:
-    length = LENGTH * pattern.streams
+    length = LENGTH * pattern.positions_per_token
     q, k, v = tensors(length, dtype=dtype, width=16)
     wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
-    expected = softmax_attention(wide[0], wide[1], wide[2], pattern.dense(length))
-    ours = lower(pattern, length, "cpu", "tiled")(q, k, v)
+    expected = softmax_attention(wide[0], wide[1], wide[2], pattern.dense_mask(length))
+    ours = prepare_attention(pattern, length, "cpu", "tiled")(q, k, v)
     cotangent = torch.randn_like(ours)
     gradients = torch.autograd.grad(ours, (q, k, v), cotangent)
     theirs = torch.autograd.grad(expected, wide, cotangent.double())
@@ -153,7 +153,9 @@ def test_tiled_within_each_precision(pattern: AttentionPattern, dtype: torch.dty
 
 def test_auto_takes_tiles_where_they_skip_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     def choice(pattern: AttentionPattern, length: int, dtype: torch.dtype = torch.float32, **options: Any) -> str:
-        return lower(pattern, length, "cpu", "auto", **options).choose(torch.zeros(1, length, 1, 8, dtype=dtype))
+        return prepare_attention(pattern, length, "cpu", "auto", **options).backend_for(
+            torch.zeros(1, length, 1, 8, dtype=dtype)
+        )
 
     assert choice(Bidirectional(), 1024) == "sdpa"
     assert choice(Bidirectional(), 512, torch.bfloat16) == "eager"
@@ -170,16 +172,16 @@ def test_auto_takes_tiles_where_they_skip_enough(monkeypatch: pytest.MonkeyPatch
     assert choice(Bidirectional(), 1024, window=100) == "tiled"
     assert choice(Bidirectional(), 1024, window=1024) == "sdpa"
     assert choice(DenseBias(torch.zeros(1024, 1024)), 1024) == "sdpa"
-    monkeypatch.setattr(attention_backends, "cut", None)
+    monkeypatch.setattr(attention_backends, "build_tiles", None)
     assert choice(Bidirectional(), 1024) == "sdpa", "tiles were made for nothing"
     assert choice(Causal(), 64) == "sdpa", "tiles were made for nothing"
 
 
 def test_what_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = attention_backends.cut
-    monkeypatch.setattr(attention_backends, "cut", lambda *arguments: (made.append(1), original(*arguments))[1])
-    attention = lower(BlockDiffusion(4), 512, "cpu")
+    original = attention_backends.build_tiles
+    monkeypatch.setattr(attention_backends, "build_tiles", lambda *arguments: (made.append(1), original(*arguments))[1])
+    attention = prepare_attention(BlockDiffusion(4), 512, "cpu")
     for _ in range(3):
         attention(*tensors(512))
     assert len(made) == 1

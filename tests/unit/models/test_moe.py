@@ -12,11 +12,11 @@ from torch import Tensor
 
 from config.model import Architecture, ModelConfig
 from diffusionlm.evaluation.nelbo import nelbo
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models import moe
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.layers import Linear
-from diffusionlm.models.moe import Mixture, Routing, balance_loss
+from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from profiling.flops import count_idle_parameters, count_parameters, flops_per_token
@@ -28,9 +28,9 @@ SPARSE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_inter
 
 
 @pytest.fixture
-def mixture(make_config: MakeConfig) -> Callable[..., Mixture]:
-    def make(dtype: torch.dtype = torch.float64, **overrides: Any) -> Mixture:
-        made = Mixture(make_config(**{**SPARSE, **overrides}))
+def mixture(make_config: MakeConfig) -> Callable[..., MoE]:
+    def make(dtype: torch.dtype = torch.float64, **overrides: Any) -> MoE:
+        made = MoE(make_config(**{**SPARSE, **overrides}))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in made.parameters():
@@ -44,7 +44,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, 24, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
 
 
-def written_out(mixture: Mixture, x: Tensor, renormalise: bool) -> Tensor:
+def written_out(mixture: MoE, x: Tensor, renormalise: bool) -> Tensor:
     """One token after the other."""
     rows = []
     for token in x.flatten(0, -2):
@@ -63,7 +63,7 @@ def written_out(mixture: Mixture, x: Tensor, renormalise: bool) -> Tensor:
 
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize(("experts", "chosen"), [(6, 2), (6, 1), (4, 4), (40, 3), (1, 1)])
-def test_forward_and_gradients(mixture: Callable[..., Mixture], experts: int, chosen: int, renormalise: bool) -> None:
+def test_forward_and_gradients(mixture: Callable[..., MoE], experts: int, chosen: int, renormalise: bool) -> None:
     made = mixture(num_experts=experts, num_experts_per_tok=chosen, norm_topk_prob=renormalise)
     x = inputs(2, 5)
     grad = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
@@ -81,7 +81,7 @@ def test_forward_and_gradients(mixture: Callable[..., Mixture], experts: int, ch
 
 @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
 def test_grouped_equals_one_module_after_the_other(
-    mixture: Callable[..., Mixture], act: str, monkeypatch: pytest.MonkeyPatch
+    mixture: Callable[..., MoE], act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a projection that is no plain one, as LoRA's will be: then it must be called."""
 
@@ -92,7 +92,7 @@ def test_grouped_equals_one_module_after_the_other(
     made, x = mixture(hidden_act=act), inputs(9)
     plain = made(x)
     with monkeypatch.context() as patch:
-        patch.setattr(moe, "mix_grouped", lambda _, *rest: moe.mix_by_module(made.experts, *rest))
+        patch.setattr(moe, "run_experts_grouped", lambda _, *rest: moe.run_experts_one_by_one(made.experts, *rest))
         torch.testing.assert_close(made(x), plain, rtol=1e-12, atol=1e-12)
     for expert in made.experts:
         doubled = Doubled(10, 24)
@@ -101,7 +101,7 @@ def test_grouped_equals_one_module_after_the_other(
     torch.testing.assert_close(made(x), 2.0 * plain, rtol=1e-12, atol=1e-12)
 
 
-def test_gradcheck(mixture: Callable[..., Mixture]) -> None:
+def test_gradcheck(mixture: Callable[..., MoE]) -> None:
     made, x = mixture(num_experts=3), inputs(4)
     names, values = zip(*made.named_parameters(), strict=True)
 
@@ -111,7 +111,7 @@ def test_gradcheck(mixture: Callable[..., Mixture]) -> None:
     assert torch.autograd.gradcheck(call, (x, *values))
 
 
-def test_experts_without_tokens_are_not_computed(mixture: Callable[..., Mixture]) -> None:
+def test_experts_without_tokens_are_not_computed(mixture: Callable[..., MoE]) -> None:
     """Their weights may be anything, and still have a gradient."""
     made, x = mixture(num_experts=12), inputs(3)
     routings: list[Routing] = []
@@ -130,7 +130,7 @@ def test_experts_without_tokens_are_not_computed(mixture: Callable[..., Mixture]
     assert x.grad is not None and x.grad.isfinite().all()
 
 
-def test_frozen_weights_have_no_gradient(mixture: Callable[..., Mixture]) -> None:
+def test_frozen_weights_have_no_gradient(mixture: Callable[..., MoE]) -> None:
     made, x = mixture(), inputs(20)
     made.experts[0].up_proj.weight.requires_grad_(False)
     made.gate.weight.requires_grad_(False)
@@ -139,18 +139,18 @@ def test_frozen_weights_have_no_gradient(mixture: Callable[..., Mixture]) -> Non
     assert without == ["gate.weight", "experts.0.up_proj.weight"]
 
 
-def test_no_tokens(mixture: Callable[..., Mixture]) -> None:
+def test_no_tokens(mixture: Callable[..., MoE]) -> None:
     """The last layer where nothing is scored."""
     made = mixture()
     x = torch.zeros(0, 24, dtype=torch.float64, requires_grad=True)
     routings: list[Routing] = []
     out = made(x, routings)
     assert out.shape == (0, 24)
-    (out.sum() + balance_loss(routings)).backward()
+    (out.sum() + compute_load_balancing_loss(routings)).backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in made.parameters())
 
 
-def test_bfloat16_autocast(mixture: Callable[..., Mixture]) -> None:
+def test_bfloat16_autocast(mixture: Callable[..., MoE]) -> None:
     """The dtype that a feed-forward gives; probabilities and gradients in fp32; close to fp32."""
     made, x = mixture(torch.float32), inputs(40, dtype=torch.float32)
     routings: list[Routing] = []
@@ -173,14 +173,14 @@ def test_balance_loss_by_hand() -> None:
     first = Routing(torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]), torch.tensor([[0, 1], [2, 1]]))
     second = Routing(torch.tensor([[0.6, 0.0, 0.4]]), torch.tensor([[0, 2]]))
     expected = 3 * (2 / 3 * 1.2 / 3 + 2 / 3 * 0.5 / 3 + 2 / 3 * 1.3 / 3)
-    assert balance_loss([first, second]).item() == pytest.approx(expected, rel=1e-6)
+    assert compute_load_balancing_loss([first, second]).item() == pytest.approx(expected, rel=1e-6)
     even = Routing(torch.full((3, 3), 1 / 3), torch.tensor([[0], [1], [2]]))
-    assert balance_loss([even]).item() == pytest.approx(1.0)
+    assert compute_load_balancing_loss([even]).item() == pytest.approx(1.0)
     collapsed = Routing(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0]]))
-    assert balance_loss([collapsed]).item() == pytest.approx(3.0)
+    assert compute_load_balancing_loss([collapsed]).item() == pytest.approx(3.0)
 
 
-def test_following_the_balance_loss_spreads_tokens(mixture: Callable[..., Mixture]) -> None:
+def test_following_the_balance_loss_spreads_tokens(mixture: Callable[..., MoE]) -> None:
     made, x = mixture(num_experts_per_tok=1), inputs(64).detach()
     with torch.no_grad():
         made.gate.weight[0] += 0.5 * x.mean(dim=0) * 24
@@ -189,7 +189,7 @@ def test_following_the_balance_loss_spreads_tokens(mixture: Callable[..., Mixtur
     for _ in range(60):
         routings: list[Routing] = []
         made(x, routings)
-        value = balance_loss(routings)
+        value = compute_load_balancing_loss(routings)
         values.append(value.item())
         optimizer.zero_grad()
         value.backward()
@@ -202,8 +202,8 @@ TOKENS = torch.randint(0, 17, (3, 8), generator=torch.Generator().manual_seed(0)
 ROWS = torch.tensor([0, 3, 9, 17, 23])
 
 
-def score(balance_weight: float = 0.0) -> Score:
-    return Score(TOKENS.flatten()[ROWS], torch.ones(5), 18, balance_weight=balance_weight)
+def loss_inputs(load_balancing_weight: float = 0.0) -> LossInputs:
+    return LossInputs(TOKENS.flatten()[ROWS], torch.ones(5), 18, load_balancing_weight=load_balancing_weight)
 
 
 def test_parameters_have_the_names_of_files(make_config: MakeConfig) -> None:
@@ -223,25 +223,27 @@ def test_parameters_have_the_names_of_files(make_config: MakeConfig) -> None:
 def test_rows_of_the_last_layer(tiny_model: MakeModel) -> None:
     model = tiny_model(torch.float64, **SPARSE)
     whole = model(TOKENS, pattern=Bidirectional())
-    torch.testing.assert_close(model(TOKENS, pattern=Bidirectional(), rows=ROWS), whole.flatten(0, 1)[ROWS])
+    torch.testing.assert_close(model(TOKENS, pattern=Bidirectional(), output_positions=ROWS), whole.flatten(0, 1)[ROWS])
 
 
 def test_balance_is_beside_the_loss(tiny_model: MakeModel) -> None:
     model = tiny_model(torch.float64, **SPARSE)
-    without = model(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score())
-    assert without.balance_sum is None
-    assert without.trained_sum is without.loss_sum
-    scored = model(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score(0.25))
+    without = model(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs())
+    assert without.load_balancing_loss is None
+    assert without.total_loss is without.loss_sum
+    scored = model(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(0.25))
     assert torch.equal(scored.loss_sum, without.loss_sum)
-    assert scored.balance_sum is not None
-    assert torch.equal(scored.trained_sum, scored.loss_sum + scored.balance_sum)
-    half = model(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score(0.125))
-    assert half.balance_sum is not None
-    torch.testing.assert_close(half.balance_sum * 2, scored.balance_sum)
-    grads = torch.autograd.grad(scored.balance_sum, [block.mlp.gate.weight for block in model.model.layers])
+    assert scored.load_balancing_loss is not None
+    assert torch.equal(scored.total_loss, scored.loss_sum + scored.load_balancing_loss)
+    half = model(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(0.125))
+    assert half.load_balancing_loss is not None
+    torch.testing.assert_close(half.load_balancing_loss * 2, scored.load_balancing_loss)
+    grads = torch.autograd.grad(scored.load_balancing_loss, [block.mlp.gate.weight for block in model.model.layers])
     assert all(grad.abs().max() > 1e-6 for grad in grads)
-    dense = tiny_model(torch.float64)(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score(0.25))
-    assert dense.balance_sum is None
+    dense = tiny_model(torch.float64)(
+        TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(0.25)
+    )
+    assert dense.load_balancing_loss is None
 
 
 def test_balance_is_pooled_over_layers_with_their_tokens(
@@ -252,10 +254,10 @@ def test_balance_is_pooled_over_layers_with_their_tokens(
 
     def spy(routings: list[Routing]) -> Tensor:
         seen.append(list(routings))
-        return balance_loss(routings)
+        return compute_load_balancing_loss(routings)
 
-    monkeypatch.setattr("diffusionlm.models.transformer.balance_loss", spy)
-    tiny_model(**SPARSE)(TOKENS, pattern=Bidirectional(), rows=ROWS, score=score(1.0))
+    monkeypatch.setattr("diffusionlm.models.transformer.compute_load_balancing_loss", spy)
+    tiny_model(**SPARSE)(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(1.0))
     assert [len(each.probabilities_TE) for each in seen[0]] == [24, 5]
 
 
@@ -263,10 +265,10 @@ def test_evaluation_knows_no_balance_loss(tiny_model: MakeModel, monkeypatch: py
     def refuse(_: object) -> Tensor:
         raise AssertionError("made in evaluation")
 
-    monkeypatch.setattr("diffusionlm.models.transformer.balance_loss", refuse)
+    monkeypatch.setattr("diffusionlm.models.transformer.compute_load_balancing_loss", refuse)
     with_weight = tiny_model(**SPARSE, router_aux_loss_coef=100.0)
     without = tiny_model(**SPARSE)
-    reports = [nelbo(model, TOKENS, num_draws=2, seed=0) for model in (with_weight, without)]
+    reports = [nelbo(model, TOKENS, num_mc_samples=2, seed=0) for model in (with_weight, without)]
     assert reports[0].nats_per_token == reports[1].nats_per_token
 
 
@@ -274,7 +276,7 @@ def test_initial_weights(make_config: MakeConfig) -> None:
     model = Transformer(make_config(**{**SPARSE, "hidden_size": 96, "num_experts": 30}))
     init_weights(model, 0)
     mixture = model.model.layers[0].mlp
-    assert isinstance(mixture, Mixture)
+    assert isinstance(mixture, MoE)
     assert mixture.gate.weight.std().item() == pytest.approx(96**-0.5, rel=0.06)
     first, second = mixture.experts[0], mixture.experts[1]
     assert first.gate_proj.weight.std().item() == pytest.approx(96**-0.5, rel=0.1)
@@ -295,7 +297,7 @@ def test_parameters_are_counted(make_config: MakeConfig, changes: dict[str, Any]
     config = make_config(**{**SPARSE, **changes})
     model = Transformer(config)
     assert count_parameters(config, config.vocab_size)[0] == sum(each.numel() for each in model.parameters())
-    sparse = [block.mlp for block in model.model.layers if isinstance(block.mlp, Mixture)]
+    sparse = [block.mlp for block in model.model.layers if isinstance(block.mlp, MoE)]
     assert count_idle_parameters(config) == 4 * 3 * 24 * 10 * len(sparse)
     assert len(sparse) == sum(map(config.is_sparse, range(config.num_hidden_layers)))
 

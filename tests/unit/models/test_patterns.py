@@ -107,33 +107,33 @@ def seen(intervals: tuple[torch.Tensor, torch.Tensor], length: int) -> torch.Ten
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("pattern", "rule"), CASES, ids=lambda case: str(case) if not callable(case) else "")
 def test_dense_equals_loops(pattern: AttentionPattern, rule: Rule, window: int | None) -> None:
-    assert pattern.dense(LENGTH, window=window).tolist() == [loops(rule, None, window)]
+    assert pattern.dense_mask(LENGTH, window=window).tolist() == [loops(rule, None, window)]
     packed = pattern.with_documents(DOCUMENTS)
-    dense = packed.dense(LENGTH, window=window)
-    assert dense.tolist() == [loops(rule, row, window) for row in DOCUMENTS.tolist()]
-    assert dense.dtype == torch.bool
+    dense_mask = packed.dense_mask(LENGTH, window=window)
+    assert dense_mask.tolist() == [loops(rule, row, window) for row in DOCUMENTS.tolist()]
+    assert dense_mask.dtype == torch.bool
     assert pattern.documents_BL is None, "with_documents must not change its pattern"
-    assert pattern.streams == 1
+    assert pattern.positions_per_token == 1
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_diffusion_equals_loops(block: int, window: int | None) -> None:
     pattern = BlockDiffusion(block)
-    assert pattern.streams == 2
-    assert pattern.dense(2 * LENGTH, window=window).tolist() == [two_streams(block, None, window)]
-    packed = pattern.with_documents(DOCUMENTS).dense(2 * LENGTH, window=window)
+    assert pattern.positions_per_token == 2
+    assert pattern.dense_mask(2 * LENGTH, window=window).tolist() == [two_streams(block, None, window)]
+    packed = pattern.with_documents(DOCUMENTS).dense_mask(2 * LENGTH, window=window)
     assert packed.tolist() == [two_streams(block, row, window) for row in DOCUMENTS.tolist()]
 
 
 def test_block_diffusion_of_four_tokens() -> None:
     rows = ["11000000", "11000000", "00111100", "00111100", "00001100", "00001100", "00001111", "00001111"]
-    assert BlockDiffusion(2).dense(8)[0].int().tolist() == [[int(cell) for cell in row] for row in rows]
+    assert BlockDiffusion(2).dense_mask(8)[0].int().tolist() == [[int(cell) for cell in row] for row in rows]
 
 
 @pytest.mark.parametrize(("length", "block"), [(8, 1), (8, 2), (8, 4), (8, 8), (12, 3)])
 def test_block_diffusion_counts(length: int, block: int) -> None:
-    mask = BlockDiffusion(block).dense(2 * length)[0]
+    mask = BlockDiffusion(block).dense_mask(2 * length)[0]
     assert mask.sum() == length**2 + length * block
     assert mask[:length].sum(dim=1).tolist() == [block + block * (i // block) for i in range(length)]
     assert not mask[length:, :length].any(), "clean sees noisy"
@@ -143,8 +143,8 @@ def test_block_diffusion_counts(length: int, block: int) -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_prompt_and_own_block_equals_loops(block: int, window: int | None) -> None:
     pattern = PromptAndOwnBlock(block, prompts(None))
-    assert pattern.dense(LENGTH, window=window).tolist() == [loops(prompt_rule(3, block), None, window)]
-    packed = PromptAndOwnBlock(block, prompts(DOCUMENTS)).with_documents(DOCUMENTS).dense(LENGTH, window=window)
+    assert pattern.dense_mask(LENGTH, window=window).tolist() == [loops(prompt_rule(3, block), None, window)]
+    packed = PromptAndOwnBlock(block, prompts(DOCUMENTS)).with_documents(DOCUMENTS).dense_mask(LENGTH, window=window)
     assert packed.tolist() == [
         loops(prompt_rule(prompt, block), row, window)
         for prompt, row in zip(PROMPTS.tolist(), DOCUMENTS.tolist(), strict=True)
@@ -159,10 +159,10 @@ def test_intervals_equal_dense(documents: torch.Tensor | None, window: int | Non
         patterns += [BlockCausal(block, documents), BlockDiffusion(block, documents)]
         patterns += [PromptAndOwnBlock(block, prompts(documents), documents)]
     for pattern in patterns:
-        length = LENGTH * pattern.streams
+        length = LENGTH * pattern.positions_per_token
         intervals = pattern.intervals(length, window=window)
         assert intervals is not None
-        expected = pattern.dense(length, window=window).long()
+        expected = pattern.dense_mask(length, window=window).long()
         assert intervals[0].shape[:2] == expected.shape[:2], pattern
         assert torch.equal(seen(intervals, length), expected), pattern  # a key is in one range only: never 2
 
@@ -170,23 +170,23 @@ def test_intervals_equal_dense(documents: torch.Tensor | None, window: int | Non
 def test_one_prompt_for_all_rows_of_documents() -> None:
     documents = torch.tensor([[0] * 6, [1] * 6])
     pattern = PromptAndOwnBlock(2, torch.arange(6)[None] < 3, documents)
-    dense = pattern.dense(6)
-    assert dense.shape == (2, 6, 6) and torch.equal(dense[0], dense[1])
+    dense_mask = pattern.dense_mask(6)
+    assert dense_mask.shape == (2, 6, 6) and torch.equal(dense_mask[0], dense_mask[1])
     intervals = pattern.intervals(6)
-    assert torch.equal(seen(intervals, 6), dense.long())
+    assert torch.equal(seen(intervals, 6), dense_mask.long())
 
 
 @pytest.mark.parametrize("shape", [(LENGTH, LENGTH), (1, LENGTH, LENGTH), (5, LENGTH, LENGTH), (5, 2, LENGTH, LENGTH)])
 def test_dense_bias(shape: tuple[int, ...]) -> None:
     bias = torch.randn(shape)
     pattern = DenseBias(bias)
-    assert torch.equal(pattern.dense(LENGTH).squeeze(), bias.squeeze())
+    assert torch.equal(pattern.dense_mask(LENGTH).squeeze(), bias.squeeze())
     assert pattern.intervals(LENGTH) is None and not pattern.is_unrestricted
-    restricted = pattern.with_documents(DOCUMENTS).dense(LENGTH, window=3)
-    allowed = Bidirectional(DOCUMENTS).dense(LENGTH, window=3)
+    restricted = pattern.with_documents(DOCUMENTS).dense_mask(LENGTH, window=3)
+    allowed = Bidirectional(DOCUMENTS).dense_mask(LENGTH, window=3)
     allowed = allowed[:, None] if len(shape) == 4 else allowed
     assert torch.equal(restricted, torch.where(allowed, bias, -torch.inf))
-    boolean = replace(pattern, bias=bias > 0, documents_BL=DOCUMENTS).dense(LENGTH, window=3)
+    boolean = replace(pattern, bias=bias > 0, documents_BL=DOCUMENTS).dense_mask(LENGTH, window=3)
     assert torch.equal(boolean, (bias > 0) & allowed)
 
 
@@ -194,7 +194,7 @@ def test_dense_bias(shape: tuple[int, ...]) -> None:
 def test_unrestricted_means_no_mask_is_needed(pattern: AttentionPattern, rule: Rule) -> None:
     for each in (pattern, pattern.with_documents(DOCUMENTS)):
         if each.is_unrestricted:
-            assert each.dense(LENGTH).all()
+            assert each.dense_mask(LENGTH).all()
     assert Bidirectional().is_unrestricted
     assert not pattern.with_documents(DOCUMENTS).is_unrestricted
 
@@ -203,8 +203,8 @@ def test_every_position_sees_itself() -> None:
     patterns: list[AttentionPattern] = [pattern for pattern, _ in CASES]
     patterns += [BlockDiffusion(3), PromptAndOwnBlock(2, prompts(DOCUMENTS))]
     for pattern in patterns:
-        dense = pattern.with_documents(DOCUMENTS).dense(LENGTH * pattern.streams, window=1)
-        assert dense.diagonal(dim1=1, dim2=2).all(), pattern
+        dense_mask = pattern.with_documents(DOCUMENTS).dense_mask(LENGTH * pattern.positions_per_token, window=1)
+        assert dense_mask.diagonal(dim1=1, dim2=2).all(), pattern
 
 
 def test_offsets_count_from_the_document() -> None:
@@ -232,25 +232,25 @@ def test_errors_name_value_and_remedy() -> None:
     for make in (BlockCausal, BlockDiffusion, lambda block: PromptAndOwnBlock(block, prompts(None))):
         with pytest.raises(ValueError, match="block_length = 0"):
             make(0)
-    for use in (BlockDiffusion(2).dense, BlockDiffusion(2).intervals):
+    for use in (BlockDiffusion(2).dense_mask, BlockDiffusion(2).intervals):
         with pytest.raises(ValueError, match=r"7 positions.*two streams"):
             use(7)
     for pattern in (Bidirectional(), Causal(), BlockCausal(2), BlockDiffusion(2)):
-        for use in (pattern.dense, pattern.intervals):
+        for use in (pattern.dense_mask, pattern.intervals):
             with pytest.raises(ValueError, match="window = 0"):
                 use(12, window=0)
         with pytest.raises(ValueError, match=rf"documents_BL is for {LENGTH} tokens, the sequence has 6"):
-            pattern.with_documents(DOCUMENTS).dense(6 * pattern.streams)
+            pattern.with_documents(DOCUMENTS).dense_mask(6 * pattern.positions_per_token)
     with pytest.raises(ValueError, match=r"is_prompt_BL.*int64"):
         PromptAndOwnBlock(2, torch.zeros(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="is_prompt_BL is for 11 tokens, the sequence has 12"):
-        PromptAndOwnBlock(2, prompts(None)).dense(12)
+        PromptAndOwnBlock(2, prompts(None)).dense_mask(12)
     with pytest.raises(ValueError, match=r"prefix of each document.*documents_BL"):
-        PromptAndOwnBlock(2, prompts(DOCUMENTS)).dense(LENGTH)
+        PromptAndOwnBlock(2, prompts(DOCUMENTS)).dense_mask(LENGTH)
     for shape in ([4], [4, 5], [1, 1, 1, 4, 4]):
         with pytest.raises(ValueError, match=r"\[L, L\]"):
             DenseBias(torch.zeros(shape))
     with pytest.raises(ValueError, match="int64"):
         DenseBias(torch.zeros(4, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="bias is for 4 positions, the sequence has 5"):
-        DenseBias(torch.zeros(4, 4)).dense(5)
+        DenseBias(torch.zeros(4, 4)).dense_mask(5)

@@ -36,7 +36,7 @@ def test_rows_are_rows_of_the_full_forward(tiny_model: MakeModel, case: str, bac
     model = tiny_model(torch.float64, backend=backend, **overrides)
     tokens = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3))
     full = model(tokens, pattern=pattern).flatten(0, 1)[ROWS]
-    some = model(tokens, pattern=pattern, rows=ROWS)
+    some = model(tokens, pattern=pattern, output_positions=ROWS)
     torch.testing.assert_close(some, full, rtol=1e-12, atol=1e-12)
     parameters, cotangent = list(model.parameters()), torch.randn(full.shape, dtype=torch.float64)
     ours = torch.autograd.grad(some, parameters, cotangent)

@@ -9,7 +9,7 @@ import torch
 
 from diffusionlm.models import tiled
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
-from diffusionlm.models.tiled import Tile, attend_tiled, cut, density
+from diffusionlm.models.tiled import Tile, attend_tiled, build_tiles, tile_density
 
 DOCUMENTS = torch.tensor([[0] * 40 + [1] * 100 + [2] * 3 + [-1] * 17, [0] * 100 + [1] * 60])
 
@@ -17,7 +17,7 @@ DOCUMENTS = torch.tensor([[0] * 40 + [1] * 100 + [2] * 3 + [-1] * 17, [0] * 100 
 def tiles_of(pattern: AttentionPattern, length: int, dtype: torch.dtype = torch.float32) -> tuple[Tile, ...]:
     intervals = pattern.intervals(length)
     assert intervals is not None
-    return cut(intervals, pattern.streams, dtype)
+    return build_tiles(intervals, pattern.positions_per_token, dtype)
 
 
 def seen(tiles: tuple[Tile, ...], rows: int, length: int) -> torch.Tensor:
@@ -40,8 +40,8 @@ def test_tiles_meet_what_the_pattern_says(make: type[Causal], packed: torch.Tens
     pattern: AttentionPattern = make()
     if packed is not None:
         pattern = pattern.with_documents(packed)
-    length = 160 * pattern.streams
-    expected = pattern.dense(length)
+    length = 160 * pattern.positions_per_token
+    expected = pattern.dense_mask(length)
     assert torch.equal(seen(tiles_of(pattern, length), len(expected), length), expected.long())
 
 
@@ -50,7 +50,7 @@ def test_tiles_meet_what_the_pattern_says(make: type[Causal], packed: torch.Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_cover_all_queries_and_end_with_blocks(length: int, block: int, dtype: torch.dtype) -> None:
     tiles = tiles_of(BlockDiffusion(block), 2 * length, dtype)
-    wanted = tiled.tile_length(dtype)
+    wanted = tiled.target_tile_length(dtype)
     assert tiles[0].first == 0 and tiles[-1].end == 2 * length
     for tile, following in pairwise(tiles):
         assert tile.end == following.first
@@ -80,7 +80,7 @@ def test_biases_are_small_without_documents() -> None:
 def test_density_of_block_diffusion(block: int, expected: float) -> None:
     """The mask itself has 1/4 + block / (4 * 512) of the pairs."""
     exact = 0.25 + block / 2048
-    found = density(tiles_of(BlockDiffusion(block), 1024), 1024)
+    found = tile_density(tiles_of(BlockDiffusion(block), 1024), 1024)
     assert exact - 1e-9 <= found <= expected + 1e-3
 
 
@@ -112,7 +112,7 @@ def test_probabilities_are_kept_or_computed_again(pattern: AttentionPattern, mon
         return [out, *torch.autograd.grad(out.pow(2).sum(), qkv)]
 
     kept = gradients()
-    monkeypatch.setattr(tiled, "KEPT_BYTES", 0)
+    monkeypatch.setattr(tiled, "MAX_SAVED_BYTES", 0)
     again = gradients()
     assert kept_tensors == [len(tiles), 0]
     for one, other in zip(kept, again, strict=True):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models import transformer
-from diffusionlm.models.attention_backends import Lowering
+from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -36,7 +36,7 @@ def name(pattern: AttentionPattern) -> str:
 def test_rows_are_rows_of_the_full_forward(tiny_model: MakeModel, pattern: AttentionPattern, backend: str) -> None:
     model = tiny_model(torch.float64, backend=backend)
     full = model(tokens(), pattern=pattern).flatten(0, 1)[ROWS]
-    some = model(tokens(), pattern=pattern, rows=ROWS)
+    some = model(tokens(), pattern=pattern, output_positions=ROWS)
     torch.testing.assert_close(some, full, rtol=1e-12, atol=1e-12)
     cotangent = torch.randn(full.shape, dtype=torch.float64)
     parameters = list(model.parameters())
@@ -54,24 +54,24 @@ def test_rows_in_single_precision(tiny_model: MakeModel) -> None:
     positions = torch.stack([torch.arange(10) + 5, torch.arange(10) * 3])
     pattern = Bidirectional(DOCUMENTS)
     full = model(tokens(), pattern=pattern, positions=positions).flatten(0, 1)[ROWS]
-    some = model(tokens(), pattern=pattern, positions=positions, rows=ROWS)
+    some = model(tokens(), pattern=pattern, positions=positions, output_positions=ROWS)
     torch.testing.assert_close(some, full, rtol=1e-4, atol=1e-4)
-    shifted = model(tokens(), pattern=pattern, rows=ROWS)
+    shifted = model(tokens(), pattern=pattern, output_positions=ROWS)
     assert not torch.allclose(some, shifted, atol=1e-2), "positions were ignored"
 
 
 def test_last_layer_asks_no_more_queries_than_rows_need(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     asked: list[int] = []
-    original = Lowering.__call__
+    original = PatternAttention.__call__
 
-    def spy(self: Lowering, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def spy(self: PatternAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         asked.append(q.shape[1])
         return original(self, q, k, v)
 
-    monkeypatch.setattr(Lowering, "__call__", spy)
+    monkeypatch.setattr(PatternAttention, "__call__", spy)
     for rows, needed in [([0, 3, 4, 16], 7), ([9], 10), ([0, 10], 1), ([], 1)]:
-        model(tokens(), pattern=BlockDiffusion(2), rows=torch.tensor(rows, dtype=torch.int64))
+        model(tokens(), pattern=BlockDiffusion(2), output_positions=torch.tensor(rows, dtype=torch.int64))
         assert asked == [10, needed]
         asked.clear()
 
@@ -91,8 +91,8 @@ def test_layers_have_windows_of_their_own(tiny_model: MakeModel, layer_types: tu
 
 def test_layers_with_one_window_share_a_lowering(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int | None] = []
-    original = transformer.lower
-    monkeypatch.setattr(transformer, "lower", lambda *args: (made.append(args[4]), original(*args))[1])
+    original = transformer.prepare_attention
+    monkeypatch.setattr(transformer, "prepare_attention", lambda *args: (made.append(args[4]), original(*args))[1])
     tiny_model(num_hidden_layers=4, layer_types=(SLIDING, FULL) * 2, sliding_window=3)(tokens(), pattern=Causal())
     assert made == [3, None]
 
@@ -100,9 +100,14 @@ def test_layers_with_one_window_share_a_lowering(tiny_model: MakeModel, monkeypa
 def test_no_rows_at_all(tiny_model: MakeModel) -> None:
     model = tiny_model()
     none = torch.zeros(0, dtype=torch.int64)
-    assert model(tokens(), pattern=Bidirectional(), rows=none).shape == (0, 19)
-    scored = model(tokens(), pattern=Bidirectional(), rows=none, score=Score(none, torch.zeros(0), excluded_token=18))
-    assert scored.nll_R.shape == (0,)
+    assert model(tokens(), pattern=Bidirectional(), output_positions=none).shape == (0, 19)
+    scored = model(
+        tokens(),
+        pattern=Bidirectional(),
+        output_positions=none,
+        loss_inputs=LossInputs(none, torch.zeros(0), excluded_token=18),
+    )
+    assert scored.nll_N.shape == (0,)
     assert scored.loss_sum.item() == 0.0
     scored.loss_sum.backward()
 
@@ -192,6 +197,6 @@ def test_errors_name_value_and_remedy(tiny_model: MakeModel) -> None:
     with pytest.raises(ValueError, match=r"9 tokens.*max_position_embeddings = 8"):
         model(tokens(1, 9), pattern=Causal())
     model(tokens(1, 8), pattern=Causal())
-    score = Score(torch.zeros(1, dtype=torch.int64), torch.ones(1))
-    with pytest.raises(ValueError, match="rows"):
-        model(tokens(1, 8), pattern=Causal(), score=score)
+    loss_inputs = LossInputs(torch.zeros(1, dtype=torch.int64), torch.ones(1))
+    with pytest.raises(ValueError, match="output_positions"):
+        model(tokens(1, 8), pattern=Causal(), loss_inputs=loss_inputs)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from cli.doctor import findings, main, report
-from cli.doctor.findings import Finding, find
+from cli.doctor.findings import Finding, find_problems
 from profiling import cores, machine, quick_checks, torch_setup
 from profiling.machine import Machine, Memory, Network, Processor, Storage
-from profiling.quick_checks import Speeds
-from profiling.torch_setup import Gpu, Torch
+from profiling.quick_checks import MeasuredSpeeds
+from profiling.torch_setup import GpuInfo, TorchInfo
 
 GIB = 1 << 30
 SOUND = Machine(
@@ -35,8 +35,8 @@ SOUND = Machine(
     open_files=4096,
     variables={},
 )
-GPU = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0), True)
-TORCH = Torch("2.9", "", "CUDA 13", threads=8, interop_threads=8, has_bfloat16=True, gpus=(GPU,))
+GPU = GpuInfo("NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0), True)
+TORCH = TorchInfo("2.9", "", "CUDA 13", threads=8, interop_threads=8, has_bfloat16=True, gpus=(GPU,))
 
 
 def lay_out(root: Path, files: dict[str, str]) -> None:
@@ -48,16 +48,16 @@ def lay_out(root: Path, files: dict[str, str]) -> None:
 
 def found(
     machine: Machine = SOUND,
-    torch: Torch = TORCH,
+    torch: TorchInfo = TORCH,
     missing: tuple[str, ...] = (),
     drivers: tuple[str, ...] = ("580, NVIDIA H100",),
-    speeds: Speeds | None = None,
+    speeds: MeasuredSpeeds | None = None,
 ) -> list[Finding]:
-    return find(machine, torch, list(missing), list(drivers), speeds or Speeds())
+    return find_problems(machine, torch, list(missing), list(drivers), speeds or MeasuredSpeeds())
 
 
 def test_nothing_is_found_on_a_sound_machine() -> None:
-    assert found(speeds=Speeds(1e9, 5e9, 7.8e9, 8, 1e10, 0.001)) == []
+    assert found(speeds=MeasuredSpeeds(1e9, 5e9, 7.8e9, 8, 1e10, 0.001)) == []
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_nothing_is_found_on_a_sound_machine() -> None:
 )
 def test_quotas_of_control_groups(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
     lay_out(tmp_path, files)
-    assert cores.cpu_quota(tmp_path) == quota
+    assert cores.cgroup_cpu_quota(tmp_path) == quota
 
 
 @pytest.mark.parametrize(("quota", "expected"), [(None, 6), (2.0, 2), (1.6, 2), (0.2, 1), (32.0, 6)])
 def test_cores_that_can_be_kept_busy(monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int) -> None:
     monkeypatch.setattr(cores, "affinity_cores", lambda: 6)
-    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(cores, "cgroup_cpu_quota", lambda: quota)
     assert cores.usable_cores() == expected
 
 
@@ -153,7 +153,12 @@ ON_CPU = replace(TORCH, gpus=())
     ("facts", "weight", "what", "remedy"),
     [
         ({"machine": replace(SOUND, version=(3, 10))}, "broken", "Python 3.10", "uv sync"),
-        ({"torch": Torch(None, "OSError: libcudart")}, "broken", "torch cannot be used", "uv sync --reinstall-package"),
+        (
+            {"torch": TorchInfo(None, "OSError: libcudart")},
+            "broken",
+            "torch cannot be used",
+            "uv sync --reinstall-package",
+        ),
         ({"missing": ("torch", "numpy")}, "broken", "missing: numpy", "uv sync"),
         ({"machine": variables(DIFFUSIONLM_NVTX="loud")}, "broken", "DIFFUSIONLM_NVTX = 'loud'", "coarse, fine, verb"),
         ({"torch": replace(TORCH, gpus=(), gpu_problem="driver too old")}, "broken", "torch cannot use", "nvidia-smi"),
@@ -177,19 +182,19 @@ ON_CPU = replace(TORCH, gpus=())
         ({"machine": processor(load=20.0)}, "slow", "the machine is busy", "wait"),
         ({"machine": variables(OMP_PROC_BIND="true")}, "note", "OMP_PROC_BIND set", "unset for data.workers"),
         (
-            {"torch": ON_CPU, "drivers": (), "speeds": Speeds(2e9, 1e9)},
+            {"torch": ON_CPU, "drivers": (), "speeds": MeasuredSpeeds(2e9, 1e9)},
             "slow",
             "bfloat16 products are slower",
             'training.precision = "float32"',
         ),
         (
-            {"torch": replace(ON_CPU, has_bfloat16=False), "drivers": (), "speeds": Speeds(2e9, 1e9)},
+            {"torch": replace(ON_CPU, has_bfloat16=False), "drivers": (), "speeds": MeasuredSpeeds(2e9, 1e9)},
             "note",
             "bfloat16 is emulated",
             '"auto"',
         ),
         (
-            {"torch": ON_CPU, "drivers": (), "speeds": Speeds(1e9, 2e9, 2.2e9, 8)},
+            {"torch": ON_CPU, "drivers": (), "speeds": MeasuredSpeeds(1e9, 2e9, 2.2e9, 8)},
             "slow",
             "8 threads do 2.2 times",
             "run.threads = 2",
@@ -214,7 +219,7 @@ ON_CPU = replace(TORCH, gpus=())
         ({"machine": storage(free=2 * GIB)}, "note", "2.0 GiB are free", "keep_last"),
         ({"machine": storage(kind="nfs4")}, "slow", "network file system (nfs4)", "checkpoint.background"),
         ({"machine": storage(kind="tmpfs")}, "note", "runs lie in memory", "run.directory"),
-        ({"speeds": Speeds(fsync=0.2)}, "slow", "an fsync takes 200 ms", "checkpoint.every_steps"),
+        ({"speeds": MeasuredSpeeds(fsync=0.2)}, "slow", "an fsync takes 200 ms", "checkpoint.every_steps"),
         ({"machine": replace(SOUND, open_files=256)}, "note", "256 files", "ulimit -n"),
         ({"machine": replace(SOUND, network=Network("n", None, ("lo",)))}, "slow", "not find each", "GLOO_SOCKET"),
         ({"machine": replace(SOUND, network=Network("n", "127.0.1.1", ("lo", "eth0")))}, "note", "127.0.1.1", "eth0"),
@@ -231,7 +236,7 @@ def test_each_finding_alone(facts: dict[str, Any], weight: str, what: str, remed
 
 def test_a_busy_machine_says_nothing_of_its_cores() -> None:
     busy = processor(load=20.0)
-    what = [finding.what for finding in found(busy, ON_CPU, drivers=(), speeds=Speeds(1e9, 2e9, 1e9, 8))]
+    what = [finding.what for finding in found(busy, ON_CPU, drivers=(), speeds=MeasuredSpeeds(1e9, 2e9, 1e9, 8))]
     assert what == ["the machine is busy", "there is no GPU"]
 
 
@@ -245,7 +250,7 @@ def test_rates_take_turns_by_a_clock() -> None:
 
         return run
 
-    assert quick_checks.rates([work(1.0), work(4.0)], 8.0, lambda: now[0]) == [8.0, 2.0]
+    assert quick_checks.measure_rates([work(1.0), work(4.0)], 8.0, lambda: now[0]) == [8.0, 2.0]
 
 
 def test_fsync_where_nothing_can_be_written(tmp_path: Path) -> None:
@@ -297,8 +302,8 @@ def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 def test_missing_is_not_damaged() -> None:
     """``uv sync`` leaves alone what is installed, whole or not."""
-    [missing] = found(torch=Torch(None, "no module"), missing=("torch",))
-    [damaged] = found(torch=Torch(None, "no module"))
+    [missing] = found(torch=TorchInfo(None, "no module"), missing=("torch",))
+    [damaged] = found(torch=TorchInfo(None, "no module"))
     assert (missing.what, missing.remedy) == ("torch is missing", "uv sync")
     assert damaged.remedy.startswith("uv sync --reinstall-package torch;")
 
@@ -321,7 +326,7 @@ def test_it_needs_no_package() -> None:
 
 
 def test_whoever_reads_may_have_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("cli.doctor.examine", lambda *args, **options: report.Report({"a": {"b": "c"}}, []))
+    monkeypatch.setattr("cli.doctor.examine", lambda *args, **options: report.DoctorReport({"a": {"b": "c"}}, []))
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as out:
@@ -331,7 +336,7 @@ def test_whoever_reads_may_have_enough(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize(("gpus", "weight"), [((GPU,), "broken"), ((), "note")])
-def test_a_kernel_that_fails(gpus: tuple[Gpu, ...], weight: str) -> None:
+def test_a_kernel_that_fails(gpus: tuple[GpuInfo, ...], weight: str) -> None:
     def fail() -> str:
         raise RuntimeError("no compiler\nlong trace")
 
@@ -346,14 +351,14 @@ def test_what_was_measured_stands_in_one_place(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(report, "read_machine", lambda runs: SOUND)
     monkeypatch.setattr(report, "read_torch", lambda: TORCH)
     monkeypatch.setattr(report, "drivers", list)
-    monkeypatch.setattr(report, "measure", lambda *args: Speeds(fsync=0.002))
+    monkeypatch.setattr(report, "measure_speeds", lambda *args: MeasuredSpeeds(fsync=0.002))
     facts = report.examine(tmp_path, is_quick=False, check_kernel=lambda: "it runs").facts
     assert [section for section, named in facts.items() if "fsync" in named] == ["measured"]
 
 
 def test_lines_are_aligned_and_no_wider_than_asked() -> None:
     facts = {"a": {"x": "short", "longer name": "word " * 40}}
-    finished = report.Report(facts, [Finding("slow", "w " * 90, "y", "r")])
+    finished = report.DoctorReport(facts, [Finding("slow", "w " * 90, "y", "r")])
     lines = report.render(finished, 60).splitlines()
     assert max(map(len, lines)) <= 60
     assert lines[1] == "  x            short"

@@ -10,19 +10,28 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from config.model import ModelConfig
-from config.objective import BlockDiffusion as BlockDiffusionObjective
-from diffusionlm.diffusion.noised_batch import Batch, Draw, DrawKey
+from config.objective import BlockDiffusionConfig as BlockDiffusionObjective
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.throughput import FlopAccount, draw_flops, visible_keys
-from profiling.flops import PEAKS, Kept, Pattern, Plan, peak_flops, plan_run, step_flops, visible_pairs
+from diffusionlm.training.throughput import ThroughputMeter, compute_batch_flops, count_visible_keys
+from profiling.flops import (
+    PEAK_FLOPS,
+    AttentionKind,
+    CheckpointingMode,
+    ResourceEstimate,
+    count_visible_pairs,
+    estimate_resources,
+    peak_flops,
+    step_flops,
+)
 
 MakeModel = Callable[..., Transformer]
 MakeConfig = Callable[..., ModelConfig]
 
-PATTERNS: dict[Pattern, Callable[[int], AttentionPattern]] = {
+PATTERNS: dict[AttentionKind, Callable[[int], AttentionPattern]] = {
     "bidirectional": lambda block: Bidirectional(),
     "causal": lambda block: Causal(),
     "block_causal": lambda block: BlockCausal(block),
@@ -32,23 +41,23 @@ LENGTHS = [(1, 1), (8, 3), (12, 4), (17, 5), (16, 16), (9, 20)]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_pairs_are_those_of_the_mask(pattern: Pattern) -> None:
+def test_pairs_are_those_of_the_mask(pattern: AttentionKind) -> None:
     for length, block in LENGTHS:
         made = PATTERNS[pattern](block)
-        mask = made.dense(length * made.streams)
-        assert visible_pairs(pattern, length, block) == int(mask.sum()), (length, block)
+        mask = made.dense_mask(length * made.positions_per_token)
+        assert count_visible_pairs(pattern, length, block) == int(mask.sum()), (length, block)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_live_tiles_are_those_of_the_mask(pattern: Pattern) -> None:
+def test_live_tiles_are_those_of_the_mask(pattern: AttentionKind) -> None:
     for (length, block), tile in zip(LENGTHS * 2, [2, 4, 8, 3] * 3, strict=True):
         made = PATTERNS[pattern](block)
-        total = length * made.streams
+        total = length * made.positions_per_token
         tiles = -(-total // tile)
         mask = torch.zeros(tiles * tile, tiles * tile, dtype=torch.bool)
-        mask[:total, :total] = made.dense(total)[0]
+        mask[:total, :total] = made.dense_mask(total)[0]
         live = mask.view(tiles, tile, tiles, tile).any(dim=3).any(dim=1).sum()
-        assert visible_pairs(pattern, length, block, tile=tile) == int(live) * tile * tile, (length, block, tile)
+        assert count_visible_pairs(pattern, length, block, tile=tile) == int(live) * tile * tile, (length, block, tile)
 
 
 def counted(model: Transformer, pattern: AttentionPattern, rows: torch.Tensor) -> int:
@@ -61,10 +70,10 @@ def counted(model: Transformer, pattern: AttentionPattern, rows: torch.Tensor) -
         return 2 * left[0] * left[1] * right[1]
 
     tokens = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3))
-    score = Score(torch.zeros(len(rows), dtype=torch.int64), torch.ones(len(rows)))
+    loss_inputs = LossInputs(torch.zeros(len(rows), dtype=torch.int64), torch.ones(len(rows)))
     own = {torch.ops.aten.addmm_: product_in_place}
     with FlopCounterMode(display=False, custom_mapping=own) as counter:
-        model(tokens, pattern=pattern, rows=rows, score=score).loss_sum.backward()  # type: ignore[no-untyped-call]
+        model(tokens, pattern=pattern, output_positions=rows, loss_inputs=loss_inputs).loss_sum.backward()  # type: ignore[no-untyped-call]
     return counter.get_total_flops()
 
 
@@ -89,59 +98,73 @@ def test_a_draw_is_counted_by_its_documents_and_rows(make_config: MakeConfig) ->
     """Two documents of 4 and 6 tokens, blocks of 4: the pairs of a row, and in the last layer those of scored rows."""
     config = make_config(num_hidden_layers=3)
     documents = torch.tensor([[0] * 4 + [1] * 6])
-    draw = Draw(
+    draw = NoisedBatch(
         inputs_BS=torch.zeros(1, 20, dtype=torch.int64),
         pattern=BlockDiffusion(4, documents),
-        rows_R=torch.tensor([0, 8, 9]),
-        targets_R=torch.zeros(3, dtype=torch.int64),
-        weights_R=torch.ones(3),
+        positions_N=torch.tensor([0, 8, 9]),
+        targets_N=torch.zeros(3, dtype=torch.int64),
+        weights_N=torch.ones(3),
         num_targets=10,
         denominator=10.0,
     )
-    pairs = visible_pairs("block_diffusion", 4, 4) + visible_pairs("block_diffusion", 6, 4)
-    assert int(visible_keys(draw, None).sum()) == pairs
+    pairs = count_visible_pairs("block_diffusion", 4, 4) + count_visible_pairs("block_diffusion", 6, 4)
+    assert int(count_visible_keys(draw, None).sum()) == pairs
     last = 4 + 2 * (2 + 4)  # an own block of 4; one of 2, and the 4 clean tokens before it, twice
     expected = step_flops(config, 19, positions=20, scored=3, pairs=[pairs, pairs, last])
-    assert draw_flops(config, draw) == expected
+    assert compute_batch_flops(config, draw) == expected
 
 
 def test_utilisation_where_a_peak_is_known(make_config: MakeConfig) -> None:
     config = make_config(block_length=4)
     objective = build_objective(BlockDiffusionObjective(block_length=4), config)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    draw = objective.draw(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)), DrawKey(0, 0, 0, 2))
-    account = FlopAccount(config, torch.device("cpu"))
+    draw = objective.build_noised_batch(
+        CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), NoiseKey(0, 0, 0, 2)
+    )
+    account = ThroughputMeter(config, torch.device("cpu"))
     assert account.metrics([draw], 0.5) == {}
     account.peak = 1e9
-    assert account.metrics([draw, draw], 0.5) == {"mfu": 2 * draw_flops(config, draw) / 0.5e9}
-    account.start_at(10, 3.0)
-    assert account.seconds_of_step(12, 4.0) == 0.5
-    assert account.seconds_of_step(13, 6.0) == 2.0
+    assert account.metrics([draw, draw], 0.5) == {"mfu": 2 * compute_batch_flops(config, draw) / 0.5e9}
+    account.resume_from(10, 3.0)
+    assert account.mean_step_seconds(12, 4.0) == 0.5
+    assert account.mean_step_seconds(13, 6.0) == 2.0
 
 
 def test_a_plan_is_of_its_objective_and_what_is_kept(make_config: MakeConfig) -> None:
     config = make_config(num_hidden_layers=3)
 
-    def plan(pattern: Pattern = "bidirectional", block: int = 1, kept: Kept = "none") -> Plan:
+    def plan(
+        pattern: AttentionKind = "bidirectional", block: int = 1, checkpointing: CheckpointingMode = "none"
+    ) -> ResourceEstimate:
         sizes = {"row_length": 8, "micro_batch_size": 2}
-        return plan_run(config, 19, **sizes, tokens=None, moments=1.0, blocks=(pattern, block), kept=kept)
+        return estimate_resources(
+            config,
+            19,
+            **sizes,
+            tokens=None,
+            floats_per_parameter=1.0,
+            blocks=(pattern, block),
+            checkpointing=checkpointing,
+        )
 
-    pairs = visible_pairs("block_diffusion", 8, 4)
+    pairs = count_visible_pairs("block_diffusion", 8, 4)
     expected = step_flops(config, 19, positions=16, scored=4, pairs=[pairs, pairs, pairs // 4]) / 8
     assert plan("block_diffusion", 4).flops_per_token == expected
     assert plan("block_diffusion", 4).bytes_activations == 2 * plan().bytes_activations
     assert plan("causal").flops_per_token == step_flops(config, 19, positions=8, scored=8, pairs=[36] * 3) / 8
-    none, some, full = (plan(kept=kept).bytes_activations for kept in ("none", "selective", "full"))  # type: ignore[arg-type]
+    none, some, full = (
+        plan(checkpointing=checkpointing).bytes_activations for checkpointing in ("none", "selective", "full")
+    )  # type: ignore[arg-type]
     assert none > some > full > none / 3
 
 
 @pytest.mark.parametrize(
     ("device", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", PEAKS["NVIDIA H100"]),
-        ("NVIDIA H100 PCIe", PEAKS["NVIDIA H100 PCIe"]),
-        ("NVIDIA H200", PEAKS["NVIDIA H200"]),
-        ("NVIDIA A100-SXM4-80GB", PEAKS["NVIDIA A100"]),
+        ("NVIDIA H100 80GB HBM3", PEAK_FLOPS["NVIDIA H100"]),
+        ("NVIDIA H100 PCIe", PEAK_FLOPS["NVIDIA H100 PCIe"]),
+        ("NVIDIA H200", PEAK_FLOPS["NVIDIA H200"]),
+        ("NVIDIA A100-SXM4-80GB", PEAK_FLOPS["NVIDIA A100"]),
         ("NVIDIA L40", None),
         ("NVIDIA GeForce GTX 1080", None),
     ],

@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def record(model: nn.Module) -> None:
-    nvtx.watch_modules({"layer": model}, "fine")
+    nvtx.add_module_ranges({"layer": model}, "fine")
     with nvtx.range("step"):
         assert model(torch.ones(1)).tolist() == [1.0]
         with nvtx.range("deep", "verbose"):
@@ -53,31 +53,31 @@ def record(model: nn.Module) -> None:
 def test_ranges_of_a_level(
     level: str | None, expected: list[str], calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(nvtx.VARIABLE, raising=False)
+    monkeypatch.delenv(nvtx.NVTX_VARIABLE, raising=False)
     if level is not None:
-        monkeypatch.setenv(nvtx.VARIABLE, level)
+        monkeypatch.setenv(nvtx.NVTX_VARIABLE, level)
     record(nn.Identity())
     assert calls == expected
 
 
 def test_no_ranges_without_cuda(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nvtx.VARIABLE, "verbose")
+    monkeypatch.setenv(nvtx.NVTX_VARIABLE, "verbose")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     record(nn.Identity())
     assert calls == []
 
 
 def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nvtx.VARIABLE, "loud")
+    monkeypatch.setenv(nvtx.NVTX_VARIABLE, "loud")
     with pytest.raises(ValueError, match="DIFFUSIONLM_NVTX = 'loud' is no level: set it to coarse, fine, verbose"):
         nvtx.enabled()
 
 
 def test_memory_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert memory.peaks()["peak_resident"] > 1 << 20
-    memory.reset_peaks()
-    assert memory.peaks().keys() == {"peak_resident"}
+    assert memory.peak_memory()["peak_resident"] > 1 << 20
+    memory.reset_peak_memory()
+    assert memory.peak_memory().keys() == {"peak_resident"}
     assert memory.summary() == ""
     assert not memory.start_history()
     assert not memory.dump_snapshot(tmp_path / "snapshot")
@@ -86,9 +86,9 @@ def test_memory_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_memory_by_part() -> None:
     weight = torch.zeros(100)
-    parts = memory.by_part([weight, weight[:5]], [torch.zeros(10, dtype=torch.bfloat16)], [], peak=1000)
+    parts = memory.split_peak_memory([weight, weight[:5]], [torch.zeros(10, dtype=torch.bfloat16)], [], peak=1000)
     assert parts == {"weights": 400, "gradients": 20, "optimizer": 0, "activations": 580}
-    assert memory.by_part([weight], [], [], peak=0)["activations"] == 0
+    assert memory.split_peak_memory([weight], [], [], peak=0)["activations"] == 0
 
 
 def test_the_parts_of_a_step() -> None:
@@ -110,11 +110,11 @@ def test_the_parts_of_a_step() -> None:
 
 @pytest.mark.gpu
 def test_memory_on_a_gpu(tmp_path: Path) -> None:
-    memory.reset_peaks("cuda")
-    before = memory.peaks("cuda")["peak_allocated"]
+    memory.reset_peak_memory("cuda")
+    before = memory.peak_memory("cuda")["peak_allocated"]
     assert memory.start_history()
     kept = torch.zeros(1 << 20, device="cuda")
-    assert memory.peaks("cuda")["peak_allocated"] - before >= kept.numel() * 4
+    assert memory.peak_memory("cuda")["peak_allocated"] - before >= kept.numel() * 4
     assert memory.dump_snapshot(tmp_path / "snapshot")
     assert (tmp_path / "snapshot").stat().st_size > 0
     assert "CUDA" in memory.summary()

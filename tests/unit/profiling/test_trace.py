@@ -84,11 +84,11 @@ def test_a_trace_that_torch_gives_up_silently_is_missed(tmp_path: Path, monkeypa
 def test_why_a_run_ended_is_not_hidden(tmp_path: Path) -> None:
     """The record cannot be written either."""
 
-    def tell(text: str) -> None:
+    def log(text: str) -> None:
         raise OSError("no space")
 
     def fail() -> None:
-        with StepProfiler(ProfilerConfig(active=5, wait=1, warmup=1), tmp_path, tell=tell) as profiler:
+        with StepProfiler(ProfilerConfig(active=5, wait=1, warmup=1), tmp_path, log=log) as profiler:
             for _ in range(3):
                 with nvtx.range("step"):
                     torch.ones(2).add(1)

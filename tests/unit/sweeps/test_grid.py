@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.sweep.commands import KINDS
+from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.grid import (
     GridError,
     Setting,
-    combinations,
+    iterate_grid,
     load_points,
     name_points,
     read_settings,
@@ -66,17 +66,17 @@ def test_values_that_cannot_be_read(text: str, problem: str) -> None:
 )
 def test_settings_that_make_no_sweep(texts: list[str], problem: str) -> None:
     with pytest.raises(GridError, match=problem):
-        read_settings(texts, KINDS["train"])
+        read_settings(texts, SWEEP_COMMANDS["train"])
 
 
 def test_a_section_that_belongs_to_the_sweep() -> None:
     with pytest.raises(GridError, match="use --directory"):
-        read_settings(["output.file=a", "input.seed=1,2"], KINDS["infer"])
+        read_settings(["output.file=a", "input.seed=1,2"], SWEEP_COMMANDS["infer"])
 
 
 def test_the_last_axis_changes_fastest() -> None:
     settings = [Setting("a", ("1", "2")), Setting("b", ("x",)), Setting("c", ("3", "4"))]
-    assert [list(values.values()) for values in combinations(settings)] == [
+    assert [list(values.values()) for values in iterate_grid(settings)] == [
         ["1", "3"],
         ["1", "4"],
         ["2", "3"],
@@ -101,7 +101,7 @@ def test_names_are_safe_and_unique() -> None:
 
 
 def points_of(base: Path, *texts: str) -> list[TrainConfig]:
-    kind = KINDS["train"]
+    kind = SWEEP_COMMANDS["train"]
     points = load_points(kind, base, read_settings(texts, kind), Path("d"))
     return [point.config for point in points]  # type: ignore[misc]
 
@@ -163,6 +163,6 @@ def test_equal_points_are_refused(base: Path) -> None:
     ],
 )
 def test_inference_that_cannot_be_swept(texts: list[str], problem: str) -> None:
-    kind = KINDS["infer"]
+    kind = SWEEP_COMMANDS["infer"]
     with pytest.raises(GridError, match=problem):
         load_points(kind, None, read_settings([*texts, "input.seed=1,2"], kind), Path("d"))

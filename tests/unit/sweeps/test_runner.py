@@ -16,7 +16,7 @@ import pytest
 
 from cli.sweep import main, processes, runner
 from cli.sweep import run as sweep_run
-from cli.sweep.commands import KINDS
+from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.record import read_record
 
 RUN = """
@@ -48,10 +48,10 @@ def base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     program = tmp_path / "program.py"
     program.write_text(RUN)
 
-    def command_of(module: str, config: Path, overrides: Sequence[str] = ()) -> list[str]:
+    def build_command(module: str, config: Path, overrides: Sequence[str] = ()) -> list[str]:
         return [sys.executable, "-I", "-S", str(program), str(config), *overrides]
 
-    monkeypatch.setattr(runner, "command_of", command_of)
+    monkeypatch.setattr(runner, "build_command", build_command)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(runner, "usable_cores", lambda: 8)
     monkeypatch.setattr(runner, "visible_gpus", lambda: [])
@@ -68,7 +68,7 @@ def run(base: Path, rates: str, *more: str) -> int:
 
 
 def statuses(path: Path) -> dict[str, str]:
-    return {name: each.status for name, each in read_record(path, KINDS["train"]).runs.items()}
+    return {name: each.status for name, each in read_record(path, SWEEP_COMMANDS["train"]).runs.items()}
 
 
 def starts(path: Path, name: str) -> int:
@@ -141,11 +141,11 @@ def test_nothing_goes_on_when_the_record_cannot_be_written(base: Path, monkeypat
     place = Path("runs/sweeps/base")
     log = place / "logs" / "learning_rate-5.0.log"
 
-    def fail(self: runner.Runner) -> None:
+    def fail(self: runner.SweepRunner) -> None:
         if log.exists() and "ready" in log.read_text():
             raise OSError(28, "No space left on device", "sweep.json")
 
-    monkeypatch.setattr(runner.Runner, "_tell_progress", fail)
+    monkeypatch.setattr(runner.SweepRunner, "_print_progress", fail)
     with pytest.raises(SystemExit) as caught:
         run(base, "5.0,2.0")
     assert caught.value.code == 1
@@ -248,10 +248,10 @@ def test_a_killed_sweep_leaves_no_run_that_seems_to_go_on(base: Path) -> None:
 
 def test_how_a_run_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """With this project's code, whatever lies in the working directory."""
-    command = processes.command_of("cli.train", Path("a.toml"), ["run.threads=2"])
+    command = processes.build_command("cli.train", Path("a.toml"), ["run.threads=2"])
     assert command == [sys.executable, "-P", "-m", "cli.train", "--config", "a.toml", "--set", "run.threads=2"]
     monkeypatch.setenv("PYTHONPATH", "/theirs")
-    ours, theirs = processes.environment()["PYTHONPATH"].split(os.pathsep)
+    ours, theirs = processes.build_environment()["PYTHONPATH"].split(os.pathsep)
     assert (Path(ours) / "cli" / "train.py").is_file()
     assert theirs == "/theirs"
 
@@ -266,4 +266,4 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
 
 
 def test_sections_of_a_sweep_are_those_of_its_command() -> None:
-    assert sweep_run.KINDS.keys() == {"train", "infer"}
+    assert sweep_run.SWEEP_COMMANDS.keys() == {"train", "infer"}

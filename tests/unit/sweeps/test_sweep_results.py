@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cli.sweep.commands import KINDS
+from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.page import render_page
-from cli.sweep.record import RunRecord, SweepDirectory
-from cli.sweep.results import Measured, last_metrics, read_answers, read_training
-from cli.sweep.table import Table, build_table, render_json_lines, render_markdown, render_text
+from cli.sweep.record import SweepDirectory, SweepRun
+from cli.sweep.results import Measurement, last_metrics, read_inference_result, read_training_result
+from cli.sweep.table import SweepTable, build_table, render_json_lines, render_markdown, render_text
 
 
 def write_lines(path: Path, *records: Any, tail: str = "") -> None:
@@ -52,13 +52,13 @@ def test_a_finished_run(tmp_path: Path) -> None:
         tail='{"step": 40, "metr',
     )
     finish(tmp_path, 3.5)
-    result = read_training(tmp_path)
+    result = read_training_result(tmp_path)
     assert result.is_final
     assert result.step == 30
     assert result.numbers == {
-        "bound": Measured(3.5, 0.01),
-        "bits_per_byte": Measured(1.75, 0.005),
-        "tokens_per_second": Measured(200.0),
+        "bound": Measurement(3.5, 0.01),
+        "bits_per_byte": Measurement(1.75, 0.005),
+        "tokens_per_second": Measurement(200.0),
     }
     assert result.texts == (("it's\n[MASK:1]", 'it\'s\n"x"'),)
     assert result.curve == ((10, 5.5), (30, 4.0))
@@ -72,17 +72,17 @@ def test_a_run_on_its_way_and_one_without_anything(tmp_path: Path) -> None:
         [1],
         {"step": "x"},
     )
-    result = read_training(tmp_path)
+    result = read_training_result(tmp_path)
     assert (result.is_final, result.step) == (False, 20)
-    assert result.numbers == {"tokens_per_second": Measured(9.0), "bound": Measured(4.0, 0.5)}
-    nothing = read_training(tmp_path / "missing")
+    assert result.numbers == {"tokens_per_second": Measurement(9.0), "bound": Measurement(4.0, 0.5)}
+    nothing = read_training_result(tmp_path / "missing")
     assert (nothing.numbers, nothing.step, nothing.is_final) == ({}, None, False)
 
 
 def test_a_bound_that_is_not_finite_is_none(tmp_path: Path) -> None:
     write_lines(tmp_path / "metrics.jsonl", metrics(20, val_nats_per_token=4.0))
     finish(tmp_path, float("nan"))
-    assert "bound" not in read_training(tmp_path).numbers
+    assert "bound" not in read_training_result(tmp_path).numbers
 
 
 def test_the_last_numbers_of_a_record(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_answers_of_two_batches(tmp_path: Path) -> None:
     """A batch of two that took 2 seconds, and one of one that took as long."""
     lines = [answer("a", "b", 6, 3, 2, -1.0), answer("c", "d", 2, 1, 2, -2.0), answer("e", "", 0, 4, 1, None)]
     write_lines(tmp_path / "answers.jsonl", *lines)
-    result = read_answers(tmp_path)
+    result = read_inference_result(tmp_path)
     assert result.texts == (("a", "b"), ("c", "d"), ("e", ""))
     assert {name: each.value for name, each in result.numbers.items()} == {
         "forwards": 8.0,
@@ -113,10 +113,10 @@ def test_answers_of_two_batches(tmp_path: Path) -> None:
 
 def sweep_of(path: Path, command: str = "train", key: str = "optimizer.learning_rate") -> SweepDirectory:
     """Four runs: two done, one failed, one interrupted on its way."""
-    sweep = SweepDirectory(path, KINDS[command])
+    sweep = SweepDirectory(path, SWEEP_COMMANDS[command])
     statuses: list[Any] = ["done", "failed", "done", "interrupted"]
     for number, status in enumerate(statuses):
-        run = RunRecord(f"run-{number}", {key: f"{number}e-3"}, status, seconds=60.0 + number)
+        run = SweepRun(f"run-{number}", {key: f"{number}e-3"}, status, seconds=60.0 + number)
         sweep.runs[run.name] = run
     sweep.runs["run-1"].error = ["ValueError: <b>no|memory</b>"]
     return sweep
@@ -214,7 +214,7 @@ class Page(HTMLParser):
         self.texts.append((self.open[-1] if self.open else "", data))
 
 
-def page_of(table: Table, path: Path) -> tuple[Page, str]:
+def page_of(table: SweepTable, path: Path) -> tuple[Page, str]:
     html = render_page(table, "Sweep <x>", path)
     return Page(html), html
 

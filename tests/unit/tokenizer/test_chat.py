@@ -24,7 +24,7 @@ FIRST = 256
 
 def tokenizer_with(special: dict[str, int], **habits: Any) -> Tokenizer:
     vocab = {bytes([byte]): byte for byte in BYTE_ORDER}
-    return Tokenizer(vocab, [], special, "qwen", habits.pop("normalization", None)).adapted(**habits)
+    return Tokenizer(vocab, [], special, "qwen", habits.pop("normalization", None)).with_options(**habits)
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_qwen3(tmp_path: Path) -> None:
     ours, theirs = write(tmp_path, contents_of("qwen", added), config)
     assert (ours.pattern, ours.normalization) == ("qwen", "NFC")
     assert (ours.eos_token_id, ours.pad_token_id, ours.mask_token_id) == (FIRST + 2, FIRST, None)
-    assert (ours.bos_token, ours.beginning) == (None, [])
+    assert (ours.bos_token, ours.prefix_ids) == (None, [])
     assert ours.visible_tokens == {"<think>", "</think>"}
     assert_same_ids(ours, theirs, TEXTS)
     ids = ours.encode(TEXTS[3] + "<|im_end|>", allow_special=True)
@@ -106,15 +106,15 @@ def test_llama3_texts_begin_with_a_token(tmp_path: Path, monkeypatch: pytest.Mon
     contents = contents_of("llama3", added, post_processor=template(LLAMA_TOKENS[0], FIRST))
     ours, theirs = write(tmp_path, contents, config)
     assert ours.ignore_merges
-    assert (ours.bos_token_id, ours.adds_bos, ours.beginning) == (FIRST, True, [FIRST])
+    assert (ours.bos_token_id, ours.adds_bos, ours.prefix_ids) == (FIRST, True, [FIRST])
     assert_same_ids(ours, theirs, [*TEXTS, "<|begin_of_text|>the<|eot_id|>\n"])
     for text in TEXTS:
-        assert ours.beginning + ours.encode(text) == theirs.encode(text).ids
+        assert ours.prefix_ids + ours.encode(text) == theirs.encode(text).ids
 
     again = tmp_path / "again"
     save_tokenizer(ours, again)
     loaded = load_tokenizer(again)
-    assert (loaded.fingerprint, loaded.beginning) == (ours.fingerprint, [FIRST])
+    assert (loaded.fingerprint, loaded.prefix_ids) == (ours.fingerprint, [FIRST])
     for name in ("special_tokens.json", "vocab.json", "merges.txt"):
         (again / name).unlink()
     assert load_tokenizer(again).fingerprint == ours.fingerprint
@@ -161,7 +161,7 @@ def test_llada(tmp_path: Path) -> None:
     ours, _ = write(tmp_path, contents_of("gpt2", added), config)
     ids = (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id, ours.mask_token_id)
     assert ids == (FIRST + 10, FIRST + 11, FIRST + 11, FIRST + 13)
-    assert (ours.beginning, ours.vocab_size) == ([], FIRST + 16)
+    assert (ours.prefix_ids, ours.vocab_size) == ([], FIRST + 16)
     assert ours.encode("in<|mdm_mask|>", allow_special=True) == [*ours.encode("in"), FIRST + 13]
 
 
@@ -198,7 +198,7 @@ def test_dream_has_slow_files_only(tmp_path: Path) -> None:
     ours = load_tokenizer(tmp_path)
     theirs = tokenizers.Tokenizer.from_str(json.dumps(contents_of("qwen", qwen_tokens()[:3])))
     assert_same_ids(ours, theirs, TEXTS)
-    assert (ours.mask_token_id, ours.bos_token_id, ours.beginning) == (FIRST + 5, FIRST + 4, [])
+    assert (ours.mask_token_id, ours.bos_token_id, ours.prefix_ids) == (FIRST + 5, FIRST + 4, [])
 
     del config["added_tokens_decoder"]  # older directories have the ids in a file of their own
     listed = {entry["content"]: entry["id"] for entry in [*added, token("<think>", FIRST + 3)]}
@@ -227,7 +227,7 @@ def test_tokens_that_take_whitespace_or_stand_alone(tmp_path: Path) -> None:
     added = [token(text, FIRST + i, **flags) for i, (text, flags) in enumerate(flagged)]
     ours, theirs = write(tmp_path, contents_of("qwen", added), {"mask_token": "<mask>"})
     assert ours.lstrip_tokens == {"<mask>", "<b>", "<late>"} and ours.single_word_tokens == {"word"}
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     pieces = [
         *(text for text, _ in flagged),
         " ",
@@ -243,7 +243,7 @@ def test_tokens_that_take_whitespace_or_stand_alone(tmp_path: Path) -> None:
         "-",
         "the",
     ]
-    texts = ["".join(chance.choice(pieces, int(chance.integers(1, 9)))) for _ in range(3000)]
+    texts = ["".join(rng.choice(pieces, int(rng.integers(1, 9)))) for _ in range(3000)]
     assert_same_ids(ours, theirs, texts)
     assert ours.encode("x  <mask> y", allow_special=True) == [*ours.encode("x"), FIRST, *ours.encode(" y")]
     assert ours.decode(ours.encode("x  <mask> y")) == "x  <mask> y"
@@ -254,7 +254,7 @@ def test_tokens_that_take_whitespace_or_stand_alone(tmp_path: Path) -> None:
         loaded = load_tokenizer(folder)
         assert loaded.fingerprint == ours.fingerprint
         assert all(loaded.encode(text, allow_special=True) == theirs.encode(text).ids for text in texts[:200])
-    assert ours.fingerprint != ours.adapted().fingerprint
+    assert ours.fingerprint != ours.with_options().fingerprint
 
 
 def test_habits_name_special_tokens(tmp_path: Path) -> None:
@@ -267,4 +267,4 @@ def test_habits_name_special_tokens(tmp_path: Path) -> None:
     ]
     for habit in habits:
         with pytest.raises(ValueError, match=r"is not among the special tokens"):
-            ours.adapted(**habit)
+            ours.with_options(**habit)

@@ -122,7 +122,7 @@ def pair(request: pytest.FixtureRequest, model: dict[str, Any], tmp_path: Path) 
 
 
 def random_texts(seed: int, number: int) -> list[str]:
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     pieces = [
         "def ",
         "the",
@@ -139,7 +139,7 @@ def random_texts(seed: int, number: int) -> list[str]:
         "e\u0301",
         "self",
     ]
-    return ["".join(chance.choice(pieces, int(chance.integers(1, 14)))) for _ in range(number)]
+    return ["".join(rng.choice(pieces, int(rng.integers(1, 14)))) for _ in range(number)]
 
 
 def what_comes_back(ours: SentencePieceTokenizer, text: str) -> str:
@@ -167,16 +167,16 @@ def test_round_trip_of_all_planes(pair: Pair) -> None:
         text = "".join(ALL_KINDS[index] for index in order[start : start + 100_000])
         ids = ours.encode(text)
         assert ours.decode(ids) == text
-        assert ours.num_bytes(ids) == len(text.encode()) + ours.takes_first_space
+        assert ours.num_bytes(ids) == len(text.encode()) + ours.strips_first_space
 
 
 def test_streaming_gives_what_decode_gives(pair: Pair) -> None:
     ours, _ = pair
-    chance = np.random.default_rng(2)
+    rng = np.random.default_rng(2)
     for skip in (False, True):
         decoder = IncrementalDecoder(ours, skip_special=skip)
         for _ in range(300):
-            ids = chance.integers(ours.vocab_size, size=chance.integers(12)).tolist()
+            ids = rng.integers(ours.vocab_size, size=rng.integers(12)).tolist()
             assert "".join(map(decoder.push, ids)) + decoder.finish() == ours.decode(ids, skip_special=skip)
         for text in random_texts(3, 100):
             assert "".join(map(decoder.push, ours.encode(text))) + decoder.finish() == what_comes_back(ours, text)
@@ -189,7 +189,7 @@ def test_what_callers_read(model: dict[str, Any], tmp_path: Path) -> None:
     assert {*ours.vocab.values(), *ours.special_tokens.values()} == set(range(size))
     assert list(ours.special_tokens) and set(ours.special_tokens) == set(SPECIAL)
     assert (ours.pad_token_id, ours.eos_token_id, ours.bos_token_id, ours.mask_token_id) == (0, 1, 2, 4)
-    assert (ours.beginning, ours.hidden_ids) == ([2], frozenset(range(7)))
+    assert (ours.prefix_ids, ours.hidden_ids) == ([2], frozenset(range(7)))
     a = model["vocab"]["<0x41>"]
     assert (ours.token_bytes(a), ours.token_bytes(model["vocab"]["\n\n"]), ours.token_bytes(2)) == (
         b"A",
@@ -207,7 +207,7 @@ def test_what_callers_read(model: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lone surrogate \(U\+D800 at character 1\)"):
         ours.encode("a\ud800")
     with pytest.raises(ValueError, match="is as its file has it"):
-        ours.adapted(ignore_merges=True)
+        ours.with_options(ignore_merges=True)
 
 
 def test_saved_and_pickled(pair: Pair, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def edit(path: Path, change: Edit) -> None:
 
 def test_round_trip_of_both_forms(tokenizer: Tokenizer, tmp_path: Path) -> None:
     habits: dict[str, Any] = {"visible_tokens": ["<|endoftext|>"], "normalized_tokens": ["<|mask|>"]}
-    variants = [tokenizer, tokenizer.adapted(ignore_merges=True, **habits)]
+    variants = [tokenizer, tokenizer.with_options(ignore_merges=True, **habits)]
     for normalization in (None, "NFC"):
         special = {**tokenizer.special_tokens, "é<p>": tokenizer.vocab_size + 7}
         parts = (tokenizer.vocab, tokenizer.merges, special, r"\p{L}+| ?\d", normalization)

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from diffusionlm.kernels.cross_entropy import Score, Scored
-from diffusionlm.models.attention_backends import Lowering
+from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput
+from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.activation_checkpointing import checkpoint_activations
@@ -28,17 +28,19 @@ CASES: dict[str, tuple[AttentionPattern, dict[str, Any]]] = {
 }
 
 
-def score_of(model: Transformer, pattern: AttentionPattern) -> Scored:
+def score_of(model: Transformer, pattern: AttentionPattern) -> LossOutput:
     tokens = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3))
-    score = Score(torch.arange(5), torch.linspace(0.5, 1.0, 5), balance_weight=float(model.config.num_experts > 0))
-    return model(tokens, pattern=pattern, rows=ROWS, score=score)
+    loss_inputs = LossInputs(
+        torch.arange(5), torch.linspace(0.5, 1.0, 5), load_balancing_weight=float(model.config.num_experts > 0)
+    )
+    return model(tokens, pattern=pattern, output_positions=ROWS, loss_inputs=loss_inputs)
 
 
 def loss_and_gradients(model: Transformer, pattern: AttentionPattern) -> list[torch.Tensor]:
     """Loss, balance loss and gradients of scored rows."""
     scored = score_of(model, pattern)
-    balance = torch.zeros(()) if scored.balance_sum is None else scored.balance_sum
-    made = [scored.loss_sum, balance, *torch.autograd.grad(scored.trained_sum, list(model.parameters()))]
+    balance = torch.zeros(()) if scored.load_balancing_loss is None else scored.load_balancing_loss
+    made = [scored.loss_sum, balance, *torch.autograd.grad(scored.total_loss, list(model.parameters()))]
     return [each.detach() for each in made]
 
 
@@ -82,12 +84,12 @@ def test_projections_are_computed_once_where_they_are_kept(tiny_model: MakeModel
 
     def flops(model: Transformer) -> int:
         with FlopCounterMode(display=False) as counter:
-            model(tokens, pattern=Causal(), rows=ROWS, score=score).loss_sum.backward()  # type: ignore[no-untyped-call]
+            model(tokens, pattern=Causal(), output_positions=ROWS, loss_inputs=loss_inputs).loss_sum.backward()  # type: ignore[no-untyped-call]
         counts = counter.get_flop_counts()["Global"]
         return sum(value for operator, value in counts.items() if str(operator) in ("aten.mm", "aten.addmm"))
 
     tokens = torch.zeros(2, 10, dtype=torch.int64)
-    score = Score(torch.arange(5), torch.ones(5))
+    loss_inputs = LossInputs(torch.arange(5), torch.ones(5))
     plain = flops(tiny_model(backend="sdpa"))
     model = tiny_model(backend="sdpa")
     checkpoint_activations(model, choice)
@@ -112,20 +114,20 @@ def test_flex_attention_is_out_of_the_policys_sight(tiny_model: MakeModel, monke
     from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
     seen: list[int] = []
-    original = Lowering.__call__
+    original = PatternAttention.__call__
 
-    def spy(self: Lowering, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def spy(self: PatternAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         seen.append(_len_torch_dispatch_stack())
-        monkeypatch.setattr(Lowering, "choose", lambda self, q: "sdpa")
+        monkeypatch.setattr(PatternAttention, "backend_for", lambda self, q: "sdpa")
         out = original(self, q, k, v)
-        monkeypatch.setattr(Lowering, "choose", lambda self, q: "flex")
+        monkeypatch.setattr(PatternAttention, "backend_for", lambda self, q: "flex")
         return out
 
     plain = loss_and_gradients(tiny_model(backend="sdpa"), Causal())
     model = tiny_model(backend="sdpa")
     checkpoint_activations(model, "selective")
-    monkeypatch.setattr(Lowering, "__call__", spy)
-    monkeypatch.setattr(Lowering, "choose", lambda self, q: "flex")
+    monkeypatch.setattr(PatternAttention, "__call__", spy)
+    monkeypatch.setattr(PatternAttention, "backend_for", lambda self, q: "flex")
     ours = loss_and_gradients(model, Causal())
     assert seen == [0, 0, 0, 0]
     assert all(torch.equal(first, second) for first, second in zip(plain, ours, strict=True))

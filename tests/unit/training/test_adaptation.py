@@ -106,18 +106,20 @@ def test_with_shifted_outputs_and_blocks_of_one_the_loss_is_that_of_the_source(q
     import transformers
 
     from diffusionlm.checkpoints.huggingface import load_tokenizer
-    from diffusionlm.data.pipeline import open_parts, rows_of
+    from diffusionlm.data.pipeline import build_row_reader, open_components
 
     config = recipe(qwen3, tmp_path, "shifted", block_length=1)
     train(config)
     tokenizer = load_tokenizer(tmp_path / "mask")
-    rows, _ = rows_of(open_parts(config.data, "train"), config.data, tokenizer, 32, config.run.seed).read(0, None, 8)
+    rows, _ = build_row_reader(open_components(config.data, "train"), config.data, tokenizer, 32, config.run.seed).read(
+        0, None, 8
+    )
     peer = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
     mask = load_model(tmp_path / "mask").config.mask_token
     nats, targets = 0.0, 0
     for row in rows:
-        for number in range(int(row.documents_L.max()) + 1):
-            ids = torch.from_numpy(row.tokens_L[row.documents_L == number]).long()
+        for number in range(int(row.document_ids_L.max()) + 1):
+            ids = torch.from_numpy(row.tokens_L[row.document_ids_L == number]).long()
             with torch.no_grad():
                 logits = peer(ids[None]).logits[0, :-1].double()
             logits[:, mask] = -math.inf  # never predicted here

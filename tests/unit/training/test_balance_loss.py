@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from config.train import TrainConfig
-from diffusionlm.diffusion.noised_batch import Draw
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import denominator_of, train, train_step
-from diffusionlm.training.reporting import step_metrics
+from diffusionlm.training.loop import sum_denominators, train, train_step
+from diffusionlm.training.reporting import collect_step_metrics
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.step_metrics import StepNumbers
+from diffusionlm.training.step_metrics import StepMetrics
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
 
@@ -28,14 +28,14 @@ def sparse(config: TrainConfig, directory: Path, coefficient: float, micro: int 
     return TrainConfig.model_validate(values)
 
 
-def one_step(config: TrainConfig) -> tuple[StepNumbers, dict[str, torch.Tensor], list[Draw], Run]:
+def one_step(config: TrainConfig) -> tuple[StepMetrics, dict[str, torch.Tensor], list[NoisedBatch], Run]:
     """Numbers, gradients, draws, and the run, its weights as they were."""
     with open_run_directory(config) as opened:
         run = build_run(config, opened)
-        chance = torch.Generator().manual_seed(0)
+        rng = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in run.model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=chance))
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=rng))
         parameters = dict(run.model.named_parameters())
         gradients: dict[str, torch.Tensor] = {}
 
@@ -49,14 +49,16 @@ def one_step(config: TrainConfig) -> tuple[StepNumbers, dict[str, torch.Tensor],
         keep: Any = Keep()
         run.optimizers = keep
         draws = run.loader.next_step(0)
-        numbers = StepNumbers(1, *train_step(run, draws, denominator_of(draws)).tolist())
+        numbers = StepMetrics(1, *train_step(run, draws, sum_denominators(draws)).tolist())
         assert numbers.is_finite
     return numbers, gradients, draws, run
 
 
-def balance_of(run: Run, draw: Draw) -> torch.Tensor:
-    score = Score(draw.targets_R, draw.weights_R, balance_weight=1.0)
-    balance = run.model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score).balance_sum
+def balance_of(run: Run, draw: NoisedBatch) -> torch.Tensor:
+    loss_inputs = LossInputs(draw.targets_N, draw.weights_N, load_balancing_weight=1.0)
+    balance = run.model(
+        draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
+    ).load_balancing_loss
     assert balance is not None
     return balance
 
@@ -87,7 +89,7 @@ def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -
         numbers, _, draws, run = one_step(sparse(config, tmp_path / str(coefficient), coefficient))
         run.progress.step, run.progress.seconds = 1, 1.0
         run.optimizers.learning_rates = lambda: {"all": 1.0}  # type: ignore[method-assign]
-        values = step_metrics(run, numbers, draws)
+        values = collect_step_metrics(run, numbers, draws)
         assert values.get("balance_loss", 0.0) == numbers.balance_loss
         assert ("balance_loss" in values) == (coefficient > 0)
 
@@ -98,5 +100,5 @@ def test_a_run_of_experts_ends_and_goes_on(config: TrainConfig, tmp_path: Path) 
     made = made.model_copy(update={"model": made.model.model_copy(update={"num_experts": 40})})
     assert train(made).step == 8
     longer = made.training.model_copy(update={"max_steps": 10})
-    accept = made.checkpoint.model_copy(update={"config_change": "accept"})
-    assert train(made.model_copy(update={"training": longer, "checkpoint": accept})).step == 10
+    update_window = made.checkpoint.model_copy(update={"config_change": "accept"})
+    assert train(made.model_copy(update={"training": longer, "checkpoint": update_window})).step == 10

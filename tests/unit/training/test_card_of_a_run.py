@@ -7,11 +7,11 @@ import tomllib
 from pathlib import Path
 
 from config.train import TrainConfig
-from diffusionlm.checkpoints.manifest import entries_of, verify
+from diffusionlm.checkpoints.manifest import make_manifest_entries, verify_directory
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train, train_to_the_end
 from diffusionlm.training.run import build_run
-from diffusionlm.training.run_checkpoint import resume
+from diffusionlm.training.run_checkpoint import resume_run
 from diffusionlm.training.signals import StopRequest
 from logger import NoLogger
 
@@ -39,7 +39,7 @@ def test_each_checkpoint_says_what_was_known_of_it(config: TrainConfig) -> None:
     final, last = result.summary.evaluation, store / "step-00000008"
     bound = f"at most {final.nats_per_token:.3f} ± {final.standard_error:.3f} nats per token, at step 8"
     assert f"| validation | {bound} |" in card_of(last)
-    verify(last, must_have_manifest=True)
+    verify_directory(last, must_have_manifest=True)
     state = json.loads((last / "state.json").read_text())
     for part in (
         "# run, 6,192 parameters",
@@ -63,23 +63,23 @@ def test_a_resumed_run_knows_the_last_validation(config: TrainConfig) -> None:
         run = build_run(config, directory)
         run.max_steps = 3
         train_to_the_end(run, NoLogger(), stop)
-        known = run.validated
+        known = run.last_validation
     assert known is not None and known.step == 2
     with open_run_directory(config) as directory:
         run = build_run(config, directory)
-        resume(run)
-        assert run.progress.step == 3 and run.validated == known
+        resume_run(run)
+        assert run.progress.step == 3 and run.last_validation == known
         state = directory.path / "checkpoints/step-00000003/state.json"
         values = json.loads(state.read_text(encoding="utf-8"))
         del values["validated"]
         reseal(state, json.dumps(values))
-        run.validated = None
-        resume(run)
-        assert run.validated is None
+        run.last_validation = None
+        resume_run(run)
+        assert run.last_validation is None
 
 
 def reseal(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     manifest = path.with_name("MANIFEST.json")
-    files = json.loads(manifest.read_text(encoding="utf-8"))["files"] | entries_of(path.parent, [path])
+    files = json.loads(manifest.read_text(encoding="utf-8"))["files"] | make_manifest_entries(path.parent, [path])
     manifest.write_text(json.dumps({"files": files}), encoding="utf-8")

@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diffusionlm.checkpoints.manifest import MANIFEST, entries_of, files_in, verify
-from diffusionlm.training.checkpointing.async_checkpointer import Saves
-from diffusionlm.training.checkpointing.staging import Snapshot, take_snapshot
+from diffusionlm.checkpoints.manifest import MANIFEST, list_files, make_manifest_entries, verify_directory
+from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
-from diffusionlm.training.checkpointing.tensor_files import TrainingState, write_training_state
-from files.atomic import replace_text
+from diffusionlm.training.checkpointing.tensor_files import StoredTensors, write_shards
+from files.atomic import write_text_atomic
 
 WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
 EVENTS = ("open", "fsync", "rename", "replace", "symlink", "unlink", "mkdir", "rmdir")
@@ -38,11 +38,11 @@ def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def snapshot(step: int, write: WriteModel = write_model, size: int = 20) -> Snapshot:
+def snapshot(step: int, write: WriteModel = write_model, size: int = 20) -> StagedCheckpoint:
     value = float(step)
     optimizer = {"w.step": torch.tensor(value), "w.exp_avg": torch.full((size,), value)}
     live = {"w": torch.full((size,), value)}
-    return take_snapshot(step, write, {"step": step}, {"w": torch.full((size,), value)}, optimizer, live)
+    return stage_checkpoint(step, write, {"step": step}, {"w": torch.full((size,), value)}, optimizer, live)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_what_is_on_the_disk_at_every_event_of_a_save(store: CheckpointStore, tm
     stores = [CheckpointStore(tmp_path / str(number), 1) for number in range(len(names))]
     for each in stores:
         for step in each.steps()[:-1]:  # the newest is read below
-            verify(each.path(step), must_have_manifest=True)
+            verify_directory(each.path(step), must_have_manifest=True)
     found = [newest(each) for each in stores]
     assert set(found) == {1, 2} and found == sorted(found), "the new one appears in one moment"
     assert names[found.index(2) - 1] == "rename" and len(names) >= NUM_EVENTS, len(names)
@@ -135,7 +135,7 @@ def test_kill_within_a_save(store: CheckpointStore, share: float) -> None:
     def save() -> None:
         taken = snapshot(2)
         counting(lambda now, name: die() if now == until else None)
-        saves = Saves(store, background=bool(until % 2))
+        saves = AsyncCheckpointer(store, background=bool(until % 2))
         saves.start(taken)
         saves.wait()
 
@@ -172,7 +172,7 @@ def test_a_file_that_may_not_grow_is_a_full_disk(
     def save() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         tensors = {"w": torch.zeros(model)}, {"w.exp_avg": torch.zeros(optimizer)}
-        taken = take_snapshot(2, write_model, {"step": 2}, *tensors)
+        taken = stage_checkpoint(2, write_model, {"step": 2}, *tensors)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
             store.save(2, taken)
@@ -267,8 +267,8 @@ def sign(path: Path) -> None:
     import json
 
     (path / MANIFEST).unlink()
-    (path / MANIFEST).write_text(json.dumps({"files": entries_of(path, files_in(path))}))
-    verify(path, must_have_manifest=True)
+    (path / MANIFEST).write_text(json.dumps({"files": make_manifest_entries(path, list_files(path))}))
+    verify_directory(path, must_have_manifest=True)
 
 
 @pytest.mark.parametrize("place", ["whole", "inside", "bytes", "outside"])
@@ -311,7 +311,7 @@ def test_tensors_are_not_loaded_by_an_open_pickle(store: CheckpointStore, tmp_pa
     buffer = io.BytesIO()
     torch.save(Harm(touched), buffer)
     (folder / "__0_0.distcp").write_bytes(buffer.getvalue())
-    opened = TrainingState.open(folder)
+    opened = StoredTensors.open(folder)
     for place in opened.metadata.storage_data.values():
         place.offset, place.length = 0, len(buffer.getvalue())
     with pytest.raises(ValueError, match="training_state cannot be read"):
@@ -321,34 +321,34 @@ def test_tensors_are_not_loaded_by_an_open_pickle(store: CheckpointStore, tmp_pa
 
 def test_a_missing_row_is_noticed_before_it_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        TrainingState.open(tmp_path / "none")
-    entries = write_training_state(
-        tmp_path / "training_state", snapshot(1).parts, Saves(CheckpointStore(tmp_path, 1)).ranks
+        StoredTensors.open(tmp_path / "none")
+    entries = write_shards(
+        tmp_path / "training_state", snapshot(1).shards, AsyncCheckpointer(CheckpointStore(tmp_path, 1)).world
     )
     assert sorted(entries) == ["training_state/.metadata", "training_state/__0_0.distcp"]
-    replace_text(tmp_path / "training_state" / "__0_0.distcp", "")
+    write_text_atomic(tmp_path / "training_state" / "__0_0.distcp", "")
     with pytest.raises(ValueError, match="training_state cannot be read"):
-        TrainingState.open(tmp_path / "training_state").read_whole("optimizer.")
+        StoredTensors.open(tmp_path / "training_state").read_whole("optimizer.")
 
 
 def test_failures_in_the_background_are_told_once(store: CheckpointStore) -> None:
     def full(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         raise OSError(28, "No space left on device")
 
-    saves = Saves(store)
+    saves = AsyncCheckpointer(store)
     saves.start(snapshot(2, full))
     saves.start(snapshot(3))  # waits for the one before, and does not hide what became of it
-    (told,) = saves.poll()
+    (told,) = saves.pop_failures()
     assert "step-00000002 was not written: [Errno 28] No space left on device" in told
     saves.wait()
-    assert saves.poll() == [] and newest(store) == 3
+    assert saves.pop_failures() == [] and newest(store) == 3
     saves.start(snapshot(4, full))
     with pytest.raises(ValueError, match="step-00000004 was not written"):
         saves.wait()
-    assert saves.poll() == []
+    assert saves.pop_failures() == []
     saves.start(snapshot(5, full))
     saves.close()
-    assert "step-00000005" in saves.poll()[0]
+    assert "step-00000005" in saves.pop_failures()[0]
     assert newest(store) == 3
 
 
@@ -359,9 +359,9 @@ def test_training_goes_on_while_it_is_written(store: CheckpointStore) -> None:
         assert may_end.wait(30)
         write_model(folder, copies)
 
-    saves = Saves(store)
-    saves.start(take_snapshot(2, slow, {"step": 2}, weights, {"w.a": weights["w"]}))
-    assert saves.poll() == [] and newest(store) == 1  # in the middle of it
+    saves = AsyncCheckpointer(store)
+    saves.start(stage_checkpoint(2, slow, {"step": 2}, weights, {"w.a": weights["w"]}))
+    assert saves.pop_failures() == [] and newest(store) == 1  # in the middle of it
     weights["w"] += 1
     may_end.set()
     saves.wait()
@@ -375,7 +375,7 @@ def test_a_mistake_of_the_program_is_no_event(store: CheckpointStore, background
     def wrong(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         raise TypeError("a bug")
 
-    saves = Saves(store, background=background)
+    saves = AsyncCheckpointer(store, background=background)
     saves.start(snapshot(2, wrong))
     with pytest.raises(TypeError, match="a bug"):
         saves.start(snapshot(3))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ddp.parallelism import Alone
+from ddp.parallelism import NoParallel
 from diffusionlm.checkpoints.huggingface import load_model, save_model
-from diffusionlm.checkpoints.manifest import MANIFEST, verify, write_directory
+from diffusionlm.checkpoints.manifest import MANIFEST, verify_directory, write_directory_atomically
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.checkpointing.staging import Snapshot, take_snapshot
-from diffusionlm.training.checkpointing.store import CheckpointStore, Saved
-from diffusionlm.training.checkpointing.tensor_files import TrainingState
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
+from diffusionlm.training.checkpointing.store import CheckpointStore, LoadedCheckpoint
+from diffusionlm.training.checkpointing.tensor_files import StoredTensors
 
 MakeModel = Callable[..., Transformer]
 WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
@@ -29,10 +29,10 @@ def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def snapshot(step: int, write: WriteModel = write_model, bound: float | None = None) -> Snapshot:
+def snapshot(step: int, write: WriteModel = write_model, bound: float | None = None) -> StagedCheckpoint:
     optimizer = {"w.step": torch.tensor(float(step)), "w.exp_avg": torch.full((50,), float(step))}
     live = {"w": torch.full((9,), float(step))}
-    return take_snapshot(step, write, {"step": step}, {"w": torch.arange(100.0) + step}, optimizer, live, bound)
+    return stage_checkpoint(step, write, {"step": step}, {"w": torch.arange(100.0) + step}, optimizer, live, bound)
 
 
 def save(store: CheckpointStore, step: int, write: WriteModel = write_model) -> Path:
@@ -44,12 +44,12 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=2)
 
 
-def load(store: CheckpointStore) -> tuple[Saved | None, list[str]]:
+def load(store: CheckpointStore) -> tuple[LoadedCheckpoint | None, list[str]]:
     said: list[str] = []
     return store.load_newest(said.append), said
 
 
-def assert_is(saved: Saved | None, step: int) -> None:
+def assert_is(saved: LoadedCheckpoint | None, step: int) -> None:
     assert saved is not None and saved.state == {"step": step}
     assert saved.path.name == f"step-{step:08d}"
     optimizer = saved.optimizer()
@@ -67,7 +67,7 @@ def test_saves_loads_keeps_last_and_points_to_latest(store: CheckpointStore) -> 
     assert load(store) == (None, [])
     for step in (5, 10, 100):
         path = save(store, step)
-        verify(path)
+        verify_directory(path)
         assert (store.folder / "latest").resolve() == path.resolve()
     assert store.steps() == [10, 100]
     assert sorted(path.name for path in store.folder.iterdir()) == ["latest", "step-00000010", "step-00000100"]
@@ -83,7 +83,7 @@ def test_latest_is_relative_so_that_a_run_may_move(store: CheckpointStore, tmp_p
 
 
 def test_without_average_the_live_weights_are_the_models(store: CheckpointStore) -> None:
-    store.save(1, take_snapshot(1, write_model, {"step": 1}, {"w": torch.arange(3.0)}, {}))
+    store.save(1, stage_checkpoint(1, write_model, {"step": 1}, {"w": torch.arange(3.0)}, {}))
     saved, _ = load(store)
     assert saved is not None and not saved.has_live_weights and saved.optimizer() == {}
     assert torch.equal(saved.live_weights()["w"], torch.arange(3.0))
@@ -105,7 +105,7 @@ def test_exception_while_writing_leaves_the_old_one(store: CheckpointStore) -> N
 def test_a_snapshot_is_of_its_moment(store: CheckpointStore) -> None:
     """Also where the tensors are views, and where one is used twice."""
     state, weights = {"step": 1}, torch.arange(12.0).view(3, 4)
-    taken = take_snapshot(1, write_model, state, {"w": weights.T}, {"w.a": weights}, {"w": weights[1]})
+    taken = stage_checkpoint(1, write_model, state, {"w": weights.T}, {"w.a": weights}, {"w": weights[1]})
     weights.zero_()
     state["step"] = 9
     store.save(1, taken)
@@ -125,7 +125,7 @@ def test_the_format_is_torchs(store: CheckpointStore, tmp_path: Path) -> None:
     tensors = {"optimizer.w.a": torch.randn(5, 3), "optimizer.w.step": torch.tensor(3.0)}
     tensors["weights.w"] = torch.randn(7).bfloat16()
     optimizer = {name.removeprefix("optimizer."): tensors[name] for name in ("optimizer.w.a", "optimizer.w.step")}
-    taken = take_snapshot(1, write_model, {}, {"w": torch.zeros(1)}, optimizer, {"w": tensors["weights.w"]})
+    taken = stage_checkpoint(1, write_model, {}, {"w": torch.zeros(1)}, optimizer, {"w": tensors["weights.w"]})
     path = store.save(1, taken)
     read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     with pytest.warns(UserWarning, match="single process"):
@@ -135,11 +135,11 @@ def test_the_format_is_torchs(store: CheckpointStore, tmp_path: Path) -> None:
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     theirs = tmp_path / "theirs" / ".metadata"
     with pytest.raises(ValueError, match=r"pathlib\S*\.PosixPath"):
-        TrainingState.open(theirs.parent)  # it has the path that it was written to
+        StoredTensors.open(theirs.parent)  # it has the path that it was written to
     taken_metadata = pickle.loads(theirs.read_bytes())
     taken_metadata.storage_meta = None
     theirs.write_bytes(pickle.dumps(taken_metadata))
-    opened = TrainingState.open(theirs.parent)
+    opened = StoredTensors.open(theirs.parent)
     assert opened.shapes == {name: tensor.shape for name, tensor in tensors.items()}
     assert all(torch.equal(value, tensors[name]) for name, value in opened.read_whole("").items())
 
@@ -227,18 +227,18 @@ def test_damaged_one_is_set_aside_with_a_message(store: CheckpointStore, name: s
 
 
 def test_any_flipped_byte_of_the_manifest_is_noticed(tmp_path: Path) -> None:
-    write_directory(tmp_path / "made", lambda folder: (folder / "a").write_text("1") and None)
+    write_directory_atomically(tmp_path / "made", lambda folder: (folder / "a").write_text("1") and None)
     path = tmp_path / "made" / MANIFEST
     content = path.read_bytes()
     for index in range(len(content)):
         path.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
         try:
-            verify(path.parent)
+            verify_directory(path.parent)
         except ValueError:
             continue
         assert content[index : index + 1].isspace(), f"flipping byte {index} of the manifest went unnoticed"
     path.write_bytes(content)
-    verify(path.parent)
+    verify_directory(path.parent)
 
 
 def test_all_damaged_is_an_error(store: CheckpointStore) -> None:
@@ -257,7 +257,7 @@ def test_an_older_version_is_said(store: CheckpointStore) -> None:
             save_file({"w": torch.zeros(1)}, folder / name)
         (folder / "state.json").write_text("{}")
 
-    write_directory(store.path(2), older)
+    write_directory_atomically(store.path(2), older)
     with pytest.raises(ValueError, match=r"step-00000002 was made by an older version.*model\.init_from"):
         load(store)
     assert store.steps() == [1, 2], "it is not damaged"
@@ -276,9 +276,9 @@ def test_a_programming_error_is_not_called_a_full_disk(store: CheckpointStore) -
 
 def test_write_directory_does_not_replace(tmp_path: Path) -> None:
     target = tmp_path / "made"
-    write_directory(target, lambda folder: (folder / "a").write_text("1") and None)
+    write_directory_atomically(target, lambda folder: (folder / "a").write_text("1") and None)
     with pytest.raises(ValueError, match="made"):
-        write_directory(target, lambda folder: (folder / "a").write_text("2") and None)
+        write_directory_atomically(target, lambda folder: (folder / "a").write_text("2") and None)
     assert (target / "a").read_text() == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
@@ -286,11 +286,11 @@ def test_write_directory_does_not_replace(tmp_path: Path) -> None:
 def test_weights_are_restored_by_name(tiny_model: MakeModel) -> None:
     source, target = tiny_model(seed=1), tiny_model(seed=2)
     weights = {name: parameter.detach().clone() for name, parameter in source.named_parameters()}
-    Alone(target).set_weights(weights)
+    NoParallel(target).set_weights(weights)
     assert all(torch.equal(parameter, weights[name]) for name, parameter in target.named_parameters())
     weights.pop("model.norm.weight")
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        Alone(target).set_weights(weights)
+        NoParallel(target).set_weights(weights)
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "misshapen", "damaged", "absent"])
@@ -320,7 +320,7 @@ def test_run_directory_is_a_model_directory(tiny_model: MakeModel, tmp_path: Pat
     model = tiny_model()
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     weights = dict(model.named_parameters())
-    store.save(4, take_snapshot(4, lambda folder, copies: save_model(model, folder, copies), {}, weights, {}))
+    store.save(4, stage_checkpoint(4, lambda folder, copies: save_model(model, folder, copies), {}, weights, {}))
     for path in (tmp_path, store.folder / "latest", store.path(4)):
         assert torch.equal(load_model(path).model.norm.weight, model.model.norm.weight)
     with pytest.raises(ValueError, match="no model at"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.activation_checkpointing import checkpoint_activations
@@ -30,9 +30,11 @@ CASES: dict[str, tuple[AttentionPattern, dict[str, Any]]] = {
 def gradients(model: Transformer, pattern: AttentionPattern, rows: torch.Tensor) -> list[torch.Tensor]:
     tokens = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3))
     count = len(rows)
-    score = Score(torch.arange(count), torch.ones(count), balance_weight=float(model.config.num_experts > 0))
-    scored = model(tokens, pattern=pattern, rows=rows, score=score)
-    return [scored.loss_sum.detach(), *torch.autograd.grad(scored.trained_sum, list(model.parameters()))]
+    loss_inputs = LossInputs(
+        torch.arange(count), torch.ones(count), load_balancing_weight=float(model.config.num_experts > 0)
+    )
+    scored = model(tokens, pattern=pattern, output_positions=rows, loss_inputs=loss_inputs)
+    return [scored.loss_sum.detach(), *torch.autograd.grad(scored.total_loss, list(model.parameters()))]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

@@ -153,10 +153,10 @@ def test_a_package_that_cannot_update_here_is_named(
 @pytest.mark.usefixtures("package")
 def test_cut_parameters_are_refused(tiny_model: MakeModel) -> None:
     """A block of numbers that share a scale may lie in two rows."""
-    exchange: Any = object()
+    row_exchange: Any = object()
     with pytest.raises(ValueError, match=r'"fsdp" cuts them: set parallel.strategy = "ddp", choose kind = "adamw"'):
-        build_optimizers(KINDS[0], named(tiny_model()), exchange=exchange)
+        build_optimizers(KINDS[0], named(tiny_model()), row_exchange=row_exchange)
     told: list[str] = []
     config = AdamW(kind="adamw8bit", fallback=True)
-    build_optimizers(config, named(tiny_model()), told.append, exchange)
+    build_optimizers(config, named(tiny_model()), told.append, row_exchange)
     assert "going on with" in told[0]

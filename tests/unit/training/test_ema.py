@@ -26,7 +26,7 @@ def test_recursion_with_warm_up(tiny_model: MakeModel, dtype: torch.dtype) -> No
         average.update()
         decay = min(0.3, (1 + n) / (10 + n))
         expected = decay * expected + (1 - decay) * parameter.detach().double()
-    assert average.updates == 7
+    assert average.num_updates == 7
     assert average.average[name].dtype == torch.float32
     torch.testing.assert_close(average.average[name].double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -42,7 +42,7 @@ def test_applied_puts_the_weights_back(tiny_model: MakeModel) -> None:
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
 
     def fail_inside() -> None:
-        with average.applied():
+        with average.use_averages():
             for name, parameter in model.named_parameters():
                 assert torch.equal(parameter, before[name])
             assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -79,7 +79,7 @@ def test_a_skipped_update_changes_and_counts_nothing(tiny_model: MakeModel) -> N
                 average.update(torch.tensor(is_skipped))
             elif not is_skipped:
                 average.update()
-    assert averages[0].updates == averages[1].updates == 2
+    assert averages[0].num_updates == averages[1].num_updates == 2
     for name, value in averages[1].average.items():
         assert torch.equal(averages[0].average[name], value), name
 
@@ -90,11 +90,11 @@ def test_a_restored_average_goes_on_with_its_count(tiny_model: MakeModel) -> Non
     for average in averages:
         average.update()
     restored = WeightAverage(models[1], decay=0.9)
-    restored.restore(averages[0].average, averages[0].updates)
+    restored.restore(averages[0].average, averages[0].num_updates)
     for model in models:
         torch.nn.init.ones_(model.lm_head.weight)
     averages[0].update()
     restored.update()
-    assert restored.updates == 2
+    assert restored.num_updates == 2
     for name, value in averages[0].average.items():
         assert torch.equal(restored.average[name], value), name

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from diffusionlm.data.loader import batch_of
+from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.evaluation.evaluate import entropy, evaluate, fill_accuracy
+from diffusionlm.evaluation.evaluate import entropy, evaluate, measure_fill_accuracy
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
 
@@ -28,24 +28,24 @@ class Constant(torch.nn.Module):
         super().__init__()
         self.config, self.lm_head, self.logits_V = like.config, like.lm_head, logits_V
 
-    def forward(self, tokens_BL: torch.Tensor, *, rows: torch.Tensor, score: Any = None, **_: Any) -> Any:
-        from diffusionlm.kernels.cross_entropy import Scored
+    def forward(self, tokens_BL: torch.Tensor, *, rows: torch.Tensor, loss_inputs: Any = None, **_: Any) -> Any:
+        from diffusionlm.kernels.cross_entropy import LossOutput
 
         logits = self.logits_V.expand(len(rows), -1).clone()
-        if score is None:
+        if loss_inputs is None:
             return logits
-        logits[:, score.excluded_token] = float("-inf")
-        nll = torch.nn.functional.cross_entropy(logits, score.targets_R, reduction="none")
-        return Scored((nll * score.weights_R).sum(), nll)
+        logits[:, loss_inputs.excluded_token] = float("-inf")
+        nll = torch.nn.functional.cross_entropy(logits, loss_inputs.targets_N, reduction="none")
+        return LossOutput((nll * loss_inputs.weights_N).sum(), nll)
 
 
 def rows(count: int, length: int, vocab: int, padding: int = 0) -> list[Row]:
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     made = []
     for _ in range(count):
         documents = np.zeros(length, dtype=np.int32)
         documents[length - padding :] = -1
-        made.append(Row(chance.integers(0, vocab, length).astype(np.int32), documents, documents >= 0))
+        made.append(Row(rng.integers(0, vocab, length).astype(np.int32), documents, documents >= 0))
     return made
 
 
@@ -73,13 +73,13 @@ def test_fills_are_counted(tiny_model: Callable[..., Transformer], tokenizer: To
     logits[[5, 6, 7, 8, 9]] = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
     logits[tokenizer.mask_token_id] = 99.0  # never guessed
     tokens = np.array([5, 5, 6, 7, 8, 9, 10, 10], dtype=np.int32)
-    batch = batch_of([Row(tokens, np.zeros(8, dtype=np.int32), np.ones(8, dtype=np.bool_))] * 4)
+    batch = collate_rows([Row(tokens, np.zeros(8, dtype=np.int32), np.ones(8, dtype=np.bool_))] * 4)
     model: Any = Constant(like, logits)
-    all_masked = fill_accuracy(model, batch, 1.0, 3, commonest=10)
-    assert (all_masked.first_guess, all_masked.first_five, all_masked.commonest) == (2 / 8, 6 / 8, 2 / 8)
-    half = fill_accuracy(model, batch, 0.5, 3, commonest=None)
+    all_masked = measure_fill_accuracy(model, batch, 1.0, 3, commonest=10)
+    assert (all_masked.top1_accuracy, all_masked.top5_accuracy, all_masked.commonest) == (2 / 8, 6 / 8, 2 / 8)
+    half = measure_fill_accuracy(model, batch, 0.5, 3, commonest=None)
     assert half.commonest is None
-    assert half == fill_accuracy(model, batch, 0.5, 2, commonest=None)
+    assert half == measure_fill_accuracy(model, batch, 0.5, 2, commonest=None)
 
 
 def test_entropy() -> None:

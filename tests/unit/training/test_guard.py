@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from config.train import TrainConfig
-from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import DiffusionObjective
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.loop import train
-from diffusionlm.training.skipped_batches import SkippedBatches, read_skipped
-from diffusionlm.training.spike_guard import Numbers, SpikeGuard, account
+from diffusionlm.training.skipped_batches import SkippedBatches, load_skipped_step
+from diffusionlm.training.spike_guard import Numbers, SpikeGuard, count_step
 from logger import NoLogger
 from logger.run_logger import Metrics
 
@@ -29,8 +29,8 @@ WINDOW, DEVIATIONS = 8, 3.0
 
 def steps(number: int = 120) -> list[tuple[Tensor, Tensor]]:
     """Losses and norms with spikes of each kind and numbers that are none; float32, as a run's."""
-    chance = np.random.default_rng(3)
-    values = np.stack([4.0 + 0.1 * chance.normal(size=number), 1.0 + 0.05 * chance.normal(size=number)], axis=1)
+    rng = np.random.default_rng(3)
+    values = np.stack([4.0 + 0.1 * rng.normal(size=number), 1.0 + 0.05 * rng.normal(size=number)], axis=1)
     values[40, 0] += 5.0
     values[50, 1] += 5.0
     values[60:63, 0] = [math.nan, math.inf, -math.inf]
@@ -42,9 +42,9 @@ def steps(number: int = 120) -> list[tuple[Tensor, Tensor]]:
 def judge(guard: SpikeGuard, some: list[tuple[Tensor, Tensor]]) -> list[bool]:
     decided = []
     for loss, norm in some:
-        is_good = guard.is_good(loss, norm)
-        guard.accept(loss, norm, is_good)
-        decided.append(bool(is_good))
+        is_accepted = guard.is_accepted(loss, norm)
+        guard.update_window(loss, norm, is_accepted)
+        decided.append(bool(is_accepted))
     return decided
 
 
@@ -54,13 +54,13 @@ def reckoned(some: list[tuple[Tensor, Tensor]]) -> list[bool]:
     decided = []
     for pair in some:
         numbers = (float(pair[0]), float(pair[1]))
-        is_good = all(map(math.isfinite, numbers))
+        is_accepted = all(map(math.isfinite, numbers))
         last = np.array(good[-WINDOW:])
-        if is_good and len(last) >= WINDOW // 2:
+        if is_accepted and len(last) >= WINDOW // 2:
             limits = last.mean(axis=0) + DEVIATIONS * last.std(axis=0, ddof=1)
-            is_good = bool((np.array(numbers) <= limits).all())
-        decided.append(is_good)
-        good += [numbers] * is_good
+            is_accepted = bool((np.array(numbers) <= limits).all())
+        decided.append(is_accepted)
+        good += [numbers] * is_accepted
     return decided
 
 
@@ -73,7 +73,7 @@ def test_decisions_are_those_of_a_plain_reckoning() -> None:
 
 def test_without_a_limit_only_what_is_not_finite_is_skipped() -> None:
     decided = judge(guard := SpikeGuard(None, WINDOW, CPU), steps())
-    assert [index for index, is_good in enumerate(decided) if not is_good] == [60, 61, 62, 70]
+    assert [index for index, is_accepted in enumerate(decided) if not is_accepted] == [60, 61, 62, 70]
     assert guard.state_dict() == {}
 
 
@@ -100,7 +100,7 @@ def test_a_resumed_guard_is_the_same_to_the_last_bit(cut: int) -> None:
     after.load_state_dict(json.loads(json.dumps(before.state_dict(), allow_nan=False)))
     assert first + judge(after, steps()[cut:]) == decided
     assert after.state_dict() == whole.state_dict()
-    assert torch.equal(after._good_2W, whole._good_2W)  # at the same places, so that sums are rounded alike
+    assert torch.equal(after._accepted_2W, whole._accepted_2W)  # at the same places, so that sums are rounded alike
 
 
 def test_another_window_takes_the_newest_steps() -> None:
@@ -128,11 +128,11 @@ def test_nobody_waits_for_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"):
             patch.setattr(Tensor, name, look)
-        is_good = guard.is_good(loss, norm)
-        guard.accept(loss, norm, is_good)
+        is_accepted = guard.is_accepted(loss, norm)
+        guard.update_window(loss, norm, is_accepted)
         with pytest.raises(AssertionError, match="somebody looked"):
             guard.state_dict()
-    assert (is_good.dtype, is_good.shape) == (torch.bool, torch.Size())
+    assert (is_accepted.dtype, is_accepted.shape) == (torch.bool, torch.Size())
     assert guard.state_dict()["losses"] == [4.0]
 
 
@@ -145,8 +145,8 @@ def test_a_gpu_decides_as_a_cpu() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for loss, norm in some:
-            decided.append(guard.is_good(loss, norm))
-            guard.accept(loss, norm, decided[-1])
+            decided.append(guard.is_accepted(loss, norm))
+            guard.update_window(loss, norm, decided[-1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(decided).tolist() == reckoned(steps())
@@ -164,7 +164,7 @@ class Judged:
     step: int
     loss: float
     grad_norm: float
-    is_good: bool
+    is_accepted: bool
 
     @property
     def is_finite(self) -> bool:
@@ -197,7 +197,7 @@ def test_steps_are_counted_recorded_and_said() -> None:
     progress, logger, batches = Progress(), Events(), Batches()
     good, spike, broken = Judged(1, 5.0, 1.0, True), Judged(2, 50.0, 9.0, False), Judged(3, math.nan, 1.0, False)
     for numbers in (good, spike, broken):
-        account(progress, logger, numbers, batches, 3)
+        count_step(progress, logger, numbers, batches, 3)
     assert progress == Progress(2, 2, 0.02 * 5.0)
     assert batches.told == [("release", 1), ("record", 2), ("record", 3)]
     assert logger.told == [
@@ -209,7 +209,7 @@ def test_steps_are_counted_recorded_and_said() -> None:
         ),
         (3, "skipped", "step 3: skipped, loss nan, gradient norm 1.0; its batch is in a drawer"),
     ]
-    account(progress, logger, Judged(4, 5.0, 1.0, True), batches, 3)
+    count_step(progress, logger, Judged(4, 5.0, 1.0, True), batches, 3)
     assert (progress.skipped, progress.skipped_in_a_row) == (2, 0)
 
 
@@ -224,9 +224,9 @@ def test_several_in_a_row_are_given_up(loss: float, message: str) -> None:
     progress, batches = Progress(), Batches()
     logger: Any = Events()
     for step in (1, 2):
-        account(progress, logger, Judged(step, loss, 1.0, False), batches, 3)
+        count_step(progress, logger, Judged(step, loss, 1.0, False), batches, 3)
     with pytest.raises(ValueError, match=message):
-        account(progress, logger, Judged(3, loss, 1.0, False), batches, 3)
+        count_step(progress, logger, Judged(3, loss, 1.0, False), batches, 3)
     assert batches.told[-1] == ("record", 3)
     assert len(logger.told) == 3
 
@@ -234,14 +234,14 @@ def test_several_in_a_row_are_given_up(loss: float, message: str) -> None:
 def test_a_run_skips_a_spike_records_it_and_resumes_exactly(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    original, broken = DiffusionObjective.score, {6}
+    original, broken = DiffusionObjective.loss_inputs, {6}
 
-    def score(self: DiffusionObjective, draw: Draw, denominator: float) -> Score:
+    def loss_inputs(self: DiffusionObjective, draw: NoisedBatch, denominator: float) -> LossInputs:
         made = original(self, draw, denominator)
         scale = 100.0 if calls.pop(0) in broken else 1.0
-        return Score(made.targets_R, made.weights_R * scale, made.excluded_token)
+        return LossInputs(made.targets_N, made.weights_N * scale, made.excluded_token)
 
-    monkeypatch.setattr(DiffusionObjective, "score", score)
+    monkeypatch.setattr(DiffusionObjective, "loss_inputs", loss_inputs)
     spikes = {"max_spike_deviations": 30.0, "spike_window": 6}
     config = config.model_copy(update={"training": config.training.model_copy(update=spikes)})
     directories = [tmp_path / "whole", tmp_path / "parts"]
@@ -261,7 +261,7 @@ def test_a_run_skips_a_spike_records_it_and_resumes_exactly(
     for directory in directories:
         records = map(json.loads, (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         skipped.append([each["text"].partition(";")[0] for each in records if each.get("event") == "skipped"])
-        record, draws = read_skipped(directory / "skipped/step-00000006-rank-0.json")
+        record, draws = load_skipped_step(directory / "skipped/step-00000006-rank-0.json")
         assert (record["reason"], len(draws)) == ("spike", 1)
     assert skipped[0] == skipped[1]
     assert [text[:16] for text in skipped[0]] == ["step 6: skipped,"]
@@ -272,7 +272,7 @@ def test_a_run_skips_a_spike_records_it_and_resumes_exactly(
 def _fail_at(step: int) -> Any:
     original = SkippedBatches.hold
 
-    def hold(self: SkippedBatches, number: int, draws: list[Draw], position: dict[str, Any]) -> None:
+    def hold(self: SkippedBatches, number: int, draws: list[NoisedBatch], position: dict[str, Any]) -> None:
         if number == step:
             raise KeyError("the process is gone")
         original(self, number, draws, position)

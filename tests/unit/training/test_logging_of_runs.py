@@ -20,8 +20,8 @@ from diffusionlm.inference.generate import infill
 from diffusionlm.inference.text import parse_infill
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train
-from diffusionlm.training.reporting import watched_metrics
-from diffusionlm.training.step_metrics import StepNumbers
+from diffusionlm.training.reporting import collect_monitor_metrics
+from diffusionlm.training.step_metrics import StepMetrics
 from tests.unit.logger.test_weights_and_biases import FakeWandb
 
 
@@ -51,7 +51,7 @@ def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pyte
     assert len(steps) == 8
     summary = json.loads((config.run.directory / "summary.json").read_text(encoding="utf-8"))["evaluation"]
     names = ("nats_per_token", "standard_error", "bits_per_byte", "bits_per_byte_standard_error")
-    guesses = {f"final_first_guess/{fill['fraction']}": fill["first_guess"] for fill in summary["fills"]}
+    guesses = {f"final_first_guess/{fill['fraction']}": fill["top1_accuracy"] for fill in summary["fills"]}
     assert final == {f"final_{name}": summary[name] for name in names} | guesses
     for step, values in enumerate(steps, 1):
         for key in (
@@ -156,8 +156,8 @@ def test_what_gradients_are_cut_by(
     grad_norm: float, ratio: float, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config.model_copy(update={"training": config.training.model_copy(update={"max_grad_norm": 2.0})})
-    run: Any = SimpleNamespace(config=config, device=torch.device("cpu"), watch=SimpleNamespace(metrics=lambda: {}))
-    values = watched_metrics(run, StepNumbers(1, 2.0, grad_norm, 0.0, True))
+    run: Any = SimpleNamespace(config=config, device=torch.device("cpu"), monitor=SimpleNamespace(metrics=lambda: {}))
+    values = collect_monitor_metrics(run, StepMetrics(1, 2.0, grad_norm, 0.0, True))
     assert values["grad_clip_ratio"] == pytest.approx(ratio, rel=1e-5, nan_ok=True)
     assert values["memory/peak_resident"] > 2**20
 

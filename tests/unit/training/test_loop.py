@@ -10,21 +10,21 @@ import pytest
 
 from config.train import TrainConfig
 from diffusionlm.diffusion.objectives import DiffusionObjective
-from diffusionlm.kernels.cross_entropy import Score
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.loop import train
 
 
 def break_scores(monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
     """Make the weights of some calls infinite, and so loss and gradient."""
-    original, calls = DiffusionObjective.score, [0]
+    original, calls = DiffusionObjective.loss_inputs, [0]
 
-    def score(self: DiffusionObjective, draw: Any, denominator: float) -> Score:
+    def loss_inputs(self: DiffusionObjective, draw: Any, denominator: float) -> LossInputs:
         calls[0] += 1
         result = original(self, draw, denominator)
-        return Score(result.targets_R, result.weights_R * (float("inf") if calls[0] in bad_calls else 1.0))
+        return LossInputs(result.targets_N, result.weights_N * (float("inf") if calls[0] in bad_calls else 1.0))
 
-    monkeypatch.setattr(DiffusionObjective, "score", score)
+    monkeypatch.setattr(DiffusionObjective, "loss_inputs", loss_inputs)
 
 
 def events(config: TrainConfig) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.optim.master_weights import join, split
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import denominator_of, train, train_step
+from diffusionlm.training.loop import sum_denominators, train, train_step
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.run_checkpoint import save
+from diffusionlm.training.run_checkpoint import save_checkpoint
 from logger import LoggerGroup
 
 
@@ -54,23 +54,23 @@ def test_with_equal_gradients_the_master_is_a_float32_runs_weight(config: TrainC
     for weights in ("float32", "bfloat16_with_master"):
         with open_run_directory(narrow(config, tmp_path / weights, weights)) as directory:
             runs.append(build_run(narrow(config, tmp_path / weights, weights), directory))
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     for _ in range(3):
         for _ in range(2):
-            gradients = [torch.randn(each.shape, generator=chance) for each in runs[0].model.parameters()]
+            gradients = [torch.randn(each.shape, generator=rng) for each in runs[0].model.parameters()]
             for run in runs:
                 for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
                     gradient = gradient.bfloat16().to(parameter.dtype)
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                run.master.collect_gradients()
+                run.master_weights.accumulate_gradients()
         for run in runs:
-            with run.master.full():
+            with run.master_weights.full():
                 run.optimizers.step(1.0)
     first, second = (dict(run.model.named_parameters()) for run in runs)
     kinds = {name: each.dtype for name, each in second.items()}
     assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
     assert {kinds[name] for name in ("model.embed_tokens.weight", "model.norm.weight")} == {torch.float32}
-    with runs[1].master.full():
+    with runs[1].master_weights.full():
         assert all(torch.equal(first[name], second[name]) for name in first)
     assert kinds == {name: each.dtype for name, each in second.items()}
     assert all(each.dtype == torch.float32 for each in runs[1].optimizers.state_dict().values())
@@ -90,9 +90,9 @@ def test_runs_resume_bit_for_bit_and_keep_float32(config: TrainConfig, tmp_path:
         run = build_run(part, directory)
         for step in range(4):
             draws = run.loader.next_step(step)
-            train_step(run, draws, denominator_of(draws))
+            train_step(run, draws, sum_denominators(draws))
             run.progress.step += 1
-        save(run, LoggerGroup(), must_succeed=True)
+        save_checkpoint(run, LoggerGroup(), must_succeed=True)
     train(part)
     assert losses(part) == losses(whole)[4:]
     models = [load_model(each.run.directory / "checkpoints/latest") for each in (whole, part)]

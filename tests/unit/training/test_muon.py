@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from diffusionlm.optim import muon
-from diffusionlm.optim.muon import COEFFICIENTS, AdjustLr, Muon, orthogonalise, product_dtype, rate_factor, stacks
+from diffusionlm.optim.muon import (
+    COEFFICIENTS,
+    AdjustLr,
+    Muon,
+    choose_product_dtype,
+    group_into_stacks,
+    learning_rate_scale,
+    orthogonalize,
+)
 
 SHAPES = [(6, 6), (12, 5), (5, 12), (1, 7), (7, 1)]
 
@@ -28,10 +36,10 @@ def by_singular_values(matrix: Tensor) -> Tensor:
 def test_singular_values_are_moved_by_the_polynomial(shape: tuple[int, int]) -> None:
     stack = torch.randn(3, *shape, dtype=torch.float64)
     expected = torch.stack([by_singular_values(each) for each in stack])
-    torch.testing.assert_close(orthogonalise(stack, torch.float64), expected, rtol=0, atol=1e-10)
-    assert orthogonalise(stack).dtype == torch.bfloat16
-    assert float((orthogonalise(stack) - expected).norm()) < 0.05 * float(expected.norm())
-    torch.testing.assert_close(orthogonalise(stack * 1e-4, torch.float64), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(orthogonalize(stack, torch.float64), expected, rtol=0, atol=1e-10)
+    assert orthogonalize(stack).dtype == torch.bfloat16
+    assert float((orthogonalize(stack) - expected).norm()) < 0.05 * float(expected.norm())
+    torch.testing.assert_close(orthogonalize(stack * 1e-4, torch.float64), expected, rtol=0, atol=1e-9)
 
 
 def test_coefficients_are_the_published_ones() -> None:
@@ -41,12 +49,12 @@ def test_coefficients_are_the_published_ones() -> None:
 def test_orthogonalise_is_pure_and_works_matrix_by_matrix() -> None:
     stack = torch.randn(5, 8, 16)
     before = stack.clone()
-    whole = orthogonalise(stack)
+    whole = orthogonalize(stack)
     assert torch.equal(stack, before)
     for size in (1, 2):
-        parts = torch.cat([orthogonalise(part) for part in stack.split(size)])
+        parts = torch.cat([orthogonalize(part) for part in stack.split(size)])
         torch.testing.assert_close(parts, whole, rtol=0, atol=0.02)
-    assert torch.equal(orthogonalise(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4, dtype=torch.bfloat16))
+    assert torch.equal(orthogonalize(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4, dtype=torch.bfloat16))
 
 
 def made(shapes: list[tuple[int, int]]) -> list[nn.Parameter]:
@@ -95,9 +103,13 @@ def test_float32_products_give_the_exact_update() -> None:
 
 
 def test_rate_factors() -> None:
-    assert rate_factor("match_rms_adamw", 100, 25) == rate_factor("match_rms_adamw", 25, 100) == pytest.approx(2.0)
-    assert rate_factor("original", 100, 25) == pytest.approx(2.0)
-    assert rate_factor("original", 25, 100) == 1.0
+    assert (
+        learning_rate_scale("match_rms_adamw", 100, 25)
+        == learning_rate_scale("match_rms_adamw", 25, 100)
+        == pytest.approx(2.0)
+    )
+    assert learning_rate_scale("original", 100, 25) == pytest.approx(2.0)
+    assert learning_rate_scale("original", 25, 100) == 1.0
 
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
@@ -117,17 +129,17 @@ def test_equal_matrices_are_made_orthogonal_together(monkeypatch: pytest.MonkeyP
 
     def spy(stack: Tensor, dtype: torch.dtype) -> Tensor:
         shapes.append(stack.shape)
-        return orthogonalise(stack, dtype)
+        return orthogonalize(stack, dtype)
 
-    monkeypatch.setattr(muon, "orthogonalise", spy)
+    monkeypatch.setattr(muon, "orthogonalize", spy)
     parameters = made([(8, 4), (4, 8), (8, 4), (8, 4), (8, 4), (8, 4)])
     give_gradients(parameters, 0)
     Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.1).step()
     assert shapes == [(5, 8, 4), (1, 4, 8)]
-    monkeypatch.setitem(muon.MOST_ELEMENTS, "cpu", 70)
-    assert [len(each) for each in stacks(list(parameters))] == [2, 2, 1, 1]
-    monkeypatch.setitem(muon.MOST_ELEMENTS, "cpu", 1)
-    assert [len(each) for each in stacks(list(parameters))] == [1] * 6
+    monkeypatch.setitem(muon.MAX_STACK_ELEMENTS, "cpu", 70)
+    assert [len(each) for each in group_into_stacks(list(parameters))] == [2, 2, 1, 1]
+    monkeypatch.setitem(muon.MAX_STACK_ELEMENTS, "cpu", 1)
+    assert [len(each) for each in group_into_stacks(list(parameters))] == [1] * 6
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3, 4)])
@@ -138,9 +150,9 @@ def test_only_matrices(shape: tuple[int, ...]) -> None:
 
 def test_products_are_bfloat16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = torch.zeros(1)
-    assert product_dtype("float32", parameter) == torch.float32
-    assert product_dtype("bfloat16", parameter) == torch.bfloat16
+    assert choose_product_dtype("float32", parameter) == torch.float32
+    assert choose_product_dtype("bfloat16", parameter) == torch.bfloat16
     for avx, amx in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=avx: has)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=amx: has)
-        assert product_dtype("auto", parameter) == (torch.bfloat16 if avx or amx else torch.float32)
+        assert choose_product_dtype("auto", parameter) == (torch.bfloat16 if avx or amx else torch.float32)

@@ -16,15 +16,15 @@ from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
 from diffusionlm.data.loader import Loader
-from diffusionlm.data.pipeline import open_parts
-from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.data.pipeline import open_components
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.inference.generate import generate
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import denominator_of, train, train_step
+from diffusionlm.training.loop import sum_denominators, train, train_step
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.summary import Summary, render_summary
+from diffusionlm.training.summary import Summary, format_summary
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 BLOCKS = {"kind": "block_diffusion", "block_length": [1, 4, 16]}
@@ -93,20 +93,22 @@ class Keep:
             each.grad = None
 
 
-def one_step(config: TrainConfig, micro: int, directory: Path) -> tuple[float, dict[str, torch.Tensor], list[Draw]]:
+def one_step(
+    config: TrainConfig, micro: int, directory: Path
+) -> tuple[float, dict[str, torch.Tensor], list[NoisedBatch]]:
     training = config.training.model_copy(update={"micro_batch_size": micro, "max_grad_norm": 1e9})
     config = in_directory(config.model_copy(update={"training": training}), directory)
     with open_run_directory(config) as opened:
         run = build_run(config, opened)
         # Output projections start at zero, and would give no gradient to what is before them.
-        chance = torch.Generator().manual_seed(0)
+        rng = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in run.model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=chance))
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=rng))
         keep: Any = Keep(run)
         run.optimizers = keep
         draws = run.loader.next_step(0)
-        loss = train_step(run, draws, denominator_of(draws)).tolist()[0]
+        loss = train_step(run, draws, sum_denominators(draws)).tolist()[0]
         return loss, keep.gradients, draws
 
 
@@ -154,7 +156,7 @@ def test_a_run_resumes_bit_for_bit(
     expected = train(whole)
     original = Loader.next_step
 
-    def next_step(self: Loader, step: int) -> list[Draw]:
+    def next_step(self: Loader, step: int) -> list[NoisedBatch]:
         if step == 5:
             raise RuntimeError("the machine goes down")
         return original(self, step)
@@ -183,7 +185,7 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     saved = json.loads((config.run.directory / "summary.json").read_text(encoding="utf-8"))
     assert Summary.from_json(saved) == summary
     assert not summary.evaluation.fills
-    text = render_summary(summary, config.run.directory)
+    text = format_summary(summary, config.run.directory)
     for part in (
         "validation bound, blocks of 16",
         "loss, token by token",
@@ -195,15 +197,15 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     assert (model.config.block_length, model.config.logit_alignment) == (16, "same_position")
     # The table's numbers are what the library says of the saved model.
     tokenizer = load_tokenizer(config.run.directory)
-    rows = Validator.open(config, tokenizer, open_parts(config.data, "train")).rows[:8]
+    rows = Validator.open(config, tokenizer, open_components(config.data, "train")).rows[:8]
     batch: dict[str, Any] = {
         "tokens_BL": torch.from_numpy(np.stack([row.tokens_L for row in rows])).long(),
-        "is_target_BL": torch.from_numpy(np.stack([row.is_target_L for row in rows])),
-        "document_BL": torch.from_numpy(np.stack([row.documents_L for row in rows])),
+        "loss_mask_BL": torch.from_numpy(np.stack([row.loss_mask_L for row in rows])),
+        "document_BL": torch.from_numpy(np.stack([row.document_ids_L for row in rows])),
     }
     for evaluation in (summary.evaluation, *summary.other_block_lengths):
         report = nelbo(
-            model, block_length=evaluation.block_length, num_draws=config.validation.draws, batch_size=8, **batch
+            model, block_length=evaluation.block_length, num_mc_samples=config.validation.draws, batch_size=8, **batch
         )
         assert report.nats_per_token == pytest.approx(evaluation.nats_per_token, rel=1e-5)
     [done] = generate(model, [tokenizer.encode("the")], GenerationConfig(max_new_tokens=6))
@@ -224,7 +226,7 @@ def test_next_token_from_a_tokenizer_without_mask_token(config: TrainConfig, tmp
     config = with_objective(config, NEXT, tokenizer={"path": str(tmp_path / "bare")}, validation={"every_steps": 4})
     summary = train(config).summary
     assert summary is not None and summary.evaluation.block_length == 1
-    text = render_summary(summary, config.run.directory)
+    text = format_summary(summary, config.run.directory)
     assert "validation loss, token by token" in text and "cross-entropy by" not in text and "masked" not in text
     model = load_model(config.run.directory)
     assert model.config.is_autoregressive and model.config.mask_token_id is None
@@ -243,8 +245,10 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
         run.optimizers = keep
         rows = run.loader.rows.read(0, None, config.training.batch_size)[0]
         draws = run.loader.next_step(0)
-        loss = train_step(run, draws, denominator_of(draws)).tolist()[0]
-        stack = [np.stack([getattr(row, name) for row in rows]) for name in ("tokens_L", "is_target_L", "documents_L")]
+        loss = train_step(run, draws, sum_denominators(draws)).tolist()[0]
+        stack = [
+            np.stack([getattr(row, name) for row in rows]) for name in ("tokens_L", "loss_mask_L", "document_ids_L")
+        ]
         tokens, targets, documents = map(torch.from_numpy, stack)
         report = nelbo(run.model, tokens.long(), targets, 1, document_BL=documents)
     assert loss == pytest.approx(report.nats_per_token, rel=1e-5)
@@ -277,7 +281,7 @@ def test_the_entropy_of_the_source_is_named_where_it_is_the_floor(config: TrainC
     def entropy(objective: dict[str, Any], source: dict[str, Any], **data: Any) -> float | None:
         changed = with_objective(config, objective, data={"rows": "padded", "source": source, **data})
         tokenizer = train_bpe(["abc"], vocab_size=258)
-        return Validator.open(changed, tokenizer, open_parts(changed.data, "train")).source_entropy
+        return Validator.open(changed, tokenizer, open_components(changed.data, "train")).source_entropy
 
     markov = {"kind": "markov", "symbols": "ab", "length": 4, "stay": 0.5}
     whole = {"kind": "masked_diffusion"}

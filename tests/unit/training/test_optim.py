@@ -14,7 +14,7 @@ from torch import nn
 from config.optimizer import AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.optim.build import Optimizers, build_optimizers, must_be_whole
+from diffusionlm.optim.build import Optimizers, build_optimizers, requires_whole_matrix
 
 MakeModel = Callable[..., Transformer]
 CONFIGS = [AdamW(weight_decay=0.3), Lion(weight_decay=0.3), Muon(weight_decay=0.2, rest=AdamW(weight_decay=0.1))]
@@ -245,7 +245,7 @@ def test_rows_are_updated_as_in_the_whole(config: AdamW | Lion, tiny_model: Make
         {name: nn.Parameter(each.detach()[rows]) for name, each in models[1].named_parameters()}
         for rows in (slice(5), slice(5, None))
     ]
-    assert all(not must_be_whole(config, *each) for each in named(models[0]).items())
+    assert all(not requires_whole_matrix(config, *each) for each in named(models[0]).items())
     optimizers = [build_optimizers(config, half) for half in halves]
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
@@ -269,7 +269,7 @@ def test_what_must_be_whole(tiny_model: MakeModel) -> None:
     parameters = named(tiny_model(tie_word_embeddings=False, **MIXTURE))
 
     def whole(config: AdamW | Lion | Muon) -> set[str]:
-        return {name for name, each in parameters.items() if must_be_whole(config, name, each)}
+        return {name for name, each in parameters.items() if requires_whole_matrix(config, name, each)}
 
     wide = {name for name in parameters if "norm" in name} | {"model.embed_tokens.weight"}
     apart = {name for name in parameters if name.endswith("mlp.gate.weight")} | {"lm_head.weight"}

@@ -14,7 +14,7 @@ import pytest
 from cli.train import train_as_rank
 from config.train import TrainConfig
 from diffusionlm.training.loop import train
-from diffusionlm.training.run_events import commit_of
+from diffusionlm.training.run_events import describe_commit
 from logger.report import read_run
 
 
@@ -113,15 +113,15 @@ def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
         done = subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
-    assert commit_of(tmp_path) is None
+    assert describe_commit(tmp_path) is None
     git("init", "-q")
-    assert commit_of(tmp_path) is None, "there is no commit yet"
+    assert describe_commit(tmp_path) is None, "there is no commit yet"
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-qm", "first")
     git("tag", "v1")
-    assert commit_of(tmp_path) == git("rev-parse", "--short=12", "HEAD")
+    assert describe_commit(tmp_path) == git("rev-parse", "--short=12", "HEAD")
     (tmp_path / "file").write_text("2")
-    assert commit_of(tmp_path) == git("rev-parse", "--short=12", "HEAD") + "-dirty"
+    assert describe_commit(tmp_path) == git("rev-parse", "--short=12", "HEAD") + "-dirty"
     (tmp_path / "inside").mkdir()
-    assert commit_of(tmp_path / "inside") is None, "the checkout around it is another project"
+    assert describe_commit(tmp_path / "inside") is None, "the checkout around it is another project"

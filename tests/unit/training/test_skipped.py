@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import Bidirectional, BlockDiffusion
 from diffusionlm.training import skipped_batches
-from diffusionlm.training.skipped_batches import SkippedBatches, read_skipped
+from diffusionlm.training.skipped_batches import SkippedBatches, load_skipped_step
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Numbers:
     step: int
     loss: float = 2.5
     grad_norm: float = 1.0
-    is_good: bool = False
+    is_accepted: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -35,31 +35,31 @@ def letters(ids: list[int]) -> str:
     return "".join(chr(ord("a") + token) for token in ids)
 
 
-def draws() -> list[Draw]:
+def noised_batches() -> list[NoisedBatch]:
     """Two micro-batches: a row of two streams, and three rows of one; letter z is the mask."""
     documents = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
-    two = Draw(
+    two = NoisedBatch(
         inputs_BS=torch.tensor([[0, 25, 2, 25, 0, 1, 2, 3]]),
         pattern=BlockDiffusion(2, documents),
-        rows_R=torch.tensor([1, 3]),
-        targets_R=torch.tensor([1, 3]),
-        weights_R=torch.tensor([0.1, 1 / 3], dtype=torch.float64),
+        positions_N=torch.tensor([1, 3]),
+        targets_N=torch.tensor([1, 3]),
+        weights_N=torch.tensor([0.1, 1 / 3], dtype=torch.float64),
         num_targets=4,
         denominator=4.0,
     )
-    one = Draw(
+    one = NoisedBatch(
         inputs_BS=torch.tensor([[25, 5], [25, 25], [7, 25]]),
         pattern=Bidirectional(),
-        rows_R=torch.tensor([0, 2, 3, 5]),
-        targets_R=torch.tensor([4, 8, 9, 6]),
-        weights_R=torch.ones(4, dtype=torch.float64),
+        positions_N=torch.tensor([0, 2, 3, 5]),
+        targets_N=torch.tensor([4, 8, 9, 6]),
+        weights_N=torch.ones(4, dtype=torch.float64),
         num_targets=6,
         denominator=6.0,
     )
     return [two, one]
 
 
-def parts(draw: Draw) -> dict[str, Any]:
+def parts(draw: NoisedBatch) -> dict[str, Any]:
     """All that a draw holds, in plain values."""
     fields = {**vars(draw), **{f"pattern.{name}": value for name, value in vars(draw.pattern).items()}}
     fields["pattern"] = type(draw.pattern)
@@ -75,14 +75,14 @@ def batches(tmp_path: Path) -> SkippedBatches:
 
 
 def test_a_record_has_the_batch_and_what_a_person_needs(batches: SkippedBatches, tmp_path: Path) -> None:
-    batches.start_at({"epoch": 0, "position": [3]})
+    batches.resume_from({"epoch": 0, "position": [3]})
     for step in (6, 7, 8):
-        batches.hold(step, draws(), {"epoch": 0, "position": [step]})
+        batches.hold(step, noised_batches(), {"epoch": 0, "position": [step]})
     path = tmp_path / "skipped/step-00000007-rank-1.json"
     assert batches.record(Numbers(7, math.nan)) == f"its batch is kept in {path}"
     batches.record(Numbers(6, 99.0))
-    record, read = read_skipped(path)
-    assert [parts(draw) for draw in read] == [parts(draw) for draw in draws()]
+    record, read = load_skipped_step(path)
+    assert [parts(draw) for draw in read] == [parts(draw) for draw in noised_batches()]
     del record["draws"]
     assert record == {
         "step": 7,
@@ -99,21 +99,21 @@ def test_a_record_has_the_batch_and_what_a_person_needs(batches: SkippedBatches,
         ],
         "loader": {"epoch": 0, "position": [6]},
     }
-    earlier, _ = read_skipped(path.with_name("step-00000006-rank-1.json"))
+    earlier, _ = load_skipped_step(path.with_name("step-00000006-rank-1.json"))
     assert (earlier["reason"], earlier["loss"], earlier["loader"]) == ("spike", 99.0, {"epoch": 0, "position": [3]})
 
 
 def test_the_first_step_of_a_run_begins_at_no_position(batches: SkippedBatches, tmp_path: Path) -> None:
-    batches.hold(1, draws(), {"epoch": 0})
+    batches.hold(1, noised_batches(), {"epoch": 0})
     batches.record(Numbers(1))
-    record, _ = read_skipped(tmp_path / "skipped/step-00000001-rank-1.json")
+    record, _ = load_skipped_step(tmp_path / "skipped/step-00000001-rank-1.json")
     assert record["loader"] is None
 
 
 def test_memory_is_bounded(batches: SkippedBatches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped_batches, "MAX_HELD", 3)
+    monkeypatch.setattr(skipped_batches, "MAX_PENDING_BATCHES", 3)
     for step in range(1, 6):
-        batches.hold(step, draws(), {})
+        batches.hold(step, noised_batches(), {})
     batches.release(5)
     batches.release(1)
     assert [batches.record(Numbers(step)).split(" in ")[0] for step in range(1, 6)] == [
@@ -130,10 +130,10 @@ def test_the_newest_records_of_each_rank_are_kept(
 ) -> None:
     monkeypatch.setattr(skipped_batches, "MAX_RECORDS", 2)
     other = SkippedBatches(tmp_path / "skipped", letters, seed=11, rank=0)
-    other.hold(1, draws(), {})
+    other.hold(1, noised_batches(), {})
     other.record(Numbers(1))
     for step in (2, 3, 10):
-        batches.hold(step, draws(), {})
+        batches.hold(step, noised_batches(), {})
         batches.record(Numbers(step))
     assert sorted(path.name for path in (tmp_path / "skipped").iterdir()) == [
         f"step-{step:08d}-rank-{rank}.{ending}"
@@ -149,26 +149,26 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    batches.hold(1, draws(), {})
+    batches.hold(1, noised_batches(), {})
     said = batches.record(Numbers(1))
     assert said.startswith("its batch could not be kept: [Errno 28] No space left on device: ") and ".tmp-" not in said
     assert list((tmp_path / "skipped").iterdir()) == []
 
 
 def test_a_damaged_record_is_named(batches: SkippedBatches, tmp_path: Path) -> None:
-    batches.hold(1, draws(), {})
+    batches.hold(1, noised_batches(), {})
     batches.record(Numbers(1))
     path = tmp_path / "skipped/step-00000001-rank-1.json"
     tensors = path.with_suffix(".safetensors")
     content = tensors.read_bytes()
     tensors.write_bytes(content[:-3])
     with pytest.raises(ValueError, match=r"step-00000001-rank-1\.json is not the whole record"):
-        read_skipped(path)
+        load_skipped_step(path)
     tensors.write_bytes(content)
     record = json.loads(path.read_text(encoding="utf-8"))
     record["draws"][0]["pattern"] = "Path"
     path.write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(ValueError, match="not the whole record"):
-        read_skipped(path)
+        load_skipped_step(path)
     with pytest.raises(ValueError, match="not the whole record"):
-        read_skipped(tmp_path / "skipped/none.json")
+        load_skipped_step(tmp_path / "skipped/none.json")

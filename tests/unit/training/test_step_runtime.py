@@ -16,18 +16,18 @@ from torch import nn
 from config.optimizer import AdamW, Lion, Muon
 from config.runtime import ProfilerConfig, RuntimeConfig
 from config.train import TrainConfig
-from diffusionlm.diffusion.noised_batch import Draw
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.compilation import chooses_blocks
+from diffusionlm.training.compilation import should_compile_blocks
 from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.loop import train, train_steps, train_to_the_end
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.runtime import memory_by_part, skips_on_device
+from diffusionlm.training.runtime import describe_memory, find_device_skip
 from diffusionlm.training.signals import StopRequest
-from diffusionlm.training.step_metrics import NumbersInFlight, StepNumbers
+from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 from logger import LoggerGroup
 from logger.run_logger import Metrics
 
@@ -51,7 +51,7 @@ def test_a_step_that_the_device_skips_changes_nothing(config: AdamW | Lion | Muo
     for values in ((nan, 1.0, inf, 0.5), (1.0, 0.5), None):
         model = tiny_model()
         optimizers = build_optimizers(config, named(model))
-        skipping = skips_on_device(optimizers)
+        skipping = find_device_skip(optimizers)
         assert skipping is not None
         for value in values or (1.0, 0.5):
             give_gradients(model, value)
@@ -66,18 +66,18 @@ def test_a_step_that_the_device_skips_changes_nothing(config: AdamW | Lion | Muo
 def test_optimizers_that_cannot_skip_are_known() -> None:
     parameter = nn.Parameter(torch.zeros(2, 2))
     optimizers = Optimizers([torch.optim.AdamW([parameter], fused=False)], {parameter: "x"})
-    assert skips_on_device(optimizers) is None
+    assert find_device_skip(optimizers) is None
 
 
 def test_numbers_are_read_in_order() -> None:
-    numbers = NumbersInFlight()
+    numbers = StepMetricsQueue()
     numbers.put(1, torch.tensor([1.5, 0.25, 0.0, 1.0]))
     numbers.put(2, torch.tensor([float("nan"), 0.25, 0.0, 0.0]))
-    first, second = numbers.take()
-    assert first == StepNumbers(1, 1.5, 0.25, 0.0, True)
+    first, second = numbers.pop_all()
+    assert first == StepMetrics(1, 1.5, 0.25, 0.0, True)
     assert first.is_finite
     assert (second.step, second.is_finite) == (2, False)
-    assert numbers.take() == []
+    assert numbers.pop_all() == []
 
 
 def built(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> Run:
@@ -109,7 +109,7 @@ class Events(LoggerGroup):
 
 def late(run: Run, monkeypatch: pytest.MonkeyPatch) -> Events:
     """Make the steps as on a GPU, on this device: numbers are read when they are wanted."""
-    monkeypatch.setattr(Run, "waits_each_step", False)
+    monkeypatch.setattr(Run, "reads_metrics_each_step", False)
     logger = Events()
     with StopRequest() as stop:
         train_steps(run, logger, stop, lambda step: None)
@@ -135,15 +135,15 @@ def test_skipped_steps_are_said_with_their_numbers_also_late(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = built(config, tmp_path / "late", logging={"every_steps": 4}, checkpoint={"every_steps": 100})
-    original, steps = type(run.objective).score, []
+    original, steps = type(run.objective).loss_inputs, []
 
-    def score(self: Any, draw: Draw, denominator: float) -> Any:
+    def loss_inputs(self: Any, draw: NoisedBatch, denominator: float) -> Any:
         steps.append(1)
         made = original(self, draw, denominator)
         bad = len(steps) in (2, 3)
-        return type(made)(made.targets_R, made.weights_R * (float("inf") if bad else 1.0))
+        return type(made)(made.targets_N, made.weights_N * (float("inf") if bad else 1.0))
 
-    monkeypatch.setattr(type(run.objective), "score", score)
+    monkeypatch.setattr(type(run.objective), "loss_inputs", loss_inputs)
     logger = late(run, monkeypatch)
     assert [each for each in logger.told if each[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
     assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)
@@ -156,8 +156,8 @@ def test_a_prefetcher_says_where_the_taken_step_ends(config: TrainConfig, tmp_pa
     for step in range(3):
         expected, draws = plain.next_step(step), ahead.next_step(step)
         state = copy.deepcopy(ahead.state_dict())
-        ahead.look_ahead(step + 1)
-        ahead.look_ahead(step + 1)
+        ahead.prefetch(step + 1)
+        ahead.prefetch(step + 1)
         assert torch.equal(expected[0].inputs_BS, draws[0].inputs_BS)
         assert ahead.state_dict() == state == plain.state_dict()
         assert ahead.metrics().epoch == plain.metrics().epoch
@@ -196,7 +196,7 @@ def test_the_collector_runs_when_the_loop_says() -> None:
 )
 def test_when_blocks_are_compiled(compile: Any, checkpointing: Any, device: torch.device, chosen: bool) -> None:
     config = RuntimeConfig(compile=compile, activation_checkpointing=checkpointing)
-    assert chooses_blocks(config, device) == chosen
+    assert should_compile_blocks(config, device) == chosen
 
 
 def test_two_ways_to_choose_what_is_kept_are_refused() -> None:
@@ -254,7 +254,7 @@ def test_memory_is_told_by_part(config: TrainConfig, tmp_path: Path) -> None:
     size = sum(each.numel() for each in run.model.parameters())
     steps = len(list(run.model.parameters()))  # each has a count of its own
     assert size * 4 < 1 << 20
-    text = memory_by_part(run.model, run.optimizers, 3 << 20, 1 << 20)
+    text = describe_memory(run.model, run.optimizers, 3 << 20, 1 << 20)
     activations = (3 << 20) - (4 * size * 4 + steps * 4)
     expected = [4 * size, 4 * size, 8 * size + 4 * steps, activations]
     shown = [f"{each / 2**20:,.1f} MiB" for each in expected]

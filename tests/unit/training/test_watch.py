@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from config.logging import LoggingConfig
-from ddp.parallelism import Alone
-from ddp.process_group import SINGLE
-from diffusionlm.diffusion.layout import Alignment, Layout
-from diffusionlm.diffusion.noised_batch import Batch, Draw
-from diffusionlm.kernels.loss_types import Score
+from ddp.parallelism import NoParallel
+from ddp.process_group import SINGLE_PROCESS
+from diffusionlm.diffusion.layout import InputLayout, LogitAlignment
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch
+from diffusionlm.kernels.loss_types import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
-from diffusionlm.training.monitor import SHARES, StepWatch, sums_by_share
-from diffusionlm.training.norms import ActivationNorms, told, weight_norms
+from diffusionlm.training.monitor import NUM_LOSS_BINS, StepMonitor, sum_losses_by_masked_fraction
+from diffusionlm.training.norms import ActivationNorms, compute_weight_norms, summarize_norms
 from tests.conftest import MakeModel
 
 B, L = 3, 10
@@ -27,10 +27,14 @@ DOCUMENTS = torch.tensor([[0] * 10, [0] * 7 + [1] * 3, [0] * 3 + [1] * 7])
 MASK = 18
 
 
-def draw_of(masked_BL: np.ndarray[Any, Any], block_length: int | None, alignment: Alignment, packed: bool) -> Draw:
-    batch = Batch(torch.arange(B * L).view(B, L) % 7, torch.ones(B, L, dtype=torch.bool), DOCUMENTS if packed else None)
-    layout = Layout(block_length, alignment, MASK)
-    return layout.draw(batch, masked_BL, np.ones((B, L)), num_targets=B * L, denominator=1.0)
+def draw_of(
+    masked_BL: np.ndarray[Any, Any], block_length: int | None, alignment: LogitAlignment, packed: bool
+) -> NoisedBatch:
+    batch = CleanBatch(
+        torch.arange(B * L).view(B, L) % 7, torch.ones(B, L, dtype=torch.bool), DOCUMENTS if packed else None
+    )
+    layout = InputLayout(block_length, alignment, MASK)
+    return layout.build_noised_batch(batch, masked_BL, np.ones((B, L)), num_targets=B * L, denominator=1.0)
 
 
 def by_loop(masked_BL: np.ndarray[Any, Any], block_length: int | None, packed: bool) -> list[list[float]]:
@@ -43,12 +47,12 @@ def by_loop(masked_BL: np.ndarray[Any, Any], block_length: int | None, packed: b
                 begin = place
             unit = (row,) if block_length is None else (row, begin, (place - begin) // block_length)
             units[unit].append(row * L + place)
-    sums = [[0.0] * SHARES, [0.0] * SHARES]
+    sums = [[0.0] * NUM_LOSS_BINS, [0.0] * NUM_LOSS_BINS]
     for places in units.values():
         masked = [place for place in places if masked_BL.flatten()[place]]
         for place in masked:
             # (k / n) * 5 rounded up, in whole numbers.
-            part = -(-len(masked) * SHARES // len(places)) - 1
+            part = -(-len(masked) * NUM_LOSS_BINS // len(places)) - 1
             sums[0][part] += place + 1
             sums[1][part] += 1
     return sums
@@ -57,20 +61,20 @@ def by_loop(masked_BL: np.ndarray[Any, Any], block_length: int | None, packed: b
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
 @pytest.mark.parametrize("block_length", [None, 2, 4, 5])
-def test_sums_by_share(block_length: int | None, alignment: Alignment, packed: bool) -> None:
-    chance = np.random.default_rng(0)
+def test_sums_by_share(block_length: int | None, alignment: LogitAlignment, packed: bool) -> None:
+    rng = np.random.default_rng(0)
     for share in (0.1, 0.4, 0.9, 1.0):
-        masked_BL = chance.random((B, L)) < share
+        masked_BL = rng.random((B, L)) < share
         if alignment == "shifted":  # no output predicts the first token of a document
             masked_BL[:, 0] = False
             masked_BL[DOCUMENTS.diff(dim=1, prepend=DOCUMENTS[:, :1]).numpy() != 0] = False
         draw = draw_of(masked_BL, block_length, alignment, packed)
         # Each scored output is told by the token that it predicts: only the order of the draw knows which it is.
         place_R = torch.from_numpy(masked_BL).flatten().nonzero()[:, 0]
-        if draw.pattern.streams == 2 and alignment == "shifted":
+        if draw.pattern.positions_per_token == 2 and alignment == "shifted":
             assert block_length is not None
             place_R = in_order_of_outputs(place_R, block_length, packed)
-        sums = sums_by_share(draw, (place_R + 1).float(), alignment)
+        sums = sum_losses_by_masked_fraction(draw, (place_R + 1).float(), alignment)
         assert sums.tolist() == by_loop(masked_BL, block_length, packed)
 
 
@@ -90,9 +94,9 @@ def in_order_of_outputs(place_R: torch.Tensor, block_length: int, packed: bool) 
 def test_rows_of_no_weight_only_fill_up() -> None:
     masked_BL = np.ones((B, L), dtype=np.bool_)
     draw = draw_of(masked_BL, None, "same_position", False)
-    draw.weights_R[L:] = 0.0
-    nll_R = torch.ones(B * L).index_fill(0, torch.arange(L, B * L), float("nan"))
-    assert sums_by_share(draw, nll_R, "same_position").tolist() == [[0, 0, 0, 0, L], [0, 0, 0, 0, L]]
+    draw.weights_N[L:] = 0.0
+    nll_N = torch.ones(B * L).index_fill(0, torch.arange(L, B * L), float("nan"))
+    assert sum_losses_by_masked_fraction(draw, nll_N, "same_position").tolist() == [[0, 0, 0, 0, L], [0, 0, 0, 0, L]]
 
 
 def test_shares_are_of_targets_not_of_prompts_and_padding() -> None:
@@ -100,63 +104,67 @@ def test_shares_are_of_targets_not_of_prompts_and_padding() -> None:
     is_target[:, 2:7] = True
     masked_BL = np.zeros((B, L), dtype=np.bool_)
     masked_BL[0, 2:7], masked_BL[1, 3] = True, True  # all of five, and one of five
-    batch = Batch(torch.arange(B * L).view(B, L) % 7, is_target, None)
-    draw = Layout(None, "same_position", MASK).draw(batch, masked_BL, np.ones((B, L)), num_targets=15, denominator=1.0)
-    assert sums_by_share(draw, torch.ones(6), "same_position")[1].tolist() == [1, 0, 0, 0, 5]
+    batch = CleanBatch(torch.arange(B * L).view(B, L) % 7, is_target, None)
+    draw = InputLayout(None, "same_position", MASK).build_noised_batch(
+        batch, masked_BL, np.ones((B, L)), num_targets=15, denominator=1.0
+    )
+    assert sum_losses_by_masked_fraction(draw, torch.ones(6), "same_position")[1].tolist() == [1, 0, 0, 0, 5]
 
 
-def watch_of(model: Transformer, **options: Any) -> StepWatch:
-    return StepWatch(LoggingConfig(**options), 20, model, Alone(model), MasterWeights({}))
+def watch_of(model: Transformer, **options: Any) -> StepMonitor:
+    return StepMonitor(LoggingConfig(**options), 20, model, NoParallel(model), MasterWeights({}))
 
 
-def see(watch: StepWatch, step: int, masked_BL: np.ndarray[Any, Any]) -> dict[str, float]:
+def see(monitor: StepMonitor, step: int, masked_BL: np.ndarray[Any, Any]) -> dict[str, float]:
     draw = draw_of(masked_BL, None, "same_position", False)
-    score = Score(draw.targets_R, draw.weights_R)
-    with watch.step(step), torch.no_grad():
-        scored = watch.model(draw.inputs_BS, pattern=draw.pattern, rows=draw.rows_R, score=score)
-        watch.scored(draw, scored.nll_R)
-    return watch.metrics()
+    loss_inputs = LossInputs(draw.targets_N, draw.weights_N)
+    with monitor.step(step), torch.no_grad():
+        scored = monitor.model(
+            draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
+        )
+        monitor.scored(draw, scored.nll_N)
+    return monitor.metrics()
 
 
 def test_only_steps_that_are_logged_are_looked_at(tiny_model: MakeModel) -> None:
     model = tiny_model()
-    watch = watch_of(model, every_steps=10, norms_every_steps=7)
+    monitor = watch_of(model, every_steps=10, norms_every_steps=7)
     masked_BL = np.zeros((B, L), dtype=np.bool_)
     masked_BL[0, :3] = masked_BL[1, :10] = True
-    assert [step for step in range(1, 21) if see(watch, step, masked_BL)] == [7, 10, 14, 20]
-    values = see(watch, 10, masked_BL)
+    assert [step for step in range(1, 21) if see(monitor, step, masked_BL)] == [7, 10, 14, 20]
+    values = see(monitor, 10, masked_BL)
     assert values.keys() == {"mask_ratio", "loss_by_masked_fraction/0.2-0.4", "loss_by_masked_fraction/0.8-1"}
     assert values["mask_ratio"] == 13 / 30
     assert not any(module._forward_hooks for module in model.modules())
-    with_norms = see(watch, 14, masked_BL)
+    with_norms = see(monitor, 14, masked_BL)
     assert {key: with_norms[key] for key in values} == values
     assert not any(module._forward_hooks for module in model.modules())
-    assert see(watch, 15, masked_BL) == {}, "and nothing is left of the step before"
+    assert see(monitor, 15, masked_BL) == {}, "and nothing is left of the step before"
 
 
 def test_sums_are_over_the_micro_batches_of_a_step(tiny_model: MakeModel) -> None:
-    watch = watch_of(tiny_model(), every_steps=1)
+    monitor = watch_of(tiny_model(), every_steps=1)
     draw = draw_of(np.eye(B, L, dtype=np.bool_), None, "same_position", False)
-    with watch.step(1):
+    with monitor.step(1):
         for value in (1.0, 4.0):
-            watch.scored(draw, torch.full((B,), value))
-    assert watch.metrics() == {"mask_ratio": 0.1, "loss_by_masked_fraction/0-0.2": 2.5}
+            monitor.scored(draw, torch.full((B,), value))
+    assert monitor.metrics() == {"mask_ratio": 0.1, "loss_by_masked_fraction/0-0.2": 2.5}
 
 
 def test_norms_of_activations(tiny_model: MakeModel) -> None:
     model = tiny_model()
     tokens = torch.arange(B * L).view(B, L) % 19
     norms = ActivationNorms(model)
-    with torch.no_grad(), norms.watched():
-        model(tokens, pattern=Bidirectional(), rows=torch.tensor([3, 17]))
-    found = {name: value.item() for name, value in norms.result(SINGLE).items()}
+    with torch.no_grad(), norms.record_forwards():
+        model(tokens, pattern=Bidirectional(), output_positions=torch.tensor([3, 17]))
+    found = {name: value.item() for name, value in norms.result(SINGLE_PROCESS).items()}
     assert list(found) == ["embed_tokens", "layers.0", "layers.1", "norm"]
     rows = model.model.embed_tokens.weight[tokens.flatten()].double()
     assert found["embed_tokens"] == pytest.approx(rows.norm(dim=1).mean().item(), rel=1e-6)
     kept: list[torch.Tensor] = []
     handle = model.model.norm.register_forward_hook(lambda module, inputs, output: kept.extend([inputs[0], output]))
     with torch.no_grad():
-        model(tokens, pattern=Bidirectional(), rows=torch.tensor([3, 17]))
+        model(tokens, pattern=Bidirectional(), output_positions=torch.tensor([3, 17]))
     handle.remove()
     assert [len(each) for each in kept] == [2, 2], "of the scored positions alone"
     for name, output in zip(("layers.1", "norm"), kept, strict=True):
@@ -166,7 +174,7 @@ def test_norms_of_activations(tiny_model: MakeModel) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_norms_of_weights(tied: bool, tiny_model: MakeModel) -> None:
     model = tiny_model(tie_word_embeddings=tied)
-    found = {name: value.item() for name, value in weight_norms(model, SINGLE).items()}
+    found = {name: value.item() for name, value in compute_weight_norms(model, SINGLE_PROCESS).items()}
     assert ("lm_head.weight" in found) is not tied
     for name, parameter in model.named_parameters():
         assert found[name] == pytest.approx(parameter.detach().double().square().sum().sqrt().item(), rel=1e-6)
@@ -174,7 +182,7 @@ def test_norms_of_weights(tied: bool, tiny_model: MakeModel) -> None:
 
 def test_norms_are_told_with_their_mean_and_ends() -> None:
     named = {"a": torch.tensor(1.0), "b": torch.tensor(4.0)}
-    assert told("weight_norms", named) == {
+    assert summarize_norms("compute_weight_norms", named) == {
         "weight_norms/mean": 2.5,
         "weight_norms/min": 1.0,
         "weight_norms/max": 4.0,
