@@ -96,7 +96,7 @@ class StepMonitor:
                 values[f"loss_by_masked_fraction/{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"] = (
                     nll / count
                 )
-        for kind, named in (("compute_weight_norms", self._weights), ("activation_norms", self._activations)):
+        for kind, named in (("weight_norms", self._weights), ("activation_norms", self._activations)):
             values |= summarize_norms(kind, named) if named else {}
         return values
 

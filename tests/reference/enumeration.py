@@ -248,20 +248,20 @@ class StandIn:
         self.lm_head = SimpleNamespace(weight=torch.zeros(1))
 
     def __call__(
-        self, inputs_BS: Tensor, *, pattern: AttentionPattern, rows: Tensor, loss_inputs: LossInputs
+        self, inputs_BS: Tensor, *, pattern: AttentionPattern, output_positions: Tensor, loss_inputs: LossInputs
     ) -> LossOutput:
         assert loss_inputs.excluded_token == self.config.mask_token_id and pattern.documents_BL is None
         S = inputs_BS.shape[1]
         L = S // pattern.positions_per_token
-        places_R = rows % S % L + int(self.config.logit_alignment == "shifted")
-        index_1L, positions_per_token = torch.arange(L)[None], inputs_BS[rows // S]
+        places_R = output_positions % S % L + int(self.config.logit_alignment == "shifted")
+        index_1L, halves = torch.arange(L)[None], inputs_BS[output_positions // S]
         first_R1, length = torch.zeros_like(places_R)[:, None], L
         if isinstance(pattern, BlockDiffusion):
             length = pattern.block_length
             first_R1 = places_R[:, None] // length * length
         if isinstance(pattern, Causal):
             first_R1, length = places_R[:, None], 0
-        context_RL = torch.where(index_1L < first_R1, positions_per_token[:, -L:], positions_per_token[:, :L])
+        context_RL = torch.where(index_1L < first_R1, halves[:, -L:], halves[:, :L])
         context_RL = torch.where(index_1L < first_R1 + length, context_RL, -1)
         context_RL = torch.where(context_RL == self.config.mask_token_id, -1, context_RL)
         nll_N = -self.posterior(context_RL, places_R).gather(1, loss_inputs.targets_N[:, None])[:, 0].log()

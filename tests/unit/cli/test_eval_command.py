@@ -327,7 +327,7 @@ def test_what_takes_long_shows_progress(
 ) -> None:
     run("--model", model_dir, "--data", data)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("diffusionlm.evaluation.text_likelihood.SECONDS_WITHOUT_PROGRESS", 0.0)
+    monkeypatch.setattr("diffusionlm.evaluation.text_likelihood.PROGRESS_DELAY_SECONDS", 0.0)
     run("--model", model_dir, "--data", data, "--json")
     output = capsys.readouterr()
     assert "reading:" in output.err

@@ -335,7 +335,7 @@ def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -
     data = DataConfig(source=source, rows=rows, begin_with_eos=True, document_shuffle_window=16, row_shuffle_window=8)
 
     class Batches:
-        def draw(self, batch: Any, key: Any) -> Any:
+        def build_noised_batch(self, batch: Any, key: Any) -> Any:
             return batch
 
         def loss_inputs(self, draw: Any, denominator: float) -> Any:

@@ -19,10 +19,10 @@ def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
     """As in a script that has forgotten that it is run again by each process; nothing waits for it for ever."""
     script = tmp_path / "unguarded.py"
     script.write_text(
-        "from diffusionlm.data.tokenization import Tokenisers\n"
+        "from diffusionlm.data.tokenization import TokenizerPool\n"
         "from tokenizer import Tokenizer\n"
         "many = {f'<special token number {number}>': 256 + number for number in range(10_000)}\n"
-        "with Tokenisers(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as tokenisers:\n"
+        "with TokenizerPool(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as tokenisers:\n"
         "    tokenisers.submit(['a'])()\n"
     )
     done = subprocess.run(

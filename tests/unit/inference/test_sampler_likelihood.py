@@ -265,7 +265,7 @@ def test_rows_do_not_depend_on_each_other(small: MakeModel, monkeypatch: pytest.
     assert shuffled.row_nats == pytest.approx([whole.row_nats[row] for row in order], abs=1e-9)
     assert shuffled.standard_error == pytest.approx(whole.standard_error, abs=1e-9)
     monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.PROBABILITY_CHUNK_BYTES", 8 * 4 * 5)
-    monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.LOGITS_BYTES", 4 * 4 * 15)
+    monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.MAX_LOGITS_BYTES", 4 * 4 * 15)
     assert sampler_likelihood(model, tokens_BL, config=config).row_nats == pytest.approx(whole.row_nats, abs=1e-9)
 
 

@@ -274,7 +274,7 @@ def test_colours_can_be_read(theme: int) -> None:
     """Contrast as WCAG 2 counts it: 4.5 for text, 3 for curves."""
     styles = [
         files(room).joinpath(name).read_text("utf-8")
-        for room, name in (("files", "head.html"), ("logger.report", "report.html"))
+        for room, name in (("logger.report", "head.html"), ("logger.report", "report.html"))
     ]
     blocks = [re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2] for style in styles]
     found = [pair for each in range(theme + 1) for themes in blocks for pair in COLOUR.findall(themes[each])]

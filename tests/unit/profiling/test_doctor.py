@@ -273,7 +273,7 @@ def test_the_command_as_json_and_its_exit_code(
     monkeypatch.setenv("WANDB_API_KEY", "a secret")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("DIFFUSIONLM_NVTX", raising=False)
-    monkeypatch.setattr(findings, "LEAST_FREE", 0)
+    monkeypatch.setattr(findings, "CRITICAL_DISK_BYTES", 0)
     assert main(["--json", "--quick", "--directory", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     report = json.loads(text)

@@ -28,10 +28,12 @@ class Constant(torch.nn.Module):
         super().__init__()
         self.config, self.lm_head, self.logits_V = like.config, like.lm_head, logits_V
 
-    def forward(self, tokens_BL: torch.Tensor, *, rows: torch.Tensor, loss_inputs: Any = None, **_: Any) -> Any:
+    def forward(
+        self, tokens_BL: torch.Tensor, *, output_positions: torch.Tensor, loss_inputs: Any = None, **_: Any
+    ) -> Any:
         from diffusionlm.kernels.cross_entropy import LossOutput
 
-        logits = self.logits_V.expand(len(rows), -1).clone()
+        logits = self.logits_V.expand(len(output_positions), -1).clone()
         if loss_inputs is None:
             return logits
         logits[:, loss_inputs.excluded_token] = float("-inf")

@@ -182,7 +182,7 @@ def test_norms_of_weights(tied: bool, tiny_model: MakeModel) -> None:
 
 def test_norms_are_told_with_their_mean_and_ends() -> None:
     named = {"a": torch.tensor(1.0), "b": torch.tensor(4.0)}
-    assert summarize_norms("compute_weight_norms", named) == {
+    assert summarize_norms("weight_norms", named) == {
         "weight_norms/mean": 2.5,
         "weight_norms/min": 1.0,
         "weight_norms/max": 4.0,
