@@ -21,11 +21,10 @@ from config.bench_train import BenchShape
 from config.data import DataConfig, PythonStdlib, Shards, TextSource, TokenizerConfig
 from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from config.objective import MaskedDiffusionConfig
-from diffusionlm.data.loader import LoaderSpec, collate_rows
+from diffusionlm.data.loader import LoaderSpec, WorkerLoader, collate_rows
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.shards import ShardDocuments
-from diffusionlm.data.workers import WorkerLoader
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer
 

@@ -29,8 +29,8 @@ from benchmarking.harness import (
     time_in_turns,
 )
 from config.bench_tokenizer import BenchTokenizerConfig, BenchTokenizerSection
-from diffusionlm.data.corpus import first_documents
-from diffusionlm.data.reader import open_source
+from diffusionlm.data.reader import first_documents
+from diffusionlm.data.sources import open_source
 from tokenizer import PATTERNS, Tokenizer, train_bpe
 from tokenizer.byte_alphabet import bytes_to_chars
 from tokenizer.huggingface import to_huggingface

@@ -17,8 +17,8 @@ from config.data import PythonStdlib
 from config.dump import to_toml
 from config.train_tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import write_directory_atomically
-from diffusionlm.data.corpus import first_documents
-from diffusionlm.data.reader import DocumentSource, open_source
+from diffusionlm.data.reader import DocumentSource, first_documents
+from diffusionlm.data.sources import open_source
 from logger import console_style
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, save_tokenizer, train_bpe

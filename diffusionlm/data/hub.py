@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.data import HubDataset
-from diffusionlm.data.found_files import FileFingerprint, find_files
+from diffusionlm.data.local_files import FileFingerprint, find_files
 from diffusionlm.data.reader import Split
-from diffusionlm.data.record_source import RecordSource
-from diffusionlm.data.records import BadRecord, validate_text
+from diffusionlm.data.record_source import BadRecord, RecordSource, validate_text
 
 CACHE_MODULE = "datasets.packaged_modules.cache."
 """Where the library's builder lives that serves its local cache."""

@@ -2,24 +2,126 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import os
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config.data import LocalFiles
-from diffusionlm.data.bytestreams import DECOMPRESSORS, CorruptFileError, detect_compression
-from diffusionlm.data.file_formats import json_records
-from diffusionlm.data.found_files import FileFingerprint, find_files
-from diffusionlm.data.reader import Split
-from diffusionlm.data.record_source import RecordSource
-from diffusionlm.data.records import BadRecord, ParsedRecord, SampleBy, read_plain_records
+from config.data import LocalFiles, PythonStdlib
+from diffusionlm.data.file_formats import (
+    DECOMPRESSORS,
+    CorruptFileError,
+    detect_compression,
+    json_records,
+    parquet_records,
+    read_plain_records,
+)
+from diffusionlm.data.reader import ReaderPosition, Split
+from diffusionlm.data.record_source import BadRecord, ParsedRecord, RecordSource, SampleBy
+
+FINGERPRINT_BYTES = 1 << 16
+"""Bytes at each end of a file that tell it from another one."""
+
+
+def find_files(patterns: tuple[str, ...], key: str) -> list[Path]:
+    """All files that the patterns name, sorted, each once; directories with everything below them that is not hidden.
+
+    Symbolic links to directories are followed where a pattern names them, and not below.
+
+    Raises:
+        ValueError: a pattern that matches no file, or a directory that cannot be read.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        literal = Path(os.path.expanduser(pattern))  # a name may hold what looks like a glob
+        matches = [literal] if literal.exists() else map(Path, glob.glob(str(literal), recursive=True))
+        files = [path for match in matches for path in _expand_directory(match, key)]
+        if not files:
+            what = "is a directory without files" if literal.is_dir() else "matches no file"
+            raise ValueError(f"{key}: {pattern!r} {what}; paths are relative to {Path.cwd()}")
+        found.update(path.absolute() for path in files)
+    return sorted(found)
+
+
+def _expand_directory(match: Path, key: str) -> Iterator[Path]:
+    """The file itself, or those below a directory."""
+    if not match.is_dir():
+        yield match
+        return
+
+    def raise_unreadable(error: OSError) -> None:
+        raise ValueError(f"{key}: {error.filename} cannot be read ({error.strerror})") from error
+
+    for folder, folders, names in os.walk(match, onerror=raise_unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+@dataclass(frozen=True)
+class FileFingerprint:
+    """A file as it was when it was found."""
+
+    path: Path
+    size: int
+    """Bytes."""
+    modified_ns: int
+    """Time in ns."""
+    ends_sha256: str
+    """Digest of its beginning and its end: whole files may be too large to read twice."""
+
+    @classmethod
+    def of(cls, path: Path, key: str) -> FileFingerprint:
+        """What is there now.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                ends_sha256 = hashlib.sha256(file.read(FINGERPRINT_BYTES))
+                file.seek(max(0, status.st_size - FINGERPRINT_BYTES))
+                ends_sha256.update(file.read(FINGERPRINT_BYTES))
+        except OSError as error:
+            raise ValueError(f"{key}: {path} cannot be read ({error.strerror})") from error
+        return cls(path, status.st_size, status.st_mtime_ns, ends_sha256.hexdigest())
+
+    @property
+    def identity(self) -> str:
+        """Name, size and content as far as it is known; the same in another place."""
+        return f"{self.path.name} {self.size} {self.ends_sha256}"
+
+    def check(self, key: str) -> None:
+        """That it is still what it was.
+
+        Raises:
+            ValueError: it is gone, or has changed; that it was only touched does not matter.
+        """
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise ValueError(f"{key}: {self.path} was there, and cannot be read now ({error.strerror})") from error
+        if (status.st_size, status.st_mtime_ns) == (self.size, self.modified_ns):
+            return
+        now = FileFingerprint.of(self.path, key)
+        if now.identity != self.identity:
+            raise ValueError(
+                f"{key}: {self.path} has changed since it was opened ({self.size:,} bytes then, {now.size:,} now); "
+                "put it back, or start a new run"
+            )
+
 
 TextFileFormat = Literal["json", "text", "parquet"]
 
+
 FORMATS: dict[str, TextFileFormat] = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet"}
+
+
 TEXT_ENDINGS = {".txt", ".text", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".html", ".tex"}
 
 
@@ -135,8 +237,6 @@ class LocalFileRecords:
             case "text":
                 return read_plain_records(file.found.path, self.sample_by, at, line)
             case "parquet":
-                from diffusionlm.data.parquet_records import parquet_records
-
                 return parquet_records(file.found.path, self.text_field, at)
 
 
@@ -177,3 +277,59 @@ class LocalFileCursor:
         file = self.records.files[self.file]
         unit = "row" if file.format == "parquet" else "line"
         return f"{file.found.path}, {unit} {self.line}" if self.line else str(file.found.path)
+
+
+EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "encodings", "pydoc_data", "test", "tests", "idle_test"}
+)
+"""Not the library's own text, tables, and tests."""
+
+
+@dataclass
+class StdlibSource:
+    """Python files of the standard library, in sorted order; a file is a document."""
+
+    root: Path
+    paths: list[Path]
+    identity: str
+    provenance: str
+    skipped: dict[str, int]
+
+    @classmethod
+    def open(cls, config: PythonStdlib, split: Split) -> StdlibSource:
+        """The files of one split; which it is depends on the file's path inside the library alone."""
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = sorted(
+            path
+            for path in root.rglob("*.py")
+            if EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1]) and path.stat().st_size > 0
+        )
+        chosen, skipped, digest, size = list[Path](), dict[str, int](), hashlib.sha256(), 0
+        for path in files:
+            name = path.relative_to(root).as_posix()
+            if _is_one_in(name, config.validation_share) != (split == "validation"):
+                continue
+            content = path.read_bytes()
+            try:
+                content.decode("utf-8")
+            except UnicodeDecodeError:
+                skipped["not UTF-8"] = skipped.get("not UTF-8", 0) + 1
+                continue
+            chosen.append(path)
+            size += len(content)
+            digest.update(name.encode() + hashlib.sha256(content).digest())
+        if not chosen:
+            raise ValueError(f"data.source python-stdlib: no Python files for {split} in {root}")
+        identity = f"python-stdlib/{split}/{digest.hexdigest()[:16]}"
+        return cls(root, chosen, identity, f"{len(chosen)} files, {size:,} bytes, in {root}", skipped)
+
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
+        """The files from the ``position``-th on."""
+        start = position or 0
+        documents = [path.read_text(encoding="utf-8") for path in self.paths[start : start + limit]]
+        return documents, start + limit if len(documents) == limit else None
+
+
+def _is_one_in(name: str, share: int) -> bool:
+    """True for one name in ``share``, by its hash."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % share == 0

@@ -1,15 +1,14 @@
-"""Text to files of tokens: what ``diffusionlm-make-data`` does.
+"""Make a directory of tokens from the documents of a source: what ``diffusionlm-make-data`` does.
 
-The documents of both splits are read in order, tokenised by several processes, and written shard by shard; after each,
-``progress.json`` says where to go on. So a process that is killed at any moment loses at most a shard's work, and the
-same call goes on. The files depend on the source, the tokenizer and ``[output]`` alone: not on interruptions, and not
-on the number of processes.
+After each shard ``progress.json`` is replaced, so that a process that is killed loses at most a shard's work. The files
+depend on the source, the tokenizer and ``[output]`` alone: not on interruptions or the number of processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 from collections import Counter, deque
@@ -17,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from config.dump import format_value, to_toml_values
 from config.make_data import MakeDataConfig
-from diffusionlm.data.corpus import first_documents
 from diffusionlm.data.meter import Log, MakeDataMeter
-from diffusionlm.data.reader import DocumentSource, ReaderPosition, Split, Tokens, open_source
+from diffusionlm.data.reader import DocumentSource, ItemsFuture, ReaderPosition, Split, Tokens, first_documents
 from diffusionlm.data.shard_index import (
     INDEX_FILE,
     PROGRESS_FILE,
@@ -30,36 +29,133 @@ from diffusionlm.data.shard_index import (
     ShardDtype,
     ShardEntry,
     ShardIndex,
+    SplitIndex,
     check_checksums,
     check_sizes,
     read_index,
-)
-from diffusionlm.data.shard_progress import (
-    MakeDataProgress,
-    SplitProgress,
-    check_same_inputs,
-    load_or_create_progress,
-    lock_directory,
-    protect_write,
+    read_json_model,
 )
 from diffusionlm.data.shard_writers import (
+    LOCK_FILE,
+    MakeDataProgress,
     ShardWriter,
+    SplitProgress,
     fsync,
+    lock_directory,
     open_writer,
+    protect_write,
     rename_dat_file,
     temporary_path,
     write_text_atomic,
 )
+from diffusionlm.data.sources import open_source
 from diffusionlm.data.tokenization import TokenizerPool
-from diffusionlm.data.windows import ItemsFuture
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
+
+SHARD_FILE_PATTERN = re.compile(r"(train|validation)(-\d{5,}\.(bin|idx|parquet)|\.dat)(\.tmp)?")
+"""Files of shards, complete or not."""
+
+
+def content_config(config: MakeDataConfig) -> dict[str, Any]:
+    """What of a config decides the contents: all but the directory and the number of workers."""
+    values: dict[str, Any] = to_toml_values(config, "config")
+    output = {key: value for key, value in values["output"].items() if key not in ("directory", "workers")}
+    return {**values, "output": output}
+
+
+def load_or_create_progress(
+    config: MakeDataConfig, sources: Mapping[Split, DocumentSource], provided_tokenizer: Tokenizer | None
+) -> MakeDataProgress:
+    """What is done so far; what a killed process left half done is removed.
+
+    Raises:
+        ValueError: the directory holds something else, data that is made otherwise, or not what it should.
+    """
+    directory = config.output.directory
+    path = directory / PROGRESS_FILE
+    if not path.is_file():
+        foreign = sorted({each.name for each in directory.iterdir()} - {LOCK_FILE, temporary_path(path).name})
+        if foreign:
+            raise ValueError(
+                f"output.directory = {directory} is not empty and has no {PROGRESS_FILE} (it holds "
+                f"{', '.join(foreign[:5])}); name another directory"
+            )
+        splits = {
+            split: SplitProgress(index=SplitIndex(identity=source.identity, provenance=source.provenance))
+            for split, source in sources.items()
+        }
+        progress = MakeDataProgress(config=content_config(config), splits=splits)
+        progress.save(directory)
+        return progress
+    progress = read_json_model(MakeDataProgress, path, "remove the directory and begin again")
+    identities = {split: state.index.identity for split, state in progress.splits.items()}
+    check_same_inputs(config, sources, provided_tokenizer, progress.config, identities, progress.tokenizer_fingerprint)
+    listed = {name for state in progress.splits.values() for name in state.index.sizes}
+    for each in directory.iterdir():
+        if SHARD_FILE_PATTERN.fullmatch(each.name) and not {each.name, each.name.removesuffix(".tmp")} & listed:
+            each.unlink()
+    if config.output.format != "dat":  # whose file is checked when it is written on
+        for state in progress.splits.values():
+            check_sizes(directory, state.index)
+    if progress.tokenizer_fingerprint is None:
+        shutil.rmtree(directory / TOKENIZER_DIRECTORY, ignore_errors=True)
+    return progress
+
+
+def check_same_inputs(
+    config: MakeDataConfig,
+    sources: Mapping[Split, DocumentSource],
+    provided_tokenizer: Tokenizer | None,
+    saved_config: dict[str, Any],
+    saved_identities: Mapping[Split, str],
+    saved_fingerprint: str | None,
+) -> None:
+    """See that what a directory holds was made from the same.
+
+    Raises:
+        ValueError: it was not; lists what differs.
+    """
+    before, now = _flatten_config(saved_config), _flatten_config(content_config(config))
+    changes = [
+        f"{key}: {_format_value(before, key)} -> {_format_value(now, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    for split, source in sources.items():
+        if saved_identities.get(split) != source.identity:
+            changes.append(f"the {split} documents: {saved_identities.get(split)} -> {source.identity}")
+    if provided_tokenizer is not None and saved_fingerprint not in (None, provided_tokenizer.fingerprint):
+        changes.append(f"the tokenizer in {config.tokenizer.path}: its fingerprint is another one now")
+    if changes:
+        listed = "\n  ".join(changes)
+        raise ValueError(
+            f"output.directory = {config.output.directory} holds data that was made otherwise:\n  {listed}\n"
+            "name another directory, or remove this one"
+        )
+
+
+def _flatten_config(value: Any, path: str = "") -> dict[str, Any]:
+    """Every value that is no table, by its dotted path."""
+    if not isinstance(value, dict):
+        return {path: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= _flatten_config(item, f"{path}.{key}" if path else key)
+    return found
+
+
+def _format_value(leaves: dict[str, Any], key: str) -> str:
+    return format_value(leaves[key], limit=200) if key in leaves else "(not set)"
+
 
 SPLITS: tuple[Split, ...] = ("validation", "train")
 """The small one first: what is wrong with it shows at once."""
 
+
 CHUNK_CHARACTERS = 1 << 18
 """Text that is handed to a process at once: a tenth of a second's work."""
+
 
 DOCUMENTS_AT_ONCE = 16
 """Are read before their length is looked at."""
@@ -389,10 +485,8 @@ def _check_complete(
 
 def _choose_num_processes(workers: int | None) -> int:
     """None: one for each core that this process may use; not every system tells."""
-    if workers is not None:
-        return workers
     cores = usable_cores()
-    return cores if cores > 1 else 0
+    return workers if workers is not None else cores if cores > 1 else 0
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.data.reader import ReaderPosition, ResumableReader, Tokens
-from diffusionlm.data.windows import ItemsFuture, WindowedReader
+from diffusionlm.data.reader import ItemsFuture, ReaderPosition, ResumableReader, Tokens, WindowedReader
 
 EMPTY_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, assert_never, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from config.data import HubDataset, LocalFiles, PythonStdlib, Synthetic, TextSource
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
 T = TypeVar("T")
+
 
 Tokens = NDArray[np.int32]
 """Ids of one document, as its text gives them: without end-of-text tokens around it."""
 
+
 Split = Literal["train", "validation"]
+
 
 REPAIRED_PREFIX = "mended: "
 """What the reasons of rows begin with that were mended, and not left out."""
+
 
 ReaderPosition = Any
 """A JSON value that says where to read on: made by a reader, kept in checkpoints, given back to it. None: the start."""
@@ -80,82 +83,118 @@ class KnownEntropy(Protocol):
         """
 
 
-def open_source(config: TextSource, split: Split) -> DocumentSource:
-    """The documents of a config section.
-
-    Raises:
-        ValueError: nothing to read; names the path or dataset.
-    """
-    match config:
-        case PythonStdlib():
-            return StdlibSource.open(config, split)
-        case LocalFiles():
-            from diffusionlm.data.local_files import open_local_files
-
-            return open_local_files(config, split)
-        case HubDataset():
-            from diffusionlm.data.hub import open_hub
-
-            return open_hub(config, split)
-        case Synthetic():
-            from diffusionlm.data.synthetic import SyntheticSource
-
-            return SyntheticSource.open(config, split)
-        case _:
-            assert_never(config)
+S = TypeVar("S")
 
 
-EXCLUDED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "encodings", "pydoc_data", "test", "tests", "idle_test"}
-)
-"""Not the library's own text, tables, and tests."""
+ItemsFuture = Callable[[], list[T]]
+"""What a window becomes, when it is asked for: elsewhere it may be worked on until then."""
+
+
+WindowTransform = Callable[[int, int, list[S]], ItemsFuture[T]]
+"""(epoch, number of the window, its items) -> what they become."""
 
 
 @dataclass
-class StdlibSource:
-    """Python files of the standard library, in sorted order; a file is a document."""
-
-    root: Path
-    paths: list[Path]
-    identity: str
-    provenance: str
-    skipped: dict[str, int]
-
-    @classmethod
-    def open(cls, config: PythonStdlib, split: Split) -> StdlibSource:
-        """The files of one split; which it is depends on the file's path inside the library alone."""
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = sorted(
-            path
-            for path in root.rglob("*.py")
-            if EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1]) and path.stat().st_size > 0
-        )
-        chosen, skipped, digest, size = list[Path](), dict[str, int](), hashlib.sha256(), 0
-        for path in files:
-            name = path.relative_to(root).as_posix()
-            if _is_one_in(name, config.validation_share) != (split == "validation"):
-                continue
-            content = path.read_bytes()
-            try:
-                content.decode("utf-8")
-            except UnicodeDecodeError:
-                skipped["not UTF-8"] = skipped.get("not UTF-8", 0) + 1
-                continue
-            chosen.append(path)
-            size += len(content)
-            digest.update(name.encode() + hashlib.sha256(content).digest())
-        if not chosen:
-            raise ValueError(f"data.source python-stdlib: no Python files for {split} in {root}")
-        identity = f"python-stdlib/{split}/{digest.hexdigest()[:16]}"
-        return cls(root, chosen, identity, f"{len(chosen)} files, {size:,} bytes, in {root}", skipped)
-
-    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
-        """The files from the ``position``-th on."""
-        start = position or 0
-        documents = [path.read_text(encoding="utf-8") for path in self.paths[start : start + limit]]
-        return documents, start + limit if len(documents) == limit else None
+class _PrefetchedWindow(Generic[T]):
+    epoch: int
+    number: int
+    future: ItemsFuture[T]
+    next_position: ReaderPosition
+    """Where the next one starts; None: there is none."""
 
 
-def _is_one_in(name: str, share: int) -> bool:
-    """True for one name in ``share``, by its hash."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % share == 0
+@dataclass
+class WindowedReader(Generic[S, T]):
+    """A reader whose items are those of another one, transformed window by window.
+
+    A position holds where the window starts and how much of what it became was read; resuming reads and transforms the
+    window again. So a checkpoint holds no items, and nothing is lost or repeated.
+    """
+
+    upstream: ResumableReader[S]
+    size: int
+    """Items of a window."""
+    transform: WindowTransform[S, T]
+    """Must give the same for the same window."""
+    prefetch_depth: int = 0
+    """Windows that are handed to ``transform`` before they are read, so that others can work on them."""
+
+    def __post_init__(self) -> None:
+        self._loaded_window: tuple[int, int] | None = None
+        self._items: list[T] = []
+        self._next_position: ReaderPosition = None
+        self._prefetched: deque[_PrefetchedWindow[T]] = deque()
+
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[T], ReaderPosition]:
+        """Up to ``limit`` items, and the position behind them."""
+        place = position or {"window": 0, "start": None, "used": 0}
+        items: list[T] = []
+        while True:
+            self._load_window(epoch, place["window"], place["start"])
+            taken = self._items[place["used"] : place["used"] + limit - len(items)]
+            items += taken
+            place = {**place, "used": place["used"] + len(taken)}
+            if len(items) == limit:
+                return items, place
+            if self._next_position is None:
+                return items, None
+            place = {"window": place["window"] + 1, "start": self._next_position, "used": 0}
+
+    def _load_window(self, epoch: int, number: int, start: ReaderPosition) -> None:
+        if self._loaded_window == (epoch, number):
+            return
+        self._items = []  # the old window goes before the new one comes
+        coming = self._prefetched
+        if not coming or (coming[0].epoch, coming[0].number) != (epoch, number):
+            coming.clear()
+            self._submit_window(epoch, number, start)
+        window = coming.popleft()
+        last = window
+        while len(coming) < self.prefetch_depth:
+            last = coming[-1] if coming else last
+            if last.next_position is None:
+                break
+            self._submit_window(epoch, last.number + 1, last.next_position)
+        self._items, self._next_position = window.future(), window.next_position
+        self._loaded_window = (epoch, number)
+
+    def _submit_window(self, epoch: int, number: int, start: ReaderPosition) -> None:
+        items, next_position = self.upstream.read(epoch, start, self.size)
+        self._prefetched.append(_PrefetchedWindow(epoch, number, self.transform(epoch, number, items), next_position))
+
+
+def shuffle_windows(
+    upstream: ResumableReader[T], window: int, seed: int, stream: RngStream, *key: int
+) -> WindowedReader[T, T]:
+    """The items, permuted within consecutive windows: an order that is a function of (seed, epoch, place).
+
+    Args:
+        stream, key: whose chance: two shuffles of a run do not share theirs.
+    """
+
+    def permute(epoch: int, number: int, items: list[T]) -> ItemsFuture[T]:
+        order = keyed_rng(seed, stream, *key, epoch, number).permutation(len(items))
+        return lambda: [items[index] for index in order]
+
+    return WindowedReader(upstream, window, permute)
+
+
+DOCUMENTS_AT_ONCE = 64
+
+
+def first_documents(source: ResumableReader[str], max_bytes: int) -> Iterator[str]:
+    """Documents of the first epoch in order, up to and with the one that brings them to ``max_bytes`` of UTF-8.
+
+    Raises:
+        ValueError: (while it is read) the source cannot read on.
+    """
+    left, position = max_bytes, None
+    while left > 0:
+        documents, position = source.read(0, position, DOCUMENTS_AT_ONCE)
+        for text in documents:
+            yield text
+            left -= len(text.encode("utf-8", "surrogatepass"))
+            if left <= 0:
+                return
+        if position is None:
+            return

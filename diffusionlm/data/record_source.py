@@ -3,12 +3,85 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition
-from diffusionlm.data.records import BadRecord
+
+MAX_SHOWN_CHARACTERS = 60
+"""Characters of a bad record that messages show."""
+
+
+BYTE_ORDER_MARK = "\ufeff"
+
+
+SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """Why a record is no text."""
+
+    reason: str
+    """In a few words, under which it is counted."""
+    detail: str
+    """What is there, shortened."""
+    repaired_text: str | None = None
+    """The text that can be made of it; None: there is none."""
+    is_field_error: bool = False
+    """The record is sound, but has no text under this name; under another it may."""
+
+
+ParsedRecord = tuple[str | BadRecord, int, int]
+"""What a record holds; the place behind it, in units of its format; and the lines or rows up to there, 0 where they
+say nothing."""
+
+
+SampleBy = Literal["document", "paragraph", "line"]
+
+
+def shorten_repr(value: object) -> str:
+    """The beginning of a value, as messages show it."""
+    shown = repr(value[:MAX_SHOWN_CHARACTERS] if isinstance(value, str | bytes | list) else value)
+    whole = len(shown) <= MAX_SHOWN_CHARACTERS and not (
+        isinstance(value, str | bytes | list) and len(value) > MAX_SHOWN_CHARACTERS
+    )
+    return shown if whole else f"{shown[:MAX_SHOWN_CHARACTERS]}..."
+
+
+def validate_text(value: object) -> str | BadRecord:
+    """The text that a value of JSON or Arrow is."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            near = value[max(0, error.start - 20) : error.end + 20]
+            return BadRecord("lone surrogate", shorten_repr(near), SURROGATES.sub("\ufffd", value))
+        return value
+    if isinstance(value, bytes):
+        return decode_utf8(value)
+    if isinstance(value, bool):
+        return BadRecord("boolean instead of text", str(value).lower(), is_field_error=True)
+    if isinstance(value, int | float):
+        digits = str(value) if math.isfinite(value) else None
+        return BadRecord("number instead of text", str(value), digits, is_field_error=True)
+    if value is None:
+        return BadRecord("null instead of text", "null", is_field_error=True)
+    kind = "object" if isinstance(value, dict) else type(value).__name__
+    return BadRecord(f"{kind} instead of text", shorten_repr(value), is_field_error=True)
+
+
+def decode_utf8(content: bytes) -> str | BadRecord:
+    """The text that UTF-8 stands for."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        near = content[max(0, error.start - 10) : error.end + 10]
+        detail = f"{shorten_repr(near)}, byte {error.start} of it"
+        return BadRecord("not UTF-8", detail, content.decode("utf-8", "replace"))
 
 
 class RecordCursor(Protocol):

@@ -24,17 +24,29 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 from diffusionlm.data.reader import Split
 
 INDEX_FILE = "index.json"
+
+
 PROGRESS_FILE = "progress.json"
 """In place of the index while the directory is being made."""
+
+
 TOKENIZER_DIRECTORY = "tokenizer"
+
+
 FORMAT_VERSION: Literal[1] = 1
+
 
 OFFSET_DTYPE = "<i8"
 """Dtype of ``.idx`` files."""
+
+
 PARQUET_COLUMN = "input_ids"
 """Of Parquet files."""
 
+
 ShardFormat = Literal["bin", "parquet", "dat"]
+
+
 ShardDtype = Literal["uint16", "uint32", "int32"]
 
 

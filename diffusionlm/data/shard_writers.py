@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol, assert_never
+from typing import IO, Any, Literal, Protocol, assert_never
 
 import numpy as np
+from pydantic import NonNegativeInt
 
-from diffusionlm.data.reader import Split, Tokens
-from diffusionlm.data.shard_index import OFFSET_DTYPE, PARQUET_COLUMN, FileRange, ShardDtype, ShardFormat
+from diffusionlm.data.reader import ReaderPosition, Split, Tokens
+from diffusionlm.data.shard_index import (
+    FORMAT_VERSION,
+    OFFSET_DTYPE,
+    PARQUET_COLUMN,
+    PROGRESS_FILE,
+    FileRange,
+    ShardDtype,
+    ShardFormat,
+    SplitIndex,
+    StrictModel,
+)
 
 TEMPORARY_SUFFIX = ".tmp"
 """Ending of a file that is being written."""
+
 
 ROW_GROUP_TOKENS = 1 << 22
 """A row group of Parquet ends with the document that brings it to so many: 16 MiB before compression."""
@@ -246,3 +263,84 @@ class _ParquetWriter:
 def _little_endian(dtype: ShardDtype) -> np.dtype[Any]:
     """Unsigned integers, little-endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")
+
+
+LOCK_FILE = ".lock"
+
+
+class SplitProgress(StrictModel):
+    """What is done of a split."""
+
+    index: SplitIndex
+    """The shards that are complete; rows that were skipped before ``position``."""
+    position: ReaderPosition = None
+    """Where the source is read on."""
+    past: NonNegativeInt = 0
+    """Documents from there on that are in complete shards already."""
+    done: bool = False
+
+
+class MakeDataProgress(StrictModel):
+    """``progress.json``: replaced after each shard."""
+
+    version: Literal[1] = FORMAT_VERSION
+    config: dict[str, Any]
+    tokenizer_fingerprint: str | None = None
+    """None: there is no tokenizer yet."""
+    splits: dict[Split, SplitProgress]
+
+    def save(self, directory: Path) -> None:
+        """Replace the file."""
+        write_text_atomic(directory / PROGRESS_FILE, self.model_dump_json(indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """The directory, made if need be, for this process alone.
+
+    Raises:
+        ValueError: it is a file, cannot be made, or another process writes there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / LOCK_FILE).open("a")
+    except OSError as error:
+        raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"output.directory = {directory} is in use by another process; wait for it or stop it"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def protect_write(directory: Path) -> Iterator[None]:
+    """A block in which an OSError means that the directory could not be written, and that Ctrl-C does not cut short."""
+    try:
+        with _delay_interrupts():
+            yield
+    except OSError as error:
+        free = shutil.disk_usage(directory).free / 2**20
+        raise ValueError(
+            f"output.directory = {directory} could not be written: {error.strerror or error} ({free:,.0f} MiB are free "
+            "there). What was complete is kept: make room, and repeat the command"
+        ) from error
+
+
+@contextlib.contextmanager
+def _delay_interrupts() -> Iterator[None]:
+    """Ctrl-C counts at the end of the block: no file is left behind that nobody knows of."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    waiting: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            signal.raise_signal(signal.SIGINT)

@@ -6,22 +6,63 @@ import contextlib
 import pickle
 import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.data.reader import Tokens
-from diffusionlm.data.windows import ItemsFuture
+from diffusionlm.data.reader import ItemsFuture, ResumableReader, Tokens, WindowedReader
 from tokenizer import Tokenizer
+
+CHUNK = 64
+"""Documents that are tokenised together; a run that resumes does at most so many again."""
+
+
+EncodeFunction = Callable[[str], list[int]]
+
+
+class TextEncoder(Protocol):
+    """Who tokenises."""
+
+    @property
+    def prefetch_depth(self) -> int:
+        """Chunks that are worth handing over before they are needed."""
+
+    def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
+        """Take over a chunk. What comes back waits for its tokens."""
+
+
+class InlineTextEncoder:
+    """Tokenises in this process, when the tokens are asked for."""
+
+    prefetch_depth = 0
+
+    def __init__(self, encode: EncodeFunction) -> None:
+        self._encode = encode
+
+    def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
+        """Nothing yet."""
+        return lambda: encode_texts(self._encode, texts)
+
+
+def encode_texts(encode: EncodeFunction, texts: list[str]) -> list[Tokens]:
+    """Tokens of each text."""
+    return [np.array(encode(text), dtype=np.int32) for text in texts]
+
+
+def tokenize_reader(upstream: ResumableReader[str], encoder: TextEncoder) -> WindowedReader[str, Tokens]:
+    """The documents of a reader, tokenised."""
+    return WindowedReader(upstream, CHUNK, lambda _epoch, _number, texts: encoder.submit(texts), encoder.prefetch_depth)
+
 
 SPAWN_CONTEXT = get_context("spawn")
 """Forked children of a process with threads may hang."""
+
 
 CHUNKS_AHEAD = 2
 """Chunks in flight for each process: one in work, one waiting."""

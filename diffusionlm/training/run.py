@@ -15,9 +15,8 @@ from ddp.fully_sharded import FullySharded
 from ddp.parallelism import Parallelism
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.model_card import ValidationBound
-from diffusionlm.data.loader import LoaderSpec, StepLoader, count_rows
+from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
 from diffusionlm.data.pipeline import MixtureComponent, open_components
-from diffusionlm.data.workers import WorkerLoader
 from diffusionlm.diffusion.objectives import Objective, build_objective, why_not_nelbo
 from diffusionlm.evaluation.validation import SampleInfills, Validator
 from diffusionlm.models.transformer import Transformer

@@ -24,8 +24,8 @@ from diffusionlm.checkpoints.huggingface import (
     resolve_model_directory,
 )
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
-from diffusionlm.data.corpus import first_documents
 from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
+from diffusionlm.data.reader import first_documents
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer

@@ -21,7 +21,7 @@ from config.load import load_config
 from config.train import TrainConfig
 from config.train_tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import verify_directory
-from diffusionlm.data.reader import open_source
+from diffusionlm.data.sources import open_source
 from tokenizer import load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,8 @@ import pytest
 import zstandard
 
 from config.data import LocalFiles
-from diffusionlm.data.reader import DocumentSource, open_source
+from diffusionlm.data.reader import DocumentSource
+from diffusionlm.data.sources import open_source
 
 Drain = Callable[..., list[Any]]
 
@@ -252,7 +253,7 @@ ARCHIVES = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".
 @pytest.mark.parametrize("ending", ARCHIVES)
 def test_truncated_archive(ending: str, tmp_path: Path, drain: Drain, monkeypatch: pytest.MonkeyPatch) -> None:
     """All whole rows before the end are there; how many are lost nobody knows."""
-    monkeypatch.setattr("diffusionlm.data.bytestreams.CHUNK", 100)
+    monkeypatch.setattr("diffusionlm.data.file_formats.CHUNK", 100)
     texts = [f"{number}" for number in range(200)]
     rows = [f'{{"text": "{text}"}}\n'.encode() for text in texts]
     first, second = ARCHIVES[ending](b"".join(rows[:150])), ARCHIVES[ending](b"".join(rows[150:]))

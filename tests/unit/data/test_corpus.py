@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diffusionlm.data.corpus import first_documents
+from diffusionlm.data.reader import first_documents
 
 
 @pytest.mark.parametrize(("max_bytes", "number"), [(1, 1), (3, 1), (4, 2), (9, 3), (10, 4), (600, 200), (10**9, 200)])

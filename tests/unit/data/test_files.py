@@ -20,10 +20,10 @@ import pytest
 import zstandard
 
 from config.data import LocalFiles
-from diffusionlm.data import bytestreams, parquet_records
-from diffusionlm.data.found_files import find_files
-from diffusionlm.data.local_files import detect_format
-from diffusionlm.data.reader import DocumentSource, Split, open_source
+from diffusionlm.data import file_formats
+from diffusionlm.data.local_files import detect_format, find_files
+from diffusionlm.data.reader import DocumentSource, Split
+from diffusionlm.data.sources import open_source
 
 Drain = Callable[..., list[Any]]
 
@@ -115,9 +115,9 @@ def options_of(form: str) -> dict[str, str]:
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks end in the middle of lines, of characters and of row groups."""
-    monkeypatch.setattr(bytestreams, "CHUNK", 61)
-    monkeypatch.setattr(bytestreams, "COMPRESSED_BLOCK", 37)
-    monkeypatch.setattr(parquet_records, "MOST_BATCH_ROWS", 3)
+    monkeypatch.setattr(file_formats, "CHUNK", 61)
+    monkeypatch.setattr(file_formats, "COMPRESSED_BLOCK", 37)
+    monkeypatch.setattr(file_formats, "MOST_BATCH_ROWS", 3)
 
 
 @pytest.mark.parametrize(("form", "ending"), KINDS)
@@ -244,7 +244,7 @@ def test_going_on_does_not_open_the_file_again(tmp_path: Path, monkeypatch: pyte
     folder = write(tmp_path / "data", TEXTS[:30], "jsonl", ".gz")
     source = opened(folder)
     opens: list[Path] = []
-    monkeypatch.setattr("diffusionlm.data.file_formats.open_bytes", counting(opens, bytestreams.open_bytes))
+    monkeypatch.setattr("diffusionlm.data.file_formats.open_bytes", counting(opens, file_formats.open_bytes))
     position: Any = None
     for _ in range(30):
         _, position = source.read(0, position, 1)

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from config.data import HubDataset
-from diffusionlm.data.reader import DocumentSource, Split, open_source
+from diffusionlm.data.reader import DocumentSource, Split
+from diffusionlm.data.sources import open_source
 
 Drain = Callable[..., list[Any]]
 

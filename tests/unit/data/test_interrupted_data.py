@@ -13,7 +13,7 @@ from config.model import ModelConfig
 from config.objective import MaskedDiffusionConfig
 from diffusionlm.data.loader import Loader
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader
-from diffusionlm.data.reader import open_source
+from diffusionlm.data.sources import open_source
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import build_objective
 

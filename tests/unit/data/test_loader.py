@@ -16,7 +16,8 @@ from config.objective import MaskedDiffusionConfig
 from diffusionlm.data.loader import Loader, collate_rows, count_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader
-from diffusionlm.data.reader import ResumableReader, open_source
+from diffusionlm.data.reader import ResumableReader
+from diffusionlm.data.sources import open_source
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 

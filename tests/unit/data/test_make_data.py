@@ -356,7 +356,7 @@ def test_directories_that_are_not_ours(folder: Path, tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
-    from diffusionlm.data.shard_progress import lock_directory
+    from diffusionlm.data.shard_writers import lock_directory
 
     with lock_directory(tmp_path / "made"):
         message = failure(config_of(folder, tmp_path / "made"))

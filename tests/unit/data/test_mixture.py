@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffusionlm.data.mixture import MixedRowReader
 from diffusionlm.data.packing import Row
+from diffusionlm.data.pipeline import MixedRowReader
 
 Drain = Callable[..., list[Any]]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffusionlm.data.encoding import InlineTextEncoder, tokenize_reader
 from diffusionlm.data.packing import PackedRowReader, PaddedRowReader, Row, RowFormat, pack_best_fit, split_row_randomly
+from diffusionlm.data.tokenization import InlineTextEncoder, tokenize_reader
 
 Drain = Callable[..., list[Any]]
 EOS = 256

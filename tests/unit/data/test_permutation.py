@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from diffusionlm.data.permutation import ROUNDS, KeyedPermutation
+from diffusionlm.data.shards import ROUNDS, KeyedPermutation
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
 STREAM = RngStream.DOCUMENT_ORDER

@@ -13,7 +13,6 @@ import pytest
 
 from config.data import Shards
 from diffusionlm.data import shards as shards_module
-from diffusionlm.data.permutation import KeyedPermutation
 from diffusionlm.data.reader import Split, Tokens
 from diffusionlm.data.shard_index import (
     ShardDtype,
@@ -25,7 +24,7 @@ from diffusionlm.data.shard_index import (
     read_index,
 )
 from diffusionlm.data.shard_writers import open_writer, rename_dat_file
-from diffusionlm.data.shards import ShardDocuments, ShardReader
+from diffusionlm.data.shards import KeyedPermutation, ShardDocuments, ShardReader
 from diffusionlm.diffusion.rng import RngStream
 
 EOS = 3

@@ -25,7 +25,8 @@ from config.data import (
 from diffusionlm.data import synthetic
 from diffusionlm.data.loader import Loader, collate_rows
 from diffusionlm.data.pipeline import build_row_reader, open_components
-from diffusionlm.data.reader import KnownEntropy, open_source
+from diffusionlm.data.reader import KnownEntropy
+from diffusionlm.data.sources import open_source
 from diffusionlm.data.synthetic import (
     DOCUMENTS_PER_BLOCK,
     GrammarDistribution,

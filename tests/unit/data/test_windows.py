@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from diffusionlm.data.encoding import CHUNK, InlineTextEncoder, tokenize_reader
-from diffusionlm.data.windows import ItemsFuture, WindowedReader, shuffle_windows
+from diffusionlm.data.reader import ItemsFuture, WindowedReader, shuffle_windows
+from diffusionlm.data.tokenization import CHUNK, InlineTextEncoder, tokenize_reader
 
 Drain = Callable[..., list[Any]]
 ListReader = Callable[[list[Any]], Any]

@@ -17,8 +17,7 @@ import torch
 from config.data import DataConfig, LocalFiles, MarkovChain, MixtureEntry
 from config.model import ModelConfig
 from config.objective import BlockDiffusionConfig
-from diffusionlm.data.loader import LoaderSpec, StepLoader
-from diffusionlm.data.workers import WorkerLoader
+from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from tokenizer import Tokenizer, train_bpe
 
@@ -169,7 +168,7 @@ import sys, time
 sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
 from pathlib import Path
 from test_workers import plan
-from diffusionlm.data.workers import WorkerLoader
+from diffusionlm.data.loader import WorkerLoader
 from tokenizer import train_bpe
 if __name__ == "__main__":
     loader = WorkerLoader(plan(train_bpe(["the cat"], vocab_size=260), Path({str(texts)!r}), 2))
