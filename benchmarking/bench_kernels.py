@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -103,16 +102,12 @@ def make_inputs(case: HeadCase) -> HeadInputs:
     return HeadInputs(hidden, head, targets.to(case.device), rows.to(case.device))
 
 
-def make_fused_loss(**mode: Any) -> LossFunction:
-    """Ours, on the scored rows alone."""
-
-    def loss(data: HeadInputs) -> Tensor:
-        rows_RD = data.hidden_PD if len(data.positions_N) == len(data.hidden_PD) else data.hidden_PD[data.positions_N]
-        targets_N = data.targets_N
-        weights_N = torch.ones(targets_N.shape, device=targets_N.device)
-        return linear_cross_entropy(rows_RD, data.head_VD, LossInputs(targets_N, weights_N), **mode).loss_sum
-
-    return loss
+def fused_loss(data: HeadInputs) -> Tensor:
+    """The project's own loss, on the scored rows alone."""
+    hidden_ND = data.hidden_PD if len(data.positions_N) == len(data.hidden_PD) else data.hidden_PD[data.positions_N]
+    targets_N = data.targets_N
+    weights_N = torch.ones(targets_N.shape, device=targets_N.device)
+    return linear_cross_entropy(hidden_ND, data.head_VD, LossInputs(targets_N, weights_N)).loss_sum
 
 
 def full_logits_loss(data: HeadInputs) -> Tensor:
@@ -129,19 +124,15 @@ def torch_fused_loss(data: HeadInputs) -> Tensor:
 
 
 def make_liger_loss() -> LossFunction:
-    fused_loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
+    liger_loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
         ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    return lambda data: fused_loss(data.head_VD, data.hidden_PD, data.targets_P)
+    return lambda data: liger_loss(data.head_VD, data.hidden_PD, data.targets_P)
 
 
 def build_losses(device: str, *, compiles: bool) -> dict[str, LossFunction]:
-    """The contestants that can run here; ours first, and twice."""
-    losses: dict[str, LossFunction] = {
-        OURS: make_fused_loss(),
-        f"{OURS}, gradients recomputed": make_fused_loss(gradients="recompute"),
-        "full logits": full_logits_loss,
-    }
+    """The implementations that can run here; the project's own first."""
+    losses: dict[str, LossFunction] = {OURS: fused_loss, "full logits": full_logits_loss}
     if compiles:
         losses["full logits, torch.compile"] = torch.compile(full_logits_loss)
     if hasattr(F, "linear_cross_entropy"):

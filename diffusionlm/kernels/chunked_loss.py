@@ -1,7 +1,9 @@
-"""The loop over chunks of rows: logits, their scores and gradient, and the two products that end in gradients.
+"""Loop over chunks of positions: logits, their loss and gradient, and the products that give the two gradients.
 
-Shapes: R rows, D hidden, V vocabulary, C rows of a chunk.
+Shapes: N positions, D hidden, V vocabulary, C positions of a chunk.
 """
+
+# ruff: noqa: PLR0913
 
 from __future__ import annotations
 
@@ -9,49 +11,26 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from diffusionlm.kernels import eager_cross_entropy
-from diffusionlm.kernels.chunking import chunk_size
-from diffusionlm.kernels.loss_types import LossOptions, RowScores
+from diffusionlm.kernels.loss_types import LossBackend, LossOptions
 
-LossBackend = Literal["auto", "eager", "triton"]
-"""``triton``: one kernel. ``eager``: torch's own. ``auto``: `select_loss_backend`."""
+CPU_CHUNK_BYTES = 32 << 20
+"""Budget for the fp32 logits of one chunk: about the last-level cache of a CPU."""
+CUDA_CHUNK_BYTES = 1 << 30
+"""Budget for the logits of one chunk, in the dtype of the product. Each chunk reads and writes the whole head gradient,
+so few large chunks are faster."""
+CUDA_CHUNK_SIZE_RANGE = (1024, 8192)
+"""Positions of a chunk on a GPU, whatever the budget: fewer starve the matrix products, more gain nothing."""
+CUDA_TILE_SIZE = 128
+"""Rows of a tile of a GPU's matrix products."""
 
-ChunkLossFunction = Callable[[Tensor, Tensor, Tensor, LossOptions, RowScores, bool], None]
-"""Score the logits of a chunk and put their gradient in their place."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the loop runs."""
-
-    options: LossOptions
-    dtype: torch.dtype
-    """Of the products."""
-    backend: LossBackend
-    chunk_bytes: int | None
-    """Budget for the logits of a chunk. None: the device's default."""
-    needs_hidden_grad: bool
-    """Whether the gradient of the hidden states is made."""
-    needs_head_grad: bool
-    """Whether the gradient of the head is made."""
-
-
-@dataclass(frozen=True)
-class LoopResult:
-    """What the loop made."""
-
-    loss_sum: Tensor
-    rows: RowScores
-    grad_hidden_ND: Tensor | None
-    """In the dtype of the hidden states."""
-    grad_head_VD: Tensor | None
-    """At least fp32. None also where it went into a buffer that was given."""
+ChunkLossFunction = Callable[[Tensor, Tensor, Tensor, LossOptions, bool], tuple[Tensor, Tensor]]
+"""Losses of a chunk of logits, which are overwritten with their gradient: see the backends."""
 
 
 @torch.no_grad()
@@ -60,56 +39,161 @@ def compute_loss_in_chunks(
     head_VD: Tensor,
     targets_N: Tensor,
     weights_N: Tensor,
-    plan: Plan,
-    into: Tensor | None,
-) -> LoopResult:
-    """Score all rows; no row's logits outlive its chunk.
+    options: LossOptions,
+    needs_hidden_grad: bool,
+    needs_head_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Compute the loss of all positions and its gradients; the logits of one chunk exist at a time.
 
     Args:
         hidden_ND: hidden states.
-        head_VD: the head's weight.
-        targets_N: right tokens, int64.
-        weights_N: factors of the rows' losses.
-        plan: how.
-        into: buffer that the head's gradient is added to. None: a new one is made.
+        head_VD: weight of the head.
+        targets_N: target tokens, int64.
+        weights_N: factor of each position's loss.
+        options: options of the loss.
+        needs_hidden_grad: compute the gradient of the hidden states.
+        needs_head_grad: compute the gradient of the head.
+
+    Returns:
+        Loss sum; negative log-likelihoods [N]; gradient of the hidden states in their dtype, or None; gradient of the
+        head, at least fp32, or None.
 
     Raises:
-        ValueError: the backend that is asked for cannot run.
+        ValueError: the requested backend cannot run.
     """
-    R, V = hidden_ND.shape[0], head_VD.shape[0]
-    device = hidden_ND.device
-    compute_chunk_loss = load_loss_backend(select_loss_backend(plan.backend, device.type, plan.dtype))
-    x_RD, w_VD = hidden_ND.to(plan.dtype), head_VD.to(plan.dtype)
-    wide = torch.promote_types(plan.dtype, torch.float32)
-    targets_N, weights_N = targets_N.contiguous(), weights_N.to(wide).contiguous()
-    rows = _empty_scores(R, wide, device, plan.options)
-    grad_hidden_ND = torch.empty_like(hidden_ND) if plan.needs_hidden_grad else None
-    overwrite = into is None
-    grad_head_VD = into
-    if plan.needs_head_grad and overwrite:
-        grad_head_VD = (torch.empty_like if R else torch.zeros_like)(head_VD, dtype=wide)
-    step = chunk_size(R, V, device=device.type, dtype=plan.dtype, chunk_bytes=plan.chunk_bytes)
-    workspace_CV = torch.empty(min(step, R), V, dtype=plan.dtype, device=device)
-    for start in range(0, R, step):
-        chunk = slice(start, min(start + step, R))
-        logits_CV = torch.mm(x_RD[chunk], w_VD.T, out=workspace_CV[: chunk.stop - start])
-        needs_grad = plan.needs_hidden_grad or plan.needs_head_grad
-        compute_chunk_loss(logits_CV, targets_N[chunk], weights_N[chunk], plan.options, rows.part(chunk), needs_grad)
+    N, V = hidden_ND.shape[0], head_VD.shape[0]
+    device, dtype = hidden_ND.device, options.dtype
+    compute_chunk_loss = load_loss_backend(select_loss_backend(options.backend, device.type, dtype))
+    x_ND, w_VD = hidden_ND.to(dtype), head_VD.to(dtype)
+    accumulation_dtype = options.accumulation_dtype
+    targets_N, weights_N = targets_N.contiguous(), weights_N.to(accumulation_dtype).contiguous()
+    nll_N = torch.empty(N, dtype=accumulation_dtype, device=device)
+    loss_N = nll_N if options.is_unregularized else torch.empty_like(nll_N)
+    grad_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden_grad else None
+    grad_head_VD = None
+    if needs_head_grad:
+        grad_head_VD = (torch.empty_like if N else torch.zeros_like)(head_VD, dtype=accumulation_dtype)
+    step = chunk_size(N, V, device=device.type, dtype=dtype)
+    workspace_CV = torch.empty(min(step, N), V, dtype=dtype, device=device)
+    for start in range(0, N, step):
+        chunk = slice(start, min(start + step, N))
+        logits_CV = torch.mm(x_ND[chunk], w_VD.T, out=workspace_CV[: chunk.stop - start])
+        needs_grad = needs_hidden_grad or needs_head_grad
+        nll_N[chunk], loss_N[chunk] = compute_chunk_loss(
+            logits_CV, targets_N[chunk], weights_N[chunk], options, needs_grad
+        )
         if grad_hidden_ND is not None:
             grad_hidden_ND[chunk] = logits_CV @ w_VD
-        if plan.needs_head_grad:
-            assert grad_head_VD is not None
-            accumulate_product(grad_head_VD, logits_CV.T, x_RD[chunk], overwrite=overwrite and start == 0)
-    # A row of weight 0 may be anything: infinity times 0 would be NaN.
-    loss_sum = torch.where(weights_N != 0, rows.loss_R * weights_N, 0.0).sum()
-    return LoopResult(loss_sum, rows, grad_hidden_ND, grad_head_VD if overwrite else None)
+        if grad_head_VD is not None:
+            accumulate_product(grad_head_VD, logits_CV.T, x_ND[chunk], overwrite=start == 0)
+    # The loss may be infinite at weight 0, and infinity times 0 is NaN.
+    loss_sum = torch.where(weights_N != 0, loss_N * weights_N, 0.0).sum()
+    return loss_sum, nll_N, grad_hidden_ND, grad_head_VD
+
+
+def compute_loss_compiled(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    options: LossOptions,
+    needs_hidden_grad: bool,
+    needs_head_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`compute_loss_in_chunks` as one node of a graph of torch.compile.
+
+    Eager code does not call it: the first call of a custom operator imports the compiler, which takes seconds.
+    """
+    loss_sum, nll_N, grad_hidden_ND, grad_head_VD = _operator(
+        hidden_ND.detach(),
+        head_VD.detach(),
+        targets_N,
+        weights_N,
+        options.excluded_token,
+        options.label_smoothing,
+        options.z_loss,
+        options.softcap,
+        options.dtype,
+        options.backend,
+        needs_hidden_grad,
+        needs_head_grad,
+    )
+    return loss_sum, nll_N, grad_hidden_ND if needs_hidden_grad else None, grad_head_VD if needs_head_grad else None
+
+
+# The schema of an operator has no records, so the options are single arguments.
+@torch.library.custom_op("diffusionlm::linear_cross_entropy", mutates_args=())
+def _operator(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    excluded_token: int | None,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+    backend: str,
+    needs_hidden_grad: bool,
+    needs_head_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss sum, negative log-likelihoods and the two gradients; a gradient that is not needed is an empty tensor."""
+    options = LossOptions(excluded_token, label_smoothing, z_loss, softcap, dtype, backend)  # type: ignore[arg-type]
+    loss_sum, nll_N, *gradients = compute_loss_in_chunks(
+        hidden_ND, head_VD, targets_N, weights_N, options, needs_hidden_grad, needs_head_grad
+    )
+    grad_hidden_ND, grad_head_VD = (hidden_ND.new_empty(0) if grad is None else grad for grad in gradients)
+    return loss_sum, nll_N, grad_hidden_ND, grad_head_VD
+
+
+@_operator.register_fake
+def _operator_shapes(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor,
+    excluded_token: int | None,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+    backend: str,
+    needs_hidden_grad: bool,
+    needs_head_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    accumulation_dtype = torch.promote_types(dtype, torch.float32)
+    grad_hidden = torch.empty_like(hidden_ND) if needs_hidden_grad else hidden_ND.new_empty(0)
+    grad_head = torch.empty_like(head_VD, dtype=accumulation_dtype) if needs_head_grad else hidden_ND.new_empty(0)
+    loss_sum = hidden_ND.new_empty((), dtype=accumulation_dtype)
+    return loss_sum, hidden_ND.new_empty(hidden_ND.shape[0], dtype=accumulation_dtype), grad_hidden, grad_head
+
+
+def chunk_size(num_positions: int, vocab_size: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> int:
+    """Positions of a chunk: as few chunks as the budget allows, of equal size; at least 1, also for no positions.
+
+    Args:
+        num_positions: number of all positions.
+        vocab_size: logits of a position.
+        device: type of the device.
+        dtype: dtype of the product; on a CPU logits are counted as fp32.
+    """
+    if device == "cuda":
+        min_size, max_size = CUDA_CHUNK_SIZE_RANGE
+        limit = min(max(CUDA_CHUNK_BYTES // (dtype.itemsize * vocab_size), min_size), max_size)
+        multiple = CUDA_TILE_SIZE
+    else:
+        limit = max(64, CPU_CHUNK_BYTES // (4 * vocab_size))
+        multiple = 1
+    num_chunks = max(1, -(-num_positions // limit))
+    balanced = max(1, -(-num_positions // num_chunks))
+    return -(-balanced // multiple) * multiple
 
 
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) -> None:
-    """Add a matrix product to ``total``, or write it there if that is fresh, whatever it holds.
+    """Add a matrix product to ``total``, or store it there with ``overwrite``.
 
-    The total is at least as wide as its factors. On a GPU the product is accumulated in it directly; elsewhere one of
-    narrow factors is rounded first.
+    ``total`` is at least as wide as the factors. On a GPU the product is accumulated in the dtype of ``total``;
+    elsewhere a product of narrow factors is rounded to their dtype first.
     """
     beta = 0.0 if overwrite else 1.0
     if total.dtype == left.dtype:
@@ -123,31 +207,31 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite:
 
 
 def select_loss_backend(backend: LossBackend, device: str, dtype: torch.dtype) -> Literal["eager", "triton"]:
-    """The backend that runs: with ``auto``, Triton's kernel on CUDA for all but float64, where triton is installed.
+    """Select the backend. ``auto`` is Triton on CUDA if it is installed and the dtype is not float64, else eager.
 
     Args:
-        backend: what is asked for.
+        backend: requested backend.
         device: type of the tensors' device.
-        dtype: of the products.
+        dtype: dtype of the products.
 
     Raises:
-        ValueError: no such backend, or Triton's is asked for and cannot run; what is missing is said.
+        ValueError: the backend does not exist, or Triton is requested and cannot run here.
     """
     if backend not in get_args(LossBackend):
         names = ", ".join(f'"{name}"' for name in get_args(LossBackend))
         raise ValueError(f'cross-entropy backend "{backend}" does not exist; choose one of {names}')
     if backend == "eager":
         return "eager"
-    missing = _triton_problem(device, dtype)
-    if missing is None and (backend == "triton" or device == "cuda"):
+    problem = _triton_problem(device, dtype)
+    if problem is None and (backend == "triton" or device == "cuda"):
         return "triton"
     if backend == "triton":
-        raise ValueError(f'cross-entropy backend "triton" {missing}, or choose "eager" or "auto"')
+        raise ValueError(f'cross-entropy backend "triton" {problem}, or choose "eager" or "auto"')
     return "eager"
 
 
 def load_loss_backend(backend: Literal["eager", "triton"]) -> ChunkLossFunction:
-    """The backend's function; Triton is imported only when it is used."""
+    """Return the function of a backend; Triton is imported only when it is used."""
     if backend == "eager":
         return eager_cross_entropy.compute_chunk_loss
     from diffusionlm.kernels.triton_cross_entropy import compute_chunk_loss
@@ -156,7 +240,7 @@ def load_loss_backend(backend: Literal["eager", "triton"]) -> ChunkLossFunction:
 
 
 def _triton_problem(device: str, dtype: torch.dtype) -> str | None:
-    """What Triton's kernel lacks here. None: it can run."""
+    """Why the Triton kernel cannot run, with a remedy. None: it can."""
     if dtype == torch.float64:
         return "computes in float32, and these products are in float64: use float32"
     if not _is_triton_installed():
@@ -171,9 +255,3 @@ def _triton_problem(device: str, dtype: torch.dtype) -> str | None:
 @functools.cache
 def _is_triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _empty_scores(rows: int, dtype: torch.dtype, device: torch.device, options: LossOptions) -> RowScores:
-    nll_N, logsumexp_N = (torch.empty(rows, dtype=dtype, device=device) for _ in range(2))
-    loss_R = nll_N if options.is_unregularized else torch.empty_like(nll_N)
-    return RowScores(nll_N, loss_R, logsumexp_N, torch.empty(rows, dtype=torch.bool, device=device))

@@ -1,4 +1,4 @@
-"""Whether Triton's kernel works here: compiled on a GPU, interpreted without one."""
+"""Comparison of the Triton kernel with the eager backend: compiled on a GPU, interpreted without one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import torch
 
 from diffusionlm.kernels.cross_entropy import LossInputs, linear_cross_entropy
 
-TRITON_TOLERANCE = 1e-4
 
+def max_difference_to_eager() -> float:
+    """Compute a small loss with Triton and with PyTorch; return the largest difference in nats.
 
-def check_triton() -> str:
-    """Score some rows with Triton's kernel and with torch, and compare.
-
-    Where there is no GPU it sets TRITON_INTERPRET in this process, so nothing must have loaded Triton before.
-
-    Returns:
-        How the kernel ran, and how far apart the two were.
+    Without a GPU it sets TRITON_INTERPRET in this process, so Triton must not be imported before.
 
     Raises:
-        ValueError: Triton is not installed, or the losses differ.
+        ValueError: Triton is not installed.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -30,12 +25,8 @@ def check_triton() -> str:
     head = torch.randn(33, 8, generator=generator).to(device)
     loss_inputs = LossInputs(torch.arange(5, device=device), torch.ones(5, device=device))
     with torch.no_grad():
-        losses = [
+        triton_nll, eager_nll = (
             linear_cross_entropy(hidden, head, loss_inputs, backend=backend).nll_N.double().cpu()
             for backend in ("triton", "eager")
-        ]
-    apart = float((losses[0] - losses[1]).abs().max())
-    if not apart <= TRITON_TOLERANCE:
-        raise ValueError(f"the losses of Triton's kernel and of torch are {apart:.2g} nats apart")
-    how = "compiles" if device == "cuda" else "runs interpreted (it compiles on a GPU alone)"
-    return f"the cross-entropy kernel {how}; {apart:.1g} nats from torch"
+        )
+    return float((triton_nll - eager_nll).abs().max())

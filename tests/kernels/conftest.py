@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def interpreted() -> None:
-    """For tests that run Triton's kernels on a CPU."""
+    """Skips tests that run Triton kernels in its interpreter, unless TRITON_INTERPRET=1."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("on a GPU kernels are compiled: see the tests marked gpu")
