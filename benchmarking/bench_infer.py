@@ -267,7 +267,7 @@ def measure_bounds(config: BenchModel, validation: BenchValidationSection, cells
             likelihood = NelboConfig(
                 block_length=length,
                 bidirectional=is_bidirectional,
-                num_draws=validation.num_draws,
+                num_mc_samples=validation.num_mc_samples,
                 batch_size=validation.batch_size,
             )
             result = evaluate_likelihood(EvalConfig(model=loaded, data=data, likelihood=likelihood))

@@ -91,7 +91,7 @@ class BenchValidationSection(EvalDataConfig):
 
     max_rows: NonNegativeInt = 64
     """Rows that are evaluated; 0: all."""
-    num_draws: PositiveInt = 4
+    num_mc_samples: PositiveInt = 4
     """Masked versions of each row."""
     batch_size: PositiveInt = 32
     """Rows of one forward."""

@@ -56,7 +56,7 @@ class NelboConfig(Section):
     has none, the whole document at once."""
     bidirectional: bool = False
     """The whole document at once, also for a model of blocks."""
-    num_draws: PositiveInt = 4
+    num_mc_samples: PositiveInt = 4
     """Masked versions of each row; one is all there is for blocks of one token."""
     batch_size: PositiveInt = 32
     """Rows of one forward."""

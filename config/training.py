@@ -67,7 +67,7 @@ class TrainingConfig(Section):
 
 
 class ValidationConfig(Section):
-    """``[validation]``: a fixed grid of rows and draws, so that two validations compare."""
+    """``[validation]``: evaluation on a fixed grid of rows and masks, so that runs compare."""
 
     every_steps: NonNegativeInt = 500
     """Steps between validations during the run; 0: only at the end."""
@@ -75,7 +75,7 @@ class ValidationConfig(Section):
     """Rows of a validation during the run."""
     final_rows: PositiveInt = 1_024
     """Rows of the validation at the end."""
-    draws: PositiveInt = 4
+    num_mc_samples: PositiveInt = 4
     """Masked versions of each row, with counts spread evenly."""
     batch_size: PositiveInt = 32
     """Rows of one forward."""

@@ -114,7 +114,7 @@ def evaluate(
     tokenizer: Tokenizer,
     rows: list[Row],
     *,
-    draws: int,
+    num_mc_samples: int,
     batch_size: int,
     block_length: int | None = None,
     commonest: int | None = None,
@@ -125,7 +125,7 @@ def evaluate(
     Args:
         rows: validation rows; padding is not counted.
         block_length: of block diffusion; None: bidirectional, and only then the fill test is made.
-        draws: masked versions of each row.
+        num_mc_samples: masked versions of each row.
         batch_size: rows of one forward.
         commonest: the commonest training token, where it is known.
         spread: who makes the forwards.
@@ -139,7 +139,7 @@ def evaluate(
         batch.tokens_BL,
         batch.loss_mask_BL,
         block_length,
-        draws,
+        num_mc_samples,
         VALIDATION_SEED,
         document_BL=batch.document_BL,
         batch_size=batch_size,

@@ -270,7 +270,7 @@ def _compute_report(
                     on_progress=lambda done, _: bar.update(done - bar.n),
                 )
         case NelboConfig():
-            draws = 1 if layout.block_length == 1 else config.num_draws
+            draws = 1 if layout.block_length == 1 else config.num_mc_samples
             num_forwards = draws * math.ceil(len(batch.tokens_BL) / config.batch_size)
             with _open_progress_bar("scoring", num_forwards, "forward") as bar:
                 counting = model.register_forward_hook(lambda *_: bar.update())
@@ -280,7 +280,7 @@ def _compute_report(
                         batch.tokens_BL,
                         batch.loss_mask_BL,
                         layout.block_length,
-                        config.num_draws,
+                        config.num_mc_samples,
                         config.seed,
                         document_BL=batch.document_BL,
                         batch_size=config.batch_size,

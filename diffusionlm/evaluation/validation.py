@@ -127,7 +127,7 @@ class Validator:
             model,
             self.tokenizer,
             rows,
-            draws=settings.draws,
+            num_mc_samples=settings.num_mc_samples,
             batch_size=settings.batch_size,
             block_length=block_length,
             commonest=commonest,

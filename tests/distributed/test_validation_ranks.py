@@ -49,7 +49,7 @@ def test_ranks_find_the_numbers_of_one(
                 model,
                 tokenizer,
                 rows(7),
-                draws=3,
+                num_mc_samples=3,
                 batch_size=3,
                 block_length=length,
                 commonest=5,

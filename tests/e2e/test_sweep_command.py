@@ -31,7 +31,7 @@ max_steps = 4
 [validation]
 rows = 4
 final_rows = 4
-draws = 1
+num_mc_samples = 1
 ngrams = false
 [samples]
 every_steps = 4

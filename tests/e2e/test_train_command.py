@@ -87,7 +87,7 @@ ema_decay = 0.9
 every_steps = 50
 rows = 8
 final_rows = 16
-draws = 2
+num_mc_samples = 2
 [samples]
 every_steps = 60
 infills = ["def f1(x):\\n    return [MASK:2]\\n"]

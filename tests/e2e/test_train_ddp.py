@@ -55,7 +55,7 @@ kind = "adamw"
 [validation]
 every_steps = 0
 final_rows = 16
-draws = 2
+num_mc_samples = 2
 ngrams = false
 [samples]
 every_steps = 0

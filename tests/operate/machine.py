@@ -45,7 +45,7 @@ precision = "float32"
 [validation]
 rows = 8
 final_rows = 8
-draws = 1
+num_mc_samples = 1
 ngrams = false
 [checkpoint]
 every_steps = 2

@@ -215,13 +215,13 @@ def test_a_bound_is_measured_once_for_each_way_of_attention(monkeypatch: pytest.
 
     monkeypatch.setattr(module, "evaluate_likelihood", evaluate)
     cells = load_config(BenchInferConfig, RESOURCE).cells()
-    validation = BenchValidationSection.model_validate({"source": "python-stdlib", "num_draws": 2})
+    validation = BenchValidationSection.model_validate({"source": "python-stdlib", "num_mc_samples": 2})
     model = BenchModel(path=tmp_path, device="cpu")
     assert measure_bounds(model, validation, cells) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0] * 2
     assert [config.likelihood for config in asked] == [
-        NelboConfig(block_length=4, num_draws=2),
-        NelboConfig(block_length=16, num_draws=2),
-        NelboConfig(bidirectional=True, num_draws=2),
+        NelboConfig(block_length=4, num_mc_samples=2),
+        NelboConfig(block_length=16, num_mc_samples=2),
+        NelboConfig(bidirectional=True, num_mc_samples=2),
     ]
     assert {config.data.max_rows for config in asked} == {64} and asked[0].model.path == tmp_path
 

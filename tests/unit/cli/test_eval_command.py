@@ -134,7 +134,7 @@ IN_ORDER = ("--set", "data.rows=padded", "--set", "data.shuffle_window=0")
 def test_a_bound_and_its_bytes(
     capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path, tokenizer: Tokenizer
 ) -> None:
-    result = evaluated(capsys, "--model", model_dir, "--data", data, *IN_ORDER, "--set", "likelihood.num_draws=3")
+    result = evaluated(capsys, "--model", model_dir, "--data", data, *IN_ORDER, "--set", "likelihood.num_mc_samples=3")
     batch = collate_rows(padded_rows(tokenizer))
     expected = nelbo(
         load_model(model_dir), batch.tokens_BL, batch.loss_mask_BL, num_mc_samples=3, document_BL=batch.document_BL
@@ -413,7 +413,7 @@ def test_the_config() -> None:
     config = load_config(EvalConfig, RESOURCE)
     assert (str(config.model.path), config.data.max_rows) == ("runs/quickstart", 128)
     assert isinstance(config.likelihood, NelboConfig)
-    assert EvalConfig().likelihood == NelboConfig(num_draws=4)
+    assert EvalConfig().likelihood == NelboConfig(num_mc_samples=4)
     overrides = ["likelihood.kind=sampler", "likelihood.generation.denoising_steps=8"]
     assert load_config(EvalConfig, None, overrides).likelihood == SamplerLikelihoodConfig(
         generation=GenerationConfig(denoising_steps=8)

@@ -57,7 +57,7 @@ def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(
     like = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
     model: Any = Constant(like, torch.zeros(tokenizer.vocab_size, dtype=torch.float64))
     some = rows(6, 12, 200, padding=3)
-    result = evaluate(model, tokenizer, some, draws=3, batch_size=4, commonest=0)
+    result = evaluate(model, tokenizer, some, num_mc_samples=3, batch_size=4, commonest=0)
     assert result.num_tokens == 6 * 9
     assert result.nats_per_token == pytest.approx(np.log(tokenizer.vocab_size - 1))
     tokens = np.concatenate([row.tokens_L[:9] for row in some])

@@ -205,7 +205,11 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     }
     for evaluation in (summary.evaluation, *summary.other_block_lengths):
         report = nelbo(
-            model, block_length=evaluation.block_length, num_mc_samples=config.validation.draws, batch_size=8, **batch
+            model,
+            block_length=evaluation.block_length,
+            num_mc_samples=config.validation.num_mc_samples,
+            batch_size=8,
+            **batch,
         )
         assert report.nats_per_token == pytest.approx(evaluation.nats_per_token, rel=1e-5)
     [done] = generate(model, [tokenizer.encode("the")], GenerationConfig(max_new_tokens=6))
