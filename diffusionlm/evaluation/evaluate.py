@@ -76,14 +76,14 @@ class MapOverRanks:
 
 @dataclass(frozen=True)
 class FillAccuracy:
-    """Held-out tokens guessed right, as shares of the masked ones."""
+    """Accuracy on masked held-out tokens, as shares of the masked tokens."""
 
     fraction: float
     """Share of each row that is masked."""
     top1_accuracy: float
     top5_accuracy: float
-    commonest: float | None
-    """Share of the masked tokens that are the commonest training token: what guessing it always would get."""
+    majority_baseline: float | None
+    """Accuracy of always predicting the most frequent training token."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def evaluate(
     num_mc_samples: int,
     batch_size: int,
     block_length: int | None = None,
-    commonest: int | None = None,
+    majority_token: int | None = None,
     map_forwards: MapForwards = map_locally,
 ) -> EvaluationResult:
     """The evaluation of validation rows on a fixed grid of draws.
@@ -127,7 +127,7 @@ def evaluate(
         block_length: of block diffusion; None: bidirectional, and only then the fill test is made.
         num_mc_samples: masked versions of each row.
         batch_size: rows of one forward.
-        commonest: the commonest training token, where it is known.
+        majority_token: the most frequent training token, if known.
         spread: who makes the forwards.
 
     Raises:
@@ -160,7 +160,7 @@ def evaluate(
         num_bytes=int(bytes_B.sum()),
         by_masked_fraction=report.by_masked_fraction,
         fills=tuple(
-            measure_fill_accuracy(model, batch, fraction, batch_size, commonest, map_forwards)
+            measure_fill_accuracy(model, batch, fraction, batch_size, majority_token, map_forwards)
             for fraction in FILL_FRACTIONS
             if block_length is None
         ),
@@ -197,10 +197,10 @@ def measure_fill_accuracy(
     batch: CleanBatch,
     fraction: float,
     batch_size: int,
-    commonest: int | None,
+    majority_token: int | None,
     map_forwards: MapForwards = map_locally,
 ) -> FillAccuracy:
-    """Mask a share of each row's tokens, once; count how many come back at the first and in the first five guesses."""
+    """Mask a share of each row's tokens, once; count how many are the model's first or among its five most probable tokens."""
     layout = InputLayout.of(model.config, None)
     maskable_BL = layout.maskable(batch)
     counts_B = np.ceil(fraction * maskable_BL.sum(axis=1)).astype(np.int64)
@@ -210,7 +210,7 @@ def measure_fill_accuracy(
     mask_token = model.config.mask_token
 
     def count(index: int) -> tuple[int, int, int, int]:
-        """Right at the first guess, among five, commonest token, and all masked ones, of one batch of rows."""
+        """Numbers of top-1 hits, top-5 hits, majority tokens and masked tokens of one batch of rows."""
         some = slice(index * batch_size, (index + 1) * batch_size)
         masked = masked_BL[some]
         draw = layout.build_noised_batch(
@@ -221,9 +221,9 @@ def measure_fill_accuracy(
             logits_RV = model(draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N).float()
         logits_RV[:, mask_token] = float("-inf")
         hits_R5 = logits_RV.topk(min(5, logits_RV.shape[1]), dim=1).indices == draw.targets_N[:, None]
-        common = 0 if commonest is None else int((draw.targets_N == commonest).sum())
+        common = 0 if majority_token is None else int((draw.targets_N == majority_token).sum())
         return int(hits_R5[:, 0].sum()), int(hits_R5.sum()), common, len(draw.targets_N)
 
     counts = map_forwards(-(-len(maskable_BL) // batch_size), count)
     right, among, common, total = (sum(column) for column in zip(*counts, strict=True))
-    return FillAccuracy(fraction, right / total, among / total, None if commonest is None else common / total)
+    return FillAccuracy(fraction, right / total, among / total, None if majority_token is None else common / total)

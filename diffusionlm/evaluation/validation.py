@@ -98,12 +98,12 @@ class Validator:
     ) -> tuple[list[EvaluationResult], dict[str, float]]:
         """The evaluation at the end for each block length, and the n-gram models' cross-entropy of the same rows."""
         rows = self.rows[: self.config.validation.final_rows]
-        commonest, ngrams = self.world.run_on_first(lambda: self._compute_baselines(rows))
+        majority_token, ngrams = self.world.run_on_first(lambda: self._compute_baselines(rows))
         with use_inference_weights(model, average):
-            return [self._evaluate(model, rows, length, commonest) for length in self.block_lengths], ngrams
+            return [self._evaluate(model, rows, length, majority_token) for length in self.block_lengths], ngrams
 
     def _compute_baselines(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
-        """The commonest one, and the n-gram models' cross-entropy of the rows in nats per token."""
+        """The most frequent training token, and the n-gram models' cross-entropy of the rows in nats per token."""
         read = read_training_tokens(
             self.training_parts, self.tokenizer, MAX_NGRAM_TOKENS, self.config.data.end_with_eos
         )
@@ -119,7 +119,7 @@ class Validator:
         return int(np.bincount(tokens).argmax()), ngrams
 
     def _evaluate(
-        self, model: Transformer, rows: list[Row], block_length: int | None, commonest: int | None
+        self, model: Transformer, rows: list[Row], block_length: int | None, majority_token: int | None
     ) -> EvaluationResult:
         settings = self.config.validation
         is_collective = isinstance(self.config.parallel, FSDP)
@@ -130,7 +130,7 @@ class Validator:
             num_mc_samples=settings.num_mc_samples,
             batch_size=settings.batch_size,
             block_length=block_length,
-            commonest=commonest,
+            majority_token=majority_token,
             map_forwards=map_locally if self.world.is_single_process else MapOverRanks(self.world, is_collective),
         )
 

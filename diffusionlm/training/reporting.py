@@ -100,7 +100,7 @@ def run_validation(run: Run, logger: RunLogger) -> None:
         step,
         "validation",
         f"step {step}: validation {result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token"
-        + "".join(f", {fill.top1_accuracy:.1%} right at {fill.fraction:.0%} masked" for fill in result.fills),
+        + "".join(f", top-1 accuracy {fill.top1_accuracy:.1%} at {fill.fraction:.0%} masked" for fill in result.fills),
     )
 
 
@@ -111,7 +111,7 @@ def evaluation_metrics(prefix: str, result: EvaluationResult) -> dict[str, float
         f"{prefix}_standard_error": result.standard_error,
         f"{prefix}_bits_per_byte": result.bits_per_byte,
         f"{prefix}_bits_per_byte_standard_error": result.bits_per_byte_standard_error,
-        **{f"{prefix}_first_guess/{fill.fraction}": fill.top1_accuracy for fill in result.fills},
+        **{f"{prefix}_top1_accuracy/{fill.fraction}": fill.top1_accuracy for fill in result.fills},
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusionlm.evaluation.evaluate import EvaluationResult, FillAccuracy
+from logger.report.reading import RENAMED_METRICS
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Summary:
 
 
 def _read_evaluation(values: dict[str, Any]) -> EvaluationResult:
-    fills = tuple(FillAccuracy(**fill) for fill in values["fills"])
+    fills = tuple(
+        FillAccuracy(**{RENAMED_METRICS.get(key, key): fill[key] for key in fill}) for fill in values["fills"]
+    )
     curve = tuple(tuple(entry) for entry in values["by_masked_fraction"])
     return EvaluationResult(**{**values, "fills": fills, "by_masked_fraction": curve})
 
@@ -80,11 +83,11 @@ def format_summary(summary: Summary, directory: Path, infill: str | None = None)
     ]
     lines += [(name, f"{value:.3f} nats per token") for name, value in summary.ngrams.items()]
     for fill in result.fills:
-        common = "" if fill.commonest is None else f"; always the commonest token {fill.commonest:.1%}"
+        baseline = "" if fill.majority_baseline is None else f"; majority baseline {fill.majority_baseline:.1%}"
         lines.append(
             (
                 f"{fill.fraction:.0%} masked, filled",
-                f"first guess {fill.top1_accuracy:.1%}, first five {fill.top5_accuracy:.1%}{common}",
+                f"top-1 accuracy {fill.top1_accuracy:.1%}, top-5 {fill.top5_accuracy:.1%}{baseline}",
             )
         )
     if result.block_length != 1:

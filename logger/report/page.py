@@ -84,7 +84,7 @@ def notes(runs: Sequence[LoggedRun]) -> list[str]:
     if not is_comparable(runs):
         found.append(
             "<strong>These runs have different tokenizers.</strong> Nats per token are not comparable between them, "
-            "nor is the share of tokens guessed right: compare <em>bits per byte</em>."
+            "nor is the top-1 accuracy: compare <em>bits per byte</em>."
         )
     validated = {tuple(str(run.config.get(key)) for key in _validation_keys(runs)) for run in runs if run.config}
     if len(validated) > 1:
@@ -113,7 +113,7 @@ def _in_order(plots: list[Chart], comparable: bool) -> list[Chart]:
     if comparable:
         return plots
     for plot in plots:
-        if plot.unit.startswith("nats") or plot.title == "Held-out tokens guessed right":
+        if plot.unit.startswith("nats") or plot.title == "Top-1 accuracy":
             plot.note = f"Not comparable: different tokenizers. {plot.note}".strip()
     return sorted(plots, key=lambda plot: plot.unit != "bits per byte")
 

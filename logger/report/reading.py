@@ -21,6 +21,9 @@ from logger.run_logger import parse_record
 NUMBERS = (float, int)
 """What JSON has; true and false are 1 and 0."""
 
+RENAMED_METRICS = {"first_guess": "top1_accuracy", "first_five": "top5_accuracy", "commonest": "majority_baseline"}
+"""Former name -> name, of metrics and keys of summary.json that finished runs may still have."""
+
 RunState = Literal["complete", "going", "stopped", "failed", "ended"]
 """``ended``: no process has it, and nothing says why it is not complete."""
 
@@ -145,7 +148,8 @@ def _read_metrics(run: LoggedRun, path: Path) -> None:
                 )
             )
         values = record.get("metrics")
-        for key, value in _flatten_metrics(values if isinstance(values, dict) else {}):
+        for logged_key, value in _flatten_metrics(values if isinstance(values, dict) else {}):
+            key = logged_key.replace("first_guess", RENAMED_METRICS["first_guess"])
             if value is None or isinstance(value, NUMBERS):
                 if key not in columns:
                     columns[key] = (array("d"), array("d"))
@@ -237,6 +241,14 @@ def _read_summary(run: LoggedRun) -> None:
         run.notes.append(f"summary.json is of step {step:,.0f}, and the run went on: it is left out.")
         return
     run.summary = summary
+    _rename_accuracies(summary)
+
+
+def _rename_accuracies(summary: dict[str, Any]) -> None:
+    evaluation = summary.get("evaluation")
+    fills = evaluation.get("fills") if isinstance(evaluation, dict) else None
+    if isinstance(fills, list) and all(isinstance(fill, dict) for fill in fills):
+        evaluation["fills"] = [{RENAMED_METRICS.get(key, key): fill[key] for key in fill} for fill in fills]
 
 
 def _fingerprint(folder: Path) -> str | None:

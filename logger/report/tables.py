@@ -51,7 +51,7 @@ def headline(run: LoggedRun) -> list[tuple[str, str, str]]:
     found = [
         (f"Validation {_kind(run)}", bound, f"nats per token{step}"),
         ("Bits per byte", bits, f"of the validation text{step}"),
-        ("First guess right", "" if guess is None else f"{guess:.1%}", "" if share is None else f"{share:.0%} masked"),
+        ("Top-1 accuracy", "" if guess is None else f"{guess:.1%}", "" if share is None else f"{share:.0%} masked"),
         ("Training loss", "" if bound or loss is None else format_number(loss), "nats per token, averaged"),
         ("Parameters", "" if parameters is None else format_number(parameters), ""),
         ("Tokens", "" if tokens is None else format_number(tokens), f"in {run.last_step:,} steps"),
@@ -86,11 +86,11 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
         said = next((fraction for fraction in fractions if fraction is not None), None)
         if said is not None:
             yield (
-                f"First guess right, {said:.0%} masked",
+                f"Top-1 accuracy, {said:.0%} masked",
                 _column(runs, "evaluation", "fills", place, "top1_accuracy", style="%"),
             )
             yield (
-                f"Among the first five, {said:.0%} masked",
+                f"Top-5 accuracy, {said:.0%} masked",
                 _column(runs, "evaluation", "fills", place, "top5_accuracy", style="%"),
             )
     losses = [_last(run, "loss_smooth") for run in runs]

@@ -52,7 +52,7 @@ def test_ranks_find_the_numbers_of_one(
                 num_mc_samples=3,
                 batch_size=3,
                 block_length=length,
-                commonest=5,
+                majority_token=5,
                 map_forwards=map_forwards,
             )
             for length in (None, 4)

@@ -109,7 +109,7 @@ def uninterrupted(config: Path) -> Path:
         "validation bound",
         "bits per byte",
         "unigram entropy",
-        "first guess",
+        "top-1 accuracy",
         "next: uv run diffusionlm-infer",
     ):
         assert part in result.stdout

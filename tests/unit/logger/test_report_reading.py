@@ -50,6 +50,17 @@ def test_numbers_events_config_and_summary(tmp_path: Path) -> None:
     assert (run.name, run.last_step, run.max_steps, run.state, run.notes) == ("run", 2, 2, "complete", [])
 
 
+def test_former_names_of_metrics_are_read(tmp_path: Path) -> None:
+    record = [step(1, **{"val_first_guess/0.15": 0.4}), step(2, **{"val_top1_accuracy/0.15": 0.5})]
+    folder = write(tmp_path / "run", record)
+    fill = {"fraction": 0.15, "first_guess": 0.5, "first_five": 0.75, "commonest": 0.1}
+    (folder / "summary.json").write_text(json.dumps({"step": 2, "evaluation": {"fills": [fill]}}))
+    run = read_run(folder)
+    assert values(run, "val_top1_accuracy/0.15") == [(1.0, 0.4), (2.0, 0.5)]
+    names = ("top1_accuracy", "top5_accuracy", "majority_baseline")
+    assert [run.result("evaluation", "fills", 0, name) for name in names] == [0.5, 0.75, 0.1]
+
+
 def test_a_record_cut_in_half_is_read_up_to_there_and_said(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [step(1, loss=3.0), step(2, loss=2.0), '{"step": 3, "metr'], end="")
     run = read_run(folder)

@@ -66,7 +66,7 @@ def summary(nats: float, steps: int) -> dict[str, Any]:
         "bits_per_byte_standard_error": 0.005,
         "unigram_entropy": 6.1,
         "by_masked_fraction": [[0.0, 0.5, 3.5], [0.5, 1.0, 4.5]],
-        "fills": [{"fraction": 0.15, "top1_accuracy": 0.44, "top5_accuracy": 0.7, "commonest": 0.02}],
+        "fills": [{"fraction": 0.15, "top1_accuracy": 0.44, "top5_accuracy": 0.7, "majority_baseline": 0.02}],
         "block_length": None,
     }
     ngrams = {"2-gram, left to right": 4.33}
@@ -106,7 +106,7 @@ def make_run(folder: Path, *, steps: int = 60, learning_rate: float = 0.01, merg
         if step % 20 == 0:
             validation = {"val_nats_per_token": 5.0 - step / 50, "val_standard_error": 0.05}
             lines.append(
-                {"step": step, "metrics": {**validation, "val_bits_per_byte": 2.0, "val_first_guess/0.15": 0.4}}
+                {"step": step, "metrics": {**validation, "val_bits_per_byte": 2.0, "val_top1_accuracy/0.15": 0.4}}
             )
             lines.append(sample(step, "for i in[MASK:2](10):", ["for i in", "<b", ">", "(10):"], [None, 2, 1, None]))
     lines += [{"step": step, "event": "skipped", "text": f"step {step}: skipped, loss nan"} for step in (7, 9)]
@@ -131,7 +131,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     page, outline = page_of(make_run(tmp_path / "quick"))
     assert outline.titles == [
         "Training loss", "Validation", "Validation, by bytes", "Loss by masked share, at the end",
-        "Held-out tokens guessed right", "Loss by masked share, over the run", "Gradient norm", "Learning rate",
+        "Top-1 accuracy", "Loss by masked share, over the run", "Gradient norm", "Learning rate",
         "Throughput", "Time of a step", "Model FLOPs utilisation", "Memory of the device",
     ]  # fmt: skip
     for said in (

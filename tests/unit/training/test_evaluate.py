@@ -57,7 +57,7 @@ def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(
     like = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
     model: Any = Constant(like, torch.zeros(tokenizer.vocab_size, dtype=torch.float64))
     some = rows(6, 12, 200, padding=3)
-    result = evaluate(model, tokenizer, some, num_mc_samples=3, batch_size=4, commonest=0)
+    result = evaluate(model, tokenizer, some, num_mc_samples=3, batch_size=4, majority_token=0)
     assert result.num_tokens == 6 * 9
     assert result.nats_per_token == pytest.approx(np.log(tokenizer.vocab_size - 1))
     tokens = np.concatenate([row.tokens_L[:9] for row in some])
@@ -77,11 +77,11 @@ def test_fills_are_counted(tiny_model: Callable[..., Transformer], tokenizer: To
     tokens = np.array([5, 5, 6, 7, 8, 9, 10, 10], dtype=np.int32)
     batch = collate_rows([Row(tokens, np.zeros(8, dtype=np.int32), np.ones(8, dtype=np.bool_))] * 4)
     model: Any = Constant(like, logits)
-    all_masked = measure_fill_accuracy(model, batch, 1.0, 3, commonest=10)
-    assert (all_masked.top1_accuracy, all_masked.top5_accuracy, all_masked.commonest) == (2 / 8, 6 / 8, 2 / 8)
-    half = measure_fill_accuracy(model, batch, 0.5, 3, commonest=None)
-    assert half.commonest is None
-    assert half == measure_fill_accuracy(model, batch, 0.5, 2, commonest=None)
+    all_masked = measure_fill_accuracy(model, batch, 1.0, 3, majority_token=10)
+    assert (all_masked.top1_accuracy, all_masked.top5_accuracy, all_masked.majority_baseline) == (2 / 8, 6 / 8, 2 / 8)
+    half = measure_fill_accuracy(model, batch, 0.5, 3, majority_token=None)
+    assert half.majority_baseline is None
+    assert half == measure_fill_accuracy(model, batch, 0.5, 2, majority_token=None)
 
 
 def test_entropy() -> None:

@@ -22,6 +22,8 @@ from diffusionlm.training import loop
 from diffusionlm.training.loop import train
 from diffusionlm.training.reporting import collect_monitor_metrics
 from diffusionlm.training.step_metrics import StepMetrics
+from diffusionlm.training.summary import Summary
+from logger.report.reading import RENAMED_METRICS
 from tests.unit.logger.test_weights_and_biases import FakeWandb
 
 
@@ -49,10 +51,15 @@ def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pyte
     assert "nats per token" in err and "next: uv run diffusionlm-infer" in err
     *steps, final = [record["metrics"] for record in records(config, "metrics")]
     assert len(steps) == 8
-    summary = json.loads((config.run.directory / "summary.json").read_text(encoding="utf-8"))["evaluation"]
+    summary_file = config.run.directory / "summary.json"
+    summary_text = summary_file.read_text(encoding="utf-8")
+    summary = json.loads(summary_text)["evaluation"]
     names = ("nats_per_token", "standard_error", "bits_per_byte", "bits_per_byte_standard_error")
-    guesses = {f"final_first_guess/{fill['fraction']}": fill["top1_accuracy"] for fill in summary["fills"]}
-    assert final == {f"final_{name}": summary[name] for name in names} | guesses
+    accuracies = {f"final_top1_accuracy/{fill['fraction']}": fill["top1_accuracy"] for fill in summary["fills"]}
+    assert final == {f"final_{name}": summary[name] for name in names} | accuracies
+    for former, name in RENAMED_METRICS.items():
+        summary_text = summary_text.replace(name, former)
+    assert Summary.from_json(json.loads(summary_text)) == Summary.read(summary_file)
     for step, values in enumerate(steps, 1):
         for key in (
             "loss",
