@@ -247,7 +247,7 @@ def _read_summary(run: LoggedRun) -> None:
 def _rename_accuracies(summary: dict[str, Any]) -> None:
     evaluation = summary.get("evaluation")
     fills = evaluation.get("fills") if isinstance(evaluation, dict) else None
-    if isinstance(fills, list) and all(isinstance(fill, dict) for fill in fills):
+    if isinstance(evaluation, dict) and isinstance(fills, list) and all(isinstance(fill, dict) for fill in fills):
         evaluation["fills"] = [{RENAMED_METRICS.get(key, key): fill[key] for key in fill} for fill in fills]
 
 
