@@ -137,11 +137,6 @@ STRATEGIES: Mapping[RemaskingStrategy, StrategyInfo] = MappingProxyType(
 )
 """Every strategy: the defaults and checks of decoding, and what the documentation says of them, are read off here."""
 
-MODEL_TYPE_STRATEGIES: Mapping[str, RemaskingStrategy] = MappingProxyType(
-    {"sdar": "low_confidence_dynamic", "sdar_moe": "low_confidence_dynamic", "dream": "entropy"}
-)
-"""Model type -> its strategy where the config gives none; "low_confidence" of all others."""
-
 DEFAULT_THRESHOLD_FALLBACK: ThresholdFallback = "quota"
 DEFAULT_FACTOR = 1.0
 DEFAULT_ENTROPY_BOUND = 0.35

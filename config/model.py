@@ -188,7 +188,7 @@ class ModelConfig(Architecture):
     vocab_size: PositiveInt
     """Rows of the embedding, special tokens included."""
     model_type: str | None = None
-    """Family in whose keys and names the model is written (`config.families`). None: the one of
+    """Family in whose keys and names the model is written (`config.families.registry`). None: the one of
     transformers that the options say."""
     mask_token_id: NonNegativeInt | None = None
     """The token that stands for noise. None: an autoregressive model, which has none."""

@@ -1,4 +1,4 @@
-"""The model config of a Hugging Face directory: its config.json and generation_config.json. No torch."""
+"""Reading config.json and generation_config.json of a model directory. No torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from config.families import infer_model_type, read_options
+from config.families.registry import FAMILIES, infer_model_type
 from config.model import ModelConfig
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def resolve_model_directory(path: str | Path) -> Path:
-    """The directory with config.json: the path itself, or the newest checkpoint of a run directory.
+    """Find the directory with config.json: the path itself, or the newest checkpoint of a run directory.
 
     Raises:
-        ValueError: neither; names the path and what was looked for.
+        ValueError: neither has a config.json; names the path.
     """
     path = Path(path)
     if not path.is_dir():
@@ -26,42 +26,52 @@ def resolve_model_directory(path: str | Path) -> Path:
     for candidate in (path, path / "checkpoints" / "latest"):
         if (candidate / "config.json").is_file():
             return candidate
-    raise ValueError(f"no model at {path}: it has neither a config.json nor a checkpoints/latest with one")
+    raise ValueError(f"no model at {path}: it has no config.json, and no checkpoints/latest/config.json")
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """The model config of a directory of any family, in the spelling of transformers 4 or 5.
+    """Read the config of a model of any family, in the spelling of transformers 4 or 5.
 
     Raises:
-        ValueError: not JSON, or a model that would be computed otherwise than here; names the file and the keys.
+        ValueError: not JSON, or a model that cannot be computed here; names the file and the keys.
     """
     path = directory / "config.json"
-    values, generation = _read_json_object(path), read_generation_config(directory)
+    values, generation = read_json_object(path), read_generation_config(directory)
     if generation is not None and generation.get("_from_model_config"):
-        generation = None  # transformers made it of config.json: it says nothing of its own
-    known, problems = read_options(values, directory.resolve(), generation)
-    if known:
-        try:
-            config = ModelConfig.model_validate(known)
-        except ValidationError as error:
-            problems += [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()]
+        generation = None  # transformers copied it from config.json
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(
+            f"{path}: model_type = {model_type!r} is not supported; supported are {', '.join(FAMILIES)}. If the model "
+            "has the layers of one of these, write its name as model_type"
+        )
+    options, problems = FAMILIES[model_type].read_options(values, directory.resolve(), generation)
+    try:
+        config = ModelConfig.model_validate(options)
+    except ValidationError as error:
+        problems += [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()]
     if problems:
-        raise ValueError(f"{path}: not the config of a model that can be loaded here: {'; '.join(problems)}")
-    # What the options say need not be said again, and is the same for a model that was made here.
-    return config.model_copy(update={"model_type": None}) if config.model_type == infer_model_type(config) else config
+        raise ValueError(f"{path}: the model cannot be loaded: {'; '.join(problems)}")
+    # Without an inferable model_type, a model that was read equals one that was built from the same options.
+    return config.model_copy(update={"model_type": None}) if model_type == infer_model_type(config) else config
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """What a directory's generation_config.json says. None: it has none.
+    """Read a directory's generation_config.json. None: there is none.
 
     Raises:
         ValueError: it is no JSON object; names the file.
     """
     path = directory / GENERATION_CONFIG_FILE
-    return _read_json_object(path) if path.is_file() else None
+    return read_json_object(path) if path.is_file() else None
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else; names the file.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from config.families.key_readers import list_eos_token_ids
 from config.model import ModelConfig
 from config.model_directory import GENERATION_CONFIG_FILE, read_generation_config
-from config.spelling import list_eos_token_ids
 
 
 def default_generation_config(config: ModelConfig) -> dict[str, Any]:

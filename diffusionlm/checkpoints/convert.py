@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from config.convert import ConvertConfig, DiffusionSection
-from config.families import FAMILIES, infer_model_type, to_config_json
+from config.families.registry import FAMILIES, get_family, infer_model_type
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import (
     load_model_with_config,
@@ -68,7 +68,7 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
         descriptions += added
     if config.model_type is not None:
         target_config = _change_family(config.model_type, target_config)
-    values = to_config_json(target_config)
+    values = get_family(target_config).to_config_json(target_config)
     descriptions.append(f"write it as model_type = {values['model_type']!r} ({values['architectures'][0]})")
     ordinary_tokens = {token_id: token.decode(errors="replace") for token, token_id in tokenizer.vocab.items()}
     check_vocabulary(Vocabulary(ordinary_tokens, tokenizer.vocab_size), target_config, source)
@@ -111,19 +111,7 @@ def _change_family(model_type: str, config: ModelConfig) -> ModelConfig:
     Raises:
         ValueError: an option that the family's own code would not look for; names it, and what the family has.
     """
-    family, wrong = FAMILIES[model_type], []
-    if family.diffusion is not None:
-        if config.mask_token_id is None:
-            wrong.append("no mask_token_id (add [diffusion])")
-        alignment = family.diffusion["logit_alignment"]
-        if config.logit_alignment != alignment:
-            wrong.append(
-                f"logit_alignment = {config.logit_alignment!r} (it has {alignment!r}; see diffusion.logit_alignment)"
-            )
-        if family.has_block_size_key and config.block_length is None:
-            wrong.append("no block_length (set diffusion.block_length)")
-    if wrong:
-        raise ValueError(f"model_type = {model_type!r}: the family cannot express a model with {'; '.join(wrong)}")
+    FAMILIES[model_type].check_diffusion(config)
     said = None if infer_model_type(config) == model_type else model_type
     return config.model_copy(update={"model_type": said})
 

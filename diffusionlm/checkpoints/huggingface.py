@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config.families import to_config_json
+from config.families.registry import get_family
 from config.model import ModelConfig
 from config.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
-from diffusionlm.checkpoints import llada
 from diffusionlm.checkpoints.cards import format_generation_config
 from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.checkpoints.model_card import write_model_card
@@ -143,9 +142,8 @@ def save_model(
     values = build_config_json(model.config, next(iter(tensors.values())).dtype)
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     (directory / GENERATION_CONFIG_FILE).write_text(format_generation_config(model.config, None), encoding="utf-8")
-    if model.config.model_type == "llada":
-        tensors = {llada.stored_name(name): tensor for name, tensor in tensors.items()}
-    save_weights(tensors, directory, max_shard_size)
+    family = get_family(model.config)
+    save_weights({family.stored_name(name): tensor for name, tensor in tensors.items()}, directory, max_shard_size)
 
 
 def save_model_directory(
@@ -186,4 +184,4 @@ def build_config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]
         ValueError: an option that the family's config.json cannot say; names it.
     """
     values = {"dtype": str(dtype).removeprefix("torch."), "use_cache": False}
-    return {**to_config_json(config), **values}
+    return {**get_family(config).to_config_json(config), **values}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from config.families import infer_model_type
+from config.families.registry import get_family
 from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
 from diffusionlm.checkpoints.manifest import MANIFEST, ManifestEntries, make_manifest_entries
@@ -142,7 +142,7 @@ def _format_card(
     name: str | None,
     datasets: tuple[str, ...],
 ) -> str:
-    family = config.model_type or infer_model_type(config)
+    family = get_family(config).model_type
     title = family if name is None else name
     sums = {each: f"{entry['bytes']:,} bytes, SHA-256 `{entry['sha256']}`" for each, entry in files.items()}
     unknown = "" if training_text else f"{TRAINING_HEADING}\n\nNothing is known here of how it was made.\n\n"

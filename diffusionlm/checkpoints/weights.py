@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diffusionlm.checkpoints.llada import parameter_name
+from config.families.registry import parameter_name
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from config.families.registry import get_family
 from config.generation import (
     DEFAULT_ENTROPY_BOUND,
     DEFAULT_FACTOR,
@@ -11,7 +12,6 @@ from config.generation import (
     DEFAULT_REMDM_T_OFF,
     DEFAULT_REMDM_T_ON,
     DEFAULT_THRESHOLD_FALLBACK,
-    MODEL_TYPE_STRATEGIES,
     STRATEGIES,
     GenerationConfig,
 )
@@ -28,7 +28,7 @@ def fill_defaults(config: GenerationConfig, model: ModelConfig) -> GenerationCon
             does not fit its attention, blocks without a length or longer than its context, or guidance without a mask
             token.
     """
-    name = config.remasking_strategy or MODEL_TYPE_STRATEGIES.get(model.model_type or "", "low_confidence")
+    name = config.remasking_strategy or get_family(model).default_strategy
     if config.remasking_strategy is None:
         try:
             config.model_copy(update={"remasking_strategy": name}).check_strategy()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from config.families import FAMILIES
+from config.families.registry import FAMILIES
 from diffusionlm.checkpoints.huggingface import load_model, read_model_config
 from diffusionlm.models.patterns import Causal
 from tests.reference.family_cases import (

@@ -176,8 +176,8 @@ def test_a_tokenizer_that_does_not_fit(tokenizer: Tokenizer, tmp_path: Path) -> 
         (['diffusion={mask_token="<|endoftext|>", mask_token_id=3}'], 1, "'<|endoftext|>' has the id"),
         (["dtype=float8"], 2, "float8"),
         (["model_type=bert"], 2, "must be one of qwen3, qwen2, llama"),
-        (["model_type=llama"], 1, "no checkpoint of the family llama holds a model with qk_norm = True (it has False)"),
-        (["model_type=sdar"], 1, "the family cannot express a model with no mask_token_id (add [diffusion])"),
+        (["model_type=llama"], 1, "qk_norm = True (it has False)"),
+        (["model_type=sdar"], 1, "no mask_token_id (add [diffusion])"),
         (["model_type=sdar", "diffusion={}"], 1, "logit_alignment = 'shifted' (it has 'same_position'"),
         (
             ["model_type=sdar", "diffusion.logit_alignment=same_position"],

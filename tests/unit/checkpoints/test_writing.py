@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from config.families.registry import FAMILIES, parameter_name
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import (
     build_config_json,
@@ -21,7 +22,6 @@ from diffusionlm.checkpoints.huggingface import (
     save_model,
     save_model_directory,
 )
-from diffusionlm.checkpoints.llada import parameter_name, stored_name
 from diffusionlm.checkpoints.weights import parse_byte_size, read_weights, save_weights
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
@@ -214,16 +214,16 @@ def test_a_block_model_in_sdars_words(make_config: MakeConfig) -> None:
     ("overrides", "named"),
     [
         ({"model_type": "qwen4"}, "model_type = 'qwen4' must be one of qwen3"),
-        ({"model_type": "sdar", "qk_norm": False}, "family sdar .*qk_norm = False"),
-        ({"model_type": "sdar_moe"}, "family sdar_moe .*num_experts = 0"),
-        ({"model_type": "sdar", **EXPERTS}, "family sdar .*num_experts = 4"),
-        ({"model_type": "Dream", "qk_norm": False}, "family Dream .*attention_bias = False"),
-        ({"model_type": "llada", "qk_norm": False, "head_dim": 8}, "head_dim = 8 cannot be said in llada"),
-        ({"sandwich_norms": True}, "family gemma2 .*norm_offset = False.*qk_norm = True"),
-        ({"norm_offset": True}, "family qwen3 .*norm_offset = True"),
-        ({"attn_logit_softcapping": 3.0}, "family qwen3 .*attn_logit_softcapping = 3.0"),
-        ({"query_pre_attn_scalar": 3.0}, "family qwen3 .*query_pre_attn_scalar = 3.0"),
-        ({"hidden_act": "gelu_pytorch_tanh"}, "family qwen3 .*hidden_act = 'gelu_pytorch_tanh'"),
+        ({"model_type": "sdar", "qk_norm": False}, "model_type = 'sdar'.*.*qk_norm = False"),
+        ({"model_type": "sdar_moe"}, "model_type = 'sdar_moe'.*.*num_experts = 0"),
+        ({"model_type": "sdar", **EXPERTS}, "model_type = 'sdar'.*.*num_experts = 4"),
+        ({"model_type": "Dream", "qk_norm": False}, "model_type = 'Dream'.*.*attention_bias = False"),
+        ({"model_type": "llada", "qk_norm": False, "head_dim": 8}, "head_dim = 8.*'llada'"),
+        ({"sandwich_norms": True}, "model_type = 'gemma2'.*.*norm_offset = False.*qk_norm = True"),
+        ({"norm_offset": True}, "model_type = 'qwen3'.*.*norm_offset = True"),
+        ({"attn_logit_softcapping": 3.0}, "model_type = 'qwen3'.*.*attn_logit_softcapping = 3.0"),
+        ({"query_pre_attn_scalar": 3.0}, "model_type = 'qwen3'.*.*query_pre_attn_scalar = 3.0"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "model_type = 'qwen3'.*.*hidden_act = 'gelu_pytorch_tanh'"),
         ({**EXPERTS, "layer_types": [FULL, SLIDING], "sliding_window": 3}, "sliding_attention.*qwen3_moe"),
     ],
 )
@@ -234,12 +234,15 @@ def test_what_no_family_can_say_is_refused(overrides: dict[str, Any], named: str
 
 def test_names_of_llada_are_each_others_inverse(tiny_model: MakeModel) -> None:
     names = [name for name, _ in tiny_model(**LLADA, tie_word_embeddings=False).named_parameters()]
-    theirs = [stored_name(name) for name in names]
+    theirs = [FAMILIES["llada"].stored_name(name) for name in names]
     assert len(set(theirs)) == len(names)
     assert all(name.startswith("model.transformer.") for name in theirs)
     assert [parameter_name(name) for name in theirs] == names
-    assert stored_name("lm_head.weight") == "model.transformer.ff_out.weight"
-    assert stored_name("model.layers.1.mlp.down_proj.weight") == "model.transformer.blocks.1.ff_out.weight"
+    assert FAMILIES["llada"].stored_name("lm_head.weight") == "model.transformer.ff_out.weight"
+    assert (
+        FAMILIES["llada"].stored_name("model.layers.1.mlp.down_proj.weight")
+        == "model.transformer.blocks.1.ff_out.weight"
+    )
     for strange in ("model.transformer.wpe.weight", "model.transformer.blocks.0.att_proj.weight", "model.norm.weight"):
         assert parameter_name(strange) == strange
 

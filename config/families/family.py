@@ -1,0 +1,303 @@
+"""The adapter of a model family: its config.json, its tensor names and its defaults. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from config.families.key_readers import (
+    FULL,
+    SLIDING,
+    JsonObject,
+    Options,
+    read_rope,
+    read_stop_tokens,
+    sliding_options,
+)
+from config.generation import RemaskingStrategy
+from config.model import ModelConfig
+
+AUTOREGRESSIVE_OPTIONS: Options = {"logit_alignment": "shifted", "block_length": 1}
+GEMMA_OPTIONS_OFF: Options = {
+    "sandwich_norms": False,
+    "norm_offset": False,
+    "scale_embeddings": False,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+DENSE_OPTIONS: Options = {**GEMMA_OPTIONS_OFF, "num_experts": 0}
+
+_DIFFUSION_KEYS = ("mask_token_id", "logit_alignment", "block_length")
+_MOE_KEYS = {
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "router_aux_loss_coef",
+}
+_KEYS_WITH_READERS = {
+    "model_type",
+    "rope_scaling",
+    "rope_theta",
+    "layer_types",
+    "sliding_window",
+    "eos_token_id",
+    "stop_token_ids",
+    *_DIFFUSION_KEYS,
+}
+_NULLABLE_KEYS = {"pad_token_id", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
+"""Keys in which null is a value. In any other key null means that the key is absent."""
+_NEUTRAL_VALUES: Options = {"mlp_bias": False, "partial_rotary_factor": 1.0, "quantization_config": None}
+"""Keys whose other values, except null, would change the computation."""
+_BLOCK_LENGTH_SUFFIX = re.compile(r"-b(\d+)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A ``model_type`` whose config.json has the keys of transformers and whose tensors have Hugging Face's names.
+
+    A family with other keys or names overrides the methods of the first group.
+    """
+
+    model_type: str
+    architecture: str
+    """Class of the model in transformers, or in the checkpoint's own code."""
+    fixed_options: Mapping[str, Any]
+    """Options of `ModelConfig` that every model of the family has."""
+    default_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of a model whose config.json does not name them, as in the family's own code."""
+    diffusion_defaults: Mapping[str, Any] | None = None
+    """Mask token, alignment and block length, where config.json does not name them. None: the family is
+    autoregressive, unless config.json has a diffusion key."""
+    has_attention_output_bias: bool = True
+    """``attention_bias`` also adds a bias to the attention output projection."""
+    supports_sliding_window: bool = True
+    requires_experts: bool = False
+    has_block_size_key: bool = False
+    """The key is ``block_size``; without it, the directory's name may end in the block length (-b16)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ends of a chat turn and of a text, used where no file names more than these."""
+    default_strategy: RemaskingStrategy = "low_confidence"
+    """Decoding strategy where the config names none."""
+
+    activation_key: ClassVar[str] = "hidden_act"
+    activations: ClassVar[tuple[str, ...]] = ("silu",)
+
+    # Methods for families with other keys or tensor names.
+
+    def to_transformers_keys(self, values: JsonObject, problems: list[str]) -> JsonObject:
+        """Rename the keys of a config.json to those of transformers."""
+        return values
+
+    def read_layer_types(self, values: JsonObject, problems: list[str]) -> Options:
+        """Read which layers have a sliding window, by the rule of Qwen's code in transformers."""
+        layer_types, num_layers = values.get("layer_types"), values.get("num_hidden_layers")
+        if not isinstance(num_layers, int):
+            return {}  # ModelConfig reports the missing key.
+        is_on = bool(values.get("use_sliding_window"))
+        if not self.supports_sliding_window:
+            if SLIDING in (layer_types or ()):
+                problems.append(
+                    f"layer_types = {layer_types!r} is not supported: {self.model_type} has no sliding layers"
+                )
+            elif is_on:
+                problems.append(f"use_sliding_window = true is not supported for {self.model_type}")
+            return {}
+        if layer_types is None and is_on:
+            start = values.get("max_window_layers")
+            if not isinstance(start, int):
+                problems.append("use_sliding_window = true needs layer_types or max_window_layers")
+                return {}
+            layer_types = [SLIDING if index >= start else FULL for index in range(num_layers)]
+        elif SLIDING in (layer_types or ()) and not is_on:
+            # Transformers ignores the window then, and computes full attention in these layers.
+            problems.append(
+                f"use_sliding_window = {values.get('use_sliding_window')!r} contradicts layer_types = {layer_types!r}"
+            )
+            return {}
+        return sliding_options(layer_types, values.get("sliding_window"))
+
+    def omitted_keys(self, config: ModelConfig) -> set[str]:
+        """Options of `ModelConfig` that config.json does not hold, beside those that no family writes."""
+        return set() if SLIDING in (config.layer_types or ()) else {"layer_types", "sliding_window"}
+
+    def family_keys(self, config: ModelConfig) -> JsonObject:
+        """Keys of config.json that only this family writes, or writes with another value."""
+        return {"use_sliding_window": True} if SLIDING in (config.layer_types or ()) else {}
+
+    def write_options(self, config: ModelConfig) -> JsonObject:
+        """Build the keys of config.json, without ``model_type`` and ``architectures``."""
+        omitted = {"model_type", "stop_token_ids"} | GEMMA_OPTIONS_OFF.keys() | self.omitted_keys(config)
+        omitted |= set() if config.num_experts else _MOE_KEYS
+        values = config.model_dump(mode="json", exclude_none=True, exclude=omitted)
+        if config.attention_output_bias == (self.has_attention_output_bias and config.attention_bias):
+            del values["attention_output_bias"]
+        values |= self.family_keys(config)
+        # A missing key would mean the family's default, so None is written as null.
+        for key in ("eos_token_id", "pad_token_id"):
+            if key in self.default_options:
+                values[key] = getattr(config, key)
+        if self.diffusion_defaults is not None:
+            values |= {"block_length": config.block_length, "mask_token_id": config.mask_token_id}
+        if self.has_block_size_key:
+            values["block_size"] = values.pop("block_length")
+        return {"hidden_act": "silu", **values}
+
+    def parameter_name(self, stored_name: str) -> str | None:
+        """Translate a tensor name of a weight file. None: it is not a name that only this family has."""
+        return None
+
+    def stored_name(self, parameter_name: str) -> str:
+        """Translate a parameter name to the tensor name in the family's weight files."""
+        return parameter_name
+
+    # Reading and writing, the same for all families.
+
+    def read_options(
+        self, values: JsonObject, directory: Path, generation: JsonObject | None = None
+    ) -> tuple[Options, list[str]]:
+        """Translate a config.json to options of `ModelConfig`.
+
+        Args:
+            values: the object in config.json.
+            directory: where it is, with links resolved; SDAR's block length may be a part of its name.
+            generation: the object in generation_config.json. None: there is none, or it only repeats config.json.
+
+        Returns:
+            The options, and a message for each key that this code cannot compute.
+        """
+        problems: list[str] = []
+        values = self.to_transformers_keys(values, problems)
+        options = self._read_shared_keys(values, problems)
+        options |= read_rope(values, problems)
+        options |= self.read_layer_types(values, problems)
+        options |= self._read_stop_tokens(values, generation, problems)
+        options = self._add_defaults(options, problems)
+        options |= self._read_diffusion_options(values, directory, problems)
+        options["model_type"] = self.model_type
+        return {key: value for key, value in options.items() if value is not None}, problems
+
+    def _read_shared_keys(self, values: JsonObject, problems: list[str]) -> Options:
+        """Read the keys that have the same name and meaning in config.json and in `ModelConfig`."""
+        names = ModelConfig.model_fields.keys() - _KEYS_WITH_READERS - {"hidden_act"}
+        options = {
+            key: value for key, value in values.items() if key in names and (value is not None or key in _NULLABLE_KEYS)
+        }
+        problems += [
+            f"{key} = {values[key]!r} is not supported"
+            for key, value in _NEUTRAL_VALUES.items()
+            if values.get(key, value) not in (value, None)
+        ]
+        activation = values.get(self.activation_key)
+        if activation in self.activations:
+            options["hidden_act"] = activation
+        elif activation is not None:
+            problems.append(
+                f"{self.activation_key} = {activation!r} is not supported, only {', '.join(self.activations)}"
+            )
+        if values.get("num_local_experts") is not None:
+            options.setdefault("num_experts", values["num_local_experts"])
+        return options
+
+    def _add_defaults(self, options: Options, problems: list[str]) -> Options:
+        """Add the family's fixed and default options, and those that follow from others."""
+        problems += [
+            f"{key} = {options[key]!r} contradicts model_type = {self.model_type!r}, whose models have {value!r}"
+            for key, value in self.fixed_options.items()
+            if options.get(key, value) != value
+        ]
+        options = {"tie_word_embeddings": False, **self.default_options, **options, **self.fixed_options}
+        has_bias = self.has_attention_output_bias and options.get("attention_bias", False)
+        options.setdefault("attention_output_bias", has_bias)
+        num_heads, width = options.get("num_attention_heads"), options.get("hidden_size")
+        if options.get("num_key_value_heads") is None:
+            options["num_key_value_heads"] = num_heads
+        if options.get("head_dim") is None and isinstance(num_heads, int) and isinstance(width, int) and num_heads > 0:
+            options["head_dim"] = width // num_heads
+        if options.get("query_pre_attn_scalar") == options.get("head_dim"):
+            options["query_pre_attn_scalar"] = None
+        return options
+
+    def _read_stop_tokens(self, values: JsonObject, generation: JsonObject | None, problems: list[str]) -> Options:
+        """Read the stop tokens of the files; add the family's own if the files name no others."""
+        ids = read_stop_tokens(values, generation, problems)
+        is_silent = not ids and "eos_token_id" not in values
+        if is_silent and "eos_token_id" in self.default_options:
+            ids = [self.default_options["eos_token_id"]]
+        size = values.get("vocab_size")
+        has_room = isinstance(size, int) and size > max(self.stop_token_ids, default=0)
+        if generation is None and has_room and (ids or is_silent) and set(ids) <= set(self.stop_token_ids):
+            ids = list(dict.fromkeys([*ids, *self.stop_token_ids]))
+        options: Options = {} if is_silent and not ids else {"eos_token_id": next(iter(ids), None)}
+        return options | ({"stop_token_ids": ids} if len(ids) > 1 else {})
+
+    def _read_diffusion_options(self, values: JsonObject, directory: Path, problems: list[str]) -> Options:
+        """Read mask token, alignment and block length: from config.json, else from the directory's name."""
+        options = {key: values[key] for key in _DIFFUSION_KEYS if key in values}
+        if "block_size" in values:
+            if options.setdefault("block_length", values["block_size"]) != values["block_size"]:
+                problems.append(
+                    f"block_size = {values['block_size']!r} contradicts block_length = {options['block_length']!r}"
+                )
+        elif self.has_block_size_key and "block_length" not in options:
+            # The Hub's cache has directories models--OWNER--NAME/snapshots/REVISION.
+            folder = directory.parent.parent if directory.parent.name == "snapshots" else directory
+            if match := _BLOCK_LENGTH_SUFFIX.search(folder.name):
+                options["block_length"] = int(match[1])
+        if self.diffusion_defaults is not None:
+            return {**self.diffusion_defaults, **options}
+        return AUTOREGRESSIVE_OPTIONS if all(value is None for value in options.values()) else options
+
+    def to_config_json(self, config: ModelConfig) -> JsonObject:
+        """Build the object of config.json, with the keys that diffusion adds.
+
+        Raises:
+            ValueError: the family has no model with these options; names the keys.
+        """
+        self._check_options(config)
+        return {"architectures": [self.architecture], "model_type": self.model_type, **self.write_options(config)}
+
+    def _check_options(self, config: ModelConfig) -> None:
+        if SLIDING in (config.layer_types or ()) and not self.supports_sliding_window:
+            raise ValueError(
+                f'layer_types has "{SLIDING}", which model_type = {self.model_type!r} does not support: choose a family '
+                "with sliding layers, such as qwen3 (qk_norm = true, num_experts = 0)"
+            )
+        problems = [
+            f"{key} = {getattr(config, key)!r} (it has {value!r})"
+            for key, value in self.fixed_options.items()
+            if getattr(config, key) != value
+        ]
+        if config.num_experts == 0 and self.requires_experts:
+            problems.append("num_experts = 0")
+        if config.hidden_act not in self.activations:
+            problems.append(f"hidden_act = {config.hidden_act!r} (it has {' or '.join(map(repr, self.activations))})")
+        if problems:
+            raise ValueError(f"model_type = {self.model_type!r}: the family has no model with {'; '.join(problems)}")
+
+    def check_diffusion(self, config: ModelConfig) -> None:
+        """Check that the family's own code would find the model's diffusion options.
+
+        Raises:
+            ValueError: it would not; names the options and what the family has.
+        """
+        if self.diffusion_defaults is None:
+            return
+        problems = []
+        if config.mask_token_id is None:
+            problems.append("no mask_token_id (add [diffusion])")
+        alignment = self.diffusion_defaults["logit_alignment"]
+        if config.logit_alignment != alignment:
+            problems.append(
+                f"logit_alignment = {config.logit_alignment!r} (it has {alignment!r}; see diffusion.logit_alignment)"
+            )
+        if self.has_block_size_key and config.block_length is None:
+            problems.append("no block_length (set diffusion.block_length)")
+        if problems:
+            raise ValueError(f"model_type = {self.model_type!r}: the family has no model with {'; '.join(problems)}")
