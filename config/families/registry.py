@@ -96,7 +96,7 @@ _FAMILIES = (
         supports_sliding_window=False,
         stop_token_ids=LLADA_STOP_TOKEN_IDS,
     ),
-    ModelFamily("Dream", "DreamModel", _QWEN2, _DREAM_DEFAULTS, _DREAM_DIFFUSION),
+    ModelFamily("Dream", "DreamModel", _QWEN2, _DREAM_DEFAULTS, _DREAM_DIFFUSION, default_strategy="entropy"),
 )
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({family.model_type: family for family in _FAMILIES})
 """``model_type`` -> its adapter."""

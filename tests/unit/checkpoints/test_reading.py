@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from config.families.registry import get_family
 from config.model import LinearRope, Llama3Rope, YarnRope
 from diffusionlm.checkpoints.huggingface import load_model, load_weights, read_model_config, save_model
 from diffusionlm.checkpoints.manifest import write_directory_atomically
@@ -71,14 +72,15 @@ def test_what_is_silent_on_diffusion_is_autoregressive(model_type: str, tmp_path
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
-        ("sdar", (151669, 4, "same_position")),
-        ("sdar_moe", (151669, 4, "same_position")),
-        ("Dream", (151666, None, "shifted")),
+        ("sdar", (151669, 4, "same_position", "low_confidence_dynamic")),
+        ("sdar_moe", (151669, 4, "same_position", "low_confidence_dynamic")),
+        ("Dream", (151666, None, "shifted", "entropy")),
     ],
 )
 def test_defaults_of_diffusion_families(model_type: str, expected: tuple[Any, ...], tmp_path: Path) -> None:
     config = read(tmp_path, model_type=model_type)
-    assert (config.mask_token_id, config.block_length, config.logit_alignment) == expected
+    strategy = get_family(config).default_strategy
+    assert (config.mask_token_id, config.block_length, config.logit_alignment, strategy) == expected
     assert config.model_type == model_type
 
 
