@@ -1,10 +1,10 @@
-"""Optimizers, the settings of their groups of parameters, and learning-rate schedules."""
+"""Optimizers, the options of their parameter groups, and the learning-rate schedule."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from config.base import (
     FloatTuple,
@@ -19,223 +19,241 @@ from config.base import (
 )
 
 PARAMETER_GROUPS = ("hidden", "head", "embed", "router", "scalar")
-"""Matrices of the blocks; the head where it is not the embedding; the embedding; the routers of a mixture of experts;
-norms and biases."""
+"""Matrices of the blocks; the head if it is not tied; the embedding; MoE routers; norms and biases."""
 
-Betas = Annotated[FloatTuple, Field(min_length=2, max_length=2)]
+
+def _check_betas(betas: tuple[float, ...]) -> tuple[float, ...]:
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas = {list(betas)} must lie in [0, 1)")
+    return betas
+
+
+Betas = Annotated[FloatTuple, Field(min_length=2, max_length=2), AfterValidator(_check_betas)]
 
 
 class LRScheduleConfig(Section):
-    """Learning rate over a run, as a factor of each group's own: linear warm-up, then the shape of its kind."""
+    """Learning rate over a run, as a factor of each group's rate: linear warm-up, then the shape of ``kind``."""
 
     kind: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """Shape after the warm-up. warmup_stable_decay: the full rate, then a decay over the last steps."""
     warmup_steps: NonNegativeInt | None = None
     """Steps of warm-up; None: `warmup_fraction` of the run."""
     warmup_fraction: HalfOpenFraction = 0.05
-    """Warm-up as a share of the run."""
+    """Warm-up as a fraction of the run."""
     decay_steps: PositiveInt | None = None
-    """Of warmup_stable_decay: the last steps, over which the rate falls; None: `decay_fraction` of the run."""
+    """For warmup_stable_decay: number of last steps in which the rate falls; None: `decay_fraction` of the run."""
     decay_fraction: Fraction | None = None
-    """Of warmup_stable_decay: the decay as a share of the run; None: 0.2."""
+    """For warmup_stable_decay: the decay as a fraction of the run; None: 0.2."""
     decay_shape: Literal["linear", "cosine", "sqrt"] | None = None
-    """Of warmup_stable_decay, over the decay's progress x: 1 - x, half a cosine, or 1 - sqrt(x); None: linear."""
+    """For warmup_stable_decay, with x the progress of the decay: 1 - x, half a cosine, or 1 - sqrt(x); None: linear."""
     final_factor: Probability = 0.0
-    """Where the decay ends, as a factor of the full rate."""
+    """Factor of the full rate at the end of the decay."""
 
     @model_validator(mode="after")
     def _check_decay_keys(self) -> Self:
-        given = [name for name in ("decay_steps", "decay_fraction", "decay_shape") if getattr(self, name) is not None]
-        if given and self.kind != "warmup_stable_decay":
+        keys = [name for name in ("decay_steps", "decay_fraction", "decay_shape") if getattr(self, name) is not None]
+        if keys and self.kind != "warmup_stable_decay":
             raise ValueError(
-                f'{given[0]} is for kind = "warmup_stable_decay", and this is kind = "{self.kind}": change the kind or '
-                f"leave {given[0]} out"
+                f'{keys[0]} needs kind = "warmup_stable_decay", but kind = "{self.kind}": change kind or remove {keys[0]}'
             )
-        if len(given) > 1 and given[:2] == ["decay_steps", "decay_fraction"]:
-            raise ValueError("give decay_steps or decay_fraction, not both")
+        if len(keys) > 1 and keys[:2] == ["decay_steps", "decay_fraction"]:
+            raise ValueError("decay_steps and decay_fraction set the same length: remove one")
         return self
 
     def num_warmup_steps(self, max_steps: int) -> int:
-        """Steps of warm-up of a run of ``max_steps``."""
+        """Number of warm-up steps in a run of ``max_steps``."""
         return round(self.warmup_fraction * max_steps) if self.warmup_steps is None else self.warmup_steps
 
     def num_decay_steps(self, max_steps: int) -> int:
-        """Last steps of a run of ``max_steps`` over which warmup_stable_decay falls.
+        """Number of last steps in which warmup_stable_decay lowers the rate, in a run of ``max_steps``.
 
         Raises:
             ValueError: warm-up and decay together are longer than the run.
         """
-        share = 0.2 if self.decay_fraction is None else self.decay_fraction
-        decay = round(share * max_steps) if self.decay_steps is None else self.decay_steps
+        fraction = 0.2 if self.decay_fraction is None else self.decay_fraction
+        decay = round(fraction * max_steps) if self.decay_steps is None else self.decay_steps
         warmup = self.num_warmup_steps(max_steps)
         if warmup + decay > max_steps:
             raise ValueError(
-                f"schedule: a warm-up of {warmup} and a decay of {decay} steps are longer than the run of {max_steps}: "
-                "lower schedule.warmup_steps or schedule.decay_steps (or their fractions)"
+                f"schedule: {warmup} warm-up steps and {decay} decay steps are more than the {max_steps} steps of the "
+                "run: lower schedule.warmup_steps or schedule.decay_steps (or their fractions)"
             )
         return decay
 
 
-def _check_betas(betas: tuple[float, ...] | None) -> None:
-    if betas is not None and not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas = {list(betas)} must lie in [0, 1)")
-
-
-def _check_fallback(kind: str, fallback: bool) -> None:
-    if fallback and not kind.endswith("8bit"):
-        raise ValueError(f'fallback is for kind = "{kind}8bit"; leave it out')
-
-
 class AdamWGroup(Section):
-    """What a group that AdamW updates has of its own; what is None is that of the optimizer."""
+    """Options of one parameter group that AdamW updates; None: the optimizer's value."""
 
     learning_rate: PositiveFloat | None = None
-    """At the top of the schedule."""
+    """Peak learning rate."""
     betas: Betas | None = None
     """Decay of the first and second moment, each in [0, 1)."""
     eps: PositiveFloat | None = None
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat | None = None
-    """None: the optimizer's for matrices that decay, else 0."""
-
-    @model_validator(mode="after")
-    def _check_betas_range(self) -> Self:
-        _check_betas(self.betas)
-        return self
+    """None: the optimizer's value for groups that decay, else 0."""
 
 
 class LionGroup(Section):
-    """What a group that Lion updates has of its own; what is None is that of the optimizer."""
+    """Options of one parameter group that Lion updates; None: the optimizer's value."""
 
     learning_rate: PositiveFloat | None = None
-    """At the top of the schedule."""
+    """Peak learning rate."""
     betas: Betas | None = None
-    """Of the update and of the moment, each in [0, 1)."""
+    """Decay of the average that gives the sign, and of the moment, each in [0, 1)."""
     weight_decay: NonNegativeFloat | None = None
-    """None: the optimizer's for matrices that decay, else 0."""
-
-    @model_validator(mode="after")
-    def _check_betas_range(self) -> Self:
-        _check_betas(self.betas)
-        return self
+    """None: the optimizer's value for groups that decay, else 0."""
 
 
 class MuonGroup(Section):
-    """What the hidden matrices have of their own; what is None is that of the optimizer, where it may stand as well."""
+    """Options of the hidden matrices; None: the value in ``[optimizer]``. They may stand in either table."""
 
     learning_rate: PositiveFloat | None = None
-    """At the top of the schedule."""
+    """Peak learning rate."""
     momentum: HalfOpenFraction | None = None
     """Nesterov momentum."""
     weight_decay: NonNegativeFloat | None = None
     """Decoupled, times the learning rate."""
     adjust_lr: Literal["match_rms_adamw", "original"] | None = None
-    """How the rate grows with the shape of a matrix."""
+    """Scale of the rate by the shape of a matrix."""
     precision: Literal["auto", "bfloat16", "float32"] | None = None
-    """Of the orthogonalisation's products."""
+    """Dtype of the matrix products of the orthogonalization."""
 
 
-class AdamW(Section):
-    """Decoupled weight decay (Loshchilov and Hutter 2019); matrices decay, norms and biases do not."""
+class AdamWConfig(Section):
+    """AdamW (Loshchilov and Hutter 2019): decoupled weight decay for matrices, none for norms and biases."""
 
     kind: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw8bit: moments of 8 bits (Dettmers et al. 2022), by the package bitsandbytes."""
+    """adamw8bit: 8-bit moments (Dettmers et al. 2022); needs the package bitsandbytes."""
     learning_rate: PositiveFloat = 3e-3
-    """At the top of the schedule."""
+    """Peak learning rate."""
     betas: Betas = (0.9, 0.98)
     """Decay of the first and second moment, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
-    """Of matrices outside embedding and head."""
+    """Weight decay of matrices outside embedding and head."""
     fallback: bool = False
-    """Of adamw8bit: go on with adamw, and say so, where bitsandbytes cannot be used."""
+    """For adamw8bit: use adamw, with a warning, if bitsandbytes is not available."""
     hidden: AdamWGroup | None = None
     """Matrices of the blocks."""
     head: AdamWGroup | None = None
-    """The head where it is not the embedding; does not decay unless it says so."""
+    """The head if it is not tied to the embedding; no decay by default."""
     embed: AdamWGroup | None = None
-    """The embedding; does not decay unless it says so."""
+    """The embedding; no decay by default."""
     router: AdamWGroup | None = None
-    """Routers of a mixture of experts."""
+    """MoE routers."""
     scalar: AdamWGroup | None = None
-    """Norms and biases; do not decay unless they say so."""
+    """Norms and biases; no decay by default."""
 
     @model_validator(mode="after")
-    def _check_values(self) -> Self:
-        _check_betas(self.betas)
-        _check_fallback(self.kind, self.fallback)
+    def _check_fallback(self) -> Self:
+        _require_quantized_for_fallback(self)
         return self
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether moments have 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by rows."""
+        return self.kind == "adamw8bit"
 
-class Lion(Section):
-    """The sign of an average of gradients (Chen et al. 2023), with decoupled weight decay."""
+    @property
+    def state_floats_per_parameter(self) -> float:
+        """Size of the optimizer state of a parameter, in float32 numbers."""
+        return 0.5 if self.is_quantized else 2.0
+
+
+class LionConfig(Section):
+    """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay."""
 
     kind: Literal["lion", "lion8bit"] = "lion"
-    """lion8bit: a moment of 8 bits (Dettmers et al. 2022), by the package bitsandbytes."""
+    """lion8bit: an 8-bit moment (Dettmers et al. 2022); needs the package bitsandbytes."""
     learning_rate: PositiveFloat = 3e-4
-    """At the top of the schedule; a third to a tenth of AdamW's, since every weight moves by this much in a step."""
+    """Peak learning rate. Every weight moves by it in each step, so use a third to a tenth of AdamW's."""
     betas: Betas = (0.9, 0.99)
-    """Of the update and of the moment, each in [0, 1)."""
+    """Decay of the average that gives the sign, and of the moment, each in [0, 1)."""
     weight_decay: NonNegativeFloat = 1.0
-    """Of matrices outside embedding and head."""
+    """Weight decay of matrices outside embedding and head."""
     fallback: bool = False
-    """Of lion8bit: go on with lion, and say so, where bitsandbytes cannot be used."""
+    """For lion8bit: use lion, with a warning, if bitsandbytes is not available."""
     hidden: LionGroup | None = None
     """Matrices of the blocks."""
     head: LionGroup | None = None
-    """The head where it is not the embedding; does not decay unless it says so."""
+    """The head if it is not tied to the embedding; no decay by default."""
     embed: LionGroup | None = None
-    """The embedding; does not decay unless it says so."""
+    """The embedding; no decay by default."""
     router: LionGroup | None = None
-    """Routers of a mixture of experts."""
+    """MoE routers."""
     scalar: LionGroup | None = None
-    """Norms and biases; do not decay unless they say so."""
+    """Norms and biases; no decay by default."""
 
     @model_validator(mode="after")
-    def _check_values(self) -> Self:
-        _check_betas(self.betas)
-        _check_fallback(self.kind, self.fallback)
+    def _check_fallback(self) -> Self:
+        _require_quantized_for_fallback(self)
         return self
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the moment has 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by rows."""
+        return self.kind == "lion8bit"
 
-class Muon(Section):
-    """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for everything else."""
+    @property
+    def state_floats_per_parameter(self) -> float:
+        """Size of the optimizer state of a parameter, in float32 numbers."""
+        return 0.25 if self.is_quantized else 1.0
+
+
+def _require_quantized_for_fallback(config: AdamWConfig | LionConfig) -> None:
+    if config.fallback and not config.is_quantized:
+        raise ValueError(f'fallback needs kind = "{config.kind}8bit", but kind = "{config.kind}": remove fallback')
+
+
+class MuonConfig(Section):
+    """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for all other parameters."""
 
     kind: Literal["muon"] = "muon"
     learning_rate: PositiveFloat = 0.01
-    """Of the hidden matrices, scaled by `adjust_lr`."""
+    """Peak learning rate of the hidden matrices, scaled by `adjust_lr`."""
     momentum: HalfOpenFraction = 0.95
     """Nesterov momentum."""
     weight_decay: NonNegativeFloat = 0.1
-    """Of the hidden matrices."""
+    """Weight decay of the hidden matrices."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of the rate of a matrix: 0.2 sqrt(max(rows, columns)), the root mean square of AdamW's updates (Liu et al.
-    2025), or sqrt(max(1, rows / columns)) (Jordan et al. 2024)."""
+    """Scale of the rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that updates have AdamW's root mean
+    square (Liu et al. 2025). original: sqrt(max(1, rows / columns)) (Jordan et al. 2024)."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of the orthogonalisation's products. auto: bfloat16 where the processor has it."""
+    """Dtype of the matrix products of the orthogonalization. auto: bfloat16 if the processor supports it natively."""
     hidden: MuonGroup | None = None
-    """Matrices of the blocks; what it gives goes before the keys above."""
-    rest: AdamW = AdamW(weight_decay=0.0)
-    """All others, unless the tables below say otherwise."""
+    """Matrices of the blocks; overrides the keys above."""
+    rest: AdamWConfig = AdamWConfig(weight_decay=0.0)
+    """All other parameters, unless a table below overrides it."""
     head: AdamWGroup | None = None
-    """The head where it is not the embedding."""
+    """The head if it is not tied to the embedding."""
     embed: AdamWGroup | None = None
     """The embedding."""
     router: AdamWGroup | None = None
-    """Routers of a mixture of experts."""
+    """MoE routers."""
     scalar: AdamWGroup | None = None
-    """Norms and biases; do not decay unless they say so."""
+    """Norms and biases; no decay by default."""
 
     @model_validator(mode="after")
     def _check_rest_groups(self) -> Self:
-        inside = next((name for name in PARAMETER_GROUPS if getattr(self.rest, name) is not None), None)
-        if inside is not None:
-            raise ValueError(f"[optimizer.rest.{inside}] is called [optimizer.{inside}] here")
+        group = next((name for name in PARAMETER_GROUPS if getattr(self.rest, name) is not None), None)
+        if group is not None:
+            raise ValueError(f"[optimizer.rest.{group}] is not a table of muon: name it [optimizer.{group}]")
         return self
 
+    @property
+    def is_quantized(self) -> bool:
+        """Muon's momentum always has full precision. Moments of ``rest`` may have 8 bits."""
+        return False
 
-Optimizer = Annotated[AdamW | Lion | Muon, Field(discriminator="kind")]
+    @property
+    def state_floats_per_parameter(self) -> float:
+        """Size of the optimizer state of a hidden matrix's parameter, in float32 numbers."""
+        return 1.0
+
+
+OptimizerConfig = Annotated[AdamWConfig | LionConfig | MuonConfig, Field(discriminator="kind")]
 
 
 KEY_HINTS = {
@@ -260,4 +278,4 @@ KEY_HINTS = {
     "optimizer.wsd_decay_style": 'is schedule.decay_shape here, with schedule.kind = "warmup_stable_decay"',
     "optimizer.adjust_lr_fn": "is called optimizer.adjust_lr here",
 }
-"""Keys of related projects, and where the same thing is said here."""
+"""Key of a related project -> the key that replaces it."""

@@ -13,7 +13,7 @@ from config.logging import LoggingConfig
 from config.model_section import ModelSection
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
 from config.optimizer import KEY_HINTS as OPTIMIZER_KEY_HINTS
-from config.optimizer import LRScheduleConfig, Muon, Optimizer
+from config.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig
 from config.parallel import DDP, FSDP, MultiProcessOptions, Parallel, SingleProcess
 from config.runtime import ProfilerConfig, RuntimeConfig
 from config.training import (
@@ -34,7 +34,7 @@ class TrainConfig(Section):
     training: TrainingConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     objective: Objective = MaskedDiffusionConfig()
-    optimizer: Optimizer = Muon()
+    optimizer: OptimizerConfig = MuonConfig()
     schedule: LRScheduleConfig = LRScheduleConfig()
     validation: ValidationConfig = ValidationConfig()
     samples: SamplesConfig = SamplesConfig()
@@ -123,7 +123,7 @@ class TrainConfig(Section):
                 f'"{parallel.strategy}": set runtime.weights = "float32"; with parallel.strategy = "fsdp" blocks are '
                 "gathered in the precision of their products"
             )
-        if isinstance(parallel, FSDP) and self.optimizer.kind in ("adamw8bit", "lion8bit"):
+        if isinstance(parallel, FSDP) and self.optimizer.is_quantized:
             raise ValueError(
                 f'optimizer.kind = "{self.optimizer.kind}" has one scale for a block of elements, which '
                 'parallel.strategy = "fsdp" may cut: choose optimizer.kind = "adamw", "lion" or "muon", or '

@@ -10,9 +10,6 @@ from config.train import TrainConfig
 from profiling.flops import AttentionKind, ResourceEstimate, estimate_resources
 from profiling.scaling import ParallelStrategy, TrainingJob, estimate_rank_memory
 
-OPTIMIZER_FLOATS_PER_PARAMETER = {"adamw": 2.0, "adamw8bit": 0.5, "muon": 1.0, "lion": 1.0, "lion8bit": 0.25}
-"""Numbers of fp32 that an optimizer keeps for each parameter, by kind; those of 8 bits are a quarter."""
-
 
 def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
     """What a run will need, on paper; its memory is that of one of the ranks.
@@ -56,7 +53,7 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
 
 def _optimizer_floats(config: TrainConfig) -> float:
     # The average is one more copy.
-    return OPTIMIZER_FLOATS_PER_PARAMETER[config.optimizer.kind] + (1.0 if config.training.ema_decay else 0.0)
+    return config.optimizer.state_floats_per_parameter + (1.0 if config.training.ema_decay else 0.0)
 
 
 def _parallel_strategy(config: TrainConfig) -> ParallelStrategy:

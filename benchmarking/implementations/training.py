@@ -21,7 +21,7 @@ from config.bench_train import BenchShape, Precision
 from config.data import DataConfig, PythonStdlib
 from config.model_section import ModelSection
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
-from config.optimizer import AdamW, LRScheduleConfig
+from config.optimizer import AdamWConfig, LRScheduleConfig
 from config.runtime import RuntimeConfig
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
@@ -139,7 +139,7 @@ def train_config(case: TrainCase, runtime: RuntimeConfig) -> TrainConfig:
             precision=case.precision,
         ),
         objective=case.objective,
-        optimizer=AdamW(learning_rate=LEARNING_RATE),
+        optimizer=AdamWConfig(learning_rate=LEARNING_RATE),
         schedule=LRScheduleConfig(kind="constant", warmup_steps=0),
         runtime=runtime,
     )

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from config.optimizer import PARAMETER_GROUPS, AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup
+from config.optimizer import PARAMETER_GROUPS, AdamWConfig, AdamWGroup, LionConfig, LionGroup, MuonConfig, MuonGroup
 from diffusionlm.optim import eight_bit, lion, muon
 
 OptimizerState = dict[str, torch.Tensor]
@@ -108,7 +108,7 @@ def _log_to_stderr(text: str) -> None:
 
 
 def build_optimizers(
-    config: AdamW | Lion | Muon,
+    config: AdamWConfig | LionConfig | MuonConfig,
     named: Mapping[str, nn.Parameter],
     log: Log = _log_to_stderr,
     row_exchange: muon.MatrixRowExchange | None = None,
@@ -142,9 +142,9 @@ def build_optimizers(
     own = {name: getattr(config, name) for name in groups}
     is_sharded = row_exchange is not None
     match config:
-        case AdamW() | Lion():
+        case AdamWConfig() | LionConfig():
             return Optimizers(_build_adamw_or_lion(config, groups, own, {"hidden", "router"}, log, is_sharded), names)
-        case Muon():
+        case MuonConfig():
             hidden = {name: groups.pop(name) for name in ("hidden",) if name in groups}
             rest = _build_adamw_or_lion(config.rest, groups, own, {"head", "embed", "router"}, log, is_sharded)
             return Optimizers([*_build_muon(config, hidden, row_exchange), *rest], names)
@@ -152,11 +152,11 @@ def build_optimizers(
             assert_never(config)
 
 
-def requires_whole_matrix(config: AdamW | Lion | Muon, name: str, parameter: torch.Tensor) -> bool:
+def requires_whole_matrix(config: AdamWConfig | LionConfig | MuonConfig, name: str, parameter: torch.Tensor) -> bool:
     """Whether a parameter is updated as a whole: Muon's matrices, and those whose moments share scales of 8 bits. AdamW
     and Lion update number by number, so that any part of a parameter will do."""
     group = _assign_group(name, parameter)
-    if isinstance(config, Muon):
+    if isinstance(config, MuonConfig):
         return group == "hidden" or (config.rest.kind.endswith("8bit") and group not in FULL_PRECISION_STATE_GROUPS)
     return config.kind.endswith("8bit") and group not in FULL_PRECISION_STATE_GROUPS
 
@@ -181,7 +181,7 @@ def _apply_overrides(settings: GroupOptions, own: GroupOverrides) -> GroupOption
 
 
 def _build_adamw_or_lion(
-    config: AdamW | Lion,
+    config: AdamWConfig | LionConfig,
     groups: ParameterGroups,
     own: dict[str, GroupOverrides],
     decaying: Iterable[str],
@@ -190,7 +190,7 @@ def _build_adamw_or_lion(
 ) -> list[torch.optim.Optimizer]:
     """AdamW or Lion over the groups, in one optimizer or, where some moments have 8 bits, in two."""
     common: GroupOptions = {"lr": config.learning_rate, "betas": config.betas}
-    if isinstance(config, AdamW):
+    if isinstance(config, AdamWConfig):
         common["eps"] = config.eps
     params: list[GroupOptions] = []
     for name, parameters in groups.items():
@@ -217,18 +217,18 @@ def _build_adamw_or_lion(
     return _build_full_precision(config, params)
 
 
-def _build_full_precision(config: AdamW | Lion, params: list[GroupOptions]) -> list[torch.optim.Optimizer]:
+def _build_full_precision(config: AdamWConfig | LionConfig, params: list[GroupOptions]) -> list[torch.optim.Optimizer]:
     if not params:
         return []
     first, second = config.betas
-    if isinstance(config, Lion):
+    if isinstance(config, LionConfig):
         return [lion.Lion(params, lr=config.learning_rate, betas=(first, second), weight_decay=config.weight_decay)]
     # Fused: the loops of the other variants cost several times as much on a CPU.
     return [torch.optim.AdamW(params, lr=config.learning_rate, fused=True)]
 
 
 def _build_muon(
-    config: Muon, groups: ParameterGroups, row_exchange: muon.MatrixRowExchange | None
+    config: MuonConfig, groups: ParameterGroups, row_exchange: muon.MatrixRowExchange | None
 ) -> list[torch.optim.Optimizer]:
     common: GroupOptions = {
         "lr": config.learning_rate,

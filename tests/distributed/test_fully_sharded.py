@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config.optimizer import AdamW, Lion, Muon
+from config.optimizer import AdamWConfig, LionConfig, MuonConfig
 from config.parallel import FSDP
 from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.fully_sharded import FullySharded
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 DENOMINATOR = 30.0
 VOCABULARY = 19
 MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
-Kind = AdamW | Lion | Muon
+Kind = AdamWConfig | LionConfig | MuonConfig
 
 
 @contextmanager
@@ -113,11 +113,11 @@ def assert_close(parts: FullySharded, model: Transformer, rtol: float = 1e-4, at
 
 
 CASES: dict[str, tuple[Kind, bool, int, dict[str, Any]]] = {
-    "adamw": (AdamW(weight_decay=0.1), True, 2, {"tie_word_embeddings": False}),
-    "adamw, tied, kept": (AdamW(), False, 2, {"tie_word_embeddings": True, "attention_bias": True}),
-    "lion, mixture": (Lion(), True, 2, {"tie_word_embeddings": False, **MIXTURE}),
-    "muon, tied": (Muon(precision="float32"), True, 2, {"tie_word_embeddings": True}),
-    "muon, mixture, kept": (Muon(precision="float32"), False, 3, {"tie_word_embeddings": False, **MIXTURE}),
+    "adamw": (AdamWConfig(weight_decay=0.1), True, 2, {"tie_word_embeddings": False}),
+    "adamw, tied, kept": (AdamWConfig(), False, 2, {"tie_word_embeddings": True, "attention_bias": True}),
+    "lion, mixture": (LionConfig(), True, 2, {"tie_word_embeddings": False, **MIXTURE}),
+    "muon, tied": (MuonConfig(precision="float32"), True, 2, {"tie_word_embeddings": True}),
+    "muon, mixture, kept": (MuonConfig(precision="float32"), False, 3, {"tie_word_embeddings": False, **MIXTURE}),
 }
 
 
@@ -173,9 +173,9 @@ def test_initial_weights_are_those_of_one_process(make_config: MakeConfig, tmp_p
         expected = Transformer(config)
         init_weights(expected, seed=3)
         assert_close(parts, expected, rtol=0, atol=0)
-        optimizers = build_optimizers(AdamW(), parts.trainable_parameters())
+        optimizers = build_optimizers(AdamWConfig(), parts.trainable_parameters())
         train_parts(parts, optimizers, 2)
-        train_whole(expected, AdamW(), world, 2)
+        train_whole(expected, AdamWConfig(), world, 2)
         assert_close(parts, expected)
 
     run_ranks(act, tmp_path)
@@ -189,7 +189,7 @@ def test_activations_that_are_computed_again_change_nothing(choice: Any, tiny_mo
             model = tiny_model(**MIXTURE)
             checkpoint_activations(model, which)
             parts = cut(model, world)
-            train_parts(parts, build_optimizers(AdamW(), parts.trainable_parameters()), 2)
+            train_parts(parts, build_optimizers(AdamWConfig(), parts.trainable_parameters()), 2)
             kept.append(parts.trainable_parameters())
         assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
 
@@ -225,7 +225,7 @@ def test_a_skipped_step_changes_nothing(tiny_model: MakeModel, tmp_path: Path) -
     def act(world: World) -> None:
         parts = cut(tiny_model(), world)
         optimizers = build_optimizers(
-            Muon(precision="float32"), parts.trainable_parameters(), row_exchange=parts.row_exchange
+            MuonConfig(precision="float32"), parts.trainable_parameters(), row_exchange=parts.row_exchange
         )
         train_parts(parts, optimizers, 1)
         before = {name: each.clone() for name, each in optimizers.state_dict().items()}
@@ -250,9 +250,9 @@ def test_averages_are_of_rows_and_put_together_when_saved(tiny_model: MakeModel,
         models = tiny_model(), tiny_model()
         parts = cut(models[0], world)
         averages = [WeightAverage(model, decay=0.5) for model in models]
-        optimizers = build_optimizers(AdamW(), parts.trainable_parameters())
+        optimizers = build_optimizers(AdamWConfig(), parts.trainable_parameters())
         train_parts(parts, optimizers, 2)
-        train_whole(models[1], AdamW(), world, 2)
+        train_whole(models[1], AdamWConfig(), world, 2)
         for average in averages:
             average.update()
         found = dict(parts.iterate_whole_parameters(averages[0].average))
@@ -279,7 +279,7 @@ def test_weights_that_are_set_are_trained_and_gathered_in_the_dtype_of_products(
         parts.set_weights(dict(models[1].named_parameters()))
         assert_close(parts, models[1], rtol=0, atol=0)
         with collectives() as events, torch.autocast("cpu", dtype=torch.bfloat16):
-            train_parts(parts, build_optimizers(Lion(), parts.trainable_parameters()), 1)
+            train_parts(parts, build_optimizers(LionConfig(), parts.trainable_parameters()), 1)
         gathers = sum(kind == "gather" for kind, _ in events)
         assert gathers == 3 * (1 + 2 * 2)  # of three micro-batches: the root once, blocks forward and backward
         if world.is_first:
@@ -301,11 +301,11 @@ def test_state_has_whole_shapes_when_saved(tiny_model: MakeModel, tmp_path: Path
     def act(world: World) -> None:
         models = tiny_model(), tiny_model()
         parts = cut(models[0], world)
-        optimizers = build_optimizers(AdamW(), parts.trainable_parameters())
+        optimizers = build_optimizers(AdamWConfig(), parts.trainable_parameters())
         train_parts(parts, optimizers, 2)
         state = parts.to_checkpoint_state(optimizers.state_dict())
         whole = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
-        resumed = build_optimizers(AdamW(), dict(models[1].named_parameters()))
+        resumed = build_optimizers(AdamWConfig(), dict(models[1].named_parameters()))
         resumed.load_state_dict(whole)
         for key, value in optimizers.state_dict().items():
             name = key.rpartition(".")[0]

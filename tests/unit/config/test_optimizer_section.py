@@ -11,12 +11,12 @@ from config.load import load_config
 from config.optimizer import (
     KEY_HINTS,
     PARAMETER_GROUPS,
-    AdamW,
+    AdamWConfig,
     AdamWGroup,
-    Lion,
+    LionConfig,
     LionGroup,
     LRScheduleConfig,
-    Muon,
+    MuonConfig,
     MuonGroup,
 )
 from config.train import TrainConfig
@@ -70,11 +70,11 @@ final_factor = 0.0
 """
     config = load(tmp_path, text)
     assert (
-        config.optimizer == Muon(rest=AdamW(learning_rate=6e-3, weight_decay=0.0))
+        config.optimizer == MuonConfig(rest=AdamWConfig(learning_rate=6e-3, weight_decay=0.0))
         and config.schedule == LRScheduleConfig()
     )
     old = '[optimizer]\nkind = "adamw"\nlearning_rate = 1e-5\nbetas = [0.9, 0.98]\neps = 1e-8\nweight_decay = 0.1\n'
-    assert load(tmp_path, old).optimizer == AdamW(learning_rate=1e-5)
+    assert load(tmp_path, old).optimizer == AdamWConfig(learning_rate=1e-5)
 
 
 def test_groups_have_tables_of_their_own(tmp_path: Path) -> None:
@@ -87,15 +87,15 @@ learning_rate = 1e-4
 betas = [0.8, 0.9]
 """
     found = load(tmp_path, text, "optimizer.head.eps=1e-6").optimizer
-    assert found == Muon(
+    assert found == MuonConfig(
         hidden=MuonGroup(momentum=0.9, precision="float32"),
         router=AdamWGroup(learning_rate=1e-4, betas=(0.8, 0.9)),
         head=AdamWGroup(eps=1e-6),
     )
     found = load(tmp_path, '[optimizer]\nkind = "lion"\n[optimizer.embed]\nweight_decay = 2.0\n').optimizer
-    assert found == Lion(embed=LionGroup(weight_decay=2.0))
+    assert found == LionConfig(embed=LionGroup(weight_decay=2.0))
     found = load(tmp_path, '[optimizer]\nkind = "adamw8bit"\nfallback = true\n').optimizer
-    assert found == AdamW(kind="adamw8bit", fallback=True)
+    assert found == AdamWConfig(kind="adamw8bit", fallback=True)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ betas = [0.8, 0.9]
         ('[optimizer]\nkind = "lion"\n[optimizer.embed]\nbetas = [1.5, 0.9]', "must lie in [0, 1)"),
         ('[optimizer]\nkind = "lion"\nbetas = [1.5, 0.9]', "must lie in [0, 1)"),
         ("[optimizer.hidden]\nmomentum = 1.0", "must be less than 1"),
-        ("[optimizer.rest.head]\neps = 1e-6", "[optimizer.rest.head] is called [optimizer.head] here"),
-        ('[optimizer]\nkind = "adamw"\nfallback = true', 'fallback is for kind = "adamw8bit"; leave it out'),
+        ("[optimizer.rest.head]\neps = 1e-6", "[optimizer.rest.head] is not a table of muon: name it [optimizer.head]"),
+        ('[optimizer]\nkind = "adamw"\nfallback = true', 'fallback needs kind = "adamw8bit"'),
         ('[optimizer]\nkind = "adam"', 'expected "adamw", "adamw8bit", "lion", "lion8bit" or "muon"'),
-        ("[schedule]\ndecay_steps = 5", 'decay_steps is for kind = "warmup_stable_decay"'),
+        ("[schedule]\ndecay_steps = 5", 'decay_steps needs kind = "warmup_stable_decay"'),
         (
             '[schedule]\nkind = "warmup_stable_decay"\ndecay_steps = 5\ndecay_fraction = 0.1',
-            "give decay_steps or decay_fraction, not both",
+            "decay_steps and decay_fraction set the same length: remove one",
         ),
         ('[schedule]\nkind = "warmup_stable_decay"\ndecay_fraction = 1.0', "must be less than 1"),
     ],

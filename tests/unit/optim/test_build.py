@@ -11,13 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from config.optimizer import AdamW, AdamWGroup, Lion, LionGroup, Muon, MuonGroup
+from config.optimizer import AdamWConfig, AdamWGroup, LionConfig, LionGroup, MuonConfig, MuonGroup
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers, requires_whole_matrix
 
 MakeModel = Callable[..., Transformer]
-CONFIGS = [AdamW(weight_decay=0.3), Lion(weight_decay=0.3), Muon(weight_decay=0.2, rest=AdamW(weight_decay=0.1))]
+CONFIGS = [
+    AdamWConfig(weight_decay=0.3),
+    LionConfig(weight_decay=0.3),
+    MuonConfig(weight_decay=0.2, rest=AdamWConfig(weight_decay=0.1)),
+]
 MIXTURE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 
 
@@ -45,7 +49,9 @@ def settings_of(optimizers: Optimizers) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_is_in_one_group(config: AdamW | Lion | Muon, tied: bool, tiny_model: MakeModel) -> None:
+def test_every_parameter_is_in_one_group(
+    config: AdamWConfig | LionConfig | MuonConfig, tied: bool, tiny_model: MakeModel
+) -> None:
     model = tiny_model(tie_word_embeddings=tied, attention_bias=True, **MIXTURE)
     frozen = "model.layers.0.mlp.experts.1.up_proj.weight"
     model.get_parameter(frozen).requires_grad_(False)
@@ -53,7 +59,7 @@ def test_every_parameter_is_in_one_group(config: AdamW | Lion | Muon, tied: bool
     found = settings_of(optimizers)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert found.keys() == trained and frozen not in found
-    is_muon = isinstance(config, Muon)
+    is_muon = isinstance(config, MuonConfig)
     for name, settings in found.items():
         if name.endswith(("norm.weight", ".bias")):
             expected = ("scalar", 0.0)
@@ -68,12 +74,12 @@ def test_every_parameter_is_in_one_group(config: AdamW | Lion | Muon, tied: bool
 
 
 def test_groups_may_differ_from_the_rest(tiny_model: MakeModel) -> None:
-    config = Muon(
+    config = MuonConfig(
         learning_rate=0.3,
         momentum=0.5,
         precision="float32",
         hidden=MuonGroup(momentum=0.75, adjust_lr="original"),
-        rest=AdamW(learning_rate=0.01, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.25),
+        rest=AdamWConfig(learning_rate=0.01, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.25),
         head=AdamWGroup(learning_rate=0.02),
         router=AdamWGroup(weight_decay=0.0, betas=(0.25, 0.5)),
         scalar=AdamWGroup(weight_decay=0.125, eps=1e-2),
@@ -103,7 +109,7 @@ def test_groups_may_differ_from_the_rest(tiny_model: MakeModel) -> None:
 
 
 def test_groups_of_one_kind_may_differ(tiny_model: MakeModel) -> None:
-    config = Lion(learning_rate=0.5, embed=LionGroup(learning_rate=0.25, weight_decay=0.75, betas=(0.5, 0.5)))
+    config = LionConfig(learning_rate=0.5, embed=LionGroup(learning_rate=0.25, weight_decay=0.75, betas=(0.5, 0.5)))
     [optimizer] = build_optimizers(config, named(tiny_model())).optimizers
     found = {group["name"]: (group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups}
     rest = (0.5, (0.9, 0.99))
@@ -111,7 +117,9 @@ def test_groups_of_one_kind_may_differ(tiny_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-def test_what_is_frozen_needs_no_optimizer(config: AdamW | Lion | Muon, tiny_model: MakeModel) -> None:
+def test_what_is_frozen_needs_no_optimizer(
+    config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel
+) -> None:
     model = tiny_model(tie_word_embeddings=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == "lm_head.weight")
@@ -120,7 +128,7 @@ def test_what_is_frozen_needs_no_optimizer(config: AdamW | Lion | Muon, tiny_mod
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
 def test_restored_optimizer_continues_bit_equal(
-    config: AdamW | Lion | Muon, tiny_model: MakeModel, tmp_path: Path
+    config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     model = tiny_model()
     optimizers = build_optimizers(config, named(model))
@@ -142,7 +150,9 @@ def test_restored_optimizer_continues_bit_equal(
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-def test_going_on_leaves_alone_what_was_loaded(config: AdamW | Lion | Muon, tiny_model: MakeModel) -> None:
+def test_going_on_leaves_alone_what_was_loaded(
+    config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel
+) -> None:
     model = tiny_model()
     optimizers = build_optimizers(config, named(model))
     train(model, optimizers, range(2))
@@ -157,7 +167,7 @@ def test_going_on_leaves_alone_what_was_loaded(config: AdamW | Lion | Muon, tiny
 def test_state_of_torchs_muon_goes_on_in_ours(tiny_model: MakeModel) -> None:
     """Checkpoints of runs that torch's made."""
     ours, theirs = tiny_model(), tiny_model()
-    config = Muon(precision="bfloat16")
+    config = MuonConfig(precision="bfloat16")
     first, optimizers = build_optimizers(config, named(theirs)), build_optimizers(config, named(ours))
     [group] = first.optimizers[0].param_groups
     muon = torch.optim.Muon(
@@ -179,10 +189,10 @@ def test_state_of_torchs_muon_goes_on_in_ours(tiny_model: MakeModel) -> None:
 
 def test_state_of_another_kind_is_refused_in_few_words(tiny_model: MakeModel) -> None:
     model = tiny_model()
-    optimizers = build_optimizers(AdamW(), named(model))
+    optimizers = build_optimizers(AdamWConfig(), named(model))
     train(model, optimizers, range(1))
     with pytest.raises(ValueError, match="does not fit the model") as told:
-        build_optimizers(Muon(), named(tiny_model())).load_state_dict(optimizers.state_dict())
+        build_optimizers(MuonConfig(), named(tiny_model())).load_state_dict(optimizers.state_dict())
     text = str(told.value)
     assert "missing model.layers.0.mlp.down_proj.weight.momentum_buffer; " in text and "and 10 more; unexpected" in text
     assert text.endswith("It is of another model or optimizer.kind") and len(text) < 700
@@ -208,7 +218,9 @@ def test_state_that_does_not_fit_is_refused(change: str, tiny_model: MakeModel) 
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-def test_factor_scales_the_full_rate_each_time(config: AdamW | Lion | Muon, tiny_model: MakeModel) -> None:
+def test_factor_scales_the_full_rate_each_time(
+    config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel
+) -> None:
     optimizers = build_optimizers(config, named(tiny_model()))
     full = optimizers.learning_rates()
     for factor in (0.5, 0.1, 1.0):
@@ -218,7 +230,7 @@ def test_factor_scales_the_full_rate_each_time(config: AdamW | Lion | Muon, tiny
 
 def test_step_drops_the_gradients(tiny_model: MakeModel) -> None:
     model: Any = tiny_model()
-    optimizers = build_optimizers(Muon(), named(model))
+    optimizers = build_optimizers(MuonConfig(), named(model))
     train(model, optimizers, range(1))
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -226,7 +238,7 @@ def test_step_drops_the_gradients(tiny_model: MakeModel) -> None:
 def test_decay_without_gradient_signal(tiny_model: MakeModel) -> None:
     """AdamW's decay is decoupled: with zero gradients matrices shrink by lr * decay, the rest stays."""
     model = tiny_model()
-    optimizers = build_optimizers(AdamW(learning_rate=0.1, weight_decay=0.5), named(model))
+    optimizers = build_optimizers(AdamWConfig(learning_rate=0.1, weight_decay=0.5), named(model))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -237,7 +249,7 @@ def test_decay_without_gradient_signal(tiny_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda c: c.kind)
-def test_rows_are_updated_as_in_the_whole(config: AdamW | Lion, tiny_model: MakeModel) -> None:
+def test_rows_are_updated_as_in_the_whole(config: AdamWConfig | LionConfig, tiny_model: MakeModel) -> None:
     """Number by number: optimizers over two parts of every parameter do, and restore, what one over the whole does."""
     models = tiny_model(), tiny_model()
     whole = build_optimizers(config, named(models[0]))
@@ -268,11 +280,11 @@ def test_rows_are_updated_as_in_the_whole(config: AdamW | Lion, tiny_model: Make
 def test_what_must_be_whole(tiny_model: MakeModel) -> None:
     parameters = named(tiny_model(tie_word_embeddings=False, **MIXTURE))
 
-    def whole(config: AdamW | Lion | Muon) -> set[str]:
+    def whole(config: AdamWConfig | LionConfig | MuonConfig) -> set[str]:
         return {name for name, each in parameters.items() if requires_whole_matrix(config, name, each)}
 
     wide = {name for name in parameters if "norm" in name} | {"model.embed_tokens.weight"}
     apart = {name for name in parameters if name.endswith("mlp.gate.weight")} | {"lm_head.weight"}
-    assert whole(Muon()) == parameters.keys() - wide - apart
-    assert whole(AdamW(kind="adamw8bit")) == whole(Lion(kind="lion8bit")) == parameters.keys() - wide
-    assert whole(Muon(rest=AdamW(kind="adamw8bit"))) == parameters.keys() - wide
+    assert whole(MuonConfig()) == parameters.keys() - wide - apart
+    assert whole(AdamWConfig(kind="adamw8bit")) == whole(LionConfig(kind="lion8bit")) == parameters.keys() - wide
+    assert whole(MuonConfig(rest=AdamWConfig(kind="adamw8bit"))) == parameters.keys() - wide

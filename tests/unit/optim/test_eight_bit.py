@@ -14,14 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from config.optimizer import AdamW, Lion, Muon
+from config.optimizer import AdamWConfig, LionConfig, MuonConfig
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 
 MakeModel = Callable[..., Transformer]
 WIDE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 16}
 """Matrices of 4,096 numbers, which have 8 bits, and smaller ones, which have 32."""
-KINDS = [AdamW(kind="adamw8bit"), Lion(kind="lion8bit"), Muon(rest=AdamW(kind="adamw8bit", weight_decay=0.0))]
+KINDS = [
+    AdamWConfig(kind="adamw8bit"),
+    LionConfig(kind="lion8bit"),
+    MuonConfig(rest=AdamWConfig(kind="adamw8bit", weight_decay=0.0)),
+]
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -78,7 +82,9 @@ def train(model: Transformer, optimizers: Optimizers, steps: int) -> None:
         optimizers.step(0.5)
 
 
-def goes_on_after_a_checkpoint(config: AdamW | Lion | Muon, tiny_model: MakeModel, path: Path) -> Optimizers:
+def goes_on_after_a_checkpoint(
+    config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel, path: Path
+) -> Optimizers:
     model = tiny_model(tie_word_embeddings=False, **WIDE)
     optimizers = build_optimizers(config, named(model))
     train(model, optimizers, 2)
@@ -99,32 +105,34 @@ def goes_on_after_a_checkpoint(config: AdamW | Lion | Muon, tiny_model: MakeMode
 
 @pytest.mark.parametrize("config", KINDS, ids=lambda config: config.kind)
 @pytest.mark.usefixtures("package")
-def test_restored_state_goes_on(config: AdamW | Lion | Muon, tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_restored_state_goes_on(
+    config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel, tmp_path: Path
+) -> None:
     optimizers = goes_on_after_a_checkpoint(config, tiny_model, tmp_path / "o.safetensors")
     names = [[group["name"] for group in optimizer.param_groups] for optimizer in optimizers.optimizers]
-    assert names == ([["hidden"]] if isinstance(config, Muon) else []) + (
-        [["head"], ["embed", "scalar"]] if isinstance(config, Muon) else [["hidden", "head"], ["embed", "scalar"]]
+    assert names == ([["hidden"]] if isinstance(config, MuonConfig) else []) + (
+        [["head"], ["embed", "scalar"]] if isinstance(config, MuonConfig) else [["hidden", "head"], ["embed", "scalar"]]
     )
     state = optimizers.state_dict()
-    if not isinstance(config, Muon):
-        moments = {"1", "2"} if isinstance(config, AdamW) else {"1"}
+    if not isinstance(config, MuonConfig):
+        moments = {"1", "2"} if isinstance(config, AdamWConfig) else {"1"}
         keys = {key.rpartition(".")[2] for key in state if "layers.0.mlp.up_proj" in key}
         assert keys == {"step"} | {f"{name}{number}" for name in ("state", "qmap", "absmax") for number in moments}
     with pytest.raises(ValueError, match="unexpected"):
-        build_optimizers(AdamW(), named(tiny_model(tie_word_embeddings=False, **WIDE))).load_state_dict(state)
+        build_optimizers(AdamWConfig(), named(tiny_model(tie_word_embeddings=False, **WIDE))).load_state_dict(state)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("config", KINDS, ids=lambda config: config.kind)
 def test_restored_state_of_the_real_package_goes_on(
-    config: AdamW | Lion | Muon, tiny_model: MakeModel, tmp_path: Path
+    config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     goes_on_after_a_checkpoint(config, tiny_model, tmp_path / "o.safetensors")
 
 
 @pytest.mark.parametrize("config", KINDS[:2], ids=lambda config: config.kind)
 def test_a_missing_package_is_named(
-    config: AdamW | Lion, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+    config: AdamWConfig | LionConfig, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     plain = config.kind.removesuffix("8bit")
@@ -157,6 +165,6 @@ def test_cut_parameters_are_refused(tiny_model: MakeModel) -> None:
     with pytest.raises(ValueError, match=r'"fsdp" cuts them: set parallel.strategy = "ddp", choose kind = "adamw"'):
         build_optimizers(KINDS[0], named(tiny_model()), row_exchange=row_exchange)
     told: list[str] = []
-    config = AdamW(kind="adamw8bit", fallback=True)
+    config = AdamWConfig(kind="adamw8bit", fallback=True)
     build_optimizers(config, named(tiny_model()), told.append, row_exchange)
     assert "going on with" in told[0]

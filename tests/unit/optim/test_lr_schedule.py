@@ -61,5 +61,5 @@ def test_a_run_too_short_for_its_schedule_is_refused() -> None:
     """Where epochs give the length of a run, the config alone does not know it."""
     schedule = LRScheduleConfig(kind="warmup_stable_decay", warmup_steps=6, decay_steps=5)
     assert lr_factor(schedule, 6, 11) == 1.0
-    with pytest.raises(ValueError, match="a warm-up of 6 and a decay of 5 steps are longer than the run of 10"):
+    with pytest.raises(ValueError, match=r"schedule\.warmup_steps"):
         lr_factor(schedule, 0, 10)

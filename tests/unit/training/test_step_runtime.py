@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from config.optimizer import AdamW, Lion, Muon
+from config.optimizer import AdamWConfig, LionConfig, MuonConfig
 from config.runtime import ProfilerConfig, RuntimeConfig
 from config.train import TrainConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
@@ -43,8 +43,12 @@ def named(model: Transformer) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("config", [AdamW(), Lion(weight_decay=0.3), Muon()], ids=lambda config: config.kind)
-def test_a_step_that_the_device_skips_changes_nothing(config: AdamW | Lion | Muon, tiny_model: Any) -> None:
+@pytest.mark.parametrize(
+    "config", [AdamWConfig(), LionConfig(weight_decay=0.3), MuonConfig()], ids=lambda config: config.kind
+)
+def test_a_step_that_the_device_skips_changes_nothing(
+    config: AdamWConfig | LionConfig | MuonConfig, tiny_model: Any
+) -> None:
     """The ones after it are what they would have been without, and those that it does not skip as if it could not."""
     nan, inf = float("nan"), float("inf")
     kept = []
