@@ -18,9 +18,10 @@ import torch
 from benchmarking.harness import collect_environment, markdown_list, markdown_table, print_message
 from benchmarking.implementations.training import TrainCase, build_ours
 from config.bench_train import BenchShape
-from config.data import DataConfig, PythonStdlib, Shards, TextSource, TokenizerConfig
+from config.data import DataConfig, PythonStdlib, Shards, TextSource
 from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from config.objective import MaskedDiffusionConfig
+from config.tokenizer import TokenizerConfig
 from diffusionlm.data.loader import LoaderSpec, WorkerLoader, collate_rows
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.pipeline import build_row_reader, open_components

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command
-from config.analyze import AnalyzeConfig
+from config.convert import AnalyzeConfig
 
 NAME = "diffusionlm-analyze"
 

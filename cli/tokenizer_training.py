@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from config.data import PythonStdlib
 from config.dump import to_toml
-from config.train_tokenizer import TrainTokenizerConfig
+from config.tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import write_directory_atomically
 from diffusionlm.data.reader import DocumentSource, first_documents
 from diffusionlm.data.sources import open_source

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from cli.arguments import friendly_errors, parse_command
-from config.train_tokenizer import TrainTokenizerConfig
+from config.tokenizer import TrainTokenizerConfig
 
 NAME = "diffusionlm-train-tokenizer"
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from config.base import ConfigPath, IntTuple, PositiveInt, Section, TupleOf
 from config.data import PythonStdlib, TextSourceOrName
-from config.train_tokenizer import NUM_BYTES
+from config.tokenizer import NUM_BYTES
 
 TokenizerPeer = Literal["tokenizers", "tiktoken"]
 

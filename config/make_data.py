@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section
-from config.data import TextSourceOrName, TokenizerConfig
+from config.data import TextSourceOrName
+from config.tokenizer import TokenizerConfig
 
 
 class MakeDataOutputConfig(Section):

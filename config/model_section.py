@@ -8,8 +8,8 @@ from typing import Any, Self
 from pydantic import ModelWrapValidatorHandler, model_validator
 
 from config.base import ConfigPath
+from config.families.model_directory import read_model_config, resolve_model_directory
 from config.model import Architecture, ModelConfig
-from config.model_directory import read_model_config, resolve_model_directory
 
 CHANGEABLE_OPTIONS = ("max_position_embeddings", "initializer_range", "logit_alignment", "router_aux_loss_coef")
 """What a model may have otherwise than the one that its weights come from."""

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from config.base import Section
-from config.data import DataConfig, TokenizerConfig
+from config.checkpoint import CheckpointConfig
+from config.data import DataConfig
 from config.logging import KEY_HINTS as LOGGING_KEY_HINTS
 from config.logging import LoggingConfig
 from config.model_section import ModelSection
@@ -16,13 +17,9 @@ from config.optimizer import KEY_HINTS as OPTIMIZER_KEY_HINTS
 from config.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig
 from config.parallel import DDP, FSDP, MultiProcessOptions, Parallel, SingleProcess
 from config.runtime import ProfilerConfig, RuntimeConfig
-from config.training import (
-    CheckpointConfig,
-    RunConfig,
-    SamplesConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from config.tokenizer import TokenizerConfig
+from config.training import RunConfig, TrainingConfig
+from config.validation import SamplesConfig, ValidationConfig
 
 
 class TrainConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from config.base import (
     ConfigPath,
@@ -13,7 +13,6 @@ from config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    TupleOf,
 )
 
 
@@ -64,55 +63,3 @@ class TrainingConfig(Section):
         if micro is not None and self.batch_size % micro:
             raise ValueError(f"batch_size = {self.batch_size} must be a multiple of micro_batch_size = {micro}")
         return self
-
-
-class ValidationConfig(Section):
-    """``[validation]``: evaluation on a fixed grid of rows and masks, so that runs compare."""
-
-    every_steps: NonNegativeInt = 500
-    """Steps between validations during the run; 0: only at the end."""
-    rows: PositiveInt = 256
-    """Rows of a validation during the run."""
-    final_rows: PositiveInt = 1_024
-    """Rows of the validation at the end."""
-    num_mc_samples: PositiveInt = 4
-    """Masked versions of each row, with counts spread evenly."""
-    batch_size: PositiveInt = 32
-    """Rows of one forward."""
-    ngrams: bool = True
-    """Compare with n-gram models of the training tokens at the end."""
-
-
-def _check_masked_span(text: str) -> str:
-    if "[MASK:" not in text:
-        raise ValueError("has no hole: write [MASK:n] where n tokens are to be filled in")
-    return text
-
-
-class SamplesConfig(Section):
-    """``[samples]``: holes filled during the run, for the eye."""
-
-    every_steps: NonNegativeInt = 500
-    """Steps between samples; 0: none."""
-    infills: TupleOf[Annotated[str, AfterValidator(_check_masked_span)]] = ()
-    """Texts with [MASK:n] spans."""
-
-
-class CheckpointConfig(Section):
-    """``[checkpoint]``: what is kept, and what a run starts from."""
-
-    every_steps: PositiveInt = 500
-    """Steps between checkpoints; the last step is always saved."""
-    background: bool = True
-    """Go on with training while a checkpoint is written, from a copy in memory of weights and optimizer."""
-    keep_last: Annotated[int, Field(ge=1)] = 2
-    """Older ones are removed once a newer one is complete, unless something else keeps them. With 1 there is none to
-    fall back to where the newest is found damaged."""
-    keep_best: bool = True
-    """Keep the one whose validation at the same step gave the lowest bound; the link `best` points to it."""
-    keep_every_steps: NonNegativeInt = 0
-    """Keep those at multiples of this for ever; 0: none."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest checkpoint of the run directory that verifies. never: the directory must be new."""
-    config_change: Literal["refuse", "accept"] = "refuse"
-    """What to do when the run directory was made with another config; the differences are shown."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from config.families.key_readers import list_eos_token_ids
+from config.families.model_directory import GENERATION_CONFIG_FILE, read_generation_config
 from config.model import ModelConfig
-from config.model_directory import GENERATION_CONFIG_FILE, read_generation_config
 
 
 def default_generation_config(config: ModelConfig) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from config.families.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
 from config.families.registry import get_family
 from config.model import ModelConfig
-from config.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
 from diffusionlm.checkpoints.cards import format_generation_config
 from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.checkpoints.model_card import write_model_card

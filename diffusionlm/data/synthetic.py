@@ -20,14 +20,7 @@ from typing import Protocol, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from config.data import (
-    CopiedSymbols,
-    MarkovChain,
-    NestedExpressions,
-    ReversedAddition,
-    ShidokuGrids,
-    SyntheticText,
-)
+from config.data import CopiedSymbols, MarkovChain, NestedExpressions, ReversedAddition, ShidokuGrids, SyntheticText
 from diffusionlm.data.reader import ReaderPosition, Split
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config.data import TokenizerConfig
 from config.model import ModelConfig
 from config.objective import NextTokenConfig
+from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
 from diffusionlm.checkpoints.huggingface import (

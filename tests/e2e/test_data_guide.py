@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from config.data import DataConfig, LocalFiles, TokenizerConfig
+from config.data import DataConfig, LocalFiles
 from config.make_data import MakeDataConfig, MakeDataOutputConfig
+from config.tokenizer import TokenizerConfig
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from tokenizer import load_tokenizer

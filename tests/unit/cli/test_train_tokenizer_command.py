@@ -18,8 +18,8 @@ from cli.tokenizer_training import ProgressMeter
 from cli.train_tokenizer import main
 from config.data import LocalFiles, PythonStdlib
 from config.load import load_config
+from config.tokenizer import TrainTokenizerConfig
 from config.train import TrainConfig
-from config.train_tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.data.sources import open_source
 from tokenizer import load_tokenizer, train_bpe

@@ -21,8 +21,8 @@ from config.eval import EvalConfig
 from config.infer import InferConfig
 from config.load import ConfigError, load_config
 from config.make_data import MakeDataConfig
+from config.tokenizer import TrainTokenizerConfig
 from config.train import KEY_HINTS, TrainConfig
-from config.train_tokenizer import TrainTokenizerConfig
 
 ROOT = Path(__file__).parents[3]
 RESOURCES = ROOT / "config" / "resources"

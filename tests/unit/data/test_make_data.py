@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.data import LocalFiles, MarkovChain, Shards, TokenizerConfig
+from config.data import LocalFiles, MarkovChain, Shards
 from config.make_data import MakeDataConfig, MakeDataOutputConfig
+from config.tokenizer import TokenizerConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data import shard_writers
 from diffusionlm.data.make_data import make_data, report

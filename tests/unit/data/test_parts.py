@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.data import DataConfig, LocalFiles, MarkovChain, MixtureEntry, PythonStdlib, Shards, TokenizerConfig
+from config.data import DataConfig, LocalFiles, MarkovChain, MixtureEntry, PythonStdlib, Shards
 from config.make_data import MakeDataConfig, MakeDataOutputConfig
+from config.tokenizer import TokenizerConfig
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, compute_data_identity, open_components
 from diffusionlm.data.shards import ShardDocuments

@@ -12,6 +12,32 @@ from config.data import TextSourceOrName
 NUM_BYTES = 256
 
 
+TRAINING_KEYS = ("vocab_size", "pattern", "max_training_bytes")
+"""Keys that say how a tokenizer is trained."""
+
+
+class TokenizerConfig(Section):
+    """``[tokenizer]``: trained on the training documents, unless one is given."""
+
+    path: NonEmptyStr | None = None
+    """A directory with a tokenizer. None: the one of the run directory, trained there first."""
+    vocab_size: Annotated[int, Field(ge=258)] = 4_096
+    """Tokens, end-of-text and mask included."""
+    pattern: Literal["gpt2", "gpt4", "qwen", "llama3"] = "qwen"
+    """How text is cut into words before the merges."""
+    max_training_bytes: PositiveInt = 64_000_000
+    """Merges are learnt on the first documents, up to this many bytes."""
+
+    @model_validator(mode="after")
+    def _check_path_or_training(self) -> Self:
+        # By value, not by what was written: a resolved config writes the defaults as well.
+        fields = {name: TokenizerConfig.model_fields[name].default for name in TRAINING_KEYS}
+        trained = {name for name, default in fields.items() if getattr(self, name) != default}
+        if self.path is not None and trained:
+            raise ValueError(f"path names a finished tokenizer, so {', '.join(sorted(trained))} cannot be set as well")
+        return self
+
+
 class TokenizerTrainingConfig(Section):
     """``[tokenizer]``: what is learnt."""
 
