@@ -32,8 +32,7 @@ from config.eval import EvalConfig, EvalDataConfig, NelboConfig
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 from config.model import ModelConfig
-from diffusionlm.checkpoints.huggingface import DTYPES, load_tokenizer
-from diffusionlm.checkpoints.loading import load_configured_model
+from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model, load_tokenizer
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.inference.blocks import block_causal_length
 from diffusionlm.inference.generate import DecodingStep, Generation, generate

@@ -182,8 +182,7 @@ def _run(config: InferConfig, inputs: list[Input]) -> None:
     # Only now, so that --help and config errors do not wait for torch.
     from cli.infer.conversation import run_chat
     from cli.infer.session import answer
-    from diffusionlm.checkpoints.huggingface import load_tokenizer
-    from diffusionlm.checkpoints.loading import load_configured_model
+    from diffusionlm.checkpoints.huggingface import load_configured_model, load_tokenizer
 
     assert config.model.path is not None
     chats = config.input.interactive or any(each.kind == "chat" for each in inputs)
@@ -198,7 +197,7 @@ def _run(config: InferConfig, inputs: list[Input]) -> None:
 
 def _load_template(config: InferConfig) -> ChatTemplate | None:
     """How chats are written: as the config names it, else as the checkpoint brings it along."""
-    from diffusionlm.checkpoints.huggingface import resolve_model_directory
+    from config.families.model_directory import resolve_model_directory
     from tokenizer import CHAT_TEMPLATES, load_chat_template
 
     assert config.model.path is not None

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diffusionlm.checkpoints.huggingface import resolve_model_directory
+from config.families.model_directory import resolve_model_directory
 
 COMPARE_CHUNK_ELEMENTS = 1 << 24
 """Values that are compared at once."""

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from config.convert import ConvertConfig, DiffusionSection
+from config.families.model_directory import read_model_config, resolve_model_directory
 from config.families.registry import FAMILIES, get_family, infer_model_type
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import (
     load_model_with_config,
     load_tokenizer,
-    read_model_config,
-    resolve_model_directory,
     save_model_directory,
     verify_model_files,
 )

@@ -9,32 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config.families.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
+from config.families.key_readers import list_eos_token_ids
+from config.families.model_directory import (
+    GENERATION_CONFIG_FILE,
+    read_generation_config,
+    read_model_config,
+    resolve_model_directory,
+)
 from config.families.registry import get_family
+from config.infer import InferModelConfig
 from config.model import ModelConfig
-from diffusionlm.checkpoints.cards import format_generation_config
 from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
-from diffusionlm.checkpoints.weights import WEIGHTS, list_weight_files, load_weights, read_saved_dtype, save_weights
+from diffusionlm.checkpoints.weights import list_weight_files, load_weights, read_saved_dtype, save_weights
 from diffusionlm.models.attention import AttentionBackend
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, save_tokenizer
 from tokenizer import load_tokenizer as load_tokenizer_files
-
-__all__ = [
-    "WEIGHTS",
-    "build_config_json",
-    "load_model",
-    "load_model_with_config",
-    "load_tokenizer",
-    "load_weights",
-    "read_model_config",
-    "resolve_model_directory",
-    "save_model",
-    "save_model_directory",
-    "verify_model_files",
-]
 
 DTYPES = {
     "float32": torch.float32,
@@ -51,18 +43,17 @@ def load_model(
     dtype: str = "float32",
     attention_backend: AttentionBackend = "auto",
 ) -> Transformer:
-    """A model directory, a checkpoint or a run directory, ready for inference.
+    """Load a model directory, a checkpoint or the newest checkpoint of a run directory, for inference.
 
     Args:
-        path: the directory; its family is said by ``model_type`` in its config.json.
-        device: where the weights go, each on its own.
-        dtype: of the parameters; ``keep``: that of the files, the widest one where they differ.
+        path: the directory; ``model_type`` in its config.json names the family.
+        device: of the parameters. Tensors are copied there one by one.
+        dtype: of the parameters. ``keep``: that of the files; of several, the narrowest that holds all of them.
         attention_backend: how attention is computed.
 
     Raises:
-        ValueError: no model there, an unknown dtype, a config that is not understood, a tokenizer beside it that has
-            more ids than the embedding rows, or in which the mask token is an ordinary one, or weights that are
-            damaged, missing, unexpected or of another shape; all of them are listed.
+        ValueError: there is no model, the dtype is unknown, config.json is not supported, the tokenizer does not fit
+            the model, or the weights are damaged, missing, unexpected or of another shape; lists all problems.
     """
     if dtype not in (*DTYPES, "keep"):
         raise ValueError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}, keep")
@@ -74,16 +65,31 @@ def load_model(
     return load_model_with_config(config, directory, device=device, dtype=dtype, attention_backend=attention_backend)
 
 
-def verify_model_files(directory: Path) -> None:
-    """Compare what a model is read from with the manifest, if there is one.
+def load_configured_model(config: InferModelConfig) -> Transformer:
+    """Load the model of a command's ``[model]`` section to its device, and set the number of CPU threads.
 
     Raises:
-        ValueError: no weights, or a file that is missing, truncated or changed; names it.
+        ValueError: there is no path, no CUDA device where one is required, or what `load_model` raises.
     """
-    verify_directory(
-        directory,
-        file_names={"config.json", GENERATION_CONFIG_FILE, *(file.name for file in list_weight_files(directory))},
-    )
+    if config.path is None:
+        raise ValueError("model.path is missing: name a model directory, a checkpoint or a run directory")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ValueError('model.device = "cuda", but torch finds no CUDA device: use "cpu" or "auto"')
+    device = ("cuda" if has_cuda else "cpu") if config.device == "auto" else config.device
+    return load_model(config.path, device=device, dtype=config.dtype)
+
+
+def verify_model_files(directory: Path) -> None:
+    """Compare config.json, generation_config.json and the weights with the manifest, if there is one.
+
+    Raises:
+        ValueError: there are no weights, or a file is missing, truncated or changed; names it.
+    """
+    file_names = {"config.json", GENERATION_CONFIG_FILE, *(file.name for file in list_weight_files(directory))}
+    verify_directory(directory, file_names=file_names)
 
 
 def load_model_with_config(
@@ -94,18 +100,19 @@ def load_model_with_config(
     dtype: str = "float32",
     attention_backend: AttentionBackend = "auto",
 ) -> Transformer:
-    """The weights of a directory in a model of this config, whatever tokenizer lies beside them.
+    """Load a directory's weights into a model of this config, without reading its config.json or its tokenizer.
 
     Raises:
-        ValueError: weights that are damaged, missing, unexpected or of another shape; all of them are listed.
+        ValueError: weights are damaged, missing, unexpected or of another shape; lists all of them.
     """
     with torch.device("meta"):
         model = Transformer(config, attention_backend=attention_backend)
-    wanted = DTYPES[dtype] if dtype != "keep" else read_saved_dtype(directory)
+    parameter_dtype = DTYPES[dtype] if dtype != "keep" else read_saved_dtype(directory)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Not to_empty: operations on the meta device load sympy, which takes longer than a small model does.
-            setattr(module, name, torch.nn.Parameter(torch.empty(parameter.shape, dtype=wanted, device=device)))
+            # Not to_empty: operations on the meta device import sympy, which takes longer than loading a small model.
+            values = torch.empty(parameter.shape, dtype=parameter_dtype, device=device)
+            setattr(module, name, torch.nn.Parameter(values))
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     load_weights(model, directory, mmap=True)
@@ -113,7 +120,7 @@ def load_model_with_config(
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory, a checkpoint or a run directory."""
+    """Load the tokenizer of a model directory, a checkpoint or a run directory."""
     directory = Path(path)
     is_tokenizer = any((directory / name).is_file() for name in ("vocab.json", "tokenizer.json"))
     return load_tokenizer_files(directory if is_tokenizer else resolve_model_directory(path))
@@ -126,17 +133,16 @@ def save_model(
     *,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write config.json, generation_config.json and the weights, which are in shards if they are larger than
-    ``max_shard_size``.
+    """Write config.json, generation_config.json and the weights, with the keys and tensor names of the model's family.
 
     Args:
-        model: its config says the family in whose keys and names it is written.
-        directory: must exist; weights that it had before are replaced.
-        weights: in place of the model's own, by parameter name.
-        max_shard_size: bytes, or a size such as "5GB".
+        model: names its family in ``model.config``.
+        directory: must exist; its old weights are replaced.
+        weights: written instead of the model's own, by parameter name.
+        max_shard_size: bytes of a weight file at most, or a size such as "5GB".
 
     Raises:
-        ValueError: no checkpoint of the family holds such a model, or a size that is none.
+        ValueError: the family has no such model, or the size is not one.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
     values = build_config_json(model.config, next(iter(tensors.values())).dtype)
@@ -155,33 +161,55 @@ def save_model_directory(
     max_shard_size: int | str = "5GB",
     source: Path | None = None,
 ) -> None:
-    """A complete model directory: config, weights, tokenizer, generation_config.json and a model card.
+    """Write a complete model directory: config, weights, tokenizer, generation_config.json and model card.
 
     Args:
-        model: its config says the family in whose keys and names it is written.
+        model: names its family in ``model.config``.
         tokenizer: of the model.
-        directory: made if it is not there.
-        weights: in place of the model's own, by parameter name.
-        max_shard_size: bytes, or a size such as "5GB".
-        source: a directory whose generation_config.json is taken over, if it has one; ends of text that it does not
-            name are added. So is what its card says of training.
+        directory: created if it does not exist.
+        weights: written instead of the model's own, by parameter name.
+        max_shard_size: bytes of a weight file at most, or a size such as "5GB".
+        source: the directory that the model was converted from. Its generation_config.json is copied, with the
+            model's stop tokens added, and so is the training section of its card.
 
     Raises:
-        ValueError: as `save_model`, or the source's generation_config.json is none.
+        ValueError: what `save_model` raises, or the source's generation_config.json is not a JSON object.
     """
     directory.mkdir(parents=True, exist_ok=True)
     save_model(model, directory, weights, max_shard_size=max_shard_size)
     save_tokenizer(tokenizer, directory)
     (directory / GENERATION_CONFIG_FILE).write_text(format_generation_config(model.config, source), encoding="utf-8")
-    written = dict(model.named_parameters()) if weights is None else weights
-    write_model_card(directory, model.config, written, source=source)
+    tensors = dict(model.named_parameters()) if weights is None else weights
+    write_model_card(directory, model.config, tensors, source=source)
 
 
 def build_config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says: the family's names, and the three that diffusion adds.
+    """Build the object of config.json: the family's keys and the keys that diffusion adds.
 
     Raises:
-        ValueError: an option that the family's config.json cannot say; names it.
+        ValueError: the family has no model with these options; names the keys.
     """
     values = {"dtype": str(dtype).removeprefix("torch."), "use_cache": False}
     return {**get_family(config).to_config_json(config), **values}
+
+
+def format_generation_config(config: ModelConfig, source: Path | None) -> str:
+    """Format generation_config.json: that of the source if it has one, with all stop tokens of the model.
+
+    If the source's file names them all, its text is unchanged. Its sampling options are for other programs.
+
+    Raises:
+        ValueError: the source's file is not a JSON object; names it.
+    """
+    source_values = None if source is None else read_generation_config(source)
+    if source is None or source_values is None:
+        ids = list(config.stop_token_ids) or config.eos_token_id
+        values = {"eos_token_id": ids, "pad_token_id": config.pad_token_id}
+        return json.dumps({key: value for key, value in values.items() if value is not None}, indent=2) + "\n"
+    stop_ids = list(config.stop_token_ids) or list_eos_token_ids({"eos_token_id": config.eos_token_id})
+    # In the order of reading: config.json, which holds the first stop token, then generation_config.json.
+    ids_read = dict.fromkeys([*stop_ids[:1], *list_eos_token_ids(source_values)])
+    if [id_ for id_ in ids_read if id_ in stop_ids] == stop_ids:
+        return (source / GENERATION_CONFIG_FILE).read_text(encoding="utf-8")
+    values = {key: value for key, value in source_values.items() if key != "_from_model_config"}
+    return json.dumps(values | {"eos_token_id": list(dict.fromkeys([*stop_ids, *ids_read]))}, indent=2) + "\n"

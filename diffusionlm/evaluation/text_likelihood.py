@@ -19,8 +19,7 @@ from tqdm import tqdm
 from config.data import DataConfig, LocalFiles
 from config.eval import EvalConfig, EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
 from config.model import ModelConfig
-from diffusionlm.checkpoints.huggingface import load_tokenizer
-from diffusionlm.checkpoints.loading import load_configured_model
+from diffusionlm.checkpoints.huggingface import load_configured_model, load_tokenizer
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components

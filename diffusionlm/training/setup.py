@@ -10,20 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from config.families.model_directory import read_model_config, resolve_model_directory
 from config.model import ModelConfig
 from config.objective import NextTokenConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
-from diffusionlm.checkpoints.huggingface import (
-    build_config_json,
-    load_model_with_config,
-    load_tokenizer,
-    load_weights,
-    read_model_config,
-    resolve_model_directory,
-)
+from diffusionlm.checkpoints.huggingface import build_config_json, load_model_with_config, load_tokenizer
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
+from diffusionlm.checkpoints.weights import load_weights
 from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
 from diffusionlm.data.reader import first_documents
 from diffusionlm.data.shards import ShardDocuments

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from config.families.model_directory import read_model_config
 from config.families.registry import FAMILIES
-from diffusionlm.checkpoints.huggingface import load_model, read_model_config
+from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.models.patterns import Causal
 from tests.reference.family_cases import (
     ATTENTIONS,

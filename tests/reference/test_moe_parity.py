@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from config.model import ModelConfig
-from diffusionlm.checkpoints.huggingface import load_weights
+from diffusionlm.checkpoints.weights import load_weights
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.moe import compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from config.families.model_directory import read_model_config
 from config.families.registry import get_family
 from config.model import LinearRope, Llama3Rope, YarnRope
-from diffusionlm.checkpoints.huggingface import load_model, load_weights, read_model_config, save_model
+from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.manifest import write_directory_atomically
-from diffusionlm.checkpoints.weights import MAX_LISTED_PROBLEMS, read_saved_dtype, read_weights
+from diffusionlm.checkpoints.weights import MAX_LISTED_PROBLEMS, load_weights, read_saved_dtype, read_weights
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 

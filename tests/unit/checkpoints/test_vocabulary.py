@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from config.families.model_directory import read_model_config
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.checkpoints.huggingface import load_model, read_model_config, save_model
+from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.inference.stopping import resolve_stop_token_ids
 from diffusionlm.models.transformer import Transformer
 

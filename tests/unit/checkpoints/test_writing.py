@@ -12,13 +12,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from config.families.model_directory import read_model_config
 from config.families.registry import FAMILIES, parameter_name
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import (
     build_config_json,
     load_model,
     load_tokenizer,
-    read_model_config,
     save_model,
     save_model_directory,
 )
