@@ -34,7 +34,6 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "diffusionlm.inference": {"tokenizer", "diffusionlm.models", "diffusionlm.diffusion"},
     "diffusionlm.evaluation": {
         "ddp",
-        "logger",
         "tokenizer",
         "diffusionlm.checkpoints",
         "diffusionlm.data",
@@ -42,7 +41,6 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "diffusionlm.inference",
         "diffusionlm.kernels",
         "diffusionlm.models",
-        "diffusionlm.optim",
     },
     "diffusionlm.training": CORE - {"diffusionlm.kernels", "diffusionlm.training"}
     | {"config", "ddp", "logger", "tokenizer"},

@@ -1,17 +1,11 @@
-"""Validation on a fixed grid of rows and draws, and samples for the eye."""
+"""Validation of a training run: the same rows and masks each time, so that results compare."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
-from config.generation import GenerationConfig
 from config.parallel import FSDP
 from config.train import TrainConfig
 from ddp.process_group import SINGLE_PROCESS, World
@@ -20,11 +14,7 @@ from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_c
 from diffusionlm.data.reader import KnownEntropy
 from diffusionlm.evaluation.evaluate import VALIDATION_SEED, EvaluationResult, MapOverRanks, evaluate, map_locally
 from diffusionlm.evaluation.ngram import NgramModel, max_order
-from diffusionlm.inference.generate import Generation, check_infill, infill
-from diffusionlm.inference.text import parse_infill, token_texts
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.optim.ema import WeightAverage
-from logger import RunLogger
 from tokenizer import Tokenizer
 
 MAX_NGRAM_TOKENS = 10_000_000
@@ -88,19 +78,15 @@ class Validator:
             return source.entropy_nats - source.length_entropy_nats
         return source.entropy_nats if source.length_entropy_nats == 0.0 else None
 
-    def evaluate_quick(self, model: Transformer, average: WeightAverage | None) -> EvaluationResult:
-        """The evaluation during the run."""
-        with use_inference_weights(model, average):
-            return self._evaluate(model, self.rows[: self.config.validation.rows], self.block_lengths[0], None)
+    def evaluate_quick(self, model: Transformer) -> EvaluationResult:
+        """Evaluate during the run, for the model's first block length."""
+        return self._evaluate(model, self.rows[: self.config.validation.rows], self.block_lengths[0], None)
 
-    def final(
-        self, model: Transformer, average: WeightAverage | None
-    ) -> tuple[list[EvaluationResult], dict[str, float]]:
-        """The evaluation at the end for each block length, and the n-gram models' cross-entropy of the same rows."""
+    def final(self, model: Transformer) -> tuple[list[EvaluationResult], dict[str, float]]:
+        """Evaluate at the end: the result for each block length, and the cross-entropy of n-gram models by name."""
         rows = self.rows[: self.config.validation.final_rows]
         majority_token, ngrams = self.world.run_on_first(lambda: self._compute_baselines(rows))
-        with use_inference_weights(model, average):
-            return [self._evaluate(model, rows, length, majority_token) for length in self.block_lengths], ngrams
+        return [self._evaluate(model, rows, length, majority_token) for length in self.block_lengths], ngrams
 
     def _compute_baselines(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
         """The most frequent training token, and the n-gram models' cross-entropy of the rows in nats per token."""
@@ -133,69 +119,3 @@ class Validator:
             majority_token=majority_token,
             map_forwards=map_locally if self.world.is_single_process else MapOverRanks(self.world, is_collective),
         )
-
-
-@contextlib.contextmanager
-def use_inference_weights(model: Transformer, average: WeightAverage | None) -> Iterator[None]:
-    """The weights that the run is judged by: the averaged ones, where there are any."""
-    with torch.no_grad(), average.use_averages() if average is not None else contextlib.nullcontext():
-        yield
-
-
-@dataclass(frozen=True)
-class SampleInfills:
-    """Texts with holes that a run fills now and then, for the eye."""
-
-    tokenizer: Tokenizer
-    texts: Sequence[str]
-    prefix_ids: list[int]
-    """What stands before each text and is not shown."""
-    canvases: list[list[int]]
-
-    @classmethod
-    def open(
-        cls, texts: Sequence[str], tokenizer: Tokenizer, model: Transformer, is_participating: bool = True
-    ) -> SampleInfills:
-        """Encode the texts, and see that the model can fill them.
-
-        Args:
-            is_participating: whether this rank fills them: the first one does, and all do where a forward takes all (FSDP).
-
-        Raises:
-            ValueError: it cannot; names the key.
-        """
-        prefix_ids = model.config.prefix_ids
-        try:
-            canvases = [[*prefix_ids, *parse_infill(text, tokenizer)] for text in texts]
-            if canvases:
-                check_infill(model, canvases, GenerationConfig())
-        except ValueError as error:
-            raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
-        return cls(tokenizer, texts, prefix_ids, canvases if is_participating else [])
-
-    def log_samples(self, model: Transformer, step: int, logger: RunLogger) -> None:
-        """Fill the holes greedily, one token a forward, and log what comes out and in which order."""
-        if not self.canvases:
-            return
-        results = infill(model, self.canvases, GenerationConfig())
-        for text, canvas, result in zip(self.texts, self.canvases, results, strict=True):
-            values = self._describe_sample(text, canvas, result)
-            logger.event(step, "sample", f"step {step}: {text!r} -> {values['filled']!r}", values)
-
-    def _describe_sample(self, text: str, canvas: list[int], result: Generation) -> dict[str, Any]:
-        """``given``, ``filled``, and of each token of ``filled`` its text, and, if it was a hole, the forward from 1 on
-        in which it became final and its log-probability in nats (else null)."""
-        start = len(self.prefix_ids)
-        holes = [place - start for place, token in enumerate(canvas) if token == self.tokenizer.mask_token_id]
-        texts = token_texts(self.tokenizer, result.token_ids[start:])
-        step_map = dict(zip(holes, result.step_map, strict=True))
-        finite = (value if math.isfinite(value) else None for value in result.logprobs)
-        logprobs = dict(zip(holes, finite, strict=True))
-        places = range(len(texts))
-        return {
-            "given": text,
-            "filled": "".join(texts),
-            "tokens": texts,
-            "step_map": [step_map.get(place) for place in places],
-            "logprobs": [logprobs.get(place) for place in places],
-        }

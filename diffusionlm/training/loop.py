@@ -15,7 +15,6 @@ from config.train import TrainConfig
 from ddp.process_group import process_group
 from ddp.reductions import all_reduce_on_device
 from diffusionlm.diffusion.noised_batch import NoisedBatch
-from diffusionlm.evaluation.validation import use_inference_weights
 from diffusionlm.optim.lr_schedule import lr_factor
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.garbage import GarbageCollection
@@ -158,7 +157,7 @@ def train_steps(run: Run, logger: RunLogger, stop: StopRequest, after_step: Call
         if due["validation"] and not last:
             run_validation(run, logger)
         if due["samples"] or (last and config.samples.every_steps):
-            with run.evaluation_mode(), use_inference_weights(run.model, run.average):
+            with run.evaluation_mode():
                 run.samples.log_samples(run.model, step, logger)
         log_failed_saves(run, logger)
         if due["checkpoint"] or ends:

@@ -92,7 +92,7 @@ def collect_monitor_metrics(run: Run, numbers: StepMetrics) -> dict[str, float]:
 def run_validation(run: Run, logger: RunLogger) -> None:
     """Evaluate on the fixed grid and log it; all ranks do a part."""
     with run.evaluation_mode():
-        result = run.validator.evaluate_quick(run.model, run.average)
+        result = run.validator.evaluate_quick(run.model)
     step = run.progress.step
     run.last_validation = ValidationBound(result.nats_per_token, result.standard_error, step, result.block_length == 1)
     logger.metrics(step, evaluation_metrics("val", result))
@@ -122,7 +122,7 @@ def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> Summ
         StoppedError: a signal ended it before there was a result; it can be made again.
     """
     with stop.interruptible(), run.evaluation_mode():
-        evaluations, ngrams = run.validator.final(run.model, run.average)
+        evaluations, ngrams = run.validator.final(run.model)
     loaded = run.loader.state_dict()
     summary = Summary(
         evaluation=evaluations[0],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
 from diffusionlm.data.pipeline import MixtureComponent, open_components
 from diffusionlm.diffusion.objectives import Objective, build_objective, why_not_nelbo
-from diffusionlm.evaluation.validation import SampleInfills, Validator
+from diffusionlm.evaluation.validation import Validator
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.optim.ema import WeightAverage
@@ -29,6 +29,7 @@ from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.runtime import prepare_model
+from diffusionlm.training.samples import SampleInfills
 from diffusionlm.training.setup import choose_precision, create_model_builder, prepare_tokenizer, set_up_device
 from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
@@ -105,11 +106,15 @@ class Run:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """For forwards that judge the run: the weights are those of the last update, in float32 and so are products;
-        under FSDP they are as in training, since blocks are gathered for them, and all ranks make the same forwards."""
+        """Context for evaluation: the weights of the last update, averaged if EMA is on, in float32, without gradients.
+
+        FSDP keeps the precision of training, since it gathers blocks; then all ranks make the same forwards.
+        """
         self.parallel.wait_for_weights()
         is_narrow = isinstance(self.config.parallel, FSDP) and self.precision != torch.float32
-        with self.master_weights.full(), torch.autocast(self.device.type, dtype=self.precision, enabled=is_narrow):
+        averages = nullcontext() if self.average is None else self.average.use_averages()
+        autocast = torch.autocast(self.device.type, dtype=self.precision, enabled=is_narrow)
+        with self.master_weights.full(), autocast, torch.no_grad(), averages:
             yield
 
     def log(self, text: str) -> None:

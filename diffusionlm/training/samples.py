@@ -1,0 +1,78 @@
+"""Fill texts with masked spans during training, so that a person sees what the model has learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from config.generation import GenerationConfig
+from diffusionlm.inference.generate import Generation, check_infill, infill
+from diffusionlm.inference.text import parse_infill, token_texts
+from diffusionlm.models.transformer import Transformer
+from logger import RunLogger
+from tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class SampleInfills:
+    """The texts of ``samples.infills``, encoded."""
+
+    tokenizer: Tokenizer
+    texts: Sequence[str]
+    prefix_ids: list[int]
+    """Tokens before each text, which are not shown."""
+    canvases: list[list[int]]
+    """Token ids with mask tokens; empty on ranks that fill nothing."""
+
+    @classmethod
+    def open(
+        cls, texts: Sequence[str], tokenizer: Tokenizer, model: Transformer, is_participating: bool = True
+    ) -> SampleInfills:
+        """Encode the texts, and check that the model can fill them.
+
+        Args:
+            is_participating: whether this rank fills them: the first one does; under FSDP, whose forwards are
+                collective, all do.
+
+        Raises:
+            ValueError: ``samples.infills`` cannot be filled by this model.
+        """
+        prefix_ids = model.config.prefix_ids
+        try:
+            canvases = [[*prefix_ids, *parse_infill(text, tokenizer)] for text in texts]
+            if canvases:
+                check_infill(model, canvases, GenerationConfig())
+        except ValueError as error:
+            raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
+        return cls(tokenizer, texts, prefix_ids, canvases if is_participating else [])
+
+    def log_samples(self, model: Transformer, step: int, logger: RunLogger) -> None:
+        """Fill the masked spans greedily, one token per forward, and log an event for each text."""
+        if not self.canvases:
+            return
+        results = infill(model, self.canvases, GenerationConfig())
+        for text, canvas, result in zip(self.texts, self.canvases, results, strict=True):
+            values = self._describe_sample(text, canvas, result)
+            logger.event(step, "sample", f"step {step}: {text!r} -> {values['filled']!r}", values)
+
+    def _describe_sample(self, text: str, canvas: list[int], result: Generation) -> dict[str, Any]:
+        """``given``, ``filled`` and its ``tokens`` as text. For each token ``step_map``, the forward (from 1) that
+        committed it, and ``logprobs``, in nats; null for tokens that were not masked."""
+        start = len(self.prefix_ids)
+        masked_positions = [
+            position - start for position, token in enumerate(canvas) if token == self.tokenizer.mask_token_id
+        ]
+        tokens = token_texts(self.tokenizer, result.token_ids[start:])
+        step_map = dict(zip(masked_positions, result.step_map, strict=True))
+        finite_logprobs = (logprob if math.isfinite(logprob) else None for logprob in result.logprobs)
+        logprobs = dict(zip(masked_positions, finite_logprobs, strict=True))
+        positions = range(len(tokens))
+        return {
+            "given": text,
+            "filled": "".join(tokens),
+            "tokens": tokens,
+            "step_map": [step_map.get(position) for position in positions],
+            "logprobs": [logprobs.get(position) for position in positions],
+        }
