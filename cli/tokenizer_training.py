@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,15 +10,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
-from tqdm import tqdm
-
 from config.data import PythonStdlib
 from config.dump import to_toml
 from config.tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import write_directory_atomically
 from diffusionlm.data.reader import DocumentSource, first_documents
 from diffusionlm.data.sources import open_source
-from logger import console_style
+from logger.progress import ProgressMeter
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
@@ -27,9 +24,6 @@ CONFIG_FILE = "config.toml"
 
 MAX_HELD_OUT_BYTES = 4_000_000
 """The tokenizer is measured on the first validation documents, up to this many bytes of them."""
-
-SECONDS_BETWEEN_LINES = 10.0
-"""Of progress, where there is no terminal."""
 
 
 @dataclass
@@ -98,47 +92,6 @@ class TokenizerResult:
         return command if same else f"{command}, with your text as [data.source]"
 
 
-class ProgressMeter:
-    """How far one phase after the other is: a bar where someone watches, else a line now and then and at its end."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._has_bar = console_style("auto", stream) == "bar"
-        self._bar: tqdm[object] | None = None
-        self._name = ""
-
-    def begin(self, name: str, unit: str, total: int | None = None) -> None:
-        """The next phase."""
-        self.close()
-        self._name, self._unit, self._total = name, unit, total
-        self._done, self._last_line_at = 0, time.monotonic()
-        if self._has_bar:
-            self._bar = tqdm(
-                desc=name, unit=f" {unit}", total=total, unit_scale=True, file=self._stream, dynamic_ncols=True
-            )
-
-    def show(self, done: int) -> None:
-        """So much of it is done by now."""
-        self._done = done
-        if self._bar is not None:
-            self._bar.update(done - self._bar.n)
-        elif time.monotonic() - self._last_line_at > SECONDS_BETWEEN_LINES:
-            self._print_line()
-
-    def close(self) -> None:
-        """The phase is over."""
-        if self._bar is not None:
-            self._bar.close()
-        elif self._name:
-            self._print_line()
-        self._bar, self._name = None, ""
-
-    def _print_line(self) -> None:
-        self._last_line_at = time.monotonic()
-        of_all = "" if self._total is None else f" of {self._total:,}"
-        print(f"{self._name}: {self._done:,}{of_all} {self._unit}", file=self._stream, flush=True)
-
-
 def train_tokenizer(config: TrainTokenizerConfig, stream: TextIO) -> TokenizerResult:
     """Learn the tokenizer, measure it on validation documents, and write its directory; progress goes to ``stream``.
 
@@ -201,7 +154,7 @@ def _train_on_documents(
             progress.begin("reading", "bytes")
             for text in chain([first], texts):
                 amount.add(text)
-                progress.show(amount.text_bytes)
+                progress.set(amount.text_bytes)
                 yield text
             progress.begin("learning", "merges", num_merges)
 
@@ -213,5 +166,5 @@ def _train_on_documents(
             mask_token=wanted.mask_token,
             eos_token=wanted.eos_token,
             num_workers=max(1, usable_cores() if workers is None else workers),
-            on_progress=lambda done, _: progress.show(done),
+            on_progress=lambda done, _: progress.set(done),
         )

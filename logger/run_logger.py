@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
-from tqdm import tqdm
-
 from files.atomic import write_bytes_atomic
+from logger.progress import ProgressMeter
 
 Metrics = Mapping[str, Any]
 
@@ -61,44 +60,38 @@ class ConsoleLogger:
 
     def __init__(self, total_steps: int, done: int, style: Literal["bar", "lines", "none"], stream: TextIO) -> None:
         self._stream, self._style, self._total_steps = stream, style, total_steps
-        self._bar = (
-            tqdm(total=total_steps, initial=done, unit="step", file=stream, dynamic_ncols=True)
-            if style == "bar"
-            else None
-        )
+        self._meter: ProgressMeter | None = None
+        if style == "bar":
+            self._meter = ProgressMeter(stream, style="bar")
+            self._meter.begin("", "step", total_steps, done)
 
     def metrics(self, step: int, values: Metrics) -> None:
-        """A plain line with what a person follows."""
-        if self._style != "lines" or "loss" not in values:
-            return
-        self._print(
-            f"step {step}/{self._total_steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
-            f"  {format_duration(values['seconds_left'])} left"
-        )
+        """Print the loss, the speed and the time left, unless there is a bar."""
+        if self._style == "lines" and "loss" in values:
+            self._print(
+                f"step {step}/{self._total_steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
+                f"  {format_duration(values['seconds_left'])} left"
+            )
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """The text, above the bar."""
+        """Print the text, above the bar."""
         self._print(text)
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Move the bar."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(
-                f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s", refresh=False
-            )
-            self._bar.update(step - self._bar.n)
+        """Update the bar."""
+        if self._meter is not None:
+            self._meter.set_postfix(f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s")
+            self._meter.set(step)
 
     def close(self, exit_code: int = 0) -> None:
         """Leave the bar as it is."""
-        if self._bar is not None:
-            self._bar.close()
+        if self._meter is not None:
+            self._meter.close()
 
     def _print(self, text: str) -> None:
-        if self._style == "none":
-            return
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
+        if self._meter is not None:
+            self._meter.log(text)
+        elif self._style == "lines":
             print(text, file=self._stream, flush=True)
 
 
@@ -143,13 +136,6 @@ class NoLogger:
 
     def close(self, exit_code: int = 0) -> None:
         """Nothing."""
-
-
-def console_style(choice: Literal["auto", "bar", "lines", "none"], stream: TextIO) -> Literal["bar", "lines", "none"]:
-    """What ``auto`` means: a bar where someone watches."""
-    if choice != "auto":
-        return choice
-    return "bar" if stream.isatty() else "lines"
 
 
 def format_duration(seconds: float) -> str:
