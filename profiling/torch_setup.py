@@ -75,10 +75,20 @@ def _read_torch_info(torch: Any) -> TorchInfo:
         threads=torch.get_num_threads(),
         interop_threads=torch.get_num_interop_threads(),
         capability=torch.backends.cpu.get_cpu_capability(),
-        has_bfloat16=bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),
+        has_bfloat16=has_native_bfloat16("cpu"),
         gpus=gpus,
         gpu_problem=problem,
     )
+
+
+def has_native_bfloat16(device_type: str) -> bool:
+    """Return whether the device multiplies bfloat16 matrices in hardware; ``device_type`` is ``cuda`` or ``cpu``."""
+    import torch
+
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # torch.cpu.get_capabilities(), the public way, is newer than torch 2.9.
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _build(torch: Any) -> str:
@@ -96,7 +106,7 @@ def _read_gpus(torch: Any) -> tuple[tuple[GpuInfo, ...], str]:
             known = torch.cuda.get_device_properties(index)
             with torch.cuda.device(index):
                 free, total = torch.cuda.mem_get_info()
-                has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+                has_bfloat16 = has_native_bfloat16("cuda")
             gpus.append(GpuInfo(known.name, total, free, (known.major, known.minor), has_bfloat16))
     except RuntimeError as error:
         return tuple(gpus), str(error).splitlines()[0]

@@ -17,6 +17,7 @@ from diffusionlm.optim.conditional_step import (
     replace_gradients_if_skipped,
     zero_updates_if_skipped,
 )
+from profiling.torch_setup import has_native_bfloat16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of ``a x + b x^3 + c x^5``: steep at zero; five rounds bring singular values near one, not to it."""
@@ -66,11 +67,7 @@ def choose_product_dtype(precision: Literal["auto", "bfloat16", "float32"], para
     """Of the orthogonalisation; auto is bfloat16 where the device of the parameter has units for it."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bfloat16" else torch.float32
-    if parameter.device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if has_native_bfloat16(parameter.device.type) else torch.float32
 
 
 class MatrixRowExchange(Protocol):

@@ -26,6 +26,7 @@ from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from profiling import memory
 from profiling.cores import usable_cores
+from profiling.torch_setup import has_native_bfloat16
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 Log = Callable[[str], None]
@@ -51,11 +52,7 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> torch.dtyp
     """Dtype of matrix products."""
     if config.precision != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.precision]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if has_native_bfloat16(device.type) else torch.float32
 
 
 def prepare_tokenizer(

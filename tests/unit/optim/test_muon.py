@@ -152,7 +152,6 @@ def test_products_are_bfloat16_where_the_processor_has_it(monkeypatch: pytest.Mo
     parameter = torch.zeros(1)
     assert choose_product_dtype("float32", parameter) == torch.float32
     assert choose_product_dtype("bfloat16", parameter) == torch.bfloat16
-    for avx, amx in ((True, False), (False, True), (False, False)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=avx: has)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=amx: has)
-        assert choose_product_dtype("auto", parameter) == (torch.bfloat16 if avx or amx else torch.float32)
+    for is_native, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(muon, "has_native_bfloat16", lambda device_type, is_native=is_native: is_native)
+        assert choose_product_dtype("auto", parameter) == dtype

@@ -114,8 +114,7 @@ def test_numbers_are_near_those_of_float32_weights(config: TrainConfig, tmp_path
 def test_other_products_are_refused(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r'set training\.precision = "bfloat16", or runtime\.weights = "float32"'):
         narrow(config, tmp_path, precision="float32")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("diffusionlm.training.setup.has_native_bfloat16", lambda device_type: False)
     made = narrow(config, tmp_path / "run", precision="auto")
     with (
         pytest.raises(ValueError, match=r'training\.precision = "auto" is float32 on this processor'),
