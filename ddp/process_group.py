@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,62 +68,88 @@ class World:
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
-    def run_on_first(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0, sent to all ranks by pickle; the others do not call it.
+    def run_on_first(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on rank 0 and broadcast its result, pickled, to all ranks.
 
         Raises:
-            ValueError: ``make`` raised it; on every rank, with the same text.
+            Exception: ``function`` raised it, on rank 0.
+            ValueError: it raised on rank 0; on the other ranks, with the same text.
         """
         if self.is_single_process:
-            return make()
+            return function()
         message: list[tuple[T | None, str | None]] = [(None, None)]
         if self.is_first:
             try:
-                message = [(make(), None)]
+                message = [(function(), None)]
             except ValueError as error:
                 dist.broadcast_object_list([(None, str(error))], src=0)
                 raise
         dist.broadcast_object_list(message, src=0)
-        made, problem = message[0]
+        result, problem = message[0]
         if problem is not None:
             raise ValueError(problem)
-        return made  # type: ignore[return-value]
+        return result  # type: ignore[return-value]
 
-    def all_agree(self, function: Callable[[], T]) -> T:
-        """What ``act`` returns, which every rank calls.
+    def run_on_all(
+        self,
+        function: Callable[[], T],
+        describe: Callable[[Exception], str] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> list[T]:
+        """Call ``function`` on every rank and gather the results, pickled, in rank order.
+
+        Args:
+            describe: turns an exception into the text that all ranks see; by default its message, with its type unless
+                it is a ValueError.
+            group: the gloo group to talk in; by default the run's.
 
         Raises:
-            ValueError: it raised on one rank or several, whatever it was; on every rank, naming them and their errors.
+            ValueError: ``function`` raised on one rank or several; on every rank, naming them. A rank's own exception
+                is the cause.
+            RuntimeError: another rank died or did not answer within the group's timeout.
+            Exception: the world has a single process, whose exception is passed on.
         """
         if self.is_single_process:
-            return function()
-        result: T | None = None
-        mine: Exception | None = None
+            return [function()]
+        outcome: tuple[T | None, str | None]
+        own_error: Exception | None = None
         try:
-            result = function()
+            outcome = (function(), None)
         except Exception as error:
-            mine = error
-        problems: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(problems, _error_text(mine))
-        if any(problems):
-            raise ValueError(_combine_errors(problems)) from mine
-        return result  # type: ignore[return-value]
+            own_error, outcome = error, (None, (describe or _error_text)(error))
+        outcomes: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(outcomes, outcome, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(f"a rank died or hangs ({error})") from own_error or error
+        problems = [problem for _, problem in outcomes]
+        if any(problem is not None for problem in problems):
+            raise ValueError(_combine_errors(problems)) from own_error
+        return [result for result, _ in outcomes]
+
+    def all_agree(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on every rank and return this rank's result, which may be anything, also a tensor.
+
+        Raises:
+            ValueError, RuntimeError, Exception: as `run_on_all`.
+        """
+        results: list[T] = []
+        self.run_on_all(lambda: results.append(function()))
+        return results[0]
 
 
 SINGLE_PROCESS = World()
 
 
-def _error_text(error: Exception | None) -> str | None:
-    if error is None:
-        return None
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _combine_errors(problems: list[str | None]) -> str:
-    """What went wrong, once where all ranks say the same."""
+    """Join the ranks' errors; one that all ranks share appears once."""
     if len(set(problems)) == 1:
         return f"all ranks: {problems[0]}"
-    return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None)
 
 
 def read_torchrun_environment() -> tuple[int, int, int] | None:

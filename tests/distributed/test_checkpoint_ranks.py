@@ -222,7 +222,7 @@ def test_a_rank_that_dies_during_a_save_ends_it_on_the_other(store: CheckpointSt
         saves.start(snapshot(world, 2))
         with pytest.raises(ValueError) as caught:
             saves.wait()
-        os._exit(0 if "step-00000002 was not written: a rank is gone" in str(caught.value) else 5)
+        os._exit(0 if "step-00000002 was not written: a rank died" in str(caught.value) else 5)
 
     codes = [each.exit_code for each in end_ranks(act, tmp_path, timeout=15)]
     assert codes == ([-signal.SIGKILL, 0] if dies == 0 else [0, -signal.SIGKILL])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -41,31 +41,19 @@ class SaveCoordinator:
         if self.group is not None:
             dist.destroy_process_group(self.group)
 
-    def gather_results(self, function: Callable[[], T], describe: Callable[[Exception], str] = str) -> list[T]:
-        """What ``act`` returns on each rank, sent by pickle to all.
+    def gather_results(self, function: Callable[[], T], describe: Callable[[Exception], str] | None = None) -> list[T]:
+        """Call ``function`` on every rank and gather the results, as `World.run_on_all` does.
 
         Raises:
-            ValueError: it raised on one rank or several, or one is gone; on every rank, with the same text, which
-                ``describe`` makes where it happened. There, what was raised is its cause.
-            Exception: it raised that, and this rank is alone.
+            ValueError: it raised on one rank or several, or a rank died or hangs; on every rank, with the same text.
+            Exception: it raised that, and the world has a single process.
         """
         if self.group is None:
             return [function()]
-        mine: Exception | None = None
-        told: tuple[T | None, str | None] = (None, None)
         try:
-            told = (function(), None)
-        except Exception as error:
-            mine, told = error, (None, describe(error))
-        gathered: list[Any] = [None] * self.world.world_size
-        try:
-            dist.all_gather_object(gathered, told, group=self.group)
-        except RuntimeError as error:
-            raise ValueError(f"a rank is gone or hangs ({error})") from mine or error
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(gathered) if problem is not None]
-        if problems:
-            raise ValueError("; ".join(problems)) from mine
-        return [result for result, _ in gathered]
+            return self.world.run_on_all(function, describe, self.group)
+        except RuntimeError as error:  # a run goes on without a checkpoint, and ends at its next collective
+            raise ValueError(str(error)) from error.__cause__
 
 
 SINGLE_PROCESS_COORDINATOR = SaveCoordinator()
