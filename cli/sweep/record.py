@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from cli.sweep.grid import GridError, GridPoint, Setting, build_overrides, forma
 from config.dump import list_differences, to_toml
 from config.load import ConfigError, load_config
 from files.atomic import write_text_atomic
+from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
 
 Status = Literal["waiting", "running", "done", "failed", "interrupted"]
 
@@ -144,7 +144,7 @@ def read_record(path: Path, sweep_command: SweepCommand) -> SweepDirectory:
     directory = SweepDirectory(path, sweep_command)
     if not record.is_file():
         foreign = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
-        foreign = [name for name in foreign if name != ".lock"]
+        foreign = [name for name in foreign if name != LOCK_FILE]
         if foreign or (path.exists() and not path.is_dir()):
             holds = f"it holds {', '.join(foreign[:5])}" if foreign else "it is a file"
             raise GridError(f"{path} is not empty and no sweep ({holds}); name another --directory")
@@ -170,28 +170,12 @@ def lock_sweep(path: Path) -> Iterator[None]:
         GridError: another one does.
         OSError: the directory cannot be written.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    with (path / ".lock").open("a") as lock:
-        if not _try_lock(lock.fileno()):
-            raise GridError(f"{path} is in use by another sweep; wait for it or stop it")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_directory(path))
+        except DirectoryInUseError as error:
+            raise GridError(f"{path} is in use by another sweep; wait for it or stop it") from error
         yield
-
-
-def is_run_locked(run_directory: Path) -> bool:
-    """Whether a process of an earlier sweep still trains there."""
-    path = run_directory / ".lock"
-    if not path.exists():
-        return False
-    with path.open("a") as lock:
-        return not _try_lock(lock.fileno())
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _format_override_value(values: Mapping[str, Any], key: str) -> str:

@@ -11,8 +11,9 @@ from typing import Any, TextIO
 from cli.sweep.commands import ANSWERS_FILE
 from cli.sweep.grid import GridError, GridPoint
 from cli.sweep.processes import VISIBLE_DEVICES_VARIABLE, RunProcess, SignalQueue, build_command, start, visible_gpus
-from cli.sweep.record import SweepDirectory, SweepRun, is_run_locked
+from cli.sweep.record import SweepDirectory, SweepRun
 from cli.sweep.results import last_metrics, read_result
+from files.lock import is_locked
 from logger import format_duration
 from profiling.cores import usable_cores
 
@@ -60,7 +61,7 @@ class SweepRunner:
             OSError: the record or a log cannot be written; runs under way were asked to stop.
         """
         for point in self._waiting:
-            if is_run_locked(self._sweep.run_path(point.name)):
+            if is_locked(self._sweep.run_path(point.name)):
                 raise GridError(
                     f"{self._sweep.run_path(point.name)} is in use by a process of an earlier sweep; wait for it or "
                     "stop it"

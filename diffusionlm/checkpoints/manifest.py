@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from files.atomic import temporary_path
+from files.atomic import sync_to_disk, temporary_path
 
 MANIFEST = "MANIFEST.json"
 WRITE_ERRORS = (OSError, SafetensorError)
@@ -52,7 +52,7 @@ def make_manifest_entries(folder: Path, files: Collection[Path]) -> ManifestEntr
     """What the manifest of a folder says of files in it. They are on the disk then, not only on their way there."""
 
     for path in files:
-        _fsync(path)
+        sync_to_disk(path)
     return {path.relative_to(folder).as_posix(): _make_entry(path) for path in files}
 
 
@@ -66,9 +66,9 @@ def publish_directory(tmp_path: Path, target: Path, entries: ManifestEntries) ->
     (tmp_path / MANIFEST).write_text(text, encoding="utf-8")
     folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
     for path in [tmp_path / MANIFEST, *folders, tmp_path]:
-        _fsync(path)
+        sync_to_disk(path)
     os.rename(tmp_path, target)
-    _fsync(target.parent)
+    sync_to_disk(target.parent)
 
 
 def format_write_error(error: Exception, target: Path) -> str:
@@ -109,25 +109,6 @@ def verify_directory(
                 raise ValueError(f"{file} is damaged: its checksum is not the manifest's")
 
 
-def remove_temporary_paths(folder: Path) -> None:
-    """Remove what interrupted writers left aside in a folder."""
-    for path in folder.glob("*.tmp-*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def replace_symlink(link: Path, target: str) -> None:
-    """Point a symbolic link somewhere, in one step."""
-    tmp_path = temporary_path(link)
-    try:
-        tmp_path.symlink_to(target)
-        os.replace(tmp_path, link)
-    finally:
-        tmp_path.unlink(missing_ok=True)
-
-
 def _make_entry(path: Path) -> dict[str, str | int]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -142,11 +123,3 @@ def _compute_checksum(path: Path) -> str:
 
 def _nearest_existing_parent(path: Path) -> Path:
     return path if path.exists() else _nearest_existing_parent(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any, TextIO
 
 from config.dump import format_value, to_toml_values
 from config.make_data import MakeDataConfig
-from diffusionlm.data.meter import Log, MakeDataMeter
 from diffusionlm.data.reader import DocumentSource, ItemsFuture, ReaderPosition, Split, Tokens, first_documents
 from diffusionlm.data.shard_index import (
     INDEX_FILE,
@@ -36,20 +35,20 @@ from diffusionlm.data.shard_index import (
     read_json_model,
 )
 from diffusionlm.data.shard_writers import (
-    LOCK_FILE,
     MakeDataProgress,
     ShardWriter,
     SplitProgress,
-    fsync,
-    lock_directory,
+    lock_output_directory,
     open_writer,
+    partial_path,
     protect_write,
     rename_dat_file,
-    temporary_path,
-    write_text_atomic,
 )
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.tokenization import TokenizerPool
+from files.atomic import remove_temporary_paths, sync_to_disk, write_text_atomic
+from files.lock import LOCK_FILE
+from logger.progress import ProgressMeter
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 
@@ -75,12 +74,14 @@ def load_or_create_progress(
     directory = config.output.directory
     path = directory / PROGRESS_FILE
     if not path.is_file():
-        foreign = sorted({each.name for each in directory.iterdir()} - {LOCK_FILE, temporary_path(path).name})
+        names = (entry.name for entry in directory.iterdir())
+        foreign = sorted(name for name in names if name != LOCK_FILE and not name.startswith(f"{PROGRESS_FILE}.tmp-"))
         if foreign:
             raise ValueError(
                 f"output.directory = {directory} is not empty and has no {PROGRESS_FILE} (it holds "
                 f"{', '.join(foreign[:5])}); name another directory"
             )
+        remove_temporary_paths(directory)
         splits = {
             split: SplitProgress(index=SplitIndex(identity=source.identity, provenance=source.provenance))
             for split, source in sources.items()
@@ -88,6 +89,7 @@ def load_or_create_progress(
         progress = MakeDataProgress(config=content_config(config), splits=splits)
         progress.save(directory)
         return progress
+    remove_temporary_paths(directory)
     progress = read_json_model(MakeDataProgress, path, "remove the directory and begin again")
     identities = {split: state.index.identity for split, state in progress.splits.items()}
     check_same_inputs(config, sources, provided_tokenizer, progress.config, identities, progress.tokenizer_fingerprint)
@@ -161,7 +163,7 @@ DOCUMENTS_AT_ONCE = 16
 """Are read before their length is looked at."""
 
 
-def make_data(config: MakeDataConfig, log: Log, terminal: TextIO | None = None) -> ShardIndex:
+def make_data(config: MakeDataConfig, log: Callable[[str], None], terminal: TextIO | None = None) -> ShardIndex:
     """Make the directory, or the rest of it; check it if it is complete already.
 
     Args:
@@ -171,11 +173,11 @@ def make_data(config: MakeDataConfig, log: Log, terminal: TextIO | None = None) 
         ValueError: nothing to read, a tokenizer that does not do, a directory that holds something else or cannot be
             written, or a damaged file.
     """
-    directory, meter = config.output.directory, MakeDataMeter(log, terminal)
+    directory, meter = config.output.directory, ProgressMeter(terminal, log)
     with _keys_of_this_config():
         sources = {split: open_source(config.source, split) for split in SPLITS}
     provided_tokenizer = None if config.tokenizer.path is None else _load_tokenizer(config.tokenizer.path)
-    with lock_directory(directory):
+    with lock_output_directory(directory):
         if (directory / INDEX_FILE).is_file():
             return _check_complete(config, sources, provided_tokenizer, meter)
         with protect_write(directory):
@@ -268,7 +270,7 @@ class _MakeDataJob:
         self,
         config: MakeDataConfig,
         sources: Mapping[Split, DocumentSource],
-        meter: MakeDataMeter,
+        meter: ProgressMeter,
         progress: MakeDataProgress,
     ) -> None:
         self._config, self._sources, self._meter, self._progress = config, sources, meter, progress
@@ -326,18 +328,19 @@ class _MakeDataJob:
                 "documents end in; name one in its special_tokens.json or tokenizer_config.json"
             )
         with protect_write(self._directory):
-            shutil.rmtree(temporary_path(folder), ignore_errors=True)
-            save_tokenizer(tokenizer, temporary_path(folder))
-            fsync(temporary_path(folder))
-            os.rename(temporary_path(folder), folder)
-            fsync(self._directory)
+            shutil.rmtree(partial_path(folder), ignore_errors=True)
+            save_tokenizer(tokenizer, partial_path(folder))
+            sync_to_disk(partial_path(folder))
+            os.rename(partial_path(folder), folder)
+            sync_to_disk(self._directory)
             self._save_progress(self._progress.model_copy(update={"tokenizer_fingerprint": tokenizer.fingerprint}))
         return tokenizer
 
     def _make_split(self, split: Split, tokenizer_pool: TokenizerPool, dtype: ShardDtype, eos_token_id: int) -> None:
         """The rest of a split."""
         state = self._progress.splits[split]
-        self._meter.begin(split)
+        self._meter.begin(split, "bytes")
+        num_documents = num_tokens = 0
         source = _ResumedSource(self._sources[split], state)
         shard: _ShardBuilder | None = None
         try:
@@ -352,7 +355,10 @@ class _MakeDataJob:
                             behind = {"position": chunk.position, "past": chunk.past + taken}
                             self._commit_shard(split, shard, chunk.skipped, behind)
                             shard = None
-                self._meter.advance(len(documents), sum(map(len, documents)), sum(text_bytes))
+                num_documents += len(documents)
+                num_tokens += sum(map(len, documents))
+                self._meter.set_postfix(f"{num_documents:,} documents, {num_tokens:,} tokens")
+                self._meter.advance(sum(text_bytes))
             with protect_write(self._directory):
                 self._commit_shard(split, shard, source.skipped(), {"done": True})
         except BaseException:
@@ -433,7 +439,7 @@ def _in_order(
         yield first, future()
 
 
-def _train_tokenizer(config: MakeDataConfig, meter: MakeDataMeter) -> Tokenizer:
+def _train_tokenizer(config: MakeDataConfig, meter: ProgressMeter) -> Tokenizer:
     wanted = config.tokenizer
     meter.log(f"training a byte-level BPE tokenizer of {wanted.vocab_size:,} tokens ...")
     with _keys_of_this_config():
@@ -469,7 +475,7 @@ def _check_complete(
     config: MakeDataConfig,
     sources: Mapping[Split, DocumentSource],
     provided_tokenizer: Tokenizer | None,
-    meter: MakeDataMeter,
+    meter: ProgressMeter,
 ) -> ShardIndex:
     """The index of a directory that was made from the same, every file of it compared with its checksum."""
     directory = config.output.directory

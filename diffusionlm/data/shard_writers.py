@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -28,6 +27,8 @@ from diffusionlm.data.shard_index import (
     SplitIndex,
     StrictModel,
 )
+from files.atomic import sync_to_disk, write_text_atomic
+from files.lock import DirectoryInUseError, lock_directory
 
 TEMPORARY_SUFFIX = ".tmp"
 """Ending of a file that is being written."""
@@ -73,34 +74,14 @@ def open_writer(
 def rename_dat_file(directory: Path, split: Split, kind: ShardFormat) -> None:
     """Give the file of a split that grew over all its shards its name; those of the other formats have theirs."""
     path = directory / f"{split}.dat"
-    if kind == "dat" and temporary_path(path).exists():
-        os.replace(temporary_path(path), path)
-        fsync(directory)
+    if kind == "dat" and partial_path(path).exists():
+        os.replace(partial_path(path), path)
+        sync_to_disk(directory)
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    try:
-        temporary_path(path).write_text(text, encoding="utf-8")
-        fsync(temporary_path(path))
-        os.replace(temporary_path(path), path)
-        fsync(path.parent)
-    finally:
-        temporary_path(path).unlink(missing_ok=True)
-
-
-def temporary_path(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Where a file is written until it is complete."""
     return path.with_name(path.name + TEMPORARY_SUFFIX)
-
-
-def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class HashedFile:
@@ -150,17 +131,17 @@ class _TemporaryFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.file = HashedFile(temporary_path(path).open("wb"))
+        self.file = HashedFile(partial_path(path).open("wb"))
 
     def finish(self) -> FileRange:
         self.file.close()
-        os.replace(temporary_path(self._path), self._path)
-        fsync(self._path.parent)
+        os.replace(partial_path(self._path), self._path)
+        sync_to_disk(self._path.parent)
         return self.file.part(self._path.name)
 
     def discard(self) -> None:
         self.file.close_without_sync()
-        temporary_path(self._path).unlink(missing_ok=True)
+        partial_path(self._path).unlink(missing_ok=True)
 
 
 class _BinWriter:
@@ -193,11 +174,11 @@ class _DatWriter:
     def __init__(self, path: Path, start: int, dtype: ShardDtype, eos_token_id: int) -> None:
         self._path, self._start, self._dtype = path, start, _little_endian(dtype)
         self._end = np.array([eos_token_id], dtype=np.int32)
-        file = temporary_path(path).open("r+b" if start else "wb")
+        file = partial_path(path).open("r+b" if start else "wb")
         if file.seek(0, os.SEEK_END) < start:
             file.close()
             raise ValueError(
-                f"{temporary_path(path)} is shorter than {start:,} bytes, which were there: remove the directory and begin again"
+                f"{partial_path(path)} is shorter than {start:,} bytes, which were there: remove the directory and begin again"
             )
         file.truncate(start)
         file.seek(start)
@@ -215,7 +196,7 @@ class _DatWriter:
         if self._file.closed:
             return  # it may be on record already; if not, the next writer of this shard cuts it off
         self._file.close_without_sync()
-        os.truncate(temporary_path(self._path), self._start)
+        os.truncate(partial_path(self._path), self._start)
 
 
 class _ParquetWriter:
@@ -265,9 +246,6 @@ def _little_endian(dtype: ShardDtype) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
-LOCK_FILE = ".lock"
-
-
 class SplitProgress(StrictModel):
     """What is done of a split."""
 
@@ -295,24 +273,21 @@ class MakeDataProgress(StrictModel):
 
 
 @contextlib.contextmanager
-def lock_directory(directory: Path) -> Iterator[None]:
+def lock_output_directory(directory: Path) -> Iterator[None]:
     """The directory, made if need be, for this process alone.
 
     Raises:
         ValueError: it is a file, cannot be made, or another process writes there.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / LOCK_FILE).open("a")
-    except OSError as error:
-        raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
-    with lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            stack.enter_context(lock_directory(directory))
+        except DirectoryInUseError as error:
             raise ValueError(
                 f"output.directory = {directory} is in use by another process; wait for it or stop it"
             ) from error
+        except OSError as error:
+            raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from files.lock import is_locked
 from logger.report.series import Series
 from logger.run_logger import parse_record
 
@@ -274,16 +274,4 @@ def _state(run: LoggedRun) -> RunState:
         return "failed"
     if last and last[0].kind == "stopped":
         return "stopped"
-    return "going" if _is_locked(run.path / ".lock") else "ended"
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a process has the run's directory: it is asked for, shared, and given back at once."""
-    try:
-        with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return "going" if is_locked(run.path) else "ended"

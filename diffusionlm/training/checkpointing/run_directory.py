@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from config.train import TrainConfig
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from files.atomic import write_text_atomic
+from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
 
 MUTABLE_SECTIONS = ("logging", "samples", "checkpoint", "profiler", "parallel")
 """Sections that may change between the parts of a run: they do not touch its numbers, or only their rounding."""
@@ -64,11 +64,10 @@ def _lock_and_check(config: TrainConfig, run: RunDirectory) -> Iterator[None]:
     path = run.path
     if path.exists() and not path.is_dir():
         raise ValueError(f"run.directory = {path} is a file; name another directory")
-    path.mkdir(parents=True, exist_ok=True)
-    with (path / ".lock").open("a") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            stack.enter_context(lock_directory(path))
+        except DirectoryInUseError as error:
             raise ValueError(f"run.directory = {path} is in use by another process; wait for it or stop it") from error
         _check_existing_run(config, run)
         write_text_atomic(path / "config.toml", to_toml(config))
@@ -84,7 +83,7 @@ def _check_existing_run(config: TrainConfig, run: RunDirectory) -> None:
             'name another directory, or set checkpoint.resume = "auto" to go on with it'
         )
     if not saved.exists():
-        foreign = sorted(path.name for path in run.path.iterdir() if path.name != ".lock")
+        foreign = sorted(path.name for path in run.path.iterdir() if path.name != LOCK_FILE)
         if foreign:
             raise ValueError(
                 f"run.directory = {run.path} is not empty and not a run (it holds {', '.join(foreign[:5])}); "

@@ -20,15 +20,13 @@ from diffusionlm.checkpoints.manifest import (
     list_files,
     make_manifest_entries,
     publish_directory,
-    remove_temporary_paths,
-    replace_symlink,
     verify_directory,
 )
 from diffusionlm.checkpoints.weights import read_weights
 from diffusionlm.training.checkpointing.retention import read_validation_bound, select_best, select_expired
 from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR, SaveCoordinator
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint
-from files.atomic import temporary_path
+from files.atomic import remove_temporary_paths, replace_symlink, temporary_path
 
 if TYPE_CHECKING:
     from diffusionlm.training.checkpointing.tensor_files import StoredTensors

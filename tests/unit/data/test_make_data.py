@@ -493,10 +493,10 @@ def test_a_process_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypa
 
 
 def test_progress(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusionlm.data.meter.SECONDS_BETWEEN_LINES", 0.0)
-    said: list[str] = []
-    index = make_data(config_of(folder, tmp_path / "made"), said.append)
-    last = [line for line in said if line.startswith("train: ")][-1]
+    monkeypatch.setattr("logger.progress.SECONDS_BETWEEN_LINES", 0.0)
+    lines: list[str] = []
+    index = make_data(config_of(folder, tmp_path / "made"), lines.append)
+    last = [line for line in lines if line.startswith("train: ")][-1]
     held = index.splits["train"]
-    assert last.startswith(f"train: {held.documents:,} documents, {held.tokens:,} tokens, ")
-    assert last.endswith(" MB/s")
+    assert last.startswith(f"train: {held.text_bytes:,} bytes, ")
+    assert last.endswith(f"{held.documents:,} documents, {held.tokens:,} tokens")
