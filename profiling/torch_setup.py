@@ -86,7 +86,7 @@ def has_native_bfloat16(device_type: str) -> bool:
     import torch
 
     if device_type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # torch.cpu.get_capabilities(), the public way, is newer than torch 2.9.
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
