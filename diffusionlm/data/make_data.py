@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import shutil
 from collections import Counter, deque
@@ -35,6 +34,7 @@ from diffusionlm.data.shard_index import (
     read_json_model,
 )
 from diffusionlm.data.shard_writers import (
+    SHARD_FILE_PATTERN,
     MakeDataProgress,
     ShardWriter,
     SplitProgress,
@@ -51,9 +51,6 @@ from files.lock import LOCK_FILE
 from logger.progress import ProgressMeter
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
-
-SHARD_FILE_PATTERN = re.compile(r"(train|validation)(-\d{5,}\.(bin|idx|parquet)|\.dat)(\.tmp)?")
-"""Files of shards, complete or not."""
 
 
 def content_config(config: MakeDataConfig) -> dict[str, Any]:
@@ -158,7 +155,6 @@ SPLITS: tuple[Split, ...] = ("validation", "train")
 CHUNK_CHARACTERS = 1 << 18
 """Text that is handed to a process at once: a tenth of a second's work."""
 
-
 DOCUMENTS_AT_ONCE = 16
 """Are read before their length is looked at."""
 
@@ -166,8 +162,7 @@ DOCUMENTS_AT_ONCE = 16
 def make_data(config: MakeDataConfig, log: Callable[[str], None], terminal: TextIO | None = None) -> ShardIndex:
     """Make the directory, or the rest of it; check it if it is complete already.
 
-    Args:
-        say: what happens, and now and then how far it is; not if ``terminal`` is one, which then shows a bar.
+    ``log`` gets messages and, unless ``terminal`` is a terminal and shows a bar, progress.
 
     Raises:
         ValueError: nothing to read, a tokenizer that does not do, a directory that holds something else or cannot be
@@ -355,8 +350,7 @@ class _MakeDataJob:
                             behind = {"position": chunk.position, "past": chunk.past + taken}
                             self._commit_shard(split, shard, chunk.skipped, behind)
                             shard = None
-                num_documents += len(documents)
-                num_tokens += sum(map(len, documents))
+                num_documents, num_tokens = num_documents + len(documents), num_tokens + sum(map(len, documents))
                 self._meter.set_postfix(f"{num_documents:,} documents, {num_tokens:,} tokens")
                 self._meter.advance(sum(text_bytes))
             with protect_write(self._directory):
@@ -455,9 +449,9 @@ def _train_tokenizer(config: MakeDataConfig, meter: ProgressMeter) -> Tokenizer:
 
 
 def _no_documents_error(split: Split, provenance: str, skipped: dict[str, int]) -> ValueError:
+    left_out = _format_counts(skipped)
     return ValueError(
-        f"[source] has no {split} documents ({provenance}; left out: {_format_counts(skipped)}); give more text, or another "
-        "share of it for validation"
+        f"[source] has no {split} documents ({provenance}; left out: {left_out}); add text for this split"
     )
 
 

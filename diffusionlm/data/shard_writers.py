@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import signal
 import threading
@@ -32,6 +33,8 @@ from files.lock import DirectoryInUseError, lock_directory
 
 TEMPORARY_SUFFIX = ".tmp"
 """Ending of a file that is being written."""
+SHARD_FILE_PATTERN = re.compile(r"(train|validation)(-\d{5,}\.(bin|idx|parquet)|\.dat)(\.tmp)?")
+"""Files of shards, complete or not."""
 
 
 ROW_GROUP_TOKENS = 1 << 22
