@@ -25,13 +25,15 @@ from benchmarking.harness import (
     speedup,
     time_in_turns,
 )
-from diffusionlm.models.attention import EAGER_MAX_LENGTH, AttentionBackend, DenseBackend, attend
+from config.runtime import AttentionBackend
 from diffusionlm.models.attention_backends import (
     BFLOAT16_TILED_MIN_LENGTH,
+    EAGER_MAX_LENGTH,
     TILED_MAX_DENSITY,
     TILED_MIN_LENGTH,
     prepare_attention,
 )
+from diffusionlm.models.dense_attention import DenseBackend, attend
 from diffusionlm.models.patterns import AttentionPattern, BlockCausal, BlockDiffusion
 from diffusionlm.models.tiled import BFLOAT16_TILE_LENGTH, TILE_LENGTH, build_tiles, tile_density
 from profiling.cores import usable_cores

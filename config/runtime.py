@@ -8,6 +8,10 @@ from pydantic import model_validator
 
 from config.base import NonNegativeInt, PositiveInt, Section
 
+AttentionBackend = Literal["auto", "eager", "sdpa", "tiled", "flex"]
+"""Implementation of attention. eager and sdpa use a dense mask; tiled and flex skip hidden keys, tiled on a CPU and flex
+on CUDA. auto: the fastest for device, dtype, length and pattern."""
+
 
 class RuntimeConfig(Section):
     """``[runtime]``: how a step is computed. The defaults are the fast way, and change nothing but rounding."""

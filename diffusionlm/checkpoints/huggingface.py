@@ -19,11 +19,11 @@ from config.families.model_directory import (
 from config.families.registry import get_family
 from config.infer import InferModelConfig
 from config.model import ModelConfig
+from config.runtime import AttentionBackend
 from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
 from diffusionlm.checkpoints.weights import list_weight_files, load_weights, read_saved_dtype, save_weights
-from diffusionlm.models.attention import AttentionBackend
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, save_tokenizer
 from tokenizer import load_tokenizer as load_tokenizer_files

@@ -1,6 +1,6 @@
-"""Keys and values of texts that are being decoded, so that a forward computes only what is new or has changed.
+"""Key-value cache of sequences that are being decoded: a forward computes only new or changed inputs.
 
-Shapes: B texts, Q inputs of a forward, K key-value heads, T places that a text may have, H width of a head.
+Shapes: B sequences, Q inputs of a forward, K key-value heads, T positions of the cache, H width of a head.
 """
 
 from __future__ import annotations
@@ -14,94 +14,95 @@ from config.model import ModelConfig
 
 
 class KeyValueCache:
-    """Keys and values of B texts, by layer and place, for forwards without gradient.
+    """Keys and values of B sequences, by layer and position, for forwards without gradient.
 
-    Writing is by place, so appending, replacing and skipping are one thing; a text is truncated by making fewer of its
-    places visible (`Slots.visible_B`), and storage is given up by `select` or with the cache.
+    Keys and values are written by position, so appending, overwriting and skipping are the same operation. To truncate
+    a sequence, lower its `CacheSlots.num_visible_B`. `select` frees the storage of the other sequences.
     """
 
     def __init__(
-        self, config: ModelConfig, batch: int, length: int, device: torch.device | str, dtype: torch.dtype
+        self, config: ModelConfig, batch: int, max_length: int, device: torch.device | str, dtype: torch.dtype
     ) -> None:
-        """All storage at once, filled with zeros.
+        """Allocate all storage, filled with zeros.
 
         Args:
-            config: of the model; gives layers, key-value heads and their width.
-            batch: texts.
-            length: T, tokens that the longest of them may get.
-            device: where the model is.
-            dtype: of the model's keys: that of its weights, or of autocast.
+            config: config of the model: layers, key-value heads and their width.
+            batch: number of sequences, B.
+            max_length: number of positions, T.
+            device: device of the model.
+            dtype: dtype of the model's keys: that of its weights, or of autocast.
 
         Raises:
-            ValueError: no text, no place, or more places than the model's context has.
+            ValueError: no sequence, no position, or more positions than the model's context.
         """
-        if batch < 1 or length < 1:
-            raise ValueError(f"a cache of {batch} texts of {length} tokens holds nothing: both must be at least 1")
-        if length > config.max_position_embeddings:
+        if batch < 1 or max_length < 1:
+            raise ValueError(f"a cache needs at least one sequence and one token, not {batch} and {max_length}")
+        if max_length > config.max_position_embeddings:
             raise ValueError(
-                f"a cache for {length} tokens is longer than the model's context, "
+                f"a cache for {max_length} tokens is longer than the model's context, "
                 f"max_position_embeddings = {config.max_position_embeddings}; shorten the text"
             )
-        self.batch, self.length, self.dtype = batch, length, dtype
-        # A head's keys lie side by side, as the products of attention read them. What padding writes goes to one more
-        # place, the last. Zeros: a hidden key has weight 0, and 0 times what was in the memory may be nan.
-        shape = (batch, config.num_key_value_heads, length + 1, config.head_dim)
+        self.batch, self.max_length, self.dtype = batch, max_length, dtype
+        # The keys of a head are contiguous, as the products of attention read them. One extra slot, the last, takes the
+        # writes of padding. Zeros: a hidden key has weight 0, and 0 times uninitialized memory may be NaN.
+        shape = (batch, config.num_key_value_heads, max_length + 1, config.head_dim)
         layers = range(config.num_hidden_layers)
         self.keys_BKTH = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        """Of each layer, turned by their positions."""
+        """Keys of each layer, after the rotary embedding."""
         self.values_BKTH = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        """Of each layer."""
+        """Values of each layer."""
 
-    def select(self, rows: list[int]) -> None:
-        """Keep these texts, in this order; the storage of the others is given up.
+    def select(self, sequences: list[int]) -> None:
+        """Keep these sequences, in this order, and free the storage of the others.
 
         Raises:
-            ValueError: no rows, or one that the cache does not have.
+            ValueError: no sequences, or one that the cache does not have.
         """
-        if not rows or not all(0 <= row < self.batch for row in rows):
-            raise ValueError(f"rows {rows} must name at least one of the {self.batch} texts of the cache, from 0")
-        if rows == list(range(self.batch)):
+        if not sequences or not all(0 <= index < self.batch for index in sequences):
+            raise ValueError(f"sequences = {sequences} must contain at least one of 0 to {self.batch - 1}")
+        if sequences == list(range(self.batch)):
             return
-        index = torch.tensor(rows, device=self.keys_BKTH[0].device)
+        index = torch.tensor(sequences, device=self.keys_BKTH[0].device)
         for storage in (self.keys_BKTH, self.values_BKTH):
-            for layer, held in enumerate(storage):
-                storage[layer] = held.index_select(0, index)
-        self.batch = len(rows)
+            for layer, tensor in enumerate(storage):
+                storage[layer] = tensor.index_select(0, index)
+        self.batch = len(sequences)
 
 
 @dataclass(frozen=True)
 class CacheSlots:
-    """One forward's part of a cache: which places its inputs have, and what they see.
+    """Positions of the inputs of one forward in the cache, and the number of keys they may attend to.
 
     Raises:
-        ValueError: places or visible places that the cache does not have, another number of texts than the cache has,
-            or an input that its own text does not see.
+        ValueError: a position or a number of keys outside the cache, another number of sequences than the cache has, or
+            an input that its own sequence does not attend to.
     """
 
     cache: KeyValueCache
     positions_BQ: Tensor
-    """Place of each input in its text; -1: padding, which nothing ever sees. On the CPU, int64."""
+    """Position of each input in its sequence; -1: padding, which no query attends to. On the CPU, int64."""
     num_visible_B: Tensor
-    """Keys at places below this are seen, if the pattern lets them. On the CPU, int64."""
+    """Queries attend to keys below this position, if the pattern allows it. On the CPU, int64."""
 
     def __post_init__(self) -> None:
         for tensor in (self.positions_BQ, self.num_visible_B):
             assert tensor.device.type == "cpu" and tensor.dtype == torch.int64, "Slots are int64, on the CPU"
-        batch, length = self.cache.batch, self.cache.length
+        batch, max_length = self.cache.batch, self.cache.max_length
         if self.positions_BQ.dim() != 2 or self.num_visible_B.shape != (batch,) or len(self.positions_BQ) != batch:
             raise ValueError(
-                f"positions_BQ {list(self.positions_BQ.shape)} and num_visible_B {list(self.num_visible_B.shape)} must be for "
-                f"the {batch} texts of the cache; select() says which it keeps"
+                f"positions_BQ {list(self.positions_BQ.shape)} and num_visible_B {list(self.num_visible_B.shape)} must "
+                f"be for the {batch} sequences of the cache; select() removes the others"
             )
-        positions, visible = self.positions_BQ.tolist(), self.num_visible_B.tolist()
+        positions, num_visible = self.positions_BQ.tolist(), self.num_visible_B.tolist()
         if not positions[0]:
-            raise ValueError("positions_BQ has no inputs: a forward needs at least one for each text, padding counts")
-        if min(map(min, positions)) < -1 or max(map(max, positions)) >= length:
-            raise ValueError(f"positions_BQ must be from 0 to {length - 1}, the last of the cache, or -1 for padding")
-        if min(visible) < 0 or max(visible) > length:
-            raise ValueError(f"num_visible_B = {visible} must be from 0 to {length}, the length of the cache")
-        if any(max(row) >= seen for row, seen in zip(positions, visible, strict=True)):
+            raise ValueError("positions_BQ has no inputs: a forward needs at least one per sequence; padding counts")
+        if min(map(min, positions)) < -1 or max(map(max, positions)) >= max_length:
+            raise ValueError(f"positions_BQ must be from 0 to {max_length - 1}, the last of the cache, or -1 (padding)")
+        if min(num_visible) < 0 or max(num_visible) > max_length:
+            raise ValueError(f"num_visible_B = {num_visible} must be from 0 to {max_length}, the length of the cache")
+        last_positions = [max(row) for row in positions]
+        if any(last >= limit for last, limit in zip(last_positions, num_visible, strict=True)):
             raise ValueError(
-                f"num_visible_B = {visible} hides inputs, the furthest at places {[max(row) for row in positions]}: "
-                "a text must see its inputs"
+                f"num_visible_B = {num_visible} hides inputs: the last ones are at positions {last_positions}, and a "
+                "sequence must attend to its own inputs"
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from diffusionlm.models.attention import DEFAULT_SCALE, AttentionScale
+from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale
 from diffusionlm.models.patterns import Intervals
 
 BLOCK_SIZE = 128

@@ -20,6 +20,12 @@ TRANSPOSED_PRODUCT_MAX_INPUTS = 1024
 """With more inputs than this the other side is not always faster."""
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of matrix products with x: that of autocast if it is on, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 class Linear(nn.Linear):
     """The one projection of the project: LoRA and quantisation enter here. Left uninitialised: `init.py` fills it."""
 
@@ -68,8 +74,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape as given; dtype as given, or autocast's, so that the projections behind it share one cast."""
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        device, dtype = x.device.type, compute_dtype(x)
         gain = 1.0 + _at_least_fp32(self.weight) if self.offset else self.weight
         if device == "cpu" and torch.is_grad_enabled():
             return _RMSNorm.apply(x, gain, self.eps, dtype)  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.model import ModelConfig
-from diffusionlm.models.layers import Linear, SwiGLU
+from diffusionlm.models.layers import Linear, SwiGLU, compute_dtype
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Of an expert, in this order."""
@@ -102,11 +102,6 @@ def run_experts_grouped(projections: Sequence[Tensor], x_TD: Tensor, weights_TK:
     # Asked here: inside a Function gradients always look switched off.
     options = (groups, compute_dtype(x_TD), torch.is_grad_enabled())
     return _GroupedExperts.apply(x_TD, weights_TK, options, *projections)  # type: ignore[no-any-return]
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _count_tokens_by_expert(experts: Tensor, total: int) -> Tensor:

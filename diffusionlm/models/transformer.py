@@ -1,8 +1,8 @@
 """The model: a pre-norm Transformer with Hugging Face's parameter names. Families differ by options of its config.
 
-It knows nothing of noise, data, ranks or training. Nobody touches the head outside `Transformer.forward`.
+The model has no notion of noise, data, ranks or training. Only `Transformer.forward` uses the head.
 
-Shapes: B rows, L positions, D hidden, V vocabulary, R chosen rows of the flat B * L positions.
+Shapes: B sequences, L positions, D hidden, V vocabulary, P output positions out of B * L.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from config.model import ModelConfig
+from config.runtime import AttentionBackend
 from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cross_entropy
-from diffusionlm.models.attention import Attention, AttentionBackend, AttentionScale, PreparedAttention
-from diffusionlm.models.attention_backends import prepare_attention, prepare_cached_attention
+from diffusionlm.models.attention import Attention, PreparedAttention
+from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.cache import CacheSlots
-from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
+from diffusionlm.models.cached_attention import prepare_cached_attention
+from diffusionlm.models.dense_attention import AttentionScale
+from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, compute_dtype, soft_cap
 from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
 
 
 class Block(nn.Module):
-    """Attention and feed-forward or experts, each behind a norm and around a residual.
+    """Pre-norm residual block: attention, then a feed-forward or a mixture of experts.
 
-    ``post_attention_layernorm`` is before the feed-forward; with ``sandwich_norms`` it is what its name says, and the
-    feed-forward has a norm before and one behind it (Gemma 2).
+    ``post_attention_layernorm`` is the norm before the feed-forward. With ``sandwich_norms`` (Gemma 2) it is the norm
+    after attention, and the feed-forward has a norm before it and one after it.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -53,9 +56,9 @@ class Block(nn.Module):
         output_positions: Tensor | None = None,
         routings: list[Routing] | None = None,
     ) -> Tensor:
-        """[B, L, D], or [R, D] of ``rows`` alone: then only keys and values are computed for the others.
+        """Output [B, L, D], or [P, D] at ``output_positions``: then the others get keys and values only.
 
-        A router appends what it decided to ``routings``.
+        A router appends its `Routing` to ``routings``.
         """
         attended = self.self_attn(self.input_layernorm(x_BLD), rope, attention, output_positions=output_positions)
         if self.has_sandwich_norms:
@@ -68,12 +71,11 @@ class Block(nn.Module):
 
 
 def _norm(config: ModelConfig) -> RMSNorm:
-    """A norm of the residual stream's width."""
     return RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and final norm: what Hugging Face calls ``model``."""
+    """Embedding, blocks and final norm; Hugging Face names it ``model``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,15 +85,19 @@ class Backbone(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A masked, block or causal language model; which one is said by the pattern of the call.
+    """A masked, block or causal language model, depending on the attention pattern of the call.
 
-    Parameters are uninitialised until `init.init_weights` or a checkpoint fills them.
+    Parameters are uninitialized until `init.init_weights` or a checkpoint fills them.
+
+    Raises:
+        ValueError: the attention backend cannot compute the soft cap of the config.
     """
 
     def __init__(self, config: ModelConfig, *, attention_backend: AttentionBackend = "auto") -> None:
         super().__init__()
         self.config = config
         self.attention_backend = attention_backend
+        self._build_attention_scale().check_backend(attention_backend)
         self.model = Backbone(config)
         self.rope = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
@@ -138,25 +144,25 @@ class Transformer(nn.Module):
         loss_inputs: LossInputs | None = None,
         cache: CacheSlots | None = None,
     ) -> Tensor | LossOutput:
-        """Logits, or the score of chosen rows.
+        """Compute logits, or with ``loss_inputs`` the loss.
 
         Args:
             tokens_BL: token ids, int64.
-            pattern: who sees whom.
-            positions: position numbers [L] or [B, L]; if None, 0, 1, 2 ... in each stream of the pattern.
-            inputs_embeds_BLD: taken instead of the tokens' embeddings, as they are (``scale_embeddings`` is theirs).
-            output_positions: flat indices into B * L, ascending, [N]. The last block computes queries, feed-forward and
-                head for these alone.
-            loss_inputs: targets and weights of ``output_positions``; the logits never exist all at once.
-            cache: keys and values of earlier forwards, and the places of the tokens among them, instead of positions;
-                for decoding, so without score and gradient.
+            pattern: attention pattern.
+            positions: position ids, [L] or [B, L]. None: 0, 1, 2 ..., again in the second half of a two-stream
+                sequence.
+            inputs_embeds_BLD: used in place of the token embeddings, without ``scale_embeddings``.
+            output_positions: flat indices into B * L, ascending, [P]. The last block computes queries and feed-forward,
+                and the head logits, for these positions only.
+            loss_inputs: targets and weights at ``output_positions``; the logits are never held all at once.
+            cache: slots of the tokens in a key-value cache, in place of positions; inference only.
 
         Returns:
-            Without loss inputs: logits [B, L, V], or [N, V] of the output positions. With them: `LossOutput`.
+            Without loss inputs: logits [B, L, V], or [P, V] at the output positions. With loss inputs: `LossOutput`.
 
         Raises:
-            ValueError: a score without rows, a sequence longer than the model's context, an attention backend that
-                cannot compute the pattern or the model's soft cap, or what does not go with a cache.
+            ValueError: loss inputs without output positions, a sequence longer than the model's context, an attention
+                backend that cannot compute the pattern, or an argument that cannot be used with a cache.
         """
         if loss_inputs is not None and output_positions is None:
             raise ValueError("loss_inputs need output_positions: flat indices into B * L")
@@ -165,7 +171,7 @@ class Transformer(nn.Module):
             attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
         else:
             if positions is not None or loss_inputs is not None:
-                raise ValueError("a cache has positions of its own and is for decoding: pass no positions and no score")
+                raise ValueError("a cache has its own positions and no loss: pass neither positions nor loss_inputs")
             attentions, positions = self._prepare_cached_attention(pattern, tokens_BL, cache, x)
         rope = self._build_rotary_tables(positions if positions.dim() == 2 else positions[None], x)
         routings: list[Routing] | None = [] if loss_inputs is not None and loss_inputs.load_balancing_weight else None
@@ -179,25 +185,20 @@ class Transformer(nn.Module):
         if loss_inputs is None:
             logits: Tensor = self.lm_head(x)
             return logits if softcap is None else soft_cap(logits, softcap)
-        scored = linear_cross_entropy(x, self.lm_head.weight, loss_inputs, softcap)
-        return (
-            replace(
-                scored, load_balancing_loss=loss_inputs.load_balancing_weight * compute_load_balancing_loss(routings)
-            )
-            if routings
-            else scored
-        )
+        output = linear_cross_entropy(x, self.lm_head.weight, loss_inputs, softcap)
+        if not routings:
+            return output
+        load_balancing_loss = loss_inputs.load_balancing_weight * compute_load_balancing_loss(routings)
+        return replace(output, load_balancing_loss=load_balancing_loss)
 
     def _build_rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary tables of a forward, in the dtype that queries will have."""
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        heads = self.config.num_attention_heads if device == "cpu" else 1
-        tables: tuple[Tensor, Tensor] = self.rope(positions, heads=heads, dtype=dtype)
+        """Rotary tables of a forward, in the dtype of the queries."""
+        heads = self.config.num_attention_heads if x.device.type == "cpu" else 1
+        tables: tuple[Tensor, Tensor] = self.rope(positions, heads=heads, dtype=compute_dtype(x))
         return tables
 
     def _embed(self, tokens_BL: Tensor) -> Tensor:
-        """Embeddings, times sqrt(D) where the config says so: rounded to fp32, then to their dtype, as Gemma's is."""
+        """Token embeddings, with ``scale_embeddings`` times sqrt(D), which is rounded to fp32 first (Gemma)."""
         x_BLD: Tensor = self.model.embed_tokens(tokens_BL)
         if not self.config.scale_embeddings:
             return x_BLD
@@ -207,48 +208,43 @@ class Transformer(nn.Module):
     def _prepare_attention(
         self, pattern: AttentionPattern, length: int, positions: Tensor | None, device: torch.device
     ) -> tuple[Sequence[PreparedAttention], Tensor]:
-        """The attention of each layer, and positions. Layers with the same window share their attention."""
+        """Attention of each layer, and position ids. Layers with the same window share one attention."""
         if length > self.config.max_position_embeddings * pattern.positions_per_token:
             raise ValueError(
                 f"{length // pattern.positions_per_token} tokens are more than the model's context, "
                 f"max_position_embeddings = {self.config.max_position_embeddings}; shorten the input"
             )
-        windows, scale_options = self._layer_windows(), self._build_scale_options()
-        made = {
+        windows, scale_options = self._layer_windows(), self._build_attention_scale()
+        attention_of_window = {
             window: prepare_attention(pattern, length, device, self.attention_backend, window, scale_options)
             for window in dict.fromkeys(windows)
         }
         if positions is None:
-            positions = torch.arange(length // pattern.positions_per_token, device=device).repeat(
-                pattern.positions_per_token
-            )
-        return [made[window] for window in windows], positions
+            num_tokens = length // pattern.positions_per_token
+            positions = torch.arange(num_tokens, device=device).repeat(pattern.positions_per_token)
+        return [attention_of_window[window] for window in windows], positions
 
     def _prepare_cached_attention(
         self, pattern: AttentionPattern, tokens_BL: Tensor, slots: CacheSlots, x_BLD: Tensor
     ) -> tuple[Sequence[PreparedAttention], Tensor]:
-        """The same of a forward with a cache."""
+        """Attention of each layer, and position ids, for a forward with a cache."""
         if slots.positions_BQ.shape != tokens_BL.shape:
             raise ValueError(
-                f"tokens {list(tokens_BL.shape)} and the positions_BQ of their slots, "
-                f"{list(slots.positions_BQ.shape)}, must have the same shape"
+                f"tokens {list(tokens_BL.shape)} and cache.positions_BQ {list(slots.positions_BQ.shape)} must have the "
+                "same shape"
             )
         if torch.is_grad_enabled():
-            raise ValueError("a cache keeps no gradient: call the model under torch.inference_mode() or no_grad()")
+            raise ValueError("a cache has no gradient: call the model under torch.inference_mode() or no_grad()")
         windows = self._layer_windows()
         return prepare_cached_attention(
-            pattern, slots, windows, x_BLD.device, self.attention_backend, self._build_scale_options()
+            pattern, slots, windows, x_BLD.device, self.attention_backend, self._build_attention_scale()
         )
 
-    def _build_scale_options(self) -> AttentionScale:
-        """How products of queries and keys become scores."""
+    def _build_attention_scale(self) -> AttentionScale:
         scalar = self.config.query_pre_attn_scalar
         return AttentionScale(None if scalar is None else scalar**-0.5, self.config.attn_logit_softcapping)
 
     def _layer_windows(self) -> list[int | None]:
-        """Of each layer. None: it sees any distance."""
-        full = ["full_attention"] * self.config.num_hidden_layers
-        return [
-            self.config.sliding_window if kind == "sliding_attention" else None
-            for kind in self.config.layer_types or full
-        ]
+        """Sliding window of each layer. None: full attention."""
+        layer_types = self.config.layer_types or ["full_attention"] * self.config.num_hidden_layers
+        return [self.config.sliding_window if kind == "sliding_attention" else None for kind in layer_types]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from diffusionlm.models.attention import attend_at_positions
+from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.transformer import Block, Transformer
 
@@ -84,7 +84,7 @@ def _select_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 @dataclass(frozen=True)
-class _FlexOutsidePolicy:
+class _FlexOutsidePolicy(PreparedAttention):
     """An attention whose FlexAttention the policy does not see, since torch compiles nothing that a policy watches. It
     is computed again."""
 
@@ -95,6 +95,3 @@ class _FlexOutsidePolicy:
             return self.attention(q_BQNH, k_BSKH, v_BSKH)
         with _disable_current_modes():
             return self.attention(q_BQNH, k_BSKH, v_BSKH)
-
-    def at_positions(self, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor) -> Tensor:
-        return attend_at_positions(self, q_PNH, k_BSKH, v_BSKH, output_positions)

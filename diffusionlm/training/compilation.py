@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from config.runtime import RuntimeConfig
-from diffusionlm.models.attention import attend_at_positions
+from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.transformer import Block, Transformer
 
@@ -65,7 +65,7 @@ def _call_attention(attention: Any, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tens
 
 
 @dataclass(frozen=True)
-class _UncompiledAttention:
+class _UncompiledAttention(PreparedAttention):
     """An attention that the compiler looks past."""
 
     attention: Any
@@ -73,6 +73,3 @@ class _UncompiledAttention:
 
     def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         return self.attend(self.attention, q_BQNH, k_BSKH, v_BSKH)
-
-    def at_positions(self, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor) -> Tensor:
-        return attend_at_positions(self, q_PNH, k_BSKH, v_BSKH, output_positions)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarking.bench_attention import bench_blocks, pattern_step, prepare_step
+from config.runtime import AttentionBackend
 from diffusionlm.models import attention_backends
-from diffusionlm.models.attention import AttentionBackend
 from diffusionlm.models.patterns import BlockDiffusion
 
 

@@ -19,7 +19,7 @@ from benchmarking.harness import (
     time_in_turns,
     usable_cores,
 )
-from diffusionlm.models.attention import AttentionBackend
+from config.runtime import AttentionBackend
 from profiling.memory import PeakGrowth, peak_resident_bytes, reset_peak_resident, resident_bytes
 
 MEBIBYTE = 1 << 20

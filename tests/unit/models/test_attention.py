@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from diffusionlm.models.attention import DenseBackend, attend, select_dense_backend
+from diffusionlm.models.attention_backends import select_backend, select_cached_backend
+from diffusionlm.models.dense_attention import DenseBackend, attend
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, DenseBias
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0, -1, -1]])
@@ -53,7 +54,7 @@ def assert_equal_with_gradients(
         torch.testing.assert_close(our, their, rtol=10 * tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=name)
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (4, 1)])
 def test_attention_equals_softmax(backend: DenseBackend, pattern: AttentionPattern, heads: int, groups: int) -> None:
@@ -86,8 +87,28 @@ def test_bfloat16_within_its_precision(backend: DenseBackend) -> None:
 
 def test_auto_is_eager_for_short_bfloat16_on_the_cpu() -> None:
     q = torch.zeros(1, 8, 2, 4)
-    assert select_dense_backend("auto", q) == "sdpa"
-    assert select_dense_backend("auto", q.bfloat16()) == "eager"
-    assert select_dense_backend("auto", torch.zeros(1, 513, 1, 2, dtype=torch.bfloat16)) == "sdpa"
-    assert select_dense_backend("sdpa", q.bfloat16()) == "sdpa"
-    assert select_dense_backend("eager", q) == "eager"
+    assert select_backend("auto", q, 8, None, None) == "sdpa"
+    assert select_backend("auto", q.bfloat16(), 8, None, None) == "eager"
+    assert select_backend("auto", q.bfloat16(), 4096, None, None) == "eager", "few queries of a long sequence"
+    assert select_backend("auto", torch.zeros(1, 513, 1, 2, dtype=torch.bfloat16), 513, None, None) == "sdpa"
+    assert select_backend("sdpa", q.bfloat16(), 8, None, None) == "sdpa"
+    assert select_backend("eager", q, 8, None, None) == "eager"
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "device", "dtype", "softcap", "expected"),
+    [
+        (1, "cpu", torch.bfloat16, None, "eager"),
+        (2, "cpu", torch.bfloat16, None, "sdpa"),
+        (32, "cpu", torch.bfloat16, None, "eager"),
+        (513, "cpu", torch.bfloat16, None, "sdpa"),
+        (1, "cpu", torch.float32, None, "sdpa"),
+        (1, "cuda", torch.bfloat16, None, "sdpa"),
+        (2, "cpu", torch.float32, 3.0, "eager"),
+    ],
+)
+def test_auto_with_a_cache(
+    num_queries: int, device: str, dtype: torch.dtype, softcap: float | None, expected: str
+) -> None:
+    assert select_cached_backend("auto", num_queries, device, dtype, softcap) == expected
+    assert select_cached_backend("sdpa", num_queries, device, dtype, None) == "sdpa"

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from config.model import LinearRope, Llama3Rope, ModelConfig
+from config.runtime import AttentionBackend
 from diffusionlm.kernels.cross_entropy import LossInputs
-from diffusionlm.models.attention import AttentionBackend, AttentionScale, attend
-from diffusionlm.models.attention_backends import PatternAttention, prepare_attention
+from diffusionlm.models.attention_backends import prepare_attention, select_backend
+from diffusionlm.models.dense_attention import AttentionScale, attend
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate, soft_cap
 from diffusionlm.models.patterns import (
@@ -202,9 +203,8 @@ def test_what_cannot_cap_is_refused(backend: Any, tiny_model: MakeModel) -> None
     for pattern in (Bidirectional(), Causal()):
         with pytest.raises(ValueError, match=message):
             prepare_attention(pattern, 600, "cpu", backend, None, CAPPED)
-    model = tiny_model(backend=backend, attn_logit_softcapping=1.3)
     with pytest.raises(ValueError, match=message):
-        model(TOKENS, pattern=Causal())
+        tiny_model(backend=backend, attn_logit_softcapping=1.3)
     if backend == "sdpa":
         with pytest.raises(ValueError, match=message):
             attend(*tensors(9), None, "sdpa", CAPPED)
@@ -219,22 +219,19 @@ def test_auto_avoids_what_cannot_cap(pattern: AttentionPattern, dtype: torch.dty
             assert prepare_attention(pattern, length, "cpu", "auto", window, CAPPED).backend_for(q) == "eager"
 
 
-@pytest.mark.parametrize(("rule", "dense_mask"), [(CAPPED, "eager"), (AttentionScale(scale=0.7), "sdpa")], ids=str)
-def test_auto_on_a_gpu(rule: AttentionScale, dense_mask: str) -> None:
-    """FlexAttention where its kernels fit, else what can cap; asked without a GPU."""
+@pytest.mark.parametrize(("softcap", "dense_backend"), [(1.3, "eager"), (None, "sdpa")])
+def test_auto_on_a_gpu(softcap: float | None, dense_backend: str) -> None:
+    """FlexAttention where its kernels fit, else a dense backend that can cap. Needs no GPU."""
 
-    def choice(length: int, width: int, dtype: torch.dtype) -> str:
-        attention = PatternAttention(Causal(), length, "cpu", "auto", None, Causal().intervals(length), rule)
+    def select(length: int, width: int, dtype: torch.dtype, *, has_intervals: bool = True) -> str:
         query: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, length, 1, width))
-        return attention.backend_for(query)
+        return select_backend("auto", query, length, softcap, (lambda: 0.5) if has_intervals else None)
 
-    assert choice(512, 16, torch.bfloat16) == "flex"
-    assert (
-        choice(511, 16, torch.bfloat16)
-        == choice(512, 8, torch.bfloat16)
-        == choice(512, 16, torch.float64)
-        == dense_mask
-    )
+    assert select(512, 16, torch.bfloat16) == "flex"
+    assert select(511, 16, torch.bfloat16) == dense_backend
+    assert select(512, 8, torch.bfloat16) == dense_backend
+    assert select(512, 16, torch.float64) == dense_backend
+    assert select(512, 16, torch.bfloat16, has_intervals=False) == dense_backend
 
 
 @pytest.mark.gpu
