@@ -1,13 +1,19 @@
-"""``diffusionlm-analyze``: two model directories side by side."""
+"""``diffusionlm-analyze``: describe a model directory, or compare two."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command
 from config.convert import AnalyzeConfig
+
+if TYPE_CHECKING:
+    from diffusionlm.checkpoints.analyze import Analysis, TensorInfo, TensorPair
 
 NAME = "diffusionlm-analyze"
 
@@ -17,33 +23,31 @@ EXAMPLE = f"""  {NAME} runs/quickstart
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, load the config, compare, print."""
     config, _ = parse_command(
         AnalyzeConfig,
         name=NAME,
-        description="Names, shapes and values of two model directories: what maps to what, and how much they differ.",
+        description="Compare the configs and the tensor names, shapes and values of two model directories.",
         example=EXAMPLE,
         config_required=False,
         add_arguments=_add_shorthands,
         argv=argv,
     )
     if config.a is None:
-        print(f"{NAME}: error: no model given: name one or two model directories", file=sys.stderr)
+        print(f"{NAME}: error: no model: name one or two model directories", file=sys.stderr)
         raise SystemExit(2)
     with friendly_errors(NAME):
-        # Only now, so that --help and config errors do not wait for torch.
-        from diffusionlm.checkpoints.analyze import analyze, format_analysis, format_directory
+        # Imported here so that --help and config errors do not wait for torch.
+        from diffusionlm.checkpoints.analyze import analyze
 
         if config.b is None:
             print(format_directory(config.a, config.max_rows))
             return
-        result = analyze(config.a, config.b, values=config.values)
-        print(result.to_json() if config.format == "json" else format_analysis(result, config.max_rows))
+        analysis = analyze(config.a, config.b, values=config.values)
+        print(analysis.to_json() if config.format == "json" else format_analysis(analysis, config.max_rows))
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
-    """Arguments that stand for overrides, so that --print-config shows what they do."""
-    for name, what in (("a", "model, checkpoint or run directory"), ("b", "the other one")):
+    for name, text in (("a", "model, checkpoint or run directory"), ("b", "directory to compare with")):
         parser.add_argument(
             name,
             metavar=name.upper(),
@@ -51,9 +55,63 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
             action=ValueShorthand,
             const=name,
             default=argparse.SUPPRESS,
-            help=what,
+            help=text,
         )
-    parser.add_argument("--json", action=FlagShorthand, nargs=0, const='format="json"', help="one JSON object")
+    parser.add_argument("--json", action=FlagShorthand, nargs=0, const='format="json"', help="print one JSON object")
+
+
+def format_directory(directory: Path, max_rows: int) -> str:
+    """Format a table of a directory's tensors. ``max_rows`` 0: all of them."""
+    from config.families.model_directory import resolve_model_directory
+    from diffusionlm.checkpoints.analyze import list_tensors
+
+    tensors = list(list_tensors(resolve_model_directory(directory)).values())
+    num_values = sum(info.num_elements for info in tensors)
+    rows = [[info.name, _format_shape(info), info.dtype, info.file] for info in tensors]
+    return f"{directory}: {len(tensors)} tensors, {num_values:,} values\n\n{_format_table(rows, max_rows)}"
+
+
+def format_analysis(analysis: Analysis, max_rows: int) -> str:
+    """Format tables of the differences. ``max_rows`` 0: all rows of each table."""
+    lines: list[str] = []
+    if analysis.config_differences:
+        rows = [[key, json.dumps(a), json.dumps(b)] for key, a, b in analysis.config_differences]
+        lines += ["config.json differs in", "", _format_table(rows, max_rows), ""]
+    equal = [pair for pair in analysis.pairs if pair.match == "name" and pair.max_difference == 0.0]
+    lines.append(f"{len(equal)} tensors are equal")
+    others = [pair for pair in analysis.pairs if pair not in equal]
+    if others:
+        lines += ["", "other pairs (largest difference, relative root mean square):", ""]
+        lines.append(_format_table([_format_pair(pair) for pair in others], max_rows))
+    for name, infos in (("a", analysis.only_a), ("b", analysis.only_b)):
+        if infos:
+            rows = [[info.name, _format_shape(info), info.dtype] for info in infos]
+            lines += ["", f"only in {name}:", "", _format_table(rows, max_rows)]
+    return "\n".join(lines)
+
+
+def _format_pair(pair: TensorPair) -> list[str]:
+    name = pair.a.name if pair.a.name == pair.b.name else f"{pair.a.name} = {pair.b.name}"
+    shapes = [_format_shape(pair.a)] + ([] if pair.a.shape == pair.b.shape else [_format_shape(pair.b)])
+    dtypes = dict.fromkeys([pair.a.dtype, pair.b.dtype])
+    differences = (pair.max_difference, pair.relative_difference)
+    numbers = ["-" if difference is None else f"{difference:.3g}" for difference in differences]
+    return [name, " / ".join(shapes), " / ".join(dtypes), *numbers]
+
+
+def _format_shape(info: TensorInfo) -> str:
+    return "x".join(map(str, info.shape)) or "scalar"
+
+
+def _format_table(rows: Sequence[Sequence[str]], max_rows: int) -> str:
+    visible = rows[:max_rows] if max_rows else rows
+    widths = [max(map(len, column)) for column in zip(*visible, strict=True)]
+    lines = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in visible
+    ]
+    if len(visible) < len(rows):
+        lines.append(f"  ... and {len(rows) - len(visible)} more; set max_rows = 0 to see all")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

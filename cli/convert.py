@@ -1,13 +1,17 @@
-"""``diffusionlm-convert``: one model directory to another."""
+"""``diffusionlm-convert``: write a model directory with another dtype, family or shard size, or for diffusion."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cli.arguments import ValueShorthand, friendly_errors, parse_command
 from config.convert import ConvertConfig
+
+if TYPE_CHECKING:
+    from diffusionlm.checkpoints.convert import ConversionPlan
 
 NAME = "diffusionlm-convert"
 
@@ -16,11 +20,10 @@ EXAMPLE = f"""  {NAME} --source Qwen3-0.6B --target models/qwen3-mask --set diff
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, load the config, plan, convert."""
     config, arguments = parse_command(
         ConvertConfig,
         name=NAME,
-        description="Write a model directory anew: another dtype, other shards, or with a mask token for diffusion.",
+        description="Write a model directory with another dtype, family or shard size, or with a mask token for diffusion.",
         example=EXAMPLE,
         config_required=False,
         add_arguments=_add_arguments,
@@ -28,25 +31,50 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     missing = next((name for name in ("source", "target") if getattr(config, name) is None), None)
     if missing is not None:
-        print(f"{NAME}: error: no {missing} given: add --{missing} DIR", file=sys.stderr)
+        print(f"{NAME}: error: {missing} is missing: add --{missing} DIR", file=sys.stderr)
         raise SystemExit(2)
     with friendly_errors(NAME):
-        # Only now, so that --help and config errors do not wait for torch.
+        # Imported here so that --help and config errors do not wait for torch.
         from diffusionlm.checkpoints.convert import convert, plan_conversion
 
         plan = plan_conversion(config)
+        print("\n".join(describe_plan(plan)))
         if arguments.dry_run:
-            print("\n".join(plan.descriptions))
             return
-        convert(plan, config, print)
-        print(f"next: uv run diffusionlm-analyze {plan.source} {config.target}")
+        convert(plan)
+        print(f"next: uv run diffusionlm-analyze {plan.source} {plan.target}")
+
+
+def describe_plan(plan: ConversionPlan) -> list[str]:
+    """Describe the steps of a conversion, one line each, in order."""
+    from config.families.registry import get_family
+
+    config, source, target = plan.config, plan.source_config, plan.target_config
+    lines = [f"read {plan.source}: {source.num_hidden_layers} layers, {source.vocab_size:,} rows of the embedding"]
+    if config.diffusion is not None:
+        name, token_id = config.diffusion.mask_token, target.mask_token_id
+        if plan.mean_row is None:
+            lines.append(f"use {name!r}, id {token_id} in the tokenizer, as the mask token")
+        else:
+            row = "a new row" if plan.mean_row >= source.vocab_size else "an unused row"
+            lines.append(f"add the mask token {name!r} with id {token_id}: {row}, set to the mean of the other rows")
+        length = target.block_length
+        blocks = "one block for the whole sequence" if length is None else f"blocks of {length} tokens"
+        lines.append(f"set {blocks}, logit_alignment = {target.logit_alignment!r}")
+        if plan.unties_head:
+            lines.append("copy the embedding to the head")
+    family = get_family(target)
+    dtype = "the dtype of the source" if config.dtype == "keep" else config.dtype
+    lines.append(f"write model_type = {family.model_type!r} ({family.architecture})")
+    lines.append(f"write {plan.target}: weights in {dtype}, files of up to {config.max_shard_gigabytes:g} GB")
+    return lines
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the steps without writing anything")
     group = parser.add_argument_group("shorthands for --set")
-    for name, what in (("source", "model, checkpoint or run directory"), ("target", "directory that is written")):
-        group.add_argument(f"--{name}", metavar="DIR", action=ValueShorthand, const=name, help=what)
+    for name, text in (("source", "model, checkpoint or run directory"), ("target", "directory to write")):
+        group.add_argument(f"--{name}", metavar="DIR", action=ValueShorthand, const=name, help=text)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""From one model directory to another: dtype, shards, family, and an autoregressive model made ready for diffusion.
+"""Convert a model directory: dtype, shard size, family, and an autoregressive model to a diffusion model.
 
-Shapes: V rows of the embedding, D hidden.
+Shapes: V rows of the embedding, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,161 +23,151 @@ from diffusionlm.checkpoints.huggingface import (
 )
 from diffusionlm.checkpoints.manifest import write_directory_atomically
 from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
+from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from diffusionlm.models.transformer import Transformer
 from tokenizer import SentencePieceTokenizer, Tokenizer, load_chat_template, save_chat_template
 
-EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
+MAX_LISTED_TOKENS = 20
+"""Special tokens that an error names."""
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What a conversion will do."""
+    """A conversion that was checked, but not carried out."""
 
     source: Path
+    """Directory with config.json."""
+    target: Path
+    config: ConvertConfig
     source_config: ModelConfig
     target_config: ModelConfig
     tokenizer: Tokenizer
-    """As it will be written."""
-    descriptions: tuple[str, ...]
-    """For people, in order."""
-    new_mask_row: int | None
-    """Row of the embedding (and of the head) that gets the mean of the others: what no token has used says nothing."""
+    """Of the target."""
+    mean_row: int | None
+    """Row of the embedding and of the head that is set to the mean of the other rows, because no token was trained
+    on it. None: no row."""
+
+    @property
+    def unties_head(self) -> bool:
+        """The target's head is a copy of the embedding that the source's head is tied to."""
+        return self.source_config.tie_word_embeddings and not self.target_config.tie_word_embeddings
 
 
 def plan_conversion(config: ConvertConfig) -> ConversionPlan:
-    """What will be done; nothing is written, and no weights are read.
+    """Check a conversion, without reading weights or writing anything.
 
     Raises:
-        ValueError: no source or target, a target that exists, a mask token that cannot be had, a family that cannot
-            express the model, or a tokenizer that does not fit it; names the key.
+        ValueError: source or target is missing, the target exists, the mask token cannot be added, the family has no
+            such model, or the tokenizer does not fit the model; names the key.
     """
     if config.source is None or config.target is None:
-        raise ValueError("source and target are both needed: name a model directory, and one that will be written")
+        raise ValueError("source and target are both required: a model directory, and a directory to write")
     if config.target.exists():
-        raise ValueError(f"target = {config.target} exists already: name another directory, or remove it")
+        raise ValueError(f"target = {config.target} exists: name another directory, or remove it")
     source = resolve_model_directory(config.source)
     source_config, tokenizer = read_model_config(source), load_tokenizer(source)
-    descriptions = [
-        f"read {source}: {source_config.num_hidden_layers} layers, {source_config.vocab_size:,} rows of the embedding"
-    ]
-    target_config, fresh = source_config, None
+    target_config, mean_row = source_config, None
     if config.diffusion is not None:
-        target_config, tokenizer, fresh, added = _add_mask_token(config.diffusion, source_config, tokenizer)
-        descriptions += added
+        token_id, mean_row = _choose_mask_row(config.diffusion, source_config, tokenizer)
+        tokenizer = _add_mask_token(tokenizer, config.diffusion.mask_token, token_id)
+        target_config = _to_diffusion_config(source_config, config.diffusion, token_id)
     if config.model_type is not None:
-        target_config = _change_family(config.model_type, target_config)
-    values = get_family(target_config).to_config_json(target_config)
-    descriptions.append(f"write it as model_type = {values['model_type']!r} ({values['architectures'][0]})")
+        target_config = _change_family(target_config, config.model_type)
+    get_family(target_config).to_config_json(target_config)
     ordinary_tokens = {token_id: token.decode(errors="replace") for token, token_id in tokenizer.vocab.items()}
     check_vocabulary(Vocabulary(ordinary_tokens, tokenizer.vocab_size), target_config, source)
-    dtype = "their dtype" if config.dtype == "keep" else config.dtype
-    descriptions.append(f"write {config.target}: weights in {dtype}, files of up to {config.max_shard_gigabytes:g} GB")
-    return ConversionPlan(source, source_config, target_config, tokenizer, tuple(descriptions), fresh)
+    return ConversionPlan(source, config.target, config, source_config, target_config, tokenizer, mean_row)
 
 
-def _add_mask_token(
-    section: DiffusionSection, source_config: ModelConfig, tokenizer: Tokenizer
-) -> tuple[ModelConfig, Tokenizer, int | None, list[str]]:
-    """The config and the tokenizer with a mask token, the row that is new, and what was done."""
-    token_id, fresh, descriptions = _choose_mask_row(section, source_config, tokenizer)
-    if section.mask_token not in tokenizer.special_tokens and isinstance(tokenizer, SentencePieceTokenizer):
+def _choose_mask_row(section: DiffusionSection, config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, int | None]:
+    """Return the mask token's id, and the same id if its row has to be set to the mean of the others."""
+    name, tokenizer_id = section.mask_token, tokenizer.special_tokens.get(section.mask_token)
+    num_rows, token_id = config.vocab_size, section.mask_token_id
+    if tokenizer_id is not None:
+        if token_id not in (None, tokenizer_id):
+            raise ValueError(
+                f"diffusion.mask_token_id = {token_id}, but {name!r} has the id {tokenizer_id} in the tokenizer: "
+                "remove it, or choose another mask_token"
+            )
+        return tokenizer_id, tokenizer_id if tokenizer_id >= num_rows else None
+    used_ids = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
+    if token_id is None:
+        token_id = next((row for row in range(num_rows) if row not in used_ids), num_rows)
+    elif token_id in used_ids:
         raise ValueError(
-            f"diffusion.mask_token = {section.mask_token!r} cannot be added to a SentencePiece tokenizer: name one of "
-            f"its special tokens, such as an unused one, of {sorted(tokenizer.special_tokens)[:20]}"
+            f"diffusion.mask_token_id = {token_id} is the id of {tokenizer.decode([token_id])!r}: name an id that no "
+            "token has"
         )
-    made = tokenizer.with_mask_token(section.mask_token, token_id)
-    alignment = source_config.logit_alignment if section.logit_alignment == "keep" else section.logit_alignment
-    target_config = source_config.model_copy(
-        update={
-            "vocab_size": max(source_config.vocab_size, token_id + 1),
-            "mask_token_id": token_id,
-            "block_length": section.block_length,
-            "logit_alignment": alignment,
-            "tie_word_embeddings": source_config.tie_word_embeddings and not section.untie_head,
-        }
-    )
-    blocks = "the whole sequence at once" if section.block_length is None else f"blocks of {section.block_length}"
-    descriptions.append(f"{blocks}; outputs {alignment.replace('_', ' ')}")
-    if section.untie_head and source_config.tie_word_embeddings:
-        descriptions.append("the head gets a copy of the embedding")
-    return ModelConfig.model_validate(target_config.model_dump()), made, fresh, descriptions
+    elif token_id > num_rows:
+        raise ValueError(
+            f"diffusion.mask_token_id = {token_id} would leave rows of the embedding without tokens: it has "
+            f"{num_rows} rows, so the next id is {num_rows}"
+        )
+    return token_id, token_id
 
 
-def _change_family(model_type: str, config: ModelConfig) -> ModelConfig:
-    """The same model in the words of another family.
+def _add_mask_token(tokenizer: Tokenizer, mask_token: str, token_id: int) -> Tokenizer:
+    if mask_token not in tokenizer.special_tokens and isinstance(tokenizer, SentencePieceTokenizer):
+        names = sorted(tokenizer.special_tokens)[:MAX_LISTED_TOKENS]
+        raise ValueError(
+            f"diffusion.mask_token = {mask_token!r} cannot be added to a SentencePiece tokenizer: choose one of its "
+            f"special tokens, such as an unused one: {names}"
+        )
+    return tokenizer.with_mask_token(mask_token, token_id)
+
+
+def _to_diffusion_config(config: ModelConfig, section: DiffusionSection, mask_token_id: int) -> ModelConfig:
+    changes = {
+        "vocab_size": max(config.vocab_size, mask_token_id + 1),
+        "mask_token_id": mask_token_id,
+        "block_length": section.block_length,
+        "logit_alignment": config.logit_alignment if section.logit_alignment == "keep" else section.logit_alignment,
+        "tie_word_embeddings": config.tie_word_embeddings and not section.untie_head,
+    }
+    return ModelConfig.model_validate(config.model_dump() | changes)
+
+
+def _change_family(config: ModelConfig, model_type: str) -> ModelConfig:
+    """Return the same model as one of another family.
 
     Raises:
-        ValueError: an option that the family's own code would not look for; names it, and what the family has.
+        ValueError: the family's own code would not find the diffusion options; names them.
     """
     FAMILIES[model_type].check_diffusion(config)
-    said = None if infer_model_type(config) == model_type else model_type
-    return config.model_copy(update={"model_type": said})
+    is_inferable = infer_model_type(config) == model_type
+    return config.model_copy(update={"model_type": None if is_inferable else model_type})
 
 
-def _choose_mask_row(
-    section: DiffusionSection, source_config: ModelConfig, tokenizer: Tokenizer
-) -> tuple[int, int | None, list[str]]:
-    """The mask token's id, whether its row is to be filled, and why."""
-    name, known = section.mask_token, tokenizer.special_tokens.get(section.mask_token)
-    if known is not None:
-        if section.mask_token_id not in (None, known):
-            raise ValueError(
-                f"diffusion.mask_token_id = {section.mask_token_id}, but {name!r} has the id {known} in the tokenizer: "
-                "leave it out, or choose another mask_token"
-            )
-        fresh = known if known >= source_config.vocab_size else None
-        return known, fresh, [f"the mask token is {name!r}, id {known}, of the tokenizer"]
-    used = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
-    if section.mask_token_id is not None:
-        if section.mask_token_id in used:
-            taken = tokenizer.decode([section.mask_token_id])
-            raise ValueError(
-                f"diffusion.mask_token_id = {section.mask_token_id} is the token {taken!r}: name an id that no token has"
-            )
-        if section.mask_token_id > source_config.vocab_size:
-            raise ValueError(
-                f"diffusion.mask_token_id = {section.mask_token_id} would leave rows without tokens: the embedding has "
-                f"{source_config.vocab_size} rows, the next one is {source_config.vocab_size}"
-            )
-        token_id = section.mask_token_id
-    else:
-        token_id = next((row for row in range(source_config.vocab_size) if row not in used), source_config.vocab_size)
-    where = "a new row" if token_id >= source_config.vocab_size else "a row that no token used"
-    return token_id, token_id, [f"add {name!r} with the id {token_id}, {where}; it gets the mean of the others"]
-
-
-def convert(plan: ConversionPlan, config: ConvertConfig, log: Callable[[str], None]) -> None:
-    """Carry out a plan. The target appears when it is complete, or not at all.
+def convert(plan: ConversionPlan) -> None:
+    """Carry out a plan. The target exists completely or not at all.
 
     Raises:
-        ValueError: weights that do not fit, or no room to write.
+        ValueError: the weights do not fit the config, or the target cannot be written.
     """
-    assert config.target is not None, "the plan has one"
-    for step in plan.descriptions:
-        log(step)
     verify_model_files(plan.source)
-    model = load_model_with_config(plan.source_config, plan.source, dtype=config.dtype)
+    model = load_model_with_config(plan.source_config, plan.source, dtype=plan.config.dtype)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    if not plan.target_config.tie_word_embeddings and HEAD_WEIGHT not in weights:
+    if plan.unties_head:
         weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT].clone()
-    if plan.new_mask_row is not None:
-        for name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
-            if name in weights:
-                weights[name] = _fill_row_with_mean(weights[name], plan.new_mask_row)
+    if plan.mean_row is not None:
+        for name in weights.keys() & {EMBEDDING_WEIGHT, HEAD_WEIGHT}:
+            weights[name] = _fill_row_with_mean(weights[name], plan.mean_row)
     with torch.device("meta"):
-        shape = Transformer(plan.target_config)
-    template, shard_bytes = load_chat_template(plan.source), int(config.max_shard_gigabytes * 10**9)
+        target_model = Transformer(plan.target_config)
+    template, shard_bytes = load_chat_template(plan.source), int(plan.config.max_shard_gigabytes * 10**9)
 
     def write(folder: Path) -> None:
-        save_model_directory(shape, plan.tokenizer, folder, weights, max_shard_size=shard_bytes, source=plan.source)
+        save_model_directory(
+            target_model, plan.tokenizer, folder, weights, max_shard_size=shard_bytes, source=plan.source
+        )
         if template is not None:
             save_chat_template(template, folder)
 
-    write_directory_atomically(config.target, write)
+    write_directory_atomically(plan.target, write)
 
 
 def _fill_row_with_mean(table_VD: Tensor, row: int) -> Tensor:
-    """The table with the mean of its other rows in one row, which may be the first one behind its end."""
+    """Set a row to the mean of the other rows. ``row`` = V appends one."""
     others = torch.cat([table_VD[:row], table_VD[row + 1 :]])
     mean_D = others.double().mean(0, keepdim=True).to(table_VD.dtype)
     return torch.cat([table_VD[:row], mean_D, table_VD[row + 1 :]])

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cli.analyze import main
-from diffusionlm.checkpoints.analyze import analyze, format_analysis, list_tensors
+from cli.analyze import format_analysis, main
+from diffusionlm.checkpoints.analyze import analyze, list_tensors
 
 Tensors = dict[str, Tensor]
 
@@ -43,7 +43,7 @@ def test_equal_directories_are_equal_however_they_are_sharded(tensors: Tensors, 
     assert result.is_equal and len(result.pairs) == 4 and not result.only_a + result.only_b
     assert result.config_differences == (("b", 2, 3), ("c", None, 4))
     assert {info.file for info in list_tensors(two).values()} == set(shards)
-    assert "4 tensors are the same in both" in format_analysis(result, 40)
+    assert "4 tensors are equal" in format_analysis(result, 40)
 
 
 def test_differences_are_measured(tensors: Tensors, tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_the_command(tensors: Tensors, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "no model given"),
-        (["nowhere"], 1, "no model at nowhere"),
-        (["{one}", "{empty}"], 1, "has no *.safetens"),
+        ([], 2, "name one or two model directories"),
+        (["nowhere"], 1, "nowhere"),
+        (["{one}", "{empty}"], 1, "convert it with diffusionlm-convert"),
     ],
 )
 def test_what_cannot_be_compared(

@@ -60,7 +60,7 @@ def source(path: Path, tokenizer: Tokenizer, rows: int, **changes: Any) -> Path:
 
 def converted(path: Path, target: Path, **options: Any) -> Transformer:
     config = ConvertConfig(source=path, target=target, **options)
-    convert(plan_conversion(config), config, lambda _: None)
+    convert(plan_conversion(config))
     return load_model(target)
 
 
@@ -171,10 +171,10 @@ def test_a_tokenizer_that_does_not_fit(tokenizer: Tokenizer, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [
-        (["diffusion.mask_token_id=5"], 1, "diffusion.mask_token_id = 5 is the token"),
-        (["diffusion.mask_token_id=400"], 1, "would leave rows without tokens: the embedding has 260 rows"),
+        (["diffusion.mask_token_id=5"], 1, "diffusion.mask_token_id = 5"),
+        (["diffusion.mask_token_id=400"], 1, "diffusion.mask_token_id = 400"),
         (['diffusion={mask_token="<|endoftext|>", mask_token_id=3}'], 1, "'<|endoftext|>' has the id"),
-        (["dtype=float8"], 2, "float8"),
+        (["dtype=float8"], 2, "dtype=float8"),
         (["model_type=bert"], 2, "must be one of qwen3, qwen2, llama"),
         (["model_type=llama"], 1, "qk_norm = True (it has False)"),
         (["model_type=sdar"], 1, "no mask_token_id (add [diffusion])"),
@@ -206,13 +206,13 @@ def test_the_command(tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.Captur
     path = source(tmp_path / "ar", tokenizer, 260)
     arguments = ["--source", str(path), "--target", str(tmp_path / "new"), "--set", "diffusion.block_length=4"]
     main([*arguments, "--dry-run"])
-    told = capsys.readouterr().out
-    assert "write it as model_type = 'qwen3' (Qwen3ForCausalLM)" in told
-    assert "add '<|mask|>' with the id" in told and "blocks of 4; outputs shifted" in told
-    assert not (tmp_path / "new").exists(), "nothing is written"
+    steps = capsys.readouterr().out
+    for part in ("model_type = 'qwen3'", "Qwen3ForCausalLM", "'<|mask|>' with id 258", "blocks of 4", "'shifted'"):
+        assert part in steps
+    assert not (tmp_path / "new").exists(), "--dry-run writes nothing"
     main(arguments)
-    assert capsys.readouterr().out.startswith(told) and (tmp_path / "new/config.json").is_file()
-    for wrong, message in (([*arguments], "exists already"), (arguments[:2], "no target given")):
+    assert capsys.readouterr().out.startswith(steps) and (tmp_path / "new/config.json").is_file()
+    for wrong, message in (([*arguments], "target = "), (arguments[:2], "add --target DIR")):
         with pytest.raises(SystemExit):
             main(wrong)
         assert message in capsys.readouterr().err

@@ -221,23 +221,23 @@ def test_a_converted_model_tells_what_it_was(tiny_model: MakeModel, tokenizer: T
     source = tmp_path / "source"
     save_model_directory(model, tokenizer, source)
     config = ConvertConfig(source=source, target=tmp_path / "plain")
-    convert(plan_conversion(config), config, lambda text: None)
+    convert(plan_conversion(config))
     assert "Converted from qwen3" in (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
     card_of(model, source, TRAINING)
     config = ConvertConfig(source=source, target=tmp_path / "half", dtype="bfloat16")
-    convert(plan_conversion(config), config, lambda text: None)
+    convert(plan_conversion(config))
     card = (tmp_path / "half" / "README.md").read_text(encoding="utf-8")
     assert card.count("\n## Training\n") == card.count("\n## Use\n") == 1
     assert "Converted from first\\_try, " in card and rows(card)["tokens seen"] == "327,680"
     assert front_matter(card)["datasets"] == ["someone/stories"]
     assert "DIR is where the run saved the model and its `config.toml`:" in card, "there is none beside this card"
     again = ConvertConfig(source=tmp_path / "half", target=tmp_path / "quarter")
-    convert(plan_conversion(again), again, lambda text: None)
+    convert(plan_conversion(again))
     assert front_matter((tmp_path / "quarter" / "README.md").read_text())["datasets"] == ["someone/stories"]
     weights = hashlib.sha256((tmp_path / "half" / "model.safetensors").read_bytes()).hexdigest()
     assert weights in rows(card)["model.safetensors"]
     os.remove(source / "README.md")
     config = ConvertConfig(source=source, target=tmp_path / "bare")
-    convert(plan_conversion(config), config, lambda text: None)
+    convert(plan_conversion(config))
     card = (tmp_path / "bare" / "README.md").read_text(encoding="utf-8")
     assert "Converted from source, of which no card tells how it was made." in card

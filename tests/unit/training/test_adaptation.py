@@ -57,7 +57,7 @@ def recipe(qwen3: Path, folder: Path, alignment: str, **objective: Any) -> Train
     """The shipped recipe on the converted model and a little text."""
     diffusion = {"mask_token": "<|MASK|>", "block_length": 4, "logit_alignment": alignment, "untie_head": True}
     wanted = ConvertConfig(source=qwen3, target=folder / "mask", diffusion=diffusion)  # type: ignore[arg-type]
-    convert(plan_conversion(wanted), wanted, lambda _: None)
+    convert(plan_conversion(wanted))
     lines = [json.dumps({"text": f"the cat {index} sat on the mat {index * index}"}) for index in range(400)]
     (folder / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     changes = {
