@@ -53,24 +53,3 @@ class LoggingConfig(Section):
     wandb: WandbConfig | None = None
     """None: no Weights & Biases."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()
-
-
-KEY_HINTS = {
-    "logging.backend": 'is [logging.wandb], [logging.tensorboard] enabled = true or logging.console = "json" here',
-    "logging.run_name": "is called logging.wandb.name here; the run itself has the name of run.directory",
-    "logging.architecture": "is in the config, which Weights & Biases is given whole",
-    "logging.dataset": "is in the config, which Weights & Biases is given whole",
-    "logging.wandb.architecture": "is in the config, which Weights & Biases is given whole",
-    "logging.wandb.dataset": "is in the config, which Weights & Biases is given whole",
-    "logging.wandb.enabled": 'is whether [logging.wandb] is there at all; logging.wandb.mode = "disabled" is off',
-    "logging.wandb.run_name": "is called logging.wandb.name here",
-    "logging.wandb.run_id": "is made, and kept in the run directory",
-    "logging.log_activation_norms": "is called logging.norms_every_steps here (0: none)",
-    "logging.log_weight_norms": "is called logging.norms_every_steps here (0: none)",
-    "logging.log_grad_norms": "is metrics.grad_l2_norm here, always",
-    "logging.log_p_mask_bucket_loss": "is metrics.loss_by_masked_fraction here, always",
-    "logging.p_mask_bucket_edges": "are fifths here: metrics.loss_by_masked_fraction/0.2-0.4 and so on",
-    "logging.val_log_every": "is called validation.every_steps here",
-    "logging.val_log_samples": "is called samples.every_steps here",
-}
-"""Keys of related projects, and where the same thing is said here."""

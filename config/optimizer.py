@@ -254,28 +254,3 @@ class MuonConfig(Section):
 
 
 OptimizerConfig = Annotated[AdamWConfig | LionConfig | MuonConfig, Field(discriminator="kind")]
-
-
-KEY_HINTS = {
-    **{
-        f"optimizer.muon.{group}": f'is [optimizer.{group}] here, in an [optimizer] with kind = "muon"'
-        for group in PARAMETER_GROUPS
-    },
-    **{
-        f"optimizer.{section}{key}": advice.format(section)
-        for section in ("", *(f"{group}." for group in PARAMETER_GROUPS))
-        for key, advice in {
-            "max_learning_rate": "is called optimizer.{}learning_rate here",
-            "initial_learning_rate": "is not needed here: the warm-up (schedule.warmup_steps) rises from its first "
-            "step on to optimizer.{}learning_rate",
-            "min_learning_rate": "is schedule.final_factor here, a factor of optimizer.{}learning_rate and of every "
-            "other group's rate",
-        }.items()
-    },
-    "optimizer.cosine_cycle_iters": "is training.max_steps here: the schedule ends with the run",
-    "optimizer.lr_decay_iters": "is training.max_steps here: the schedule ends with the run",
-    "optimizer.wsd_decay_iters": 'is schedule.decay_steps here, with schedule.kind = "warmup_stable_decay"',
-    "optimizer.wsd_decay_style": 'is schedule.decay_shape here, with schedule.kind = "warmup_stable_decay"',
-    "optimizer.adjust_lr_fn": "is called optimizer.adjust_lr here",
-}
-"""Key of a related project -> the key that replaces it."""

@@ -9,11 +9,9 @@ from pydantic import Field, model_validator
 from config.base import Section
 from config.checkpoint import CheckpointConfig
 from config.data import DataConfig
-from config.logging import KEY_HINTS as LOGGING_KEY_HINTS
 from config.logging import LoggingConfig
 from config.model_section import ModelSection
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
-from config.optimizer import KEY_HINTS as OPTIMIZER_KEY_HINTS
 from config.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig
 from config.parallel import DDP, FSDP, MultiProcessOptions, Parallel, SingleProcess
 from config.runtime import ProfilerConfig, RuntimeConfig
@@ -151,53 +149,19 @@ class DistributedTrainConfig(TrainConfig):
 
 
 KEY_HINTS = {
-    "training.max_train_iteration": "is called training.max_steps here (optimizer steps, not micro-steps)",
-    "training.max_val_iteration": "is called validation.rows here (rows, not batches)",
-    "training.val_freq_iteration": "is called validation.every_steps here",
-    "training.grad_accum_steps": "follows from training.batch_size / training.micro_batch_size here",
-    "training.seed": "is called run.seed here",
-    "training.objective": "is the section [objective] here",
-    "training.amp_enabled": "is training.precision here: float32, bfloat16 or auto",
-    "training.amp_dtype": "is training.precision here: float32, bfloat16 or auto",
-    "model.device": "is called run.device here",
-    "model.dtype": "is training.precision here",
-    "model.d_model": "is called model.hidden_size here",
-    "model.d_ff": "is called model.intermediate_size here",
-    "model.num_layers": "is called model.num_hidden_layers here",
-    "model.num_heads": "is called model.num_attention_heads here",
-    "model.context_length": "is called model.max_position_embeddings here",
-    "model.vocab_size": "comes from the tokenizer: set tokenizer.vocab_size",
-    "model.mask_token_id": "comes from the tokenizer",
-    "model.eot_token_id": "comes from the tokenizer",
-    "model.noise_epsilon": 'is objective.estimator.epsilon here, with objective.estimator.kind = "bernoulli"',
-    **OPTIMIZER_KEY_HINTS,
-    "optimizer.optimizer_name": "is called optimizer.kind here",
-    "optimizer.lr_schedule": "is called schedule.kind here",
-    "optimizer.warmup_iters": "is called schedule.warmup_steps here",
-    "optimizer.grad_clip_max_l2_norm": "is called training.max_grad_norm here",
-    "model.random_trunc_prob": "is called data.random_length_probability here",
-    "data.runs_path": "is called run.directory here",
-    "data.tokenizer": "is the section [tokenizer] here",
-    "data.dataset_name": 'is data.source.dataset here, with data.source.kind = "hub"',
-    "data.pipeline_mode": "is called data.rows here: packed, best_fit or padded",
-    "data.shuffle_buffer_size": "is called data.document_shuffle_window here",
-    "compile": "is runtime.compile here: auto, none or blocks",
-    "checkpointing": "is the section [checkpoint] here",
-    "ddp.backend": "is called parallel.backend here: auto, gloo or nccl",
-    "ddp.bucket_size_mb": "is called parallel.bucket_mib here (of memory, not a count of tensors)",
-    "ddp.num_gpus_per_node": "is called parallel.local_ranks here",
-    "ddp.num_nodes": "is the argument --nodes of diffusionlm-train-ddp, or torchrun's --nnodes",
-    "ddp.node_rank": "is found out at the rendezvous: diffusionlm-train-ddp --nodes N --rendezvous HOST:PORT",
-    "ddp.master_addr": "is the argument --rendezvous HOST:PORT of diffusionlm-train-ddp, or torchrun's --rdzv-endpoint",
-    "ddp.master_port": "is the argument --rendezvous HOST:PORT of diffusionlm-train-ddp, or torchrun's --rdzv-endpoint",
-    "ddp.world_size": "is nodes times parallel.local_ranks here",
-    "ddp.shard_optimizer": "is called parallel.shard_optimizer here",
-    "ddp.zero_stage": 'is parallel.shard_optimizer here (stage 1), or parallel.strategy = "fsdp" (stage 3)',
-    "ddp": 'is the section [parallel] here: strategy = "ddp" or "fsdp"',
-    "fsdp": 'is the section [parallel] here, with strategy = "fsdp"',
-    "deepspeed": 'is not used here: [parallel] with strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3) has its place',
-    "accelerate": "is not used here: the section [parallel], started by diffusionlm-train-ddp or torchrun",
-    "wandb": "is the section [logging.wandb] here: project, entity, name, mode, tags, artifacts",
-    **LOGGING_KEY_HINTS,
+    "training.max_train_iteration": "unknown key; set training.max_steps (optimizer steps)",
+    "training.grad_accum_steps": "unknown key; training.batch_size / training.micro_batch_size is the number of steps",
+    "training.seed": "unknown key; set run.seed",
+    "model.device": "unknown key; set run.device",
+    "model.dtype": "unknown key; set training.precision",
+    "model.vocab_size": "unknown key; set tokenizer.vocab_size",
+    "optimizer.optimizer_name": "unknown key; set optimizer.kind",
+    "optimizer.max_learning_rate": "unknown key; set optimizer.learning_rate",
+    "optimizer.lr_schedule": "unknown key; set schedule.kind",
+    "optimizer.warmup_iters": "unknown key; set schedule.warmup_steps",
+    "ddp": 'unknown section; use [parallel] with strategy = "ddp" or "fsdp"',
+    "deepspeed": 'unknown section; use [parallel] with strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3)',
+    "accelerate": "unknown section; use [parallel], and start the run with diffusionlm-train-ddp or torchrun",
+    "wandb": "unknown section; use [logging.wandb]",
 }
-"""Keys of related projects, and where the same thing is said here."""
+"""Advice for keys of other training programs that similar names and the keys of other sections do not lead to."""

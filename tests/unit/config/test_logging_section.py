@@ -1,4 +1,4 @@
-"""[logging], and the keys that other projects have for it."""
+"""[logging]."""
 
 from __future__ import annotations
 
@@ -52,18 +52,14 @@ def test_weights_and_biases_is_on_where_its_table_is(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "advice"),
+    ("text", "parts"),
     [
-        ('[wandb]\nproject = "p"', "[logging.wandb]"),
-        ('[logging]\narchitecture = "x"', "is in the config"),
-        ('[logging]\nbackend = "wandb"', "[logging.tensorboard]"),
-        ("[logging]\nlog_weight_norms = true", "logging.norms_every_steps"),
-        ("[logging.wandb]\nenabled = true", "whether [logging.wandb] is there"),
-        ('[logging.wandb]\nartifacts = ["weights"]', "checkpoints"),
-        ('[logging]\nconsole = "lines"', "json"),
+        ('[wandb]\nproject = "p"', ["[wandb]", "[logging.wandb]"]),
+        ('[logging.wandb]\nartifacts = ["weights"]', ["logging.wandb.artifacts", "checkpoints"]),
+        ('[logging]\nconsole = "lines"', ["logging.console", "json"]),
     ],
 )
-def test_other_keys_are_answered(text: str, advice: str, load: Load) -> None:
+def test_bad_keys(text: str, parts: list[str], load: Load) -> None:
     with pytest.raises(ConfigError) as raised:
         load(text)
-    assert advice in str(raised.value)
+    assert all(part in str(raised.value) for part in parts)

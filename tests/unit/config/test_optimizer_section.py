@@ -9,8 +9,6 @@ import pytest
 from config.dump import to_toml
 from config.load import load_config
 from config.optimizer import (
-    KEY_HINTS,
-    PARAMETER_GROUPS,
     AdamWConfig,
     AdamWGroup,
     LionConfig,
@@ -43,7 +41,7 @@ max_steps = 100
 def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
     path = tmp_path / "train.toml"
     path.write_text(HEAD + text, encoding="utf-8")
-    config = load_config(TrainConfig, path, overrides, key_hints=KEY_HINTS)
+    config = load_config(TrainConfig, path, overrides)
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(TrainConfig, path) == config
     return config
@@ -122,21 +120,3 @@ def test_mistakes_are_answered(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1 problem") as caught:
         load(tmp_path, text)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("key", sorted(KEY_HINTS))
-def test_keys_of_relatives_are_answered(key: str, tmp_path: Path) -> None:
-    section, _, name = key.rpartition(".")
-    with pytest.raises(ValueError, match="1 problem") as caught:
-        load(tmp_path, f"[{section}]\n{name} = 1\n")
-    assert KEY_HINTS[key] in str(caught.value)
-
-
-def test_every_group_of_a_relative_is_answered_on_its_line(tmp_path: Path) -> None:
-    groups = [group for group in PARAMETER_GROUPS if group != "router"]
-    text = "".join(f"[optimizer.muon.{group}]\nmax_learning_rate = 0.1\n" for group in groups)
-    with pytest.raises(ValueError, match="4 problems") as caught:
-        load(tmp_path, text)
-    for number, group in enumerate(groups):
-        line = HEAD.count("\n") + 1 + 2 * number
-        assert f"train.toml:{line}: [optimizer.muon.{group}]: is [optimizer.{group}] here" in str(caught.value)
