@@ -32,6 +32,7 @@ from config.eval import EvalConfig, EvalDataConfig, NelboConfig
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 from config.model import ModelConfig
+from config.runtime import AttentionBackend
 from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model, load_tokenizer
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.inference.blocks import block_causal_length
@@ -166,13 +167,14 @@ def build_model(config: BenchModel) -> Transformer:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError('model.device = "cuda", but torch finds no CUDA device here: use "cpu" or "auto"')
     device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
-    return random_model(config.shape.to_model_config(), config.seed).to(device, DTYPES[config.dtype])
+    model = random_model(config.shape.to_model_config(), config.seed, attention_backend=config.attention_backend)
+    return model.to(device, DTYPES[config.dtype])
 
 
-def random_model(config: ModelConfig, seed: int) -> Transformer:
+def random_model(config: ModelConfig, seed: int, *, attention_backend: AttentionBackend = "auto") -> Transformer:
     """Random weights in fp32 on the CPU, those too that are zero at the start of training: every block does something,
     and the tokens depend on what attention sees."""
-    model = Transformer(config)
+    model = Transformer(config, attention_backend=attention_backend)
     init_weights(model, seed)
     rng = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -157,6 +157,7 @@ class BenchInferConfig(Section):
         for policy in self.policies:
             self._check_keys(policy)
         for cell in self.cells():
+            self.model.check_cache(cell.generation.cache, "grid.caches")
             self._check_cell(cell)
         return self
 

@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section, StrTuple
 from config.generation import GenerationConfig
+from config.runtime import AttentionBackend
 
 
 class InferModelConfig(Section):
@@ -19,8 +20,23 @@ class InferModelConfig(Section):
     """auto: CUDA where there is one."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of weights and activations; probabilities are float64 in decoding, and at least float32 anywhere."""
+    attention_backend: AttentionBackend = "auto"
+    """Implementation of attention. auto: the fastest for device, dtype, length and pattern. eager and sdpa use a dense
+    mask. tiled (on a CPU) and flex (on CUDA) skip hidden keys and need generation.cache = "none"."""
     threads: PositiveInt | None = None
     """CPU threads of torch. None: its own choice."""
+
+    def check_cache(self, cache: str | None, key: str) -> None:
+        """Raise if the attention backend cannot use the cache that ``key`` of the config requests.
+
+        Raises:
+            ValueError: tiled or flex with a cache.
+        """
+        if self.attention_backend in ("tiled", "flex") and cache not in (None, "none"):
+            raise ValueError(
+                f'model.attention_backend = "{self.attention_backend}" has no cached form, and {key} = "{cache}": use '
+                f'"auto", "eager" or "sdpa", or {key} = "none"'
+            )
 
 
 class InferInputConfig(Section):
@@ -89,6 +105,7 @@ class InferConfig(Section):
 
     @model_validator(mode="after")
     def _check_sections_agree(self) -> Self:
+        self.model.check_cache(self.generation.cache, "generation.cache")
         if self.input.interactive and self.output != InferOutputConfig():
             raise ValueError("[output] has no effect on an interactive chat: remove its keys, or input.interactive")
         return self

@@ -22,6 +22,9 @@ class RuntimeConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What of a block's activations is kept for the backward. selective: results of its projections and of fused
     attention, the rest is computed again. full: what goes into the block, all else is computed again."""
+    attention_backend: AttentionBackend = "auto"
+    """Implementation of attention. auto: the fastest for device, dtype, length and pattern. eager and sdpa use a dense
+    mask. tiled skips hidden keys on a CPU, flex on CUDA."""
     weights: Literal["float32", "bfloat16_with_master"] = "float32"
     """Of the blocks' matrices. bfloat16_with_master: bfloat16 for forward and backward; beside it 16 bits with which
     they are float32 again for the optimizer, in checkpoints and where the model is judged. Embedding, head, norms and

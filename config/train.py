@@ -73,6 +73,11 @@ class TrainConfig(Section):
             )
         if self.schedule.kind == "warmup_stable_decay" and self.training.max_steps is not None:
             self.schedule.num_decay_steps(self.training.max_steps)
+        if self.runtime.attention_backend == "flex" and self.run.device == "cpu":
+            raise ValueError(
+                'runtime.attention_backend = "flex" has no backward on a CPU, and run.device = "cpu": set '
+                'runtime.attention_backend = "auto" or "tiled"'
+            )
         if self.runtime.weights == "bfloat16_with_master" and self.training.precision == "float32":
             raise ValueError(
                 'runtime.weights = "bfloat16_with_master" makes bfloat16 products, and training.precision = "float32" '

@@ -150,7 +150,7 @@ def build_run(case: TrainCase, runtime: RuntimeConfig) -> Run:
     config, device = train_config(case, runtime), torch.device(case.device)
     precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[case.precision]
     model_config = case.shape.to_model_config().model_copy(update={"logit_alignment": config.model.logit_alignment})
-    model = Transformer(model_config)
+    model = Transformer(model_config, attention_backend=config.runtime.attention_backend)
     init_weights(model, case.seed)
     model.to(device)
     master_weights = prepare_model(model, config.runtime, precision, device)

@@ -79,7 +79,7 @@ def load_configured_model(config: InferModelConfig) -> Transformer:
     if config.device == "cuda" and not has_cuda:
         raise ValueError('model.device = "cuda", but torch finds no CUDA device: use "cpu" or "auto"')
     device = ("cuda" if has_cuda else "cpu") if config.device == "auto" else config.device
-    return load_model(config.path, device=device, dtype=config.dtype)
+    return load_model(config.path, device=device, dtype=config.dtype, attention_backend=config.attention_backend)
 
 
 def verify_model_files(directory: Path) -> None:

@@ -43,7 +43,7 @@ class SampleInfills:
         try:
             canvases = [[*prefix_ids, *parse_infill(text, tokenizer)] for text in texts]
             if canvases:
-                check_infill(model, canvases, GenerationConfig())
+                check_infill(model, canvases, _decoding_options(model))
         except ValueError as error:
             raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
         return cls(tokenizer, texts, prefix_ids, canvases if is_participating else [])
@@ -52,7 +52,7 @@ class SampleInfills:
         """Fill the masked spans greedily, one token per forward, and log an event for each text."""
         if not self.canvases:
             return
-        results = infill(model, self.canvases, GenerationConfig())
+        results = infill(model, self.canvases, _decoding_options(model))
         for text, canvas, result in zip(self.texts, self.canvases, results, strict=True):
             values = self._describe_sample(text, canvas, result)
             logger.event(step, "sample", f"step {step}: {text!r} -> {values['filled']!r}", values)
@@ -76,3 +76,8 @@ class SampleInfills:
             "step_map": [step_map.get(position) for position in positions],
             "logprobs": [logprobs.get(position) for position in positions],
         }
+
+
+def _decoding_options(model: Transformer) -> GenerationConfig:
+    # The default cache of a block-causal model is "block", and these backends have no cached form.
+    return GenerationConfig(cache="none" if model.attention_backend in ("tiled", "flex") else None)

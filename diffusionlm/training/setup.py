@@ -13,6 +13,7 @@ from torch import Tensor
 from config.families.model_directory import read_model_config, resolve_model_directory
 from config.model import ModelConfig
 from config.objective import NextTokenConfig
+from config.runtime import AttentionBackend
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
@@ -101,6 +102,7 @@ class ModelBuilder:
     directory: Path | None
     """A verified model directory. None: weights are drawn."""
     seed: int
+    attention_backend: AttentionBackend = "auto"
 
     def build(self, device: torch.device) -> Transformer:
         """The whole model, filled.
@@ -108,7 +110,7 @@ class ModelBuilder:
         Raises:
             ValueError: the weights do not fit.
         """
-        model = Transformer(self.config)
+        model = Transformer(self.config, attention_backend=self.attention_backend)
         if self.directory is None:
             init_weights(model, self.seed)
         else:
@@ -118,7 +120,7 @@ class ModelBuilder:
     def build_on_meta(self) -> Transformer:
         """The model without memory, on ``meta``."""
         with torch.device("meta"):
-            return Transformer(self.config)
+            return Transformer(self.config, attention_backend=self.attention_backend)
 
     def values(self) -> Callable[[str], Tensor]:
         """What gives the first value of a parameter by its name, whole, on the CPU: for ranks that keep parts of it.
@@ -162,7 +164,7 @@ def create_model_builder(config: TrainConfig, tokenizer: Tokenizer) -> ModelBuil
     build_config_json(full, torch.float32)  # what cannot be saved is refused now, not at the first checkpoint
     if directory is not None:
         verify_directory(directory)
-    return ModelBuilder(full, directory, config.run.seed)
+    return ModelBuilder(full, directory, config.run.seed, config.runtime.attention_backend)
 
 
 def _check_vocab_size(found: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -> int:

@@ -1,0 +1,90 @@
+"""The key attention_backend: every backend computes the same loss, and samples are decoded with each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.bench_infer import BenchInferConfig
+from config.infer import InferConfig
+from config.train import TrainConfig
+from diffusionlm.checkpoints.huggingface import load_configured_model, save_model
+from diffusionlm.models.attention_backends import PatternAttention
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
+from diffusionlm.training.loop import sum_denominators, train_step
+from diffusionlm.training.run import Run, build_run
+from diffusionlm.training.samples import SampleInfills
+
+
+def build(config: TrainConfig, tmp_path: Path, backend: str) -> Run:
+    values = config.model_dump()
+    values["run"]["directory"] = tmp_path / f"run_{backend}"
+    values["runtime"]["attention_backend"] = backend
+    values["objective"] = {"kind": "block_diffusion", "block_length": 4}
+    changed = TrainConfig.model_validate(values)
+    with open_run_directory(changed) as directory:
+        return build_run(changed, directory)
+
+
+def first_loss(run: Run) -> float:
+    noised_batches = run.loader.next_step(0)
+    return float(train_step(run, noised_batches, sum_denominators(noised_batches))[0])
+
+
+def test_every_backend_gives_the_loss_of_auto(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = first_loss(build(config, tmp_path, "auto"))
+    used: set[str] = set()
+    backend_for = PatternAttention.backend_for
+
+    def spy(self: PatternAttention, q_BQNH: torch.Tensor) -> Any:
+        used.add(backend_for(self, q_BQNH))
+        return backend_for(self, q_BQNH)
+
+    monkeypatch.setattr(PatternAttention, "backend_for", spy)
+    for backend in ("eager", "sdpa", "tiled"):
+        used.clear()
+        assert first_loss(build(config, tmp_path, backend)) == pytest.approx(expected, rel=1e-5)
+        assert used == {backend}
+
+
+def test_samples_need_no_cached_form_of_the_backend(config: TrainConfig, tmp_path: Path) -> None:
+    """By default a model of blocks decodes with a cache, which tiled does not have."""
+    run = build(config, tmp_path, "tiled")
+    events: list[dict[str, Any]] = []
+
+    class Logger:
+        def event(self, step: int, kind: str, text: str, values: dict[str, Any]) -> None:
+            events.append(values)
+
+    samples = SampleInfills.open(["the cat [MASK:3] mat"], run.tokenizer, run.model)
+    samples.log_samples(run.model.eval(), 0, Logger())  # type: ignore[arg-type]
+    assert len(events) == 1 and events[0]["filled"]
+
+
+def test_the_backend_of_a_command_reaches_the_model(tiny_model: Callable[..., Transformer], tmp_path: Path) -> None:
+    save_model(tiny_model(), tmp_path)
+    for backend in ("auto", "eager", "tiled", "flex"):
+        section = {"path": tmp_path, "device": "cpu", "attention_backend": backend}
+        loaded = load_configured_model(InferConfig.model_validate({"model": section}).model)
+        assert loaded.attention_backend == backend
+
+
+def test_a_backend_that_cannot_run_is_an_error_of_the_config(config: TrainConfig, tmp_path: Path) -> None:
+    values = config.model_dump()
+    values["runtime"]["attention_backend"] = "flex"
+    with pytest.raises(ValueError, match=r"runtime.attention_backend.*run.device"):
+        TrainConfig.model_validate(values)
+    for model in ({"attention_backend": "tiled"}, {"attention_backend": "flex"}):
+        with pytest.raises(ValueError, match=r"model.attention_backend.*generation.cache"):
+            InferConfig.model_validate({"model": model, "generation": {"cache": "block"}})
+        policy = {"name": "a", "generation": {"attention": "block_causal"}}
+        bench = {"model": {**model, "path": tmp_path}, "policies": [policy], "grid": {"caches": ["none", "block"]}}
+        with pytest.raises(ValueError, match=r"model.attention_backend.*grid.caches"):
+            BenchInferConfig.model_validate(bench)
