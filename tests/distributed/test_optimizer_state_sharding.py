@@ -66,7 +66,7 @@ def muon(parallelism: Parallelism) -> Optimizers:
     rest = [each for name, each in trainable_parameters.items() if not is_matrix_of_block(name)]
     assert all(parallelism.has_whole_parameter(name) for name in trainable_parameters if is_matrix_of_block(name))
     return [
-        Muon(matrices, lr=0.01, momentum=0.9, weight_decay=0.1, dtype=torch.float32),
+        Muon(matrices, lr=0.01, momentum=0.9, weight_decay=0.1, dtype=matrices[0].dtype),
         torch.optim.AdamW(rest, lr=0.01, fused=True),
     ]
 
@@ -159,14 +159,17 @@ def test_ten_steps_are_bit_equal_where_parts_fill_vectors(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("world_size", "steps"), [(2, 10), (3, 3)])
 def test_clipped_steps_of_muon(tiny_model: MakeModel, tmp_path: Path, world_size: int, steps: int) -> None:
+    """In float64: the orthogonalization of a nearly singular momentum multiplies rounding errors from step to step."""
+
     def act(world: World) -> list[str]:
-        parts, whole = sharded(tiny_model(), world, is_matrix_of_block), unsharded(tiny_model(), world)
+        parts = sharded(tiny_model().double(), world, is_matrix_of_block)
+        whole = unsharded(tiny_model().double(), world)
         norms = train(parts, muon(parts), steps, max_norm=0.1)
         torch.testing.assert_close(norms, train(whole, muon(whole), steps, max_norm=0.1))
         assert min(norms) > 0.1  # all were clipped
         parts.check_replicas_equal()
         for name, expected in weights(whole).items():
-            torch.testing.assert_close(weights(parts)[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(weights(parts)[name], expected, msg=name)
         return [name for name in parts.trainable_parameters() if is_matrix_of_block(name)]
 
     owned = run_ranks(act, tmp_path, world_size=world_size)
