@@ -26,6 +26,10 @@ import torch.distributed.tensor
 
 from ddp.process_group import World
 
+# The first backward of a process, before any test compiles: torch.compile before it would make it start autograd's
+# threads, after which no forked child could run a backward.
+torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
 T = TypeVar("T")
 
 
