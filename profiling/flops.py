@@ -109,7 +109,7 @@ def step_flops(model: Architecture, vocab_size: int, *, positions: int, scored: 
         scored: places that go through the head and, in the last block, through queries, output and feed-forward.
         pairs: of queries and keys, for each layer.
 
-    What is computed again (`runtime.activation_checkpointing`, fused attention's backward) does not count.
+    Norms are left out, and so is what is computed again (`runtime.activation_checkpointing`, fused attention's backward).
     """
     D, H = model.hidden_size, model.head_dim
     q_width, kv_width = model.num_attention_heads * H, model.num_key_value_heads * H
