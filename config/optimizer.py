@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -120,8 +120,29 @@ class MuonGroup(Section):
     """Dtype of the matrix products of the orthogonalization."""
 
 
-class AdamWConfig(Section):
+class OptimizerSection(Section):
+    """Base of the optimizer sections: options with one optional table for each parameter group."""
+
+    group_type: ClassVar[type[Section]]
+    """Class of the tables; its keys are keys of the section as well."""
+
+    def group_options(self, group: str, *, decays: bool) -> dict[str, Any]:
+        """Options of a parameter group, by key: the section's values, overridden by the group's table.
+
+        Args:
+            decays: whether the section's weight decay applies to the group.
+        """
+        options = {key: getattr(self, key) for key in self.group_type.model_fields}
+        if not decays:
+            options["weight_decay"] = 0.0
+        table = getattr(self, group)
+        return options if table is None else options | table.model_dump(exclude_none=True)
+
+
+class AdamWConfig(OptimizerSection):
     """AdamW (Loshchilov and Hutter 2019): decoupled weight decay for matrices, none for norms and biases."""
+
+    group_type = AdamWGroup
 
     kind: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit: 8-bit moments (Dettmers et al. 2022); needs the package bitsandbytes."""
@@ -162,8 +183,10 @@ class AdamWConfig(Section):
         return 0.5 if self.is_quantized else 2.0
 
 
-class LionConfig(Section):
+class LionConfig(OptimizerSection):
     """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay."""
+
+    group_type = LionGroup
 
     kind: Literal["lion", "lion8bit"] = "lion"
     """lion8bit: an 8-bit moment (Dettmers et al. 2022); needs the package bitsandbytes."""
@@ -207,8 +230,11 @@ def _require_quantized_for_fallback(config: AdamWConfig | LionConfig) -> None:
         raise ValueError(f'fallback needs kind = "{config.kind}8bit", but kind = "{config.kind}": remove fallback')
 
 
-class MuonConfig(Section):
+class MuonConfig(OptimizerSection):
     """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for all other parameters."""
+
+    group_type = MuonGroup
+    """Of the hidden matrices."""
 
     kind: Literal["muon"] = "muon"
     learning_rate: PositiveFloat = 0.01
@@ -241,6 +267,12 @@ class MuonConfig(Section):
         if group is not None:
             raise ValueError(f"[optimizer.rest.{group}] is not a table of muon: name it [optimizer.{group}]")
         return self
+
+    @property
+    def grouped_rest(self) -> AdamWConfig:
+        """`rest` with the group tables of this section."""
+        tables = {group: getattr(self, group) for group in PARAMETER_GROUPS if group != "hidden"}
+        return self.rest.model_copy(update=tables)
 
     @property
     def is_quantized(self) -> bool:

@@ -29,7 +29,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "diffusionlm.models": {"diffusionlm.kernels"},
     "diffusionlm.diffusion": {"diffusionlm.models", "diffusionlm.kernels"},
     "diffusionlm.data": {"logger", "tokenizer", "diffusionlm.diffusion"},
-    "diffusionlm.optim": {"ddp", "diffusionlm.models"},
+    "diffusionlm.optim": {"ddp"},
     "diffusionlm.checkpoints": {"tokenizer", "diffusionlm.models"},
     "diffusionlm.inference": {"tokenizer", "diffusionlm.models", "diffusionlm.diffusion"},
     "diffusionlm.evaluation": {

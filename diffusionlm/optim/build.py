@@ -1,35 +1,32 @@
-"""Optimizers: which parameter belongs to which group, and one handle for all of them."""
+"""Assign parameters to groups, build the optimizers of a config, and step them as one."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, assert_never
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from config.optimizer import PARAMETER_GROUPS, AdamWConfig, AdamWGroup, LionConfig, LionGroup, MuonConfig, MuonGroup
-from diffusionlm.optim import eight_bit, lion, muon
+from config.optimizer import PARAMETER_GROUPS, AdamWConfig, LionConfig, MuonConfig
+from ddp.all_to_all_rows import AllToAllRows
+from diffusionlm.optim import eight_bit
+from diffusionlm.optim.adamw import AdamW
+from diffusionlm.optim.lion import Lion
+from diffusionlm.optim.muon import Muon, select_product_dtype
 
 OptimizerState = dict[str, torch.Tensor]
-ParameterGroups = dict[str, list[nn.Parameter]]
-"""Parameters by name of group."""
-Log = Callable[[str], None]
+Group = dict[str, Any]
+"""A parameter group in torch's form: ``params``, ``name`` and options."""
 
-STATE_KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
-    lion.Lion: ("exp_avg",),
-    muon.Muon: ("momentum_buffer",),
-}
-"""What each optimizer keeps of a parameter; all others are those of 8 bits."""
 FULL_PRECISION_STATE_GROUPS = ("embed", "scalar")
-"""Without moments of 8 bits, as their authors advise: the gradients of an embedding are too uneven for blocks with one
-scale."""
+"""Groups whose moments are never quantized, as Dettmers et al. advise: the gradients of an embedding are too uneven for
+blocks with one scale."""
 
 
 class Optimizers:
-    """Torch optimizers, one or several, that step as one; their state has the parameters' names."""
+    """Torch optimizers that step as one. Their state is keyed by the names of the parameters."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], names: dict[torch.Tensor, str]) -> None:
         self.optimizers = optimizers
@@ -38,12 +35,28 @@ class Optimizers:
             [float(group["lr"]) for group in optimizer.param_groups] for optimizer in optimizers
         ]
 
-    def step(self, factor: float) -> None:
-        """Update with every group's rate at ``factor`` of its own, then drop the gradients."""
+    @property
+    def can_skip_on_device(self) -> bool:
+        """Whether all optimizers accept `step`'s ``skip``: torch's fused ones do, for its gradient scaler, and ours."""
+        return all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
+
+    def step(self, factor: float, skip: torch.Tensor | None = None) -> None:
+        """Update with every group's learning rate multiplied by ``factor``, then drop the gradients.
+
+        Where ``skip``, a 0-d boolean on the device, is true, weights and state stay as they are; the host does not wait
+        for it. It needs `can_skip_on_device`.
+        """
         for optimizer, rates in zip(self.optimizers, self.base_learning_rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
-            optimizer.step()
+            if skip is None:
+                optimizer.step()
+                continue
+            optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -52,11 +65,11 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def learning_rates(self) -> dict[str, float]:
-        """Present rate by name of group."""
-        return {group["name"]: float(group["lr"]) for opt in self.optimizers for group in opt.param_groups}
+        """Current learning rate of each group, by name."""
+        return {group["name"]: float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups}
 
     def state_dict(self) -> OptimizerState:
-        """``parameter.state`` -> tensor; the tensors themselves, which the next step changes, not copies."""
+        """State by ``parameter.key``. The tensors are not copies: the next step changes them."""
         state: OptimizerState = {}
         for optimizer in self.optimizers:
             for parameter, values in optimizer.state.items():
@@ -66,41 +79,46 @@ class Optimizers:
         return state
 
     def load_state_dict(self, state: OptimizerState) -> None:
-        """What `state_dict` gave, before the first step or after it.
+        """Restore the state of `state_dict`; an empty one is that of a run before its first step.
 
         Raises:
-            ValueError: it is not that of these parameters; tells what is missing, unexpected or misshapen.
+            ValueError: keys are missing, unexpected or have another shape.
         """
-        expected = {
+        slots = {
             f"{self.names[parameter]}.{key}": (optimizer, parameter, key)
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
-            for key in STATE_KEYS.get(type(optimizer)) or eight_bit.state_keys(optimizer, parameter)
+            for key in _state_keys(optimizer, parameter)
         }
-        missing = [f"missing {name}" for name in sorted(expected.keys() - state.keys())] if state else []
-        unexpected = [f"unexpected {name}" for name in sorted(state.keys() - expected.keys())]
+        missing = [f"missing {name}" for name in sorted(slots.keys() - state.keys())] if state else []
+        unexpected = [f"unexpected {name}" for name in sorted(state.keys() - slots.keys())]
         misshapen: list[str] = []
-        for name in sorted(expected.keys() & state.keys()):
-            _, parameter, key = expected[name]
+        for name in sorted(slots.keys() & state.keys()):
+            _, parameter, key = slots[name]
             shape = torch.Size() if key == "step" else parameter.shape
             if state[name].shape != shape and key not in eight_bit.BLOCKWISE_STATE_KEYS:
                 misshapen.append(f"{name} has shape {list(state[name].shape)}, the parameter {list(shape)}")
         if missing or unexpected or misshapen:
-            told = "; ".join(
-                some for problems in (missing, unexpected, misshapen) for some in _truncate_problems(problems)
-            )
+            problems = [*_truncate(missing), *_truncate(unexpected), *_truncate(misshapen)]
             raise ValueError(
-                f"the optimizer state does not fit the model: {told}. It is of another model or optimizer.kind"
+                f"the optimizer state does not fit the model: {'; '.join(problems)}. It belongs to another model or "
+                "another optimizer.kind"
             )
         for name, value in state.items():
-            optimizer, parameter, key = expected[name]
-            is_count = key == "step" and type(optimizer) not in STATE_KEYS
-            optimizer.state[parameter][key] = int(value) if is_count else value.to(parameter.device, copy=True)
+            optimizer, parameter, key = slots[name]
+            is_host_count = key == "step" and not isinstance(optimizer, AdamW)
+            optimizer.state[parameter][key] = int(value) if is_host_count else value.to(parameter.device, copy=True)
 
 
-def _truncate_problems(problems: list[str], most: int = 4) -> list[str]:
-    return problems[:most] + ([f"and {len(problems) - most:,} more"] if len(problems) > most else [])
+def _state_keys(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tuple[str, ...]:
+    if isinstance(optimizer, AdamW | Lion | Muon):
+        return optimizer.state_keys
+    return eight_bit.state_keys(optimizer, parameter)
+
+
+def _truncate(problems: list[str], limit: int = 4) -> list[str]:
+    return problems[:limit] + ([f"and {len(problems) - limit:,} more"] if len(problems) > limit else [])
 
 
 def _log_to_stderr(text: str) -> None:
@@ -110,55 +128,70 @@ def _log_to_stderr(text: str) -> None:
 def build_optimizers(
     config: AdamWConfig | LionConfig | MuonConfig,
     named: Mapping[str, nn.Parameter],
-    log: Log = _log_to_stderr,
-    row_exchange: muon.MatrixRowExchange | None = None,
+    log: Callable[[str], None] = _log_to_stderr,
+    row_exchange: AllToAllRows | None = None,
 ) -> Optimizers:
-    """Optimizers over those of the parameters that require gradients.
+    """Build optimizers for the parameters that require gradients.
 
-    | group  | parameters                           | optimizer                 | decays by default |
-    |--------|--------------------------------------|---------------------------|-------------------|
-    | hidden | matrices of the blocks               | Muon, or that of the kind | yes               |
-    | head   | head that is not the embedding       | that of the kind or rest  | as Muon's rest    |
-    | embed  | embedding                            | that of the kind or rest  | as Muon's rest    |
-    | router | routers of a mixture of experts      | that of the kind or rest  | yes               |
-    | scalar | norms and biases                     | that of the kind or rest  | no                |
+    | group  | parameters                     | optimizer                    | decays by default   |
+    |--------|--------------------------------|------------------------------|---------------------|
+    | hidden | matrices of the blocks         | that of the kind             | yes                 |
+    | head   | the head if it is not tied     | that of the kind; Muon: rest | only as Muon's rest |
+    | embed  | the embedding                  | that of the kind; Muon: rest | only as Muon's rest |
+    | router | MoE routers                    | that of the kind; Muon: rest | yes                 |
+    | scalar | norms and biases               | that of the kind; Muon: rest | no                  |
 
     Args:
-        config: the kind, and what its groups have of their own.
-        named: parameters of a model, or this rank's part of them, by the model's names.
-        say: told where another optimizer than asked for is taken.
-        exchange: where matrices are cut by rows, what brings them together.
+        named: parameters by name, whole or this rank's shards.
+        log: called if ``fallback`` replaces an 8-bit optimizer.
+        row_exchange: gathers whole matrices; needed if the parameters are sharded by rows.
 
     Raises:
-        ValueError: one of 8 bits that cannot be had, without `fallback`.
+        ValueError: an 8-bit optimizer is not available and ``fallback`` is false.
     """
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in trained.items()}
-    groups: ParameterGroups = {name: [] for name in PARAMETER_GROUPS}
+    parameters: dict[str, list[nn.Parameter]] = {group: [] for group in PARAMETER_GROUPS}
     for name, parameter in trained.items():
-        groups[_assign_group(name, parameter)].append(parameter)
-    assert sum(map(len, groups.values())) == len(names)
-    groups = {name: group for name, group in groups.items() if group}
-    own = {name: getattr(config, name) for name in groups}
-    is_sharded = row_exchange is not None
-    match config:
-        case AdamWConfig() | LionConfig():
-            return Optimizers(_build_adamw_or_lion(config, groups, own, {"hidden", "router"}, log, is_sharded), names)
-        case MuonConfig():
-            hidden = {name: groups.pop(name) for name in ("hidden",) if name in groups}
-            rest = _build_adamw_or_lion(config.rest, groups, own, {"head", "embed", "router"}, log, is_sharded)
-            return Optimizers([*_build_muon(config, hidden, row_exchange), *rest], names)
-        case _:
-            assert_never(config)
+        parameters[_assign_group(name, parameter)].append(parameter)
+    present = [group for group in PARAMETER_GROUPS if parameters[group]]
+
+    def make_groups(
+        section: AdamWConfig | LionConfig | MuonConfig, names: list[str], decaying: set[str]
+    ) -> list[Group]:
+        return [
+            {
+                **_torch_options(section.group_options(name, decays=name in decaying)),
+                "params": parameters[name],
+                "name": name,
+            }
+            for name in names
+        ]
+
+    if isinstance(config, MuonConfig):
+        rest = config.grouped_rest
+        rest_groups = make_groups(rest, [name for name in present if name != "hidden"], {"head", "embed", "router"})
+        hidden = make_groups(config, [name for name in present if name == "hidden"], {"hidden"})
+        optimizers = [
+            *(_build_muon(group, row_exchange) for group in hidden),
+            *_build_elementwise(rest, rest_groups, log, is_sharded=row_exchange is not None),
+        ]
+    else:
+        groups = make_groups(config, present, {"hidden", "router"})
+        optimizers = _build_elementwise(config, groups, log, is_sharded=row_exchange is not None)
+    return Optimizers(optimizers, {parameter: name for name, parameter in trained.items()})
 
 
 def requires_whole_matrix(config: AdamWConfig | LionConfig | MuonConfig, name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter is updated as a whole: Muon's matrices, and those whose moments share scales of 8 bits. AdamW
-    and Lion update number by number, so that any part of a parameter will do."""
+    """Whether a parameter must not be sharded by rows: Muon's matrices, and moments with 8 bits, which share scales.
+
+    AdamW and Lion update each element independently.
+    """
     group = _assign_group(name, parameter)
     if isinstance(config, MuonConfig):
-        return group == "hidden" or (config.rest.kind.endswith("8bit") and group not in FULL_PRECISION_STATE_GROUPS)
-    return config.kind.endswith("8bit") and group not in FULL_PRECISION_STATE_GROUPS
+        if group == "hidden":
+            return True
+        config = config.rest
+    return config.is_quantized and group not in FULL_PRECISION_STATE_GROUPS
 
 
 def _assign_group(name: str, parameter: torch.Tensor) -> str:
@@ -169,82 +202,48 @@ def _assign_group(name: str, parameter: torch.Tensor) -> str:
     return "router" if name.endswith("mlp.gate.weight") else "hidden"
 
 
-GroupOverrides = AdamWGroup | LionGroup | MuonGroup | None
-GroupOptions = dict[str, Any]
+def _torch_options(options: dict[str, Any]) -> dict[str, Any]:
+    options = {"lr" if key == "learning_rate" else key: value for key, value in options.items()}
+    return options | ({"betas": tuple(options["betas"])} if "betas" in options else {})
 
 
-def _apply_overrides(settings: GroupOptions, own: GroupOverrides) -> GroupOptions:
-    """Torch's settings of a group, by what the optimizer has and what the group has of its own."""
-    given = own.model_dump(exclude_none=True) if own is not None else {}
-    torch_names = {"learning_rate": "lr"}
-    return settings | {torch_names.get(key, key): value for key, value in given.items()}
-
-
-def _build_adamw_or_lion(
-    config: AdamWConfig | LionConfig,
-    groups: ParameterGroups,
-    own: dict[str, GroupOverrides],
-    decaying: Iterable[str],
-    log: Log,
-    is_sharded: bool,
+def _build_elementwise(
+    config: AdamWConfig | LionConfig, groups: list[Group], log: Callable[[str], None], *, is_sharded: bool
 ) -> list[torch.optim.Optimizer]:
-    """AdamW or Lion over the groups, in one optimizer or, where some moments have 8 bits, in two."""
-    common: GroupOptions = {"lr": config.learning_rate, "betas": config.betas}
-    if isinstance(config, AdamWConfig):
-        common["eps"] = config.eps
-    params: list[GroupOptions] = []
-    for name, parameters in groups.items():
-        decay = config.weight_decay if name in decaying else 0.0
-        settings = _apply_overrides({**common, "weight_decay": decay}, own[name])
-        params.append({**settings, "betas": tuple(settings["betas"]), "params": parameters, "name": name})
-    few_bits = [each for each in params if each["name"] not in FULL_PRECISION_STATE_GROUPS]
-    if not config.kind.endswith("8bit") or not few_bits:
-        return _build_full_precision(config, params)
-    reason, remedy = (
-        eight_bit.find_unavailable_reason(config.kind, few_bits[0]["params"][0].device),
-        "install bitsandbytes for this device",
-    )
+    """Build AdamW or Lion: one optimizer, or two if the moments of some groups have 8 bits."""
+    quantized = [group for group in groups if group["name"] not in FULL_PRECISION_STATE_GROUPS]
+    if not config.is_quantized or not quantized:
+        return _build_full_precision(config, groups)
+    problem = eight_bit.find_unavailable_reason(config.kind, quantized[0]["params"][0].device)
+    remedy = "install bitsandbytes for this device"
     if is_sharded:
-        reason = f'optimizer.kind = "{config.kind}" updates whole parameters, and parallel.strategy = "fsdp" cuts them'
-        remedy = 'set parallel.strategy = "ddp"'
-    if reason is None:
-        others = [each for each in params if each["name"] in FULL_PRECISION_STATE_GROUPS]
-        return [eight_bit.build_eight_bit(config.kind, few_bits), *_build_full_precision(config, others)]
-    plain = config.kind.removesuffix("8bit")
-    if not config.fallback:
-        raise ValueError(f'{reason}: {remedy}, choose kind = "{plain}", or set fallback = true')
-    log(f'{reason}; going on with kind = "{plain}", since fallback = true')
-    return _build_full_precision(config, params)
-
-
-def _build_full_precision(config: AdamWConfig | LionConfig, params: list[GroupOptions]) -> list[torch.optim.Optimizer]:
-    if not params:
-        return []
-    first, second = config.betas
-    if isinstance(config, LionConfig):
-        return [lion.Lion(params, lr=config.learning_rate, betas=(first, second), weight_decay=config.weight_decay)]
-    # Fused: the loops of the other variants cost several times as much on a CPU.
-    return [torch.optim.AdamW(params, lr=config.learning_rate, fused=True)]
-
-
-def _build_muon(
-    config: MuonConfig, groups: ParameterGroups, row_exchange: muon.MatrixRowExchange | None
-) -> list[torch.optim.Optimizer]:
-    common: GroupOptions = {
-        "lr": config.learning_rate,
-        "momentum": config.momentum,
-        "weight_decay": config.weight_decay,
-        "adjust_lr": config.adjust_lr,
-        "precision": config.precision,
-    }
-    settings = _apply_overrides(common, config.hidden)
-    precision = settings.pop("precision")
-    return [
-        muon.Muon(
-            [{"params": parameters, "name": name}],
-            dtype=muon.choose_product_dtype(precision, parameters[0]),
-            row_exchange=row_exchange,
-            **settings,
+        problem = (
+            f'optimizer.kind = "{config.kind}" updates whole parameters, but parallel.strategy = "fsdp" shards them'
         )
-        for name, parameters in groups.items()
-    ]
+        remedy = 'set parallel.strategy = "ddp"'
+    if problem is None:
+        others = [group for group in groups if group["name"] in FULL_PRECISION_STATE_GROUPS]
+        return [eight_bit.build_eight_bit(config.kind, quantized), *_build_full_precision(config, others)]
+    full_precision_kind = config.kind.removesuffix("8bit")
+    if not config.fallback:
+        raise ValueError(f'{problem}: {remedy}, choose kind = "{full_precision_kind}", or set fallback = true')
+    log(f'{problem}; using kind = "{full_precision_kind}", since fallback = true')
+    return _build_full_precision(config, groups)
+
+
+def _build_full_precision(config: AdamWConfig | LionConfig, groups: list[Group]) -> list[torch.optim.Optimizer]:
+    if not groups:
+        return []
+    # Every group has all options, so those of the first one serve as torch's defaults, which nothing reads.
+    defaults = {key: value for key, value in groups[0].items() if key not in ("params", "name")}
+    return [AdamW(groups, **defaults) if isinstance(config, AdamWConfig) else Lion(groups, **defaults)]
+
+
+def _build_muon(group: Group, row_exchange: AllToAllRows | None) -> Muon:
+    options = {key: value for key, value in group.items() if key not in ("params", "name", "precision")}
+    return Muon(
+        [{"params": group["params"], "name": group["name"]}],
+        **options,
+        dtype=select_product_dtype(group["precision"], group["params"][0].device),
+        row_exchange=row_exchange,
+    )

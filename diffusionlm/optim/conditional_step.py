@@ -1,32 +1,74 @@
-"""Steps that the device skips, without anyone waiting for it: what an optimizer does with ``found_inf``, which torch's
-gradient scaler sets, a 0-d tensor. Where it is not zero, weights and state stay as they were. None: no step is skipped.
-
-Everything is multiplied out and never undone, so that no copies are kept.
-"""
+"""Base class of optimizers whose steps a GPU can skip without a host sync."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 
-def replace_gradients_if_skipped(found_inf: Tensor | None, gradients: list[Tensor], moments: list[Tensor]) -> None:
-    """In a skipped step gradients, which may not be finite, become the moments: an average of both is what it was."""
-    if found_inf is not None:
-        for gradient, moment in zip(gradients, moments, strict=True):
-            torch.where(found_inf != 0, moment, gradient, out=gradient)
+class SkippableOptimizer(torch.optim.Optimizer):
+    """Optimizer with one moment for each parameter, whose step changes nothing where ``found_inf`` is not zero.
 
+    ``found_inf`` is a 0-d tensor on the device, set as torch's gradient scaler sets it; None: the step is made. A skipped
+    step multiplies weights by one and adds zero, so no copy of the weights is needed. Its gradients need not be finite:
+    they are overwritten.
 
-def decay_unless_skipped(found_inf: Tensor | None, parameters: list[Tensor], factor: float) -> None:
-    """Multiply parameters of one dtype, which in a skipped step is by one."""
-    if found_inf is None:
-        torch._foreach_mul_(parameters, factor)
-    elif parameters:
-        full = torch.full_like(found_inf, factor, dtype=parameters[0].dtype)
-        torch._foreach_mul_(parameters, full.masked_fill_(found_inf != 0, 1.0))
+    Parameters without a gradient stay as they are.
+    """
 
+    moment_key: ClassVar[str]
+    """Key of the moment in the state of a parameter."""
+    found_inf: Tensor | None = None
+    _step_supports_amp_scaling = True
 
-def zero_updates_if_skipped(found_inf: Tensor | None, updates: list[Tensor]) -> None:
-    """In a skipped step updates, which are finite, become zero."""
-    if found_inf is not None and updates:
-        torch._foreach_mul_(updates, (found_inf == 0).to(updates[0].dtype))
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Keys of the state of a parameter."""
+        return (self.moment_key,)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        assert closure is None, "gradients are computed before the step"
+        for group in self.param_groups:
+            self.update([parameter for parameter in group["params"] if parameter.grad is not None], group)
+
+    @abstractmethod
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update the parameters of a group that have a gradient."""
+
+    def gradients_and_moments(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients and moments of parameters that have a gradient. Moments start at zero.
+
+        In a skipped step the gradients become the moments, so that an average of both is the moment.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        moments = [self._moment(parameter) for parameter in parameters]
+        if self.found_inf is not None:
+            for gradient, moment in zip(gradients, moments, strict=True):
+                torch.where(self.found_inf != 0, moment, gradient, out=gradient)
+        return gradients, moments
+
+    def zero_updates_if_skipped(self, updates: list[Tensor]) -> None:
+        """Set updates, which are finite, to zero in a skipped step."""
+        if self.found_inf is not None and updates:
+            torch._foreach_mul_(updates, (self.found_inf == 0).to(updates[0].dtype))
+
+    def decay_unless_skipped(self, parameters: list[Tensor], factor: float) -> None:
+        """Multiply parameters of one dtype by ``factor``, or by one in a skipped step."""
+        if self.found_inf is None:
+            torch._foreach_mul_(parameters, factor)
+        elif parameters:
+            device_factor = torch.full_like(self.found_inf, factor, dtype=parameters[0].dtype)
+            torch._foreach_mul_(parameters, device_factor.masked_fill_(self.found_inf != 0, 1.0))
+
+    def _moment(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state[self.moment_key] = torch.zeros_like(parameter)
+        moment: Tensor = state[self.moment_key]
+        return moment

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffusionlm.optim.conditional_step import (
-    decay_unless_skipped,
-    replace_gradients_if_skipped,
-    zero_updates_if_skipped,
-)
+from diffusionlm.optim.conditional_step import SkippableOptimizer
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion with decoupled weight decay; keeps one moment of each parameter, ``exp_avg``.
+class Lion(SkippableOptimizer):
+    """Lion with decoupled weight decay; its state is one moment for each parameter, ``exp_avg``."""
 
-    Parameters without a gradient are left as they are, and nothing waits for the device.
-
-    Where ``found_inf`` is set, as torch's gradient scaler does, a step in which it is not zero changes nothing; the
-    device decides that, and gradients are overwritten.
-    """
-
-    _step_supports_amp_scaling = True
-    found_inf: Tensor | None = None
+    moment_key = "exp_avg"
 
     def __init__(
         self,
@@ -35,36 +24,24 @@ class Lion(torch.optim.Optimizer):
         betas: tuple[float, float],
         weight_decay: float,
     ) -> None:
-        """``betas`` are the decays of the average that gives the sign, and of the one that is kept."""
+        """``betas`` are the decays of the average that gives the sign, and of the moment."""
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        assert closure is None, "gradients are there before the step"
-        for group in self.param_groups:
-            ready = [each for each in group["params"] if each.grad is not None]
-            on_cpu = [each for each in ready if each.device.type == "cpu"]
-            # A processor has a parameter in its cache for all of the update, a GPU fewer launches for all at once.
-            for parameters in (*([each] for each in on_cpu), [each for each in ready if each.device.type != "cpu"]):
-                if parameters:
-                    self._update(parameters, group)
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters one by one on a CPU, so that each stays in its cache, and all at once on a GPU."""
+        cpu_parameters = [parameter for parameter in parameters if parameter.device.type == "cpu"]
+        gpu_parameters = [parameter for parameter in parameters if parameter.device.type != "cpu"]
+        for parameter in cpu_parameters:
+            self._update_together([parameter], group)
+        if gpu_parameters:
+            self._update_together(gpu_parameters, group)
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        rate, (first, second) = group["lr"], group["betas"]
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        moments = [self._get_moment(each) for each in parameters]
-        replace_gradients_if_skipped(self.found_inf, gradients, moments)
-        updates = torch._foreach_lerp(moments, gradients, 1 - first)
+    def _update_together(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        learning_rate, (beta_1, beta_2) = group["lr"], group["betas"]
+        gradients, moments = self.gradients_and_moments(parameters)
+        updates = list(torch._foreach_lerp(moments, gradients, 1 - beta_1))
         torch._foreach_sign_(updates)
-        zero_updates_if_skipped(self.found_inf, list(updates))
-        decay_unless_skipped(self.found_inf, parameters, 1 - rate * group["weight_decay"])
-        torch._foreach_add_(parameters, updates, alpha=-rate)
-        torch._foreach_lerp_(moments, gradients, 1 - second)
-
-    def _get_moment(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        moment: Tensor = state["exp_avg"]
-        return moment
+        self.zero_updates_if_skipped(updates)
+        self.decay_unless_skipped(parameters, 1 - learning_rate * group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-learning_rate)
+        torch._foreach_lerp_(moments, gradients, 1 - beta_2)

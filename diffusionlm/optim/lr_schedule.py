@@ -1,4 +1,4 @@
-"""Learning rate over a run."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from config.optimizer import LRScheduleConfig
 
 
 def lr_factor(schedule: LRScheduleConfig, step: int, max_steps: int) -> float:
-    """Factor of the full rate for optimizer step ``step`` of 0 ... max_steps - 1.
+    """Factor of the full learning rate for optimizer step ``step`` of 0 ... max_steps - 1.
 
-    Linear warm-up that is never zero, then constant, or down to ``final_factor``, which the step after the last would
-    reach: linearly, by half a cosine, or in the run's last steps only (warmup-stable-decay: Hu et al. 2024,
+    The linear warm-up is never zero. Then the rate is constant, or falls to ``final_factor``, which it would reach in the
+    step after the last: linearly, by half a cosine, or only in the last steps (warmup-stable-decay: Hu et al. 2024,
     arXiv:2404.06395; the shape 1 - sqrt: Haegele et al. 2024, arXiv:2405.18392).
 
     Raises:
@@ -30,11 +30,11 @@ def lr_factor(schedule: LRScheduleConfig, step: int, max_steps: int) -> float:
     if step < start or schedule.kind == "constant":
         return 1.0
     progress = (step - start) / max(1, max_steps - start)
-    return schedule.final_factor + (1.0 - schedule.final_factor) * _remaining(shape, progress)
+    return schedule.final_factor + (1.0 - schedule.final_factor) * _decay(shape, progress)
 
 
-def _remaining(shape: str, progress: float) -> float:
-    """What is left of the way down, from 1 at progress 0 to 0 at progress 1."""
+def _decay(shape: str, progress: float) -> float:
+    """Decay from 1 at progress 0 to 0 at progress 1."""
     match shape:
         case "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * progress))

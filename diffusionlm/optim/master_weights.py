@@ -1,8 +1,7 @@
-"""Weights in bfloat16 with 16 more bits beside them, which together are the float32 master: 4 bytes a weight, 2 of them
-read by the products.
+"""bfloat16 weights with float32 master weights in 4 bytes: the bfloat16 for the products and 16 more bits beside it.
 
-A float32 is split into the bfloat16 nearest to it, halves away from zero, and the distance to it in units of the last
-place of float32: from -32768 to 32767, so that it fits an int16 and nothing is lost.
+A float32 is split into the nearest bfloat16, with halves rounded away from zero, and the distance to it in units of the
+last place of float32. That is -32768 to 32767, so it fits an int16 and nothing is lost.
 """
 
 from __future__ import annotations
@@ -13,25 +12,23 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from diffusionlm.models.transformer import Transformer
 
-
-def split(full: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 -> (bfloat16, int16), both of its shape."""
-    bits = full.contiguous().view(torch.int32)
+def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Split float32 values into (bfloat16, int16) tensors of the same shape."""
+    bits = values.contiguous().view(torch.int32)
     high = (bits + 0x8000) >> 16
     low = (bits - (high << 16)).to(torch.int16)
     return high.to(torch.int16).view(torch.bfloat16), low
 
 
-def join(high: Tensor, low: Tensor) -> Tensor:
-    """What was split, bit for bit."""
+def join_float32(high: Tensor, low: Tensor) -> Tensor:
+    """Undo `split_float32`, bit for bit."""
     bits = (high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
 
 class MasterWeights:
-    """Parameters that are bfloat16, but float32 inside of `full`; over no parameters, nothing."""
+    """Parameters that are bfloat16, and float32 inside of `as_float32`. Without parameters it does nothing."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
@@ -41,7 +38,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def accumulate_gradients(self) -> None:
-        """Add the gradients of a backward up in float32; after each micro-batch."""
+        """Add the gradients of one micro-batch to float32 sums, and drop them from the parameters."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
@@ -52,12 +49,14 @@ class MasterWeights:
             parameter.grad = None
 
     @contextlib.contextmanager
-    def full(self) -> Iterator[None]:
-        """The parameters are their float32 masters meanwhile, with the gradients that were collected; what is done to
-        them stays, gradients are dropped."""
+    def as_float32(self) -> Iterator[None]:
+        """Context in which the parameters are their float32 masters, with the accumulated gradients.
+
+        At its end changes of the values stay, and gradients are dropped.
+        """
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.data = join(parameter.data, self._low_bits.pop(name))
+                parameter.data = join_float32(parameter.data, self._low_bits.pop(name))
                 parameter.grad = self._grads.pop(name, None)
         try:
             yield
@@ -68,11 +67,11 @@ class MasterWeights:
     def _split_parameters(self) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = None
-            parameter.data, self._low_bits[name] = split(parameter.data)
+            parameter.data, self._low_bits[name] = split_float32(parameter.data)
 
 
-def select_block_matrices(model: Transformer) -> dict[str, nn.Parameter]:
-    """The parameters that `runtime.weights` is about: matrices of the blocks that are trained."""
+def select_block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that ``runtime.weights`` concerns: trained matrices of the blocks."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

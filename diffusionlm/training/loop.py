@@ -234,7 +234,7 @@ def train_step(run: Run, noised_batches: list[NoisedBatch], denominator: float) 
     all_reduce_on_device(sums, run.world)
     if isinstance(run.loader, Prefetcher) and run.progress.step + 1 < run.max_steps:
         run.loader.prefetch(run.progress.step + 1)
-    with nvtx.range("optimizer"), run.master_weights.full():
+    with nvtx.range("optimizer"), run.master_weights.as_float32():
         grad_norm = run.parallel.clip(run.config.training.max_grad_norm)
         is_accepted = run.guard.is_accepted(loss, grad_norm)
         run.guard.update_window(loss, grad_norm, is_accepted)

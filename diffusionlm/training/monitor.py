@@ -65,7 +65,7 @@ class StepMonitor:
         if activations is not None:
             self._activations = activations.result(self.parallel.world)
             self.parallel.wait_for_weights()
-            with self.master_weights.full():
+            with self.master_weights.as_float32():
                 self._weights = compute_weight_norms(self.model, self.parallel.world)
 
     def scored(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:

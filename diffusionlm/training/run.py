@@ -114,7 +114,7 @@ class Run:
         is_narrow = isinstance(self.config.parallel, FSDP) and self.precision != torch.float32
         averages = nullcontext() if self.average is None else self.average.use_averages()
         autocast = torch.autocast(self.device.type, dtype=self.precision, enabled=is_narrow)
-        with self.master_weights.full(), autocast, torch.no_grad(), averages:
+        with self.master_weights.as_float32(), autocast, torch.no_grad(), averages:
             yield
 
     def log(self, text: str) -> None:
@@ -141,7 +141,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         parallel.materialize(blueprint.values())
     row_exchange = parallel.row_exchange if isinstance(parallel, FullySharded) else None
     optimizers = build_optimizers(config.optimizer, parallel.trainable_parameters(), tell, row_exchange)
-    with master_weights.full():
+    with master_weights.as_float32():
         average = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     plan = build_loader_spec(config, tokenizer, model, world)
     loader: StepLoader = WorkerLoader(plan) if config.data.workers else plan.open(parts)

@@ -67,8 +67,8 @@ def capture_checkpoint(run: Run) -> StagedCheckpoint:
     last_validation = run.last_validation
     bound = last_validation.nats_per_token if last_validation and last_validation.step == progress.step else None
     run.parallel.check_replicas_equal()
-    with run.master_weights.full():
-        average = run.average.average if run.average else None
+    with run.master_weights.as_float32():
+        average = run.average.averages if run.average else None
         weights = dict(run.parallel.iterate_whole_parameters(average))
         live = dict(model.named_parameters()) if average else None
         optimizer = run.parallel.to_checkpoint_state(run.optimizers.state_dict())
@@ -93,7 +93,7 @@ def resume_run(run: Run) -> None:
             )
     if run.average is not None and saved.has_live_weights:
         run.average.restore(run.parallel.slice_own_rows(saved.weights()), saved.state["average_updates"])
-    with run.master_weights.full():
+    with run.master_weights.as_float32():
         run.parallel.set_weights(saved.live_weights())
     run.optimizers.load_state_dict(_read_optimizer_state(run, saved))
     run.loader.load_state_dict(saved.state["loader"])

@@ -255,8 +255,8 @@ def test_averages_are_of_rows_and_put_together_when_saved(tiny_model: MakeModel,
         train_whole(models[1], AdamWConfig(), world, 2)
         for average in averages:
             average.update()
-        found = dict(parts.iterate_whole_parameters(averages[0].average))
-        for name, expected in averages[1].average.items() if world.is_first else ():
+        found = dict(parts.iterate_whole_parameters(averages[0].averages))
+        for name, expected in averages[1].averages.items() if world.is_first else ():
             torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
         batch = of_rank(5, 0)[0]
         with torch.no_grad():

@@ -141,7 +141,7 @@ def test_a_missing_package_is_named(
     told: list[str] = []
     optimizers = build_optimizers(config.model_copy(update={"fallback": True}), named(tiny_model()), told.append)
     [text] = told
-    assert f'going on with kind = "{plain}"' in text
+    assert f'using kind = "{plain}"' in text
     expected = build_optimizers(type(config)(), named(tiny_model()))
     assert [type(each) for each in optimizers.optimizers] == [type(each) for each in expected.optimizers]
     assert optimizers.learning_rates() == expected.learning_rates()
@@ -162,9 +162,9 @@ def test_a_package_that_cannot_update_here_is_named(
 def test_cut_parameters_are_refused(tiny_model: MakeModel) -> None:
     """A block of numbers that share a scale may lie in two rows."""
     row_exchange: Any = object()
-    with pytest.raises(ValueError, match=r'"fsdp" cuts them: set parallel.strategy = "ddp", choose kind = "adamw"'):
+    with pytest.raises(ValueError, match=r'"fsdp" shards them: set parallel.strategy = "ddp", choose kind = "adamw"'):
         build_optimizers(KINDS[0], named(tiny_model()), row_exchange=row_exchange)
     told: list[str] = []
     config = AdamWConfig(kind="adamw8bit", fallback=True)
     build_optimizers(config, named(tiny_model()), told.append, row_exchange)
-    assert "going on with" in told[0]
+    assert "fallback = true" in told[0]

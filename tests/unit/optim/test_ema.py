@@ -27,8 +27,8 @@ def test_recursion_with_warm_up(tiny_model: MakeModel, dtype: torch.dtype) -> No
         decay = min(0.3, (1 + n) / (10 + n))
         expected = decay * expected + (1 - decay) * parameter.detach().double()
     assert average.num_updates == 7
-    assert average.average[name].dtype == torch.float32
-    torch.testing.assert_close(average.average[name].double(), expected, rtol=1e-5, atol=1e-5)
+    assert average.averages[name].dtype == torch.float32
+    torch.testing.assert_close(average.averages[name].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_applied_puts_the_weights_back(tiny_model: MakeModel) -> None:
@@ -62,9 +62,9 @@ def test_average_is_a_copy(tiny_model: MakeModel) -> None:
     first = parameter.detach().clone()
     with torch.no_grad():
         parameter.zero_()
-    assert torch.equal(average.average[name], first)
+    assert torch.equal(average.averages[name], first)
     average.update()
-    assert not average.average[name].any(), "a decay of zero follows the weights at once"
+    assert not average.averages[name].any(), "a decay of zero follows the weights at once"
 
 
 def test_a_skipped_update_changes_and_counts_nothing(tiny_model: MakeModel) -> None:
@@ -80,8 +80,8 @@ def test_a_skipped_update_changes_and_counts_nothing(tiny_model: MakeModel) -> N
             elif not is_skipped:
                 average.update()
     assert averages[0].num_updates == averages[1].num_updates == 2
-    for name, value in averages[1].average.items():
-        assert torch.equal(averages[0].average[name], value), name
+    for name, value in averages[1].averages.items():
+        assert torch.equal(averages[0].averages[name], value), name
 
 
 def test_a_restored_average_goes_on_with_its_count(tiny_model: MakeModel) -> None:
@@ -90,11 +90,11 @@ def test_a_restored_average_goes_on_with_its_count(tiny_model: MakeModel) -> Non
     for average in averages:
         average.update()
     restored = WeightAverage(models[1], decay=0.9)
-    restored.restore(averages[0].average, averages[0].num_updates)
+    restored.restore(averages[0].averages, averages[0].num_updates)
     for model in models:
         torch.nn.init.ones_(model.lm_head.weight)
     averages[0].update()
     restored.update()
     assert restored.num_updates == 2
-    for name, value in averages[0].average.items():
-        assert torch.equal(restored.average[name], value), name
+    for name, value in averages[0].averages.items():
+        assert torch.equal(restored.averages[name], value), name

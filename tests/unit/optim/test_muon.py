@@ -14,10 +14,10 @@ from diffusionlm.optim.muon import (
     COEFFICIENTS,
     AdjustLr,
     Muon,
-    choose_product_dtype,
     group_into_stacks,
     learning_rate_scale,
     orthogonalize,
+    select_product_dtype,
 )
 
 SHAPES = [(6, 6), (12, 5), (5, 12), (1, 7), (7, 1)]
@@ -149,9 +149,9 @@ def test_only_matrices(shape: tuple[int, ...]) -> None:
 
 
 def test_products_are_bfloat16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter = torch.zeros(1)
-    assert choose_product_dtype("float32", parameter) == torch.float32
-    assert choose_product_dtype("bfloat16", parameter) == torch.bfloat16
+    cpu = torch.device("cpu")
+    assert select_product_dtype("float32", cpu) == torch.float32
+    assert select_product_dtype("bfloat16", cpu) == torch.bfloat16
     for is_native, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(muon, "has_native_bfloat16", lambda device_type, is_native=is_native: is_native)
-        assert choose_product_dtype("auto", parameter) == dtype
+        assert select_product_dtype("auto", cpu) == dtype

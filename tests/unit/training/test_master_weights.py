@@ -11,7 +11,7 @@ import torch
 
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
-from diffusionlm.optim.master_weights import join, split
+from diffusionlm.optim.master_weights import join_float32, split_float32
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import sum_denominators, train, train_step
 from diffusionlm.training.run import Run, build_run
@@ -24,18 +24,18 @@ def test_splitting_loses_nothing() -> None:
     high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     bits = (high[:, None] | low).flatten()
-    rounded, rest = split(bits.view(torch.float32))
+    rounded, rest = split_float32(bits.view(torch.float32))
     assert rounded.dtype == torch.bfloat16
     assert rest.dtype == torch.int16
-    assert torch.equal(join(rounded, rest).view(torch.int32), bits)
+    assert torch.equal(join_float32(rounded, rest).view(torch.int32), bits)
 
 
 def test_the_larger_part_is_the_nearest_bfloat16() -> None:
     numbers = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 3
     is_half = numbers.view(torch.int32) & 0xFFFF == 0x8000
-    assert torch.equal(split(numbers)[0][~is_half], numbers.bfloat16()[~is_half])
+    assert torch.equal(split_float32(numbers)[0][~is_half], numbers.bfloat16()[~is_half])
     half = torch.tensor([1.0 + 2**-8, -1.0 - 2**-8])  # between 1 and the next bfloat16
-    assert torch.equal(split(half)[0].float(), torch.tensor([1.0 + 2**-7, -1.0 - 2**-7]))
+    assert torch.equal(split_float32(half)[0].float(), torch.tensor([1.0 + 2**-7, -1.0 - 2**-7]))
 
 
 def narrow(config: TrainConfig, directory: Path, weights: str = "bfloat16_with_master", **training: Any) -> TrainConfig:
@@ -64,13 +64,13 @@ def test_with_equal_gradients_the_master_is_a_float32_runs_weight(config: TrainC
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
                 run.master_weights.accumulate_gradients()
         for run in runs:
-            with run.master_weights.full():
+            with run.master_weights.as_float32():
                 run.optimizers.step(1.0)
     first, second = (dict(run.model.named_parameters()) for run in runs)
     kinds = {name: each.dtype for name, each in second.items()}
     assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
     assert {kinds[name] for name in ("model.embed_tokens.weight", "model.norm.weight")} == {torch.float32}
-    with runs[1].master_weights.full():
+    with runs[1].master_weights.as_float32():
         assert all(torch.equal(first[name], second[name]) for name in first)
     assert kinds == {name: each.dtype for name, each in second.items()}
     assert all(each.dtype == torch.float32 for each in runs[1].optimizers.state_dict().values())
