@@ -1,8 +1,8 @@
-"""Print what was compared, and how far apart it is, as a Markdown table:
+"""Print how far each model family is from its reference, as a Markdown table:
 
     python -m tests.reference.family_table
 
-Tests hold each of its numbers to a bound, and the copy in docs/checkpoints.md to its rows.
+Tests hold each number to a bound; docs/checkpoints.md has a copy of the table.
 """
 
 from __future__ import annotations
@@ -10,40 +10,39 @@ from __future__ import annotations
 import sys
 
 from benchmarking.harness import markdown_table
-from tests.reference.family_cases import ATTENTIONS, CASES, ROWS, SIDES, Row, measure
+from tests.reference.family_cases import CASES, Measured, Row, measure
 
-HEADER = ["family", "beside", "weights", "dtype", *ATTENTIONS, "with a cache", *(f"padded {side}" for side in SIDES)]
-HEADER += ["values changed", "other experts"]
-
-
-def keys(name: str) -> list[tuple[str, str, str]]:
-    """What the lines of a case begin with: family, direction and dtype."""
-    return [(CASES[name].title, direction, dtype) for direction, dtype in ROWS]
+HEADER = ["family", "compared with", "float32", "bfloat16", "values changed", "experts that differ"]
 
 
-def cells(row: Row) -> list[str]:
-    """The measured part of a line."""
-    numbers = [*(row.logits[each] for each in ATTENTIONS), row.cached, *(row.padded.get(side) for side in SIDES)]
-    others, choices = row.other_experts
+def largest_difference(row: Row) -> float:
+    """Largest relative logit difference over all attention patterns, the cache and padding."""
+    return max([*row.logits.values(), *row.padded.values(), row.cached or 0.0])
+
+
+def format_case(name: str, measured: Measured) -> list[str]:
+    """Build the line of a case: the largest values over both directions, by dtype."""
+    by_dtype = {
+        dtype: [row for (_, row_dtype), row in measured.rows.items() if row_dtype == dtype]
+        for dtype in ("float32", "bfloat16")
+    }
+    experts = [max(row.other_experts for row in rows) for rows in by_dtype.values()]
     return [
-        *("-" if number is None else f"{number:.1e}" for number in numbers),
-        str(row.changed),
-        f"{others} of {choices}" if choices else "-",
+        CASES[name].title,
+        measured.label,
+        *(f"{max(map(largest_difference, rows)):.1e}" for rows in by_dtype.values()),
+        str(max(row.changed for row in measured.rows.values())),
+        ", ".join(f"{others} of {choices}" for others, choices in experts) if experts[0][1] else "-",
     ]
 
 
 def table(names: list[str]) -> str:
-    """The lines of these cases."""
-    lines = []
-    for name in names:
-        measured = measure(name)
-        for (title, direction, dtype), row in zip(keys(name), measured.rows.values(), strict=True):
-            lines.append([title, measured.label, direction, dtype, *cells(row)])
-    return markdown_table(HEADER, lines)
+    """Measure these cases and build the table."""
+    return markdown_table(HEADER, [format_case(name, measure(name)) for name in names])
 
 
 def main() -> None:
-    """Measure all, print."""
+    """Measure all cases and print the table."""
     import torch
     import transformers
 
