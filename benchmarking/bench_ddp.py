@@ -131,7 +131,7 @@ def compute_loss(model: Callable[..., Tensor], tokens_BL: Tensor, ranks: World) 
     """This rank's part of the mean over all ranks: the sum over ranks is the loss."""
     logits_BLV = model(tokens_BL, pattern=Bidirectional())
     total = torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL.flatten(), reduction="sum")
-    return total / (tokens_BL.numel() * ranks.world_size)
+    return total / (tokens_BL.numel() * ranks.size)
 
 
 def build_ours(
@@ -179,7 +179,7 @@ def build_torch(
 
     def step() -> Tensor:
         loss = compute_loss(model, tokens_BL, ranks)
-        (loss * ranks.world_size).backward()  # type: ignore[no-untyped-call]
+        (loss * ranks.size).backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -214,7 +214,7 @@ def wire_bytes(implementation: DistributedImplementation, ranks: World, steps: i
     implementation.turn(steps)
     ranks.barrier()
     after = loopback_bytes(counters.read_text(encoding="ascii")) if ranks.is_first else 0
-    return (after - before) / (steps * ranks.world_size)
+    return (after - before) / (steps * ranks.size)
 
 
 def minimum_bytes(parameters: int, ranks: int) -> float:
@@ -296,11 +296,11 @@ def measure(options: DistributedBenchOptions, ranks: World, folder: Path) -> str
         name: checkpoint_stall(implementations[name], ranks, folder / str(index)) for index, name in enumerate(OURS)
     }
     parameters = sum(parameter.numel() for parameter in options.model().parameters())
-    least = minimum_bytes(parameters, ranks.world_size)
+    least = minimum_bytes(parameters, ranks.size)
     rows = []
     for name in implementations:
         peer = TORCH_FSDP if "fsdp" in name.lower() else TORCH_DDP
-        speed = options.rows * options.length * ranks.world_size * options.steps / statistics.median(seconds[name])
+        speed = options.rows * options.length * ranks.size * options.steps / statistics.median(seconds[name])
         ratio = speedup(seconds[name], seconds[peer]).format_ratio() if name != peer else "-"
         size = f"{held[name] / MEBIBYTE:.2f}"
         rows.append([name, f"{speed:,.0f}", ratio, size, f"{wire[name] / MEBIBYTE:.2f}", f"{losses[name]:.6f}"])
@@ -308,7 +308,7 @@ def measure(options: DistributedBenchOptions, ranks: World, folder: Path) -> str
     saving = [[name, *(f"{1e3 * value:.1f}" for value in vars(stall).values())] for name, stall in stalls.items()]
     about = (
         f"{parameters:,} parameters, {options.layers} layers of {options.hidden_size}, vocabulary "
-        f"{options.vocab_size:,}; {options.rows} rows of {options.length} tokens a rank, {ranks.world_size} ranks. "
+        f"{options.vocab_size:,}; {options.rows} rows of {options.length} tokens a rank, {ranks.size} ranks. "
         f"Sent: by a rank in a step; sums of gradients, or the weights made of them, need {least / MEBIBYTE:.2f} MiB. "
         f"Loss: of step {FIRST_STEPS}."
     )

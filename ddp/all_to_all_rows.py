@@ -55,8 +55,7 @@ class AllToAllRows:
         sent = [rows[index] for owned in by_owner for index in owned]
         counts = [sum(rows[index].numel() for index in owned) for owned in by_owner]
         ranges = [
-            [row_range_of_rank(shapes[i][0], self.world.world_size, rank) for i in mine]
-            for rank in range(len(by_owner))
+            [row_range_of_rank(shapes[i][0], self.world.size, rank) for i in mine] for rank in range(len(by_owner))
         ]
         pieces = [[(end - start, shapes[i][1]) for i, (start, end) in zip(mine, each, strict=True)] for each in ranges]
         own_counts = [sum(height * width for height, width in each) for each in pieces]
@@ -72,7 +71,7 @@ class AllToAllRows:
 
     def _assign_owners(self, shapes: list[torch.Size]) -> list[list[int]]:
         """Places of the matrices that each rank owns: the dearest first, each to the rank with the least work."""
-        work = [0] * self.world.world_size
+        work = [0] * self.world.size
         owned: list[list[int]] = [[] for _ in work]
         costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
         for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):

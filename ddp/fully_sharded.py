@@ -59,7 +59,7 @@ class FullySharded:
         self.device = device
         self.reshards_after_forward = parallel.reshard_after_forward
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        mesh = init_device_mesh(device.type, (world.world_size,))
+        mesh = init_device_mesh(device.type, (world.size,))
         wide = MixedPrecisionPolicy(cast_forward_inputs=False)
         narrow = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
@@ -115,7 +115,7 @@ class FullySharded:
 
     def row_range(self, name: str) -> tuple[int, int]:
         """This rank's first row of a parameter, and the one after its last."""
-        return row_range_of_rank(self.shapes[name][0], self.world.world_size, self.world.rank)
+        return row_range_of_rank(self.shapes[name][0], self.world.size, self.world.rank)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
         """Nothing: gradients travel in each micro-batch, since adding them up whole would take the memory that this
@@ -193,10 +193,10 @@ class FullySharded:
 
     def _gather(self, part: Tensor, shape: torch.Size) -> Tensor | None:
         """Whole, on the CPU of the first rank; None elsewhere."""
-        rows = -(-shape[0] // self.world.world_size)
+        rows = -(-shape[0] // self.world.size)
         padded = part.new_zeros(rows, *shape[1:])
         padded[: len(part)] = part
-        parts = [torch.empty_like(padded) for _ in range(self.world.world_size)] if self.world.is_first else None
+        parts = [torch.empty_like(padded) for _ in range(self.world.size)] if self.world.is_first else None
         dist.gather(padded, parts, dst=0)
         return None if parts is None else torch.cat(parts)[: shape[0]].cpu()
 
@@ -206,7 +206,7 @@ class FullySharded:
         from torch.distributed.tensor import DTensor, Shard
 
         meshes = {
-            kind: init_device_mesh(kind, (self.world.world_size,))
+            kind: init_device_mesh(kind, (self.world.size,))
             for kind in sorted({each.device.type for each in state.values()})
         }
         given: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from config.parallel import DDP, FSDP, Parallel, SingleProcess
 
@@ -26,7 +27,7 @@ class World:
     """
 
     rank: int = 0
-    world_size: int = 1
+    size: int = 1
     local_rank: int = 0
     """Among the ranks on this machine."""
 
@@ -38,14 +39,14 @@ class World:
     @property
     def is_single_process(self) -> bool:
         """Whether there is nobody to wait for."""
-        return self.world_size == 1
+        return self.size == 1
 
     def sum(self, *values: float) -> list[float]:
         """Of each value over the ranks, in float64 and in the order of ranks: the same number on all of them."""
         if self.is_single_process:
             return list(values)
         mine = torch.tensor(values, dtype=torch.float64)
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine)
         total = parts[0]
         for part in parts[1:]:
@@ -64,9 +65,15 @@ class World:
         """What each rank gives, in the order of ranks, sent to all by pickle."""
         if self.is_single_process:
             return [value]
-        values: list[T | None] = [None] * self.world_size
+        values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
+
+    def all_reduce_on_device(self, values: Tensor) -> Tensor:
+        """Sum a small tensor over all ranks, in place and on its device, and return it. The host does not wait."""
+        if not self.is_single_process:
+            dist.all_reduce(values)
+        return values
 
     def run_on_first(self, function: Callable[[], T]) -> T:
         """Call ``function`` on rank 0 and broadcast its result, pickled, to all ranks.
@@ -117,7 +124,7 @@ class World:
             outcome = (function(), None)
         except Exception as error:
             own_error, outcome = error, (None, (describe or _error_text)(error))
-        outcomes: list[Any] = [None] * self.world_size
+        outcomes: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(outcomes, outcome, group=group)
         except RuntimeError as error:
@@ -209,7 +216,7 @@ def process_group(parallel: Parallel, device_type: str) -> Iterator[World]:
             )
         torch.cuda.set_device(world.local_rank)
     timeout = timedelta(seconds=parallel.timeout_seconds)
-    dist.init_process_group(backend, rank=world.rank, world_size=world.world_size, timeout=timeout)
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
     # Not in a `finally`: leaving waits for collectives under way, which those who failed will not see end.
     yield world
     world.barrier()

@@ -99,13 +99,13 @@ def check_replicas_equal(model: nn.Module, world: World) -> None:
     if world.is_single_process or not named:
         return
     mine = torch.stack([_fingerprint(parameter) for parameter in named.values()]).cpu()
-    all_ranks = [torch.empty_like(mine) for _ in range(world.world_size)]
+    all_ranks = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(all_ranks, mine)
     differs = torch.stack([(theirs != all_ranks[0]).any(1) for theirs in all_ranks])  # by rank and parameter
     if not differs.any():
         return
     first = int(differs.any(0).nonzero()[0])
-    others = [rank for rank in range(world.world_size) if differs[rank, first]]
+    others = [rank for rank in range(world.size) if differs[rank, first]]
     raise ValueError(
         f"the ranks have different weights: {list(named)[first]} of rank {', '.join(map(str, others))} is not that of "
         f"rank 0, and so are {int(differs.any(0).sum())} parameters of {len(named)}. Resume from a checkpoint that was "

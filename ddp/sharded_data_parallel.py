@@ -111,7 +111,7 @@ class ShardedBuckets:
     ) -> None:
         by_unit = trainable_by_unit(model, units)
         parameters = reversed_units(by_unit)
-        plans = lay_out_buckets(parameters, world.world_size, config.bucket_mib * 2**20, requires_whole_matrix)
+        plans = lay_out_buckets(parameters, world.size, config.bucket_mib * 2**20, requires_whole_matrix)
         use_all_to_all = device.type != "cuda"
         self.parts = [
             BucketShard(Bucket(layout, parameters, device), world.rank, use_all_to_all=use_all_to_all)
@@ -254,7 +254,7 @@ class ShardedDataParallel(Replicated):
 
         kind = value.device.type
         if kind not in self._meshes:
-            self._meshes[kind] = init_device_mesh(kind, (self.world.world_size,))
+            self._meshes[kind] = init_device_mesh(kind, (self.world.size,))
         shape = whole.shape
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(value, self._meshes[kind], [Shard(0)], run_check=False, shape=shape, stride=stride)

@@ -55,7 +55,7 @@ class MapOverRanks:
 
     def __call__(self, count: int, work: Callable[[int], T]) -> list[T]:
         """An error of any rank is raised on all, once all have made their forwards."""
-        size = self.world.world_size
+        size = self.world.size
         own: list[tuple[list[T], str]] = []
         for index in range(self.world.rank, -(-count // size) * size, size):
             if index >= count and not self.is_collective:

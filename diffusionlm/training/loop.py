@@ -13,7 +13,6 @@ from torch import Tensor
 from config.runtime import ProfilerConfig
 from config.train import TrainConfig
 from ddp.process_group import process_group
-from ddp.reductions import all_reduce_on_device
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.optim.lr_schedule import lr_factor
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
@@ -122,7 +121,7 @@ def train_to_the_end(run: Run, logger: RunLogger, stop: StopRequest) -> None:
 
         train_steps(run, logger, stop, after_step)
     if device_peak := memory.peak_memory(run.device.type).get("peak_allocated"):
-        planned = estimate_run(config, run.world.world_size).bytes_activations
+        planned = estimate_run(config, run.world.size).bytes_activations
         text = describe_memory(run.model, run.optimizers, device_peak, planned)
         logger.event(run.progress.step, "memory", text)
 
@@ -205,7 +204,7 @@ def train_step(run: Run, noised_batches: list[NoisedBatch], denominator: float) 
     how often an expert was chosen is counted in each of them.
     """
     denominator = denominator or 1.0  # a step in which chance masked nothing has no loss
-    load_balancing_weight = run.model.config.router_aux_loss_coef / (len(noised_batches) * run.world.world_size)
+    load_balancing_weight = run.model.config.router_aux_loss_coef / (len(noised_batches) * run.world.size)
     sums = torch.zeros(2, device=run.device)
     loss, balance_loss = sums
     for index, noised_batch in enumerate(noised_batches):
@@ -231,7 +230,7 @@ def train_step(run: Run, noised_batches: list[NoisedBatch], denominator: float) 
         loss += scored.loss_sum.detach()
         if scored.load_balancing_loss is not None:
             balance_loss += scored.load_balancing_loss.detach()
-    all_reduce_on_device(sums, run.world)
+    run.world.all_reduce_on_device(sums)
     if isinstance(run.loader, Prefetcher) and run.progress.step + 1 < run.max_steps:
         run.loader.prefetch(run.progress.step + 1)
     with nvtx.range("optimizer"), run.master_weights.as_float32():

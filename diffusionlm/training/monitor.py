@@ -14,7 +14,6 @@ from torch import Tensor
 
 from config.logging import LoggingConfig
 from ddp.parallelism import Parallelism
-from ddp.reductions import all_reduce_on_device
 from diffusionlm.diffusion.layout import LogitAlignment, target_positions
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
@@ -61,7 +60,7 @@ class StepMonitor:
         activations = ActivationNorms(self.model) if should_record_norms else None
         with activations.record_forwards() if activations is not None else contextlib.nullcontext():
             yield
-        all_reduce_on_device(self._sums, self.parallel.world)
+        self.parallel.world.all_reduce_on_device(self._sums)
         if activations is not None:
             self._activations = activations.result(self.parallel.world)
             self.parallel.wait_for_weights()

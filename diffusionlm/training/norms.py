@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ddp.process_group import World
-from ddp.reductions import all_reduce_on_device
 from diffusionlm.models.transformer import Transformer
 
 NormsByName = dict[str, Tensor]
@@ -45,7 +44,7 @@ class ActivationNorms:
 
     def result(self, world: World) -> NormsByName:
         """Of the forwards that were watched. Nothing waits for the device."""
-        all_reduce_on_device(self._sums_N2, world)
+        world.all_reduce_on_device(self._sums_N2)
         means_N = self._sums_N2[:, 0] / self._sums_N2[:, 1].clamp(min=1.0)
         return dict(zip(self.modules, means_N, strict=True))
 
@@ -72,7 +71,7 @@ def compute_weight_norms(model: Transformer, world: World) -> NormsByName:
         own: Tensor = values.to_local() if is_cut else values
         square = torch.linalg.vector_norm(own, dtype=torch.float32).double().square()
         squares.append(square if is_cut or world.is_first else torch.zeros_like(square))
-    roots_N = all_reduce_on_device(torch.stack(squares), world).sqrt()
+    roots_N = world.all_reduce_on_device(torch.stack(squares)).sqrt()
     return dict(zip((name for name, _ in model.named_parameters()), roots_N, strict=True))
 
 

@@ -149,7 +149,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         loader = Prefetcher(loader, device)
     max_steps = config.training.max_steps or world.run_on_first(lambda: _count_epoch_steps(config, plan, parts))
     infills = config.samples.infills if config.samples.every_steps else ()
-    several = "" if world.is_single_process else f", {world.world_size} ranks"
+    several = "" if world.is_single_process else f", {world.size} ranks"
     tell(
         f"{parameters:,} parameters on {device} in {str(precision).removeprefix('torch.')}, "
         f"{torch.get_num_threads()} threads{several}; {max_steps:,} steps"
@@ -190,7 +190,7 @@ def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transfor
     Raises:
         ValueError: the batch cannot be shared by so many ranks.
     """
-    own = config.rows_per_rank(world.world_size)
+    own = config.rows_per_rank(world.size)
     return LoaderSpec(
         config.data,
         tokenizer,
@@ -201,7 +201,7 @@ def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transfor
         config.training.micro_batch_size or own,
         config.run.seed,
         world.rank,
-        world.world_size,
+        world.size,
     )
 
 

@@ -52,7 +52,7 @@ def capture_checkpoint(run: Run) -> StagedCheckpoint:
         "average_updates": run.average.num_updates if run.average else 0,
         "guard": run.guard.state_dict(),
         "validated": run.last_validation and vars(run.last_validation),
-        "world_size": run.world.world_size,
+        "world_size": run.world.size,
         "torch": torch.__version__,
     }
     model, tokenizer, config = run.model, run.tokenizer, run.config

@@ -54,7 +54,7 @@ def describe_environment(run: Run) -> str:
         "torch": torch.__version__,
         "device": f"{run.device.type}, {device}",
         "threads": str(torch.get_num_threads()),
-        "ranks": str(run.world.world_size),
+        "ranks": str(run.world.size),
         "precision": str(run.precision).removeprefix("torch."),
         "system": f"{platform.system()} {platform.release()}",
     }

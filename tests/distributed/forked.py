@@ -103,9 +103,9 @@ def _live(act: Callable[[World], Any], world: World, meeting: Path, timeout: flo
     try:
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(str(meeting), world.world_size)
+        store = dist.FileStore(str(meeting), world.size)
         limit = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
         sent = pickle.dumps((act(world), ""))
         code = 0
     except BaseException:

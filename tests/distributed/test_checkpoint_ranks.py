@@ -36,9 +36,9 @@ def rows(value: torch.Tensor, world: World) -> Any:
     """This rank's rows, as the parts of a parameter are given for saving."""
     if world.is_single_process:
         return value
-    parts = value.chunk(world.world_size)
+    parts = value.chunk(world.size)
     mine = parts[world.rank].clone() if world.rank < len(parts) else value[:0].clone()
-    mesh = init_device_mesh("cpu", (world.world_size,))
+    mesh = init_device_mesh("cpu", (world.size,))
     return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
 
 
@@ -46,7 +46,7 @@ def optimizer_of(world: World, step: int) -> dict[str, Any]:
     """Cut ones; one that the last rank has whole; and a count, on every rank that has some of its parameter."""
     state: dict[str, Any] = {f"{name}.exp_avg": rows(whole(name, step), world) for name in SHAPES}
     state["long.step"] = torch.tensor(float(step))
-    if world.rank == world.world_size - 1:
+    if world.rank == world.size - 1:
         state["matrix.momentum"] = torch.full((2, 2), float(step))
     return state
 

@@ -91,7 +91,7 @@ def train_whole(model: Transformer, config: Kind, world: World, steps: int, max_
     optimizers = build_optimizers(config, dict(model.named_parameters()))
     norms = []
     for step in range(steps):
-        for rank in range(world.world_size):
+        for rank in range(world.size):
             for batch in of_rank(step, rank):
                 loss_of(model, batch, DENOMINATOR).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
@@ -206,7 +206,7 @@ def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, 
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with collectives() as events:
                 loss_of(parts.model, of_rank(0, 0)[1], DENOMINATOR).backward()
-            loss_of(models[1], of_rank(0, 0)[1], DENOMINATOR / world.world_size).backward()
+            loss_of(models[1], of_rank(0, 0)[1], DENOMINATOR / world.size).backward()
         block = sum(each.numel() for each in models[1].model.layers[0].parameters())
         sizes = {kind: [size for name, size in events if name == kind] for kind in ("gather", "reduce")}
         assert sizes["gather"].count(2 * block) == 4 and sizes["reduce"].count(4 * block) == 2
@@ -340,7 +340,7 @@ def test_an_exchange_makes_matrices_whole_once(tmp_path: Path, dtype: torch.dtyp
     wholes = [torch.arange(1.0, 1 + a * b).view(a, b).to(dtype) * 2**i for i, (a, b) in enumerate(shapes)]
 
     def act(world: World) -> list[list[float]]:
-        ranges = [row_range_of_rank(len(each), world.world_size, world.rank) for each in wholes]
+        ranges = [row_range_of_rank(len(each), world.size, world.rank) for each in wholes]
         parts = [nn.Parameter(each[first:end].clone()) for each, (first, end) in zip(wholes, ranges, strict=True)]
         row_exchange = AllToAllRows(dict(zip(parts, (each.shape for each in wholes), strict=True)), world)
         seen: list[Tensor] = []

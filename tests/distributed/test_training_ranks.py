@@ -198,7 +198,7 @@ def stopping_after(step: int) -> Iterator[None]:
     original = loop.reduce_step_totals
 
     def agree(run: Any, noised_batches: Any, stop: Any) -> tuple[float, int]:
-        if run.progress.step + 1 == step and run.world.rank == run.world.world_size - 1:
+        if run.progress.step + 1 == step and run.world.rank == run.world.size - 1:
             stop._handle_signal(15, None)
         return original(run, noised_batches, stop)
 
