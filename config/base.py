@@ -1,15 +1,15 @@
-"""The base class of every config section and the field types that sections share.
+"""The base class of config sections, and the field types that sections share.
 
-A config is a tree of `Section` classes. Sections are strict: a TOML value of the wrong type is
-an error and never converted, with three exceptions that TOML needs: an integer is a valid float,
-a string is a valid path and an array is a valid tuple.
+A config is a tree of `Section` classes. Sections are strict: a TOML value of the wrong type is an error and is not
+converted, with three exceptions that TOML needs: an integer is a valid float, a string is a valid path and an array is
+a valid tuple.
 
-Rules for those who write sections:
+To write a section:
 
-* TOML has no null, so a field that may be None must have None as its default. `to_toml` leaves
-  such fields out, and loading its output puts the default back.
-* A string literal under a field is its description in `--schema` and in editors.
-* Use `TupleOf[Part]` for arrays (also arrays of tables), so that a config stays immutable.
+* Give a field that may be None the default None. TOML has no null: `to_toml` omits such fields, and loading restores
+  the default.
+* Describe a field in a string literal below it; `--schema` and editors show it.
+* Use `TupleOf[Entry]` for arrays, also for arrays of tables: a config is immutable.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         validate_default=True,
-        # Fields such as `model_type` are natural in a section; no method here clashes with them.
+        # Allow fields such as `model_type`.
         protected_namespaces=(),
     )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Reject fields whose None could not be written to TOML and read back."""
+        """Reject a field that may be None and has another default: TOML could not hold its None."""
         super().__pydantic_init_subclass__(**kwargs)
         for name, field in cls.model_fields.items():
             if NoneType in union_members(field.annotation) and field.get_default() is not None:
@@ -58,19 +58,19 @@ Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 """0 < x < 1."""
 
 HalfOpenFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""0 <= x < 1, as for a dropout or a momentum that may be off."""
+"""0 <= x < 1, for example a momentum."""
 
 PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
-"""0 < x <= 1, as for a share that may be everything but not nothing."""
+"""0 < x <= 1, for example a share that must not be empty."""
 
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 
-# `strict=False` below concerns the container alone: its items keep the strictness of the section.
+# `strict=False` below applies to the container; its items are strict, as the section is.
 ConfigPath = Annotated[Path, Field(strict=False)]
 """A path, written as a string in TOML."""
 
 TupleOf = Annotated[tuple[_Item, ...], Field(strict=False)]
-"""A tuple, written as an array in TOML: `TupleOf[Part]` is an array of tables."""
+"""A tuple, written as an array in TOML: `TupleOf[Entry]` is an array of tables."""
 
 StrTuple = Annotated[tuple[str, ...], Field(strict=False)]
 IntTuple = Annotated[tuple[int, ...], Field(strict=False)]
@@ -78,7 +78,7 @@ FloatTuple = Annotated[tuple[float, ...], Field(strict=False)]
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union without `Annotated` wrappers; any other type is its only alternative."""
+    """Return the members of a union, without `Annotated`. The only member of any other type is the type itself."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):

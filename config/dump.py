@@ -1,7 +1,7 @@
-"""The TOML text of a config: writing it, showing its values and differences, finding the lines of its keys.
+"""Write a config as TOML, list the differences of two configs, and find the lines of keys in TOML text.
 
-TOML has no null: a field that is None is left out, and loading puts its default back. `Section`
-therefore insists that every field that may be None has None as its default.
+TOML has no null: a field that is None is omitted, and loading restores its default. `Section` therefore requires None
+as the default of every field that may be None.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,25 @@ _ABSENT = "(not set)"
 
 
 def to_toml(config: Section) -> str:
-    """TOML text that loads to a config equal to this one: sections in the order of their declaration."""
+    """Format TOML text that loads to an equal config, with sections in the order of their declaration."""
     return tomli_w.dumps(to_toml_values(config, config.__class__.__name__))
 
 
 def list_differences(a: Section, b: Section) -> list[str]:
-    """One line `section.key: old -> new` for every value that differs between two configs."""
+    """List the values that differ between two configs, one line `section.key: old -> new` each."""
     old, new = _flatten(to_toml_values(a, "a")), _flatten(to_toml_values(b, "b"))
     lines = []
     for key in dict.fromkeys([*old, *new]):
         before, after = old.get(key), new.get(key)
-        # An array of tables that is empty on one side shows by the keys of its entries on the other.
-        grew = (before == [] and after is None) or (after == [] and before is None)
-        if before != after and not (grew and any(other.startswith(f"{key}.") for other in [*old, *new])):
+        # If an array of tables is empty in one config, the keys of the other's entries show the difference.
+        is_empty = (before == [] and after is None) or (after == [] and before is None)
+        if before != after and not (is_empty and any(other.startswith(f"{key}.") for other in [*old, *new])):
             lines.append(f"{key}: {_format_or_absent(before)} -> {_format_or_absent(after)}")
     return lines
 
 
 def to_toml_values(value: Any, name: str) -> Any:
-    """The value built of what TOML has: tables, arrays and scalars. `name` is for the error message."""
+    """Convert a value to TOML tables, arrays and scalars. `name` is its key, for the error message."""
     if isinstance(value, Section):
         fields = {key: getattr(value, key) for key in type(value).model_fields}
         return {key: to_toml_values(item, f"{name}.{key}") for key, item in fields.items() if item is not None}
@@ -51,10 +50,6 @@ def to_toml_values(value: Any, name: str) -> Any:
         return {str(key): to_toml_values(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [to_toml_values(item, f"{name}.{index}") for index, item in enumerate(value)]
-    if isinstance(value, (set, frozenset)):
-        return [to_toml_values(item, name) for item in sorted(value)]
-    if isinstance(value, Enum):
-        return to_toml_values(value.value, name)
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, (bool, int, float, str, datetime.date, datetime.time)):
@@ -63,7 +58,7 @@ def to_toml_values(value: Any, name: str) -> Any:
 
 
 def format_value(value: Any, limit: int = 60) -> str:
-    """The value on one line as TOML would have it, shortened for a message."""
+    """Format a value as in TOML, on one line of at most `limit` characters."""
     if isinstance(value, dict):
         text = "{" + ", ".join(f"{key} = {format_value(item, limit)}" for key, item in value.items()) + "}"
     elif isinstance(value, (list, tuple)):
@@ -82,17 +77,17 @@ def _format_or_absent(value: Any) -> str:
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Every value that is no table by its dotted path; an array of scalars is one value."""
+    """Return all values except tables by dotted path. An array of scalars is one value."""
     if isinstance(value, dict):
         items = list(value.items())
     elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         items = list(enumerate(value))
     else:
         return {path: value}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, item in items:
-        found |= _flatten(item, f"{path}.{key}" if path else str(key))
-    return found
+        values |= _flatten(item, f"{path}.{key}" if path else str(key))
+    return values
 
 
 _TOKEN = re.compile(
@@ -103,7 +98,7 @@ _KEY_PART = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s."'=\[\]]+)\s*(\.?)
 
 
 def find_key_lines(text: str) -> dict[KeyPath, int]:
-    """The line of every section header and key in valid TOML; the keys of inline tables are not looked for."""
+    """Find the lines of section headers and keys in valid TOML text. Keys of inline tables are not included."""
     lines: dict[KeyPath, int] = {}
     entries: dict[KeyPath, int] = {}
     section: KeyPath = ()
@@ -124,7 +119,7 @@ def find_key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def _iterate_statements(text: str) -> Iterator[tuple[int, str]]:
-    """Line number and text of every header and every `key = value`."""
+    """Iterate over line number and text of each header and each `key = value`."""
     depth, start, line = 0, 0, 1
     for token in _TOKEN.finditer(text + "\n"):
         if token[0] in ("[", "{"):
@@ -140,7 +135,7 @@ def _iterate_statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_key(text: str) -> list[str]:
-    """The parts of the dotted key that `text` starts with."""
+    """Split the dotted key that a text starts with."""
     parts, end, more = [], 0, "."
     while more and (match := _KEY_PART.match(text, end)):
         part, more, end = match[1], match[2], match.end()

@@ -1,7 +1,7 @@
-"""Loading a config: TOML file, then `--set` overrides, then validation with errors made for people.
+"""Load a config: read the TOML file, apply `--set` overrides, validate, and report all problems at once.
 
-Every problem is reported at once, one line each: the line of the file or the override that it comes
-from, the value, what is wrong and, where that can be said, the remedy.
+Each problem is one line: the line of the file or the override, the key and its value, what was expected, and a remedy
+if there is one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T", bound=Section)
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; the message is complete and may have several lines."""
+    """A config is invalid. The message is complete and may have several lines."""
 
 
 def load_config(
@@ -54,14 +54,19 @@ def load_config(
 ) -> T:
     """Read and validate a config.
 
-    `path` is the TOML file (None: defaults and overrides alone), `overrides` are `section.key=value`
-    texts. `renamed` maps keys of older versions or other programs (`section.key` or `*.key`) to the
-    advice that is given for them in place of a guess.
+    Args:
+        cls: class of the whole config.
+        path: TOML file. None: the defaults and the overrides are the config.
+        overrides: texts `section.key=value`; later ones win.
+        key_hints: unknown key (`section.key` or `*.key`) -> advice, reported instead of a guess.
+
+    Raises:
+        ConfigError: the file cannot be read, or the config is invalid; lists all problems.
     """
     text = _read_text(path) if path is not None else ""
     source = _RawConfig(path, _parse_toml(path, text), find_key_lines(text))
     problems: list[_Problem] = []
-    # Twice, because an override may choose the union member that the key of an earlier override is in.
+    # Twice: an override may select the union member that has the key of an earlier override.
     for _ in range(2):
         problems = [problem for override in overrides for problem in _apply_override(cls, source, override)]
         _add_default_discriminators((cls,), source.tree, None)
@@ -78,7 +83,7 @@ def load_config(
 
 
 def json_schema(cls: type[Section]) -> str:
-    """The JSON schema of the config, for editors that check and complete TOML files."""
+    """Return the JSON schema of a config, for editors that check and complete TOML files."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
     return json.dumps(schema, indent=2, ensure_ascii=False)
 
@@ -87,7 +92,7 @@ def _read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
+        raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a directory, not a TOML file") from None
     except OSError as error:
@@ -105,24 +110,25 @@ def _parse_toml(path: Path | None, text: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
     except ValueError as error:
-        at = re.search(r"\(at line (\d+), column \d+\)", str(error))
-        if at is None:
+        location = re.search(r"\(at line (\d+), column \d+\)", str(error))
+        if location is None:
             raise ConfigError(f"{path}: not valid TOML: {error}") from None
-        shown = text.split("\n")[int(at[1]) - 1].strip()
-        raise ConfigError(f"{path}:{at[1]}: not valid TOML: {error}: {shown}") from None
+        line = text.split("\n")[int(location[1]) - 1].strip()
+        raise ConfigError(f"{path}:{location[1]}: not valid TOML: {error}: {line}") from None
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """A line of the message; problems of the file are first, by line."""
+    """One line of the error message."""
 
     sort_key: tuple[int, int]
+    """Problems of the file come first, by line; then those of overrides."""
     text: str
 
 
 @dataclass
 class _RawConfig:
-    """The values that are to be validated, and the line or override that each is from."""
+    """Values before validation, and the line or override that each comes from."""
 
     path: Path | None
     tree: dict[str, Any]
@@ -141,25 +147,28 @@ class _RawConfig:
         return node
 
     def record_override(self, key: KeyPath, override: str) -> None:
-        """Note that the value of `key` and all that is in it are from this override."""
+        """Record that the value of `key`, with everything in it, comes from this override."""
         size = len(key)
         self.overrides = {other: text for other, text in self.overrides.items() if other[:size] != key}
         self.overrides[key] = override
         self.lines = {other: line for other, line in self.lines.items() if other[:size] != key}
 
     def problem(self, key: KeyPath, label: str, message: str) -> _Problem:
-        """A problem with `key`, which `label` shows."""
-        shown = f"{label}: {message}" if label else message
+        """Build the problem of `key`: `label`, if any, and message, after the line or override of the key.
+
+        A key without a line of its own (one that is missing) takes that of its table.
+        """
+        text = f"{label}: {message}" if label else message
         for size in range(len(key), -1, -1):
-            near = key[:size]
-            if near in self.overrides:
-                return _override_problem(self.overrides[near], message if near == key else shown)
-            if near in self.lines:
-                return _Problem((0, self.lines[near]), f"{self.path}:{self.lines[near]}: {shown}")
-            inside = [text for other, text in self.overrides.items() if size and other[:size] == near]
-            if inside:
-                return _override_problem(inside[-1], shown)
-        return _Problem((0, 0), shown if self.path is None else f"{self.path}: {shown}")
+            parent = key[:size]
+            if parent in self.overrides:
+                return _override_problem(self.overrides[parent], message if parent == key else text)
+            if parent in self.lines:
+                return _Problem((0, self.lines[parent]), f"{self.path}:{self.lines[parent]}: {text}")
+            inner = [override for other, override in self.overrides.items() if size and other[:size] == parent]
+            if inner:
+                return _override_problem(inner[-1], text)
+        return _Problem((0, 0), text if self.path is None else f"{self.path}: {text}")
 
 
 def _override_problem(override: str, message: str) -> _Problem:
@@ -167,7 +176,7 @@ def _override_problem(override: str, message: str) -> _Problem:
 
 
 def _apply_override(cls: type[Section], source: _RawConfig, override: str) -> list[_Problem]:
-    """Put one `a.b=value` into the tree, the value typed by the schema."""
+    """Put the value of `a.b=value` into the tree, converted to a type that the schema allows there."""
     name, equals, text = override.partition("=")
     parts = _parse_override_key(name)
     if not equals or not parts:
@@ -205,7 +214,7 @@ def _apply_override(cls: type[Section], source: _RawConfig, override: str) -> li
 
 
 def _parse_override_key(name: str) -> list[str]:
-    """The parts of a dotted key, read as TOML reads it; empty if it is none."""
+    """Split a dotted key as TOML does. Empty: it is not a key."""
     try:
         node: Any = tomllib.loads(f"{name.strip()} = 0")
     except ValueError:
@@ -220,23 +229,23 @@ def _parse_override_key(name: str) -> list[str]:
 def _child_types_and_default(
     types: Sequence[Any], node: Any, default: Any, step: str | int
 ) -> tuple[tuple[Any, ...], Any]:
-    """The types that `step` of `node`, a value of one of `kinds`, may have, and its default."""
+    """Return the types that entry `step` of `node` may have, and its default. `node` is of one of `types`."""
     members = select_union_members(types, node, default)
-    found = dict.fromkeys(inner for kind in members for inner in child_types(kind, step))
+    inner_types = dict.fromkeys(inner for kind in members for inner in child_types(kind, step))
     owners = [kind for kind in members if is_section(kind) and step in kind.model_fields]
     defaults = [field_default(kind, str(step)) for kind in owners]
-    return tuple(found), defaults[0] if defaults else None
+    return tuple(inner_types), defaults[0] if defaults else None
 
 
 def _new_container(types: Sequence[Any], default: Any) -> Any:
-    """What an override of a key in an absent value starts from; an array starts from its default entries."""
+    """Return the empty table, or the array of default entries, that an override of a missing value changes."""
     if any(is_array(kind) for kind in types):
         return [item.model_dump() if isinstance(item, Section) else item for item in default or ()]
     return {}
 
 
 def _expand_discriminator(types: Sequence[Any], value: str) -> Any:
-    """The table that a string stands for, where a union's tag may be written alone: `source = "hub"`."""
+    """Expand a tag alone, as in `source = "hub"`, to a table with the tag, where a discriminated union is expected."""
     sections = [kind for kind in types if is_section(kind)]
     tag = find_discriminator(sections)
     if tag is not None and any(value in discriminator_values(section, tag) for section in sections):
@@ -245,9 +254,9 @@ def _expand_discriminator(types: Sequence[Any], value: str) -> Any:
 
 
 def _add_default_discriminators(types: Sequence[Any], node: Any, default: Any) -> None:
-    """Give a table of a discriminated union that does not say which member it is the default's tag.
+    """Add the default's tag to each table of a discriminated union that has no tag.
 
-    Pydantic wants the tag in every such table; for a user it is one more key that has a default.
+    Pydantic requires the tag in every such table; for users it is a key with a default, as others are.
     """
     items: list[tuple[Any, Any]] = []
     if isinstance(node, dict):
@@ -281,7 +290,7 @@ def _format_key(key: KeyPath) -> str:
 
 
 def _format_key_value(key: KeyPath, value: Any) -> str:
-    """`section.key = value` or `[section]`."""
+    """Format `section.key = value`, or `[section]` for a table."""
     if not key:
         return ""
     return f"[{_format_key(key)}]" if isinstance(value, dict) else f"{_format_key(key)} = {format_value(value)}"
@@ -289,14 +298,17 @@ def _format_key_value(key: KeyPath, value: Any) -> str:
 
 @dataclass(frozen=True)
 class _ErrorLocation:
-    """What a location of pydantic means: there, the names of union members are among the keys."""
+    """A pydantic error location, without the names of union members that pydantic inserts into it."""
 
     key: KeyPath
     types: tuple[Any, ...]
+    """Types that the key may have."""
     owner: tuple[Any, ...]
+    """Type of the table or array that the key is in."""
     union: KeyPath | None
-    """The value of a plain union that the location is in, and the member that pydantic tried."""
+    """Key of the value of a plain union that the location is in. None: there is none."""
     member: str
+    """Label of the union member that pydantic tried."""
 
 
 def _resolve_location(cls: type[Section], loc: Sequence[str | int]) -> _ErrorLocation:
@@ -321,7 +333,7 @@ def _resolve_location(cls: type[Section], loc: Sequence[str | int]) -> _ErrorLoc
 
 
 def _is_tried_member(kind: Any, label: str, tag: str | None) -> bool:
-    """Whether pydantic means this member of a union by `label`."""
+    """Return whether `label` is pydantic's label of this union member."""
     if is_section(kind):
         return label in map(str, discriminator_values(kind, tag)) if tag else kind.__name__ in label
     name = getattr(get_origin(kind) or kind, "__name__", str(kind)).lower()
@@ -339,14 +351,15 @@ class _ErrorReport:
     key_hints: Mapping[str, str]
 
     def problems(self, error: ValidationError) -> list[_Problem]:
-        """The problems that a failed validation found."""
-        found = [(detail, _resolve_location(self.cls, detail["loc"])) for detail in error.errors(include_url=False)]
-        # For a value of a plain union pydantic tells what each member has against it. If the value has
-        # the type of one member, only the complaints of this member are of use.
-        wrong = {(place.union, place.member) for detail, place in found if _is_wrong_member(detail, place)}
-        right = {place.union for _, place in found if (place.union, place.member) not in wrong}
+        """List the problems of a failed validation."""
+        details = error.errors(include_url=False)
+        located = [(detail, _resolve_location(self.cls, detail["loc"])) for detail in details]
+        # For a value of a plain union, pydantic reports the errors of every member. If the value has the type of one
+        # member, only the errors of that member help.
+        wrong = {(place.union, place.member) for detail, place in located if _is_wrong_member(detail, place)}
+        right = {place.union for _, place in located if (place.union, place.member) not in wrong}
         problems: list[_Problem] = []
-        for detail, place in found:
+        for detail, place in located:
             if place.union is None or place.union not in right or (place.union, place.member) not in wrong:
                 problems += self._convert_error(detail, place)
         return problems
@@ -376,39 +389,39 @@ class _ErrorReport:
         sections = [kind for kind in types if is_section(kind)]
         tag = find_discriminator(sections) or "kind"
         words = [word for section in sections for word in discriminator_values(section, tag)]
-        wanted = join_with_or([format_value(word) for word in words])
+        expected = join_with_or([format_value(word) for word in words])
         inner = (*key, tag)
         if not isinstance(value, dict):
             return self.source.problem(
                 key,
                 _format_key_value(key, value),
-                f"expected a table with {tag} = {wanted}, got {describe_value(value)}",
+                f"expected a table with {tag} = {expected}, got {describe_value(value)}",
             )
         if tag not in value:
-            return self.source.problem(inner, _format_key(inner), f"missing (choose {wanted})")
+            return self.source.problem(inner, _format_key(inner), f"missing (choose {expected})")
         hint = suggest_name(value[tag], words)
-        message = f"expected {wanted}, got {describe_value(value[tag])}{hint and f' ({hint})'}"
+        message = f"expected {expected}, got {describe_value(value[tag])}{hint and f' ({hint})'}"
         return self.source.problem(inner, _format_key_value(inner, value[tag]), message)
 
     def _explain_missing(self, key: KeyPath, types: Sequence[Any]) -> _Problem:
         sections = [kind for kind in types if is_section(kind)]
         name, label = key[-1], _format_key(key)
         if sections:
-            needs = [name for name, info in sections[0].model_fields.items() if info.is_required()]
-            hint = f" with {', '.join(needs)}" if needs and len(sections) == 1 else ""
+            required = [name for name, info in sections[0].model_fields.items() if info.is_required()]
+            hint = f" with {', '.join(required)}" if required and len(sections) == 1 else ""
             return self.source.problem(key, f"[{label}]", f"missing section (add [{label}]{hint})")
         if self.source.path is None:
-            where = f"--set {label}=..."
+            remedy = f"--set {label}=..."
         elif len(key) == 1:
-            where = f"{name} = ... at the top of the file"
+            remedy = f"{name} = ... at the top of the file"
         elif isinstance(key[-2], int):
-            where = f"{name} = ... to entry {key[-2]} of [[{_format_key(key[:-2])}]]"
+            remedy = f"{name} = ... to entry {key[-2]} of [[{_format_key(key[:-2])}]]"
         else:
-            where = f"{name} = ... to [{_format_key(key[:-1])}]"
-        return self.source.problem(key, label, f"missing (add {where}: {describe_types(types)})")
+            remedy = f"{name} = ... to [{_format_key(key[:-1])}]"
+        return self.source.problem(key, label, f"missing (add {remedy}: {describe_types(types)})")
 
     def _explain_unknown(self, key: KeyPath, value: Any, owner: Sequence[Any]) -> list[_Problem]:
-        # The keys of an unknown section are not validated, but there may be advice on them.
+        # Pydantic does not report the keys of an unknown section, but there may be advice on them.
         inside = {name: self._find_key_hint((*key, name)) for name in value} if isinstance(value, dict) else {}
         problems = [
             self.source.problem((*key, name), _format_key_value((*key, name), value[name]), text)
@@ -416,8 +429,8 @@ class _ErrorReport:
             if text is not None
         ]
         if not problems or None in inside.values():
-            what = "unknown section" if isinstance(value, dict) else "unknown key"
-            hint = self._find_key_hint(key) or f"{what} ({self._suggest_key(str(key[-1]), key, owner)})"
+            problem = "unknown section" if isinstance(value, dict) else "unknown key"
+            hint = self._find_key_hint(key) or f"{problem} ({self._suggest_key(str(key[-1]), key, owner)})"
             problems.append(self.source.problem(key, _format_key_value(key, value), hint))
         return problems
 
@@ -427,7 +440,7 @@ class _ErrorReport:
         return next((self.key_hints[name] for name in candidates if name in self.key_hints), None)
 
     def _suggest_key(self, name: str, key: KeyPath, owner: Sequence[Any]) -> str:
-        """What may have been meant by an unknown key: where it belongs, or a key with a similar name."""
+        """Suggest the section of a key of this name, or a key with a similar name."""
         here = next((kind for kind in owner if is_section(kind)), self.cls)
         path = _format_key(tuple(part for part in key[:-1] if isinstance(part, str)))
         homes: list[str] = []
@@ -446,17 +459,17 @@ class _ErrorReport:
         hints = list(dict.fromkeys(homes))[:3]
         close = suggest_name(name, list(here.model_fields))
         if not hints and not close:
-            close = suggest_name(name, list(elsewhere), cutoff=0.75, where=elsewhere)
+            close = suggest_name(name, list(elsewhere), cutoff=0.75, places=elsewhere)
         hints += [close] if close else []
-        return "; ".join(hints) or f"known here: {', '.join(here.model_fields)}"
+        return "; ".join(hints) or f"known keys: {', '.join(here.model_fields)}"
 
 
 def _is_wrong_member(error: ErrorDetails, place: _ErrorLocation) -> bool:
-    """Whether the value is not even of the type of the union member that pydantic tried."""
+    """Return whether the value does not have the type of the union member that pydantic tried."""
     return place.union == place.key and _is_type_error(error)
 
 
 def _format_discriminator(section: type[Section], other: type[Section]) -> str:
-    """What selects `section` and not `other`, as in `kind = "adam"`."""
+    """Format the tag that selects `section` and not `other`, as in `kind = "adam"`."""
     tag = find_discriminator([section, other])
     return f"{tag} = {format_value(discriminator_values(section, tag)[0])}" if tag else section.__name__

@@ -1,7 +1,4 @@
-"""What the schema of a config says of its keys: their types, tables and values, in plain words.
-
-`load.py` reads overrides and explains mistakes with it.
-"""
+"""Inspect the types of a config's fields, and describe types and values in error messages."""
 
 from __future__ import annotations
 
@@ -18,22 +15,22 @@ from config.base import Section, union_members
 
 
 def is_section(kind: Any) -> bool:
-    """Whether `kind` is a Section class."""
+    """Return whether a type is a Section class."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def is_array(kind: Any) -> bool:
-    """Whether `kind` is written as an array in TOML."""
-    return (get_origin(kind) or kind) in (tuple, list, set, frozenset)
+    """Return whether values of a type are TOML arrays."""
+    return (get_origin(kind) or kind) in (tuple, list)
 
 
 def is_dict(kind: Any) -> bool:
-    """Whether `kind` is a table with free keys."""
+    """Return whether values of a type are TOML tables with any keys."""
     return (get_origin(kind) or kind) is dict
 
 
 def child_types(kind: Any, key: str | int) -> tuple[Any, ...]:
-    """The types that `key` may have in a value of type `kind`; empty where there is no such key."""
+    """Return the types that `key` may have in a value of type `kind`. Empty: there is no such key."""
     args = get_args(kind)
     if is_section(kind):
         field = kind.model_fields.get(key)
@@ -50,13 +47,13 @@ def child_types(kind: Any, key: str | int) -> tuple[Any, ...]:
 
 
 def discriminator_values(section: type[Section], tag: str) -> tuple[Any, ...]:
-    """The values that select `section` in a union discriminated by the field `tag`."""
+    """Return the values of the field `tag` that select `section` in a discriminated union."""
     field = section.model_fields.get(tag)
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
 def find_discriminator(sections: Sequence[type[Section]]) -> str | None:
-    """The field whose literals tell the members of a union of sections apart, if there is one."""
+    """Return the field whose literal values differ between all members of a union of sections, if there is one."""
     if len(sections) < 2:
         return None
     for name in sections[0].model_fields:
@@ -69,7 +66,7 @@ def find_discriminator(sections: Sequence[type[Section]]) -> str | None:
 def iterate_tables(
     section: type[Section], path: str = "", heading: str = ""
 ) -> Iterator[tuple[str, str, type[Section]]]:
-    """Every table below `section`, and itself: (dotted path, TOML heading, class)."""
+    """Iterate over `section` and all tables in it: (dotted path, TOML heading, class)."""
     yield path, heading, section
     for name, field in section.model_fields.items():
         inner = f"{path}.{name}" if path else name
@@ -83,7 +80,7 @@ def iterate_tables(
 
 
 def field_default(section: type[Section], name: str) -> Any:
-    """The default of a field; None if it has none or one that depends on other fields."""
+    """Return the default of a field. None: there is none, or it depends on other fields."""
     info = section.model_fields[name]
     if info.is_required() or (info.default_factory is not None and info.default_factory_takes_validated_data):
         return None
@@ -91,25 +88,22 @@ def field_default(section: type[Section], name: str) -> Any:
 
 
 def select_union_members(types: Sequence[Any], table: Any, default: Any) -> tuple[Any, ...]:
-    """`kinds` without the members of a discriminated union that the tag, given or default, does not select."""
+    """Remove the members of a discriminated union that the table's tag, or the default's, does not select."""
     sections = [kind for kind in types if is_section(kind)]
     tag = find_discriminator(sections)
     if tag is None or not isinstance(table, dict):
         return tuple(types)
     value = table.get(tag, getattr(default, tag, None))
-    chosen = [kind for kind in sections if value in discriminator_values(kind, tag)]
-    return tuple(kind for kind in types if kind not in sections or kind in (chosen or sections))
+    selected = [kind for kind in sections if value in discriminator_values(kind, tag)]
+    return tuple(kind for kind in types if kind not in sections or kind in (selected or sections))
 
 
 _SHORT_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-"""A number that every shell user writes and TOML does not know: `.5` and `1.`."""
+"""Numbers such as `.5` and `1.`, which are not valid in TOML."""
 
 
 def parse_override_value(text: str, types: Sequence[Any]) -> Any:
-    """The value that `text` of a command line means where one of the types `kinds` is wanted.
-
-    What fits none of them is returned for the validation to complain about.
-    """
+    """Convert the text of an override to one of the types. Other text is returned for validation to reject."""
     word = text.strip()
     words = _literal_values(types)
     if word in words:
@@ -133,8 +127,8 @@ def parse_override_value(text: str, types: Sequence[Any]) -> Any:
             return [
                 parse_override_value(entry.strip(), child_types(kind, index)) for index, entry in enumerate(entries)
             ]
-    wants_text = any(isinstance(value, str) for value in words) or any(kind in (str, Path) for kind in types)
-    return value if is_toml and (isinstance(value, str) or not wants_text) else text
+    expects_text = any(isinstance(value, str) for value in words) or any(kind in (str, Path) for kind in types)
+    return value if is_toml and (isinstance(value, str) or not expects_text) else text
 
 
 def _literal_values(types: Sequence[Any]) -> list[Any]:
@@ -142,7 +136,7 @@ def _literal_values(types: Sequence[Any]) -> list[Any]:
 
 
 def _parse_toml_value(text: str) -> tuple[bool, Any]:
-    """Whether `text` is one TOML value, and that value."""
+    """Return whether a text is one TOML value, and the value."""
     try:
         table = tomllib.loads(f"v={text}")
     except (ValueError, RecursionError):
@@ -151,7 +145,7 @@ def _parse_toml_value(text: str) -> tuple[bool, Any]:
 
 
 def _matches_type(value: Any, kind: Any) -> bool:
-    """Whether a TOML value has the type `kind`, leaving aside its bounds and the contents of tables."""
+    """Return whether a TOML value has a type, without checking bounds or the contents of tables."""
     if get_origin(kind) is Literal:
         return any(value == word and type(value) is type(word) for word in get_args(kind))
     if isinstance(value, list):
@@ -173,7 +167,7 @@ _TYPE_NAMES: dict[Any, tuple[str, str]] = {
 
 
 def describe_types(types: Sequence[Any]) -> str:
-    """The types in plain words, as in `expected an integer or "auto"`."""
+    """Describe types for a message, as in `an integer or "auto"`."""
     words: list[str] = []
     for kind in types:
         if get_origin(kind) is Literal:
@@ -181,8 +175,8 @@ def describe_types(types: Sequence[Any]) -> str:
         elif is_array(kind):
             items = {_TYPE_NAMES[item][1] if item in _TYPE_NAMES else "" for item in child_types(kind, 0)}
             items |= {"tables" for item in child_types(kind, 0) if is_section(item)}
-            known = " or ".join(sorted(items - {""}))
-            words.append(f"an array of {known}" if known else "an array")
+            names = " or ".join(sorted(items - {""}))
+            words.append(f"an array of {names}" if names else "an array")
         elif is_section(kind) or is_dict(kind):
             words.append("a table")
         elif kind is not NoneType:
@@ -191,12 +185,12 @@ def describe_types(types: Sequence[Any]) -> str:
 
 
 def join_with_or(words: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Join words as in `a, b or c`."""
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def describe_value(value: Any) -> str:
-    """A TOML value in plain words, as in `got the string "5"`."""
+    """Describe a TOML value for a message, as in `the string "5"`."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, (list, tuple)):
@@ -210,13 +204,13 @@ def describe_value(value: Any) -> str:
 
 
 def suggest_fix(value: Any, types: Sequence[Any]) -> str:
-    """In parentheses, how to write a value that is of none of the types `kinds`; empty if that is not clear."""
+    """Suggest, in parentheses, how to write a value so that it has one of the types. Empty: it is not clear."""
     words = _literal_values(types)
     if isinstance(value, str) and (hint := suggest_name(value, words)):
         return f" ({hint})"
     if isinstance(value, str):
-        is_toml, meant = _parse_toml_value(value.lower() if bool in types else value)
-        if is_toml and not isinstance(meant, str) and any(_matches_type(meant, kind) for kind in types):
+        is_toml, parsed = _parse_toml_value(value.lower() if bool in types else value)
+        if is_toml and not isinstance(parsed, str) and any(_matches_type(parsed, kind) for kind in types):
             return f" (write {value.lower() if bool in types else value} without quotes)"
     elif isinstance(value, float) and value.is_integer() and int in types:
         return f" (write {int(value)})"
@@ -227,9 +221,12 @@ def suggest_fix(value: Any, types: Sequence[Any]) -> str:
     return ""
 
 
-def suggest_name(word: Any, known: Sequence[Any], cutoff: float = 0.6, where: Mapping[str, str] | None = None) -> str:
-    """`did you mean max_steps?` if one of the known words is like this one; `where` tells where each is."""
-    names = [name for name in known if isinstance(name, str)]
-    close = difflib.get_close_matches(word, names, 1, cutoff) if isinstance(word, str) else []
-    place = f" {where[close[0]]}" if close and where else ""
-    return f"did you mean {close[0]}{place}?" if close else ""
+def suggest_name(
+    word: Any, candidates: Sequence[Any], cutoff: float = 0.6, places: Mapping[str, str] | None = None
+) -> str:
+    """Return `did you mean max_steps?` if a candidate is similar; with `places`, `did you mean seed in [run]?`."""
+    names = [name for name in candidates if isinstance(name, str)]
+    matches = difflib.get_close_matches(word, names, 1, cutoff) if isinstance(word, str) else []
+    if not matches:
+        return ""
+    return f"did you mean {matches[0]}{f' {places[matches[0]]}' if places else ''}?"

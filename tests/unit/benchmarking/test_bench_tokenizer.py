@@ -81,7 +81,7 @@ def test_help_and_config_errors_answer_at_once() -> None:
         [sys.executable, "-c", code, str(RESOURCE)], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.endswith("set()\n")
-    assert "missing.toml: there is no such file" in done.stderr
+    assert "missing.toml: no such file" in done.stderr
 
 
 def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

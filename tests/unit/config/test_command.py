@@ -72,7 +72,7 @@ def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_missing_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert failure(capsys, 2, "--config", "no.toml") == "dlm-run: error: no.toml: there is no such file\n"
+    assert failure(capsys, 2, "--config", "no.toml") == "dlm-run: error: no.toml: no such file\n"
 
 
 def test_bad_config(capsys: pytest.CaptureFixture[str], file: Path) -> None:

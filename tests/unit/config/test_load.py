@@ -150,9 +150,7 @@ class TestFile:
             "--set data.cache=x: data.path: missing (add --set data.path=...: a path)",
         ]
 
-    @pytest.mark.parametrize(
-        ("name", "why"), [("no.toml", "there is no such file"), (".", "is a directory, not a TOML")]
-    )
+    @pytest.mark.parametrize(("name", "why"), [("no.toml", "no such file"), (".", "is a directory, not a TOML")])
     def test_missing_file_and_directory(self, tmp_path: Path, name: str, why: str) -> None:
         with pytest.raises(ConfigError, match=why):
             load_config(Run, tmp_path / name)
@@ -368,7 +366,7 @@ run.toml:22: [optimizer]: unknown section (did you mean [training.optimizer]?)""
             ),
             (
                 DATA + "zzz = 1",
-                "run.toml:3: data.zzz = 1: unknown key (known here: path, mixture, cache, held_out, limits)",
+                "run.toml:3: data.zzz = 1: unknown key (known keys: path, mixture, cache, held_out, limits)",
             ),
             (DATA + "title = 'x'", 'run.toml:3: data.title = "x": unknown key (title belongs at the top of the file)'),
             (DATA + "limits.a = 'x'", 'run.toml:3: data.limits.a = "x": expected an integer, got the string "x"'),
@@ -410,7 +408,7 @@ run.toml:22: [optimizer]: unknown section (did you mean [training.optimizer]?)""
         text = DATA + "[training]\nmax_train_iteration = 5\n[optim]\nlr = 3\nwandb = true\nbeta = 1\n"
         assert problems(text, "wandb=x", key_hints=key_hints) == [
             "run.toml:4: training.max_train_iteration = 5: is called training.max_steps here",
-            "run.toml:5: [optim]: unknown section (known here: data, training, stages, title)",
+            "run.toml:5: [optim]: unknown section (known keys: data, training, stages, title)",
             "run.toml:6: optim.lr = 3: is called training.optimizer.rate here",
             "run.toml:7: optim.wandb = true: is not supported",
             "--set wandb=x: is not supported",
