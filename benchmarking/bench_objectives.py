@@ -20,7 +20,7 @@ from benchmarking.harness import (
 )
 from benchmarking.implementations.training import TrainCase, build_ours
 from config.bench_train import BenchShape, Precision
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from profiling.cores import usable_cores
 
 SHAPE = BenchShape(
@@ -38,7 +38,7 @@ SHAPE = BenchShape(
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 BASELINE = "masked diffusion"
 
-OBJECTIVES: dict[str, Objective] = {
+OBJECTIVES: dict[str, ObjectiveConfig] = {
     BASELINE: MaskedDiffusionConfig(),
     "next token": NextTokenConfig(),
     **{f"block diffusion, {length}": BlockDiffusionConfig(block_length=length) for length in (1, 4, 16, 64)},

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf
 from config.model import Architecture, ModelConfig
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 
 Precision = Literal["float32", "bfloat16"]
 Peer = Literal["transformers", "liger"]
@@ -140,7 +140,7 @@ class BenchTrainSection(Section):
     seed: NonNegativeInt = 0
     """Of weights, tokens and noise."""
 
-    def objective(self, name: ObjectiveName) -> Objective:
+    def objective(self, name: ObjectiveName) -> ObjectiveConfig:
         """The objective of a name, at its defaults."""
         match name:
             case "masked_diffusion":

@@ -271,4 +271,4 @@ class NextTokenConfig(Section):
         return 1
 
 
-Objective = Annotated[MaskedDiffusionConfig | BlockDiffusionConfig | NextTokenConfig, Field(discriminator="kind")]
+ObjectiveConfig = Annotated[MaskedDiffusionConfig | BlockDiffusionConfig | NextTokenConfig, Field(discriminator="kind")]

@@ -11,7 +11,7 @@ from config.checkpoint import CheckpointConfig
 from config.data import DataConfig
 from config.logging import LoggingConfig
 from config.model_section import ModelSection
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig
 from config.parallel import DDP, FSDP, MultiProcessOptions, Parallel, SingleProcess
 from config.runtime import ProfilerConfig, RuntimeConfig
@@ -28,7 +28,7 @@ class TrainConfig(Section):
     data: DataConfig
     training: TrainingConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
-    objective: Objective = MaskedDiffusionConfig()
+    objective: ObjectiveConfig = MaskedDiffusionConfig()
     optimizer: OptimizerConfig = MuonConfig()
     schedule: LRScheduleConfig = LRScheduleConfig()
     validation: ValidationConfig = ValidationConfig()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from config.bench_train import BenchShape, Precision
 from config.data import DataConfig, PythonStdlib
 from config.model_section import ModelSection
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.optimizer import AdamWConfig, LRScheduleConfig
 from config.runtime import RuntimeConfig
 from config.train import TrainConfig
@@ -73,7 +73,7 @@ class TrainCase:
     device: str
     threads: int
     seed: int
-    objective: Objective = field(default_factory=MaskedDiffusionConfig)
+    objective: ObjectiveConfig = field(default_factory=MaskedDiffusionConfig)
 
     @property
     def objective_label(self) -> str:
@@ -186,7 +186,7 @@ def build_run(case: TrainCase, runtime: RuntimeConfig) -> Run:
 
 
 def build_ours(
-    case: TrainCase, objective: Objective | None = None, runtime: RuntimeConfig | None = None
+    case: TrainCase, objective: ObjectiveConfig | None = None, runtime: RuntimeConfig | None = None
 ) -> TrainImplementation:
     """This project's training step; the objective of the case unless said otherwise."""
     if objective is not None:

@@ -19,7 +19,7 @@ import torch
 
 from config.data import DataConfig
 from config.model import ModelConfig
-from config.objective import Objective as ObjectiveConfig
+from config.objective import ObjectiveConfig
 from diffusionlm.data.packing import Row, split_row_randomly
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
 from diffusionlm.data.reader import ReaderPosition, ResumableReader

@@ -39,7 +39,7 @@ class InputLayout:
     """None: an autoregressive model, which has none."""
 
     @classmethod
-    def of(cls, config: ModelConfig, block_length: int | None) -> InputLayout:
+    def from_config(cls, config: ModelConfig, block_length: int | None) -> InputLayout:
         """For a model and a block length.
 
         Raises:

@@ -24,10 +24,10 @@ class CleanBatch:
     document_BL: Tensor | None = None
     """Document number of each position, for packing. None: one document a row."""
 
-    def rows(self, some: slice) -> CleanBatch:
-        """Some of the rows."""
-        documents = None if self.document_BL is None else self.document_BL[some]
-        return CleanBatch(self.tokens_BL[some], self.loss_mask_BL[some], documents)
+    def select(self, sequences: slice) -> CleanBatch:
+        """The batch of a slice of the sequences."""
+        documents = None if self.document_BL is None else self.document_BL[sequences]
+        return CleanBatch(self.tokens_BL[sequences], self.loss_mask_BL[sequences], documents)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from config.objective import (
     MaskedDiffusionConfig,
     NextTokenConfig,
     NoiseGrouping,
+    ObjectiveConfig,
 )
-from config.objective import Objective as ObjectiveConfig
 from diffusionlm.diffusion.corruption import MaskSample, assign_noise_groups, sample_masks, sample_replacement_tokens
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
@@ -43,7 +43,7 @@ class Objective(Protocol):
     def build_noised_batch(self, batch: CleanBatch, key: NoiseKey) -> NoisedBatch:
         """Everything that chance decides, before the forward."""
 
-    def loss_inputs(self, draw: NoisedBatch, denominator: float) -> LossInputs:
+    def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         """What the model is asked to score, divided by the step's denominator."""
 
 
@@ -86,9 +86,9 @@ class DiffusionObjective:
             replacement_tokens_BL=replacement_tokens_BL,
         )
 
-    def loss_inputs(self, draw: NoisedBatch, denominator: float) -> LossInputs:
+    def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         """The noised tokens, without the mask token among the answers."""
-        return _build_loss_inputs(draw, denominator, self.config, self.layout.mask_token)
+        return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class NextTokenObjective:
             batch, maskable_BL, np.ones(maskable_BL.shape), num_targets=total, denominator=float(total)
         )
 
-    def loss_inputs(self, draw: NoisedBatch, denominator: float) -> LossInputs:
+    def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         """All targets."""
-        return _build_loss_inputs(draw, denominator, self.config, self.layout.mask_token)
+        return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
 
 
 def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
@@ -123,10 +123,10 @@ def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
                 'objective.kind = "next_token" predicts token i by output i - 1: set model.logit_alignment = "shifted"'
                 f' (it is "{model.logit_alignment}")'
             )
-        return NextTokenObjective(config, InputLayout.of(model, 1))
+        return NextTokenObjective(config, InputLayout.from_config(model, 1))
     _ = model.mask_token
     block_length = config.final_block_length if isinstance(config, BlockDiffusionConfig) else None
-    return DiffusionObjective(config, InputLayout.of(model, block_length), model.vocab_size)
+    return DiffusionObjective(config, InputLayout.from_config(model, block_length), model.vocab_size)
 
 
 def select_block_length(config: MaskedDiffusionConfig | BlockDiffusionConfig, key: NoiseKey) -> int | None:

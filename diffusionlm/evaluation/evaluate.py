@@ -145,7 +145,7 @@ def evaluate(
         batch_size=batch_size,
     )
     report = forwards.report(map_forwards(forwards.count, lambda index: forwards.run(model, index)))
-    layout = InputLayout.of(model.config, block_length)
+    layout = InputLayout.from_config(model.config, block_length)
     maskable_BL = layout.maskable(batch)
     tokens = batch.tokens_BL.numpy()[maskable_BL]
     bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), maskable_BL)
@@ -201,7 +201,7 @@ def measure_fill_accuracy(
     map_forwards: MapForwards = map_locally,
 ) -> FillAccuracy:
     """Mask a share of each row's tokens, once; count how many are the model's first or among its five most probable tokens."""
-    layout = InputLayout.of(model.config, None)
+    layout = InputLayout.from_config(model.config, None)
     maskable_BL = layout.maskable(batch)
     counts_B = np.ceil(fraction * maskable_BL.sum(axis=1)).astype(np.int64)
     masked_BL = choose_masked_per_sequence(
@@ -214,7 +214,7 @@ def measure_fill_accuracy(
         some = slice(index * batch_size, (index + 1) * batch_size)
         masked = masked_BL[some]
         draw = layout.build_noised_batch(
-            batch.rows(some), masked, np.ones(masked.shape), num_targets=0, denominator=0.0
+            batch.select(some), masked, np.ones(masked.shape), num_targets=0, denominator=0.0
         )
         draw = draw.to(model.lm_head.weight.device)
         with nvtx.range("filling: forward"):

@@ -150,7 +150,7 @@ class NelboEstimator:
         tokens_BL = tokens_BL.cpu()
         targets_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if loss_mask_BL is None else loss_mask_BL.bool().cpu()
         batch = CleanBatch(tokens_BL, targets_BL, None if document_BL is None else document_BL.cpu())
-        layout = InputLayout.of(config, block_length)
+        layout = InputLayout.from_config(config, block_length)
         maskable_BL = layout.maskable(batch)
         if not maskable_BL.any():
             raise ValueError("no target token: loss_mask_BL is false wherever a token could be predicted")
@@ -174,7 +174,7 @@ class NelboEstimator:
         masked_BL, weights_BL, fractions_BL = _build_mask_grid(
             self.group_ids_BL, self.seed, draw, self.num_mc_samples, some
         )
-        nll_BL = compute_masked_nll(model, self.layout, self.batch.rows(some), masked_BL)
+        nll_BL = compute_masked_nll(model, self.layout, self.batch.select(some), masked_BL)
         return NelboForwardSums(np.nansum(nll_BL * weights_BL, axis=1), *_bin_by_masked_fraction(nll_BL, fractions_BL))
 
     def report(self, parts: Sequence[NelboForwardSums]) -> NelboReport:

@@ -252,7 +252,7 @@ def _split_into_documents(
     documents_BL = torch.zeros_like(tokens_BL) if document_BL is None else document_BL.cpu().expand_as(tokens_BL)
     is_text_BL = documents_BL >= 0
     targets_BL = is_text_BL if loss_mask_BL is None else loss_mask_BL.bool().cpu() & is_text_BL
-    layout = InputLayout.of(model.config, block_causal_length(config, model.config))
+    layout = InputLayout.from_config(model.config, block_causal_length(config, model.config))
     maskable_BL = layout.maskable(CleanBatch(tokens_BL, targets_BL, documents_BL))
     placeholder_id = placeholder_token_id(config, model.config)
     for row, (tokens_L, document_ids_L) in enumerate(zip(tokens_BL.numpy(), documents_BL.numpy(), strict=True)):

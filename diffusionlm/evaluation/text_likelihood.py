@@ -186,7 +186,7 @@ def _resolve_layout(config: NelboConfig | SamplerLikelihoodConfig, model: ModelC
             f"{key}: {wish} is not for this autoregressive model, which predicts the next token (block_length 1 with "
             f"shifted logits): leave block_length and attention of [{key}] out"
         )
-    return InputLayout.of(model, block_length), name
+    return InputLayout.from_config(model, block_length), name
 
 
 def _build_data_config(config: EvalDataConfig, model: ModelConfig) -> DataConfig:

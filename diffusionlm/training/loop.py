@@ -210,7 +210,7 @@ def train_step(run: Run, noised_batches: list[NoisedBatch], denominator: float) 
     for index, noised_batch in enumerate(noised_batches):
         noised_batch = noised_batch.to(run.device)
         loss_inputs = replace(
-            run.objective.loss_inputs(noised_batch, denominator), load_balancing_weight=load_balancing_weight
+            run.objective.build_loss_inputs(noised_batch, denominator), load_balancing_weight=load_balancing_weight
         )
         with run.parallel.backward(is_last=index == len(noised_batches) - 1):
             with (

@@ -85,7 +85,7 @@ def test_two_streams_equal_the_cached_sequential_forward(
 
     Rotations are relative, but their angles are fp32: where a document starts later, that is the precision.
     """
-    layout = InputLayout.of(model.config, block_length)
+    layout = InputLayout.from_config(model.config, block_length)
     batch = CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
     tolerance = EXACT if documents is None else {"rtol": 0.0, "atol": 1e-5}
     for share in (0.3, 0.7, 1.0):
@@ -129,7 +129,7 @@ def test_one_block_is_bidirectional_whatever_the_clean_stream_holds(model: Trans
         double = model(torch.cat([noisy, clean], 1), pattern=patterns.BlockDiffusion(L))
         torch.testing.assert_close(double[:, :L], single, **EXACT)
     assert (
-        InputLayout.of(model.config, L)
+        InputLayout.from_config(model.config, L)
         .build_noised_batch(
             CleanBatch(tokens, tokens >= 0),
             noisy.numpy() == MASK,
@@ -175,7 +175,7 @@ def test_shifted_blocks_of_one_token_are_next_token_prediction(
     expected = -log_p[has_before[:, 1:]]
 
     batch = CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
-    layout = InputLayout.of(model.config, 1)
+    layout = InputLayout.from_config(model.config, 1)
     np.testing.assert_array_equal(layout.maskable(batch), has_before.numpy())
     ours = torch.from_numpy(compute_masked_nll(model, layout, batch, has_before.numpy()))
     torch.testing.assert_close(ours[has_before], expected, **EXACT)
@@ -255,7 +255,7 @@ def enumerated(
     one is then the sum over the blocks.
     """
     config = MaskedDiffusionConfig() if block_length is None else BlockDiffusionConfig(block_length=block_length)
-    objective, layout = build_objective(config, model.config), InputLayout.of(model.config, block_length)
+    objective, layout = build_objective(config, model.config), InputLayout.from_config(model.config, block_length)
     targets = torch.ones_like(tokens_L, dtype=torch.bool) if loss_mask_L is None else loss_mask_L
     row = CleanBatch(tokens_L[None], targets[None], None if document_ids_L is None else document_ids_L[None])
     maskable = layout.maskable(row)[0]
@@ -281,7 +281,7 @@ def enumerated(
         draw.inputs_BS,
         pattern=draw.pattern,
         output_positions=draw.positions_N,
-        loss_inputs=objective.loss_inputs(draw, 1.0),
+        loss_inputs=objective.build_loss_inputs(draw, 1.0),
     )
     return scored.loss_sum, count
 

@@ -179,7 +179,7 @@ def losses(config: MaskedDiffusionConfig | BlockDiffusionConfig | NextTokenConfi
     for step in range(40):
         tokens = markov_rows(24, step)
         draw = objective.build_noised_batch(CleanBatch(tokens, tokens >= 0), NoiseKey(1, step, 0, len(tokens)))
-        loss_inputs = objective.loss_inputs(draw, draw.denominator)
+        loss_inputs = objective.build_loss_inputs(draw, draw.denominator)
         scored = model(draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs)
         values.append(float(scored.loss_sum))
     return np.array(values)

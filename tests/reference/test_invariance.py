@@ -90,7 +90,7 @@ def step(model: Transformer, objective: Any, draws: list[NoisedBatch]) -> tuple[
     loss = torch.zeros((), dtype=torch.float64)
     gradient = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for draw in draws:
-        loss_inputs = objective.loss_inputs(draw, denominator)
+        loss_inputs = objective.build_loss_inputs(draw, denominator)
         part = model(
             draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
         ).loss_sum
@@ -117,7 +117,9 @@ def test_parts_make_the_whole(models: dict[str, Transformer], batch: CleanBatch,
     assert any(g.abs().max() > 1e-3 for g in expected[1])
     for size in (4, 3, 1):
         parts = [
-            objective.build_noised_batch(batch.rows(slice(first, first + size)), NoiseKey(first_sequence=first, **KEY))
+            objective.build_noised_batch(
+                batch.select(slice(first, first + size)), NoiseKey(first_sequence=first, **KEY)
+            )
             for first in range(0, ROWS, size)
         ]
         assert sum(part.denominator for part in parts) == whole[0].denominator

@@ -59,7 +59,7 @@ def trained(tiny_model: MakeModel, steps: int, block_length: int, alignment: str
     for step in range(steps):
         tokens = uniform_rows(64, step)
         draw = objective.build_noised_batch(CleanBatch(tokens, tokens >= 0), NoiseKey(0, step, 0, len(tokens)))
-        loss_inputs = objective.loss_inputs(draw, draw.denominator)
+        loss_inputs = objective.build_loss_inputs(draw, draw.denominator)
         model(
             draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
         ).loss_sum.backward()

@@ -95,7 +95,7 @@ class Case:
                 batch, NoiseKey(seed=11, step=step, first_sequence=0, num_sequences_in_step=rows)
             )
             assert draw.denominator == draw.num_targets == self.tokens * rows / 2
-            loss_inputs = objective.loss_inputs(draw, denominator=draw.denominator)
+            loss_inputs = objective.build_loss_inputs(draw, denominator=draw.denominator)
             loss = self.model(
                 draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
             ).loss_sum

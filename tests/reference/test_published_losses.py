@@ -59,7 +59,7 @@ def ours(
     """The product's loss, and what it drew."""
     objective = build_objective(config, model.config)
     draw = objective.build_noised_batch(batch, KEY)
-    loss_inputs = objective.loss_inputs(draw, draw.denominator)
+    loss_inputs = objective.build_loss_inputs(draw, draw.denominator)
     return model(
         draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
     ).loss_sum, draw

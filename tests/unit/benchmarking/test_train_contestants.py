@@ -22,13 +22,17 @@ from benchmarking.implementations.training import (
     build_transformers,
 )
 from config.bench_train import BenchShape, Precision
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, Objective
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
 from diffusionlm.training.run import Run
 
-OBJECTIVES: tuple[Objective, ...] = (MaskedDiffusionConfig(), BlockDiffusionConfig(block_length=8), NextTokenConfig())
+OBJECTIVES: tuple[ObjectiveConfig, ...] = (
+    MaskedDiffusionConfig(),
+    BlockDiffusionConfig(block_length=8),
+    NextTokenConfig(),
+)
 
 
 def make_shape(**changes: Any) -> BenchShape:
@@ -48,7 +52,7 @@ def make_shape(**changes: Any) -> BenchShape:
 
 
 def make_case(
-    precision: Precision = "float32", objective: Objective | None = None, shape: BenchShape | None = None
+    precision: Precision = "float32", objective: ObjectiveConfig | None = None, shape: BenchShape | None = None
 ) -> TrainCase:
     return TrainCase(shape or make_shape(), precision, "cpu", 1, 0, objective or MaskedDiffusionConfig())
 
@@ -68,7 +72,7 @@ def same_weights(case: TrainCase) -> tuple[TrainImplementation, TrainImplementat
 @pytest.mark.parametrize("name", [OURS, "transformers"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.kind)
-def test_a_step_trains(name: str, precision: Precision, objective: Objective) -> None:
+def test_a_step_trains(name: str, precision: Precision, objective: ObjectiveConfig) -> None:
     if name != OURS:
         pytest.importorskip(name)
     contestant = BUILDERS[name](make_case(precision, objective))
@@ -125,7 +129,7 @@ def test_next_token_is_the_same_loss() -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES[:2], ids=lambda objective: objective.kind)
-def test_the_peer_sees_what_ours_sees(objective: Objective) -> None:
+def test_the_peer_sees_what_ours_sees(objective: ObjectiveConfig) -> None:
     case = make_case(objective=objective)
     ours, theirs = same_weights(case)
     given, labels_BL, weights_BL, scored = module._build_peer_inputs(case, case.tokens())()
@@ -182,7 +186,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Liger]:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.kind)
-def test_liger_is_for_its_own_model_alone(liger: Liger, objective: Objective) -> None:
+def test_liger_is_for_its_own_model_alone(liger: Liger, objective: ObjectiveConfig) -> None:
     case = make_case(objective=objective)
     plain, patched = build_transformers(case), BUILDERS["liger"](case)
     plain.step()

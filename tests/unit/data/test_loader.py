@@ -50,8 +50,8 @@ class Recording:
         self.keys.append(key)
         return self.inner.build_noised_batch(batch, key)
 
-    def loss_inputs(self, draw: NoisedBatch, denominator: float) -> Any:
-        return self.inner.loss_inputs(draw, denominator)
+    def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> Any:
+        return self.inner.build_loss_inputs(noised_batch, denominator)
 
 
 def rows_from(source: Any, config: DataConfig, tokenizer: Any, length: int, seed: int) -> ResumableReader[Row]:

@@ -339,7 +339,7 @@ def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -
         def build_noised_batch(self, batch: Any, key: Any) -> Any:
             return batch
 
-        def loss_inputs(self, draw: Any, denominator: float) -> Any:
+        def build_loss_inputs(self, noised_batch: Any, denominator: float) -> Any:
             raise AssertionError
 
     def make() -> Loader:

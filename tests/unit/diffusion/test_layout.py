@@ -173,8 +173,8 @@ def test_a_model_without_mask_token(
 ) -> None:
     config = make_config(mask_token_id=None, logit_alignment=alignment)
     if (block, alignment) == (1, "shifted"):
-        assert InputLayout.of(config, block) == InputLayout(1, "shifted", None)
+        assert InputLayout.from_config(config, block) == InputLayout(1, "shifted", None)
     else:
         with pytest.raises(ValueError, match=r"no mask token.*config\.json names no mask_token_id"):
-            InputLayout.of(config, block)
-    assert InputLayout.of(make_config(logit_alignment=alignment), block) == InputLayout(block, alignment, 18)
+            InputLayout.from_config(config, block)
+    assert InputLayout.from_config(make_config(logit_alignment=alignment), block) == InputLayout(block, alignment, 18)

@@ -132,7 +132,7 @@ def test_micro_batches_are_the_whole_batch(
     whole = objective.build_noised_batch(batch, key)
     parts = [
         objective.build_noised_batch(
-            batch.rows(slice(first, first + 2)), dataclasses.replace(key, first_sequence=first)
+            batch.select(slice(first, first + 2)), dataclasses.replace(key, first_sequence=first)
         )
         for first in range(0, 10, 2)
     ]
@@ -428,7 +428,7 @@ def test_next_token_scores_every_target(make_config: MakeConfig) -> None:
     assert torch.equal(draw.targets_N, batch.tokens_BL[predicted])
     assert draw.weights_N.tolist() == [1.0] * int(predicted.sum())
     assert draw.denominator == draw.num_targets == int(predicted.sum())
-    loss_inputs = objective.loss_inputs(draw, 2.0)
+    loss_inputs = objective.build_loss_inputs(draw, 2.0)
     assert (loss_inputs.label_smoothing, loss_inputs.z_loss, loss_inputs.excluded_token) == (0.1, 0.2, MASK)
     assert loss_inputs.weights_N.tolist() == [0.5] * len(draw.weights_N)
 
@@ -440,7 +440,7 @@ def test_next_token_needs_shifted_outputs(make_config: MakeConfig) -> None:
 
 def test_only_next_token_goes_without_a_mask_token(make_config: MakeConfig) -> None:
     config = make_config(mask_token_id=None, logit_alignment="shifted")
-    assert build_objective(NextTokenConfig(), config).loss_inputs(
+    assert build_objective(NextTokenConfig(), config).build_loss_inputs(
         build_objective(NextTokenConfig(), config).build_noised_batch(batch_of(2), NoiseKey(0, 0, 0, 2)), 1.0
     ).excluded_token is None  # fmt: skip
     for objective in (
@@ -456,7 +456,7 @@ def test_score_divides_and_excludes_the_mask(build: Callable[[Any], Objective]) 
     for loss, smoothing in (("elbo", 0.0), ("soft_ce", 0.1)):
         objective = build(parse("masked_diffusion", loss=loss, z_loss=1e-3))
         draw = objective.build_noised_batch(batch_of(8), NoiseKey(0, 0, 0, 8))
-        loss_inputs = objective.loss_inputs(draw, denominator=17.0)
+        loss_inputs = objective.build_loss_inputs(draw, denominator=17.0)
         assert torch.equal(loss_inputs.weights_N, draw.weights_N / 17.0)
         assert torch.equal(loss_inputs.targets_N, draw.targets_N)
         assert (loss_inputs.excluded_token, loss_inputs.label_smoothing, loss_inputs.z_loss) == (MASK, smoothing, 1e-3)

@@ -234,14 +234,14 @@ def test_several_in_a_row_are_given_up(loss: float, message: str) -> None:
 def test_a_run_skips_a_spike_records_it_and_resumes_exactly(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    original, broken = DiffusionObjective.loss_inputs, {6}
+    original, broken = DiffusionObjective.build_loss_inputs, {6}
 
-    def loss_inputs(self: DiffusionObjective, draw: NoisedBatch, denominator: float) -> LossInputs:
-        made = original(self, draw, denominator)
+    def build_loss_inputs(self: DiffusionObjective, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
+        made = original(self, noised_batch, denominator)
         scale = 100.0 if calls.pop(0) in broken else 1.0
         return LossInputs(made.targets_N, made.weights_N * scale, made.excluded_token)
 
-    monkeypatch.setattr(DiffusionObjective, "loss_inputs", loss_inputs)
+    monkeypatch.setattr(DiffusionObjective, "build_loss_inputs", build_loss_inputs)
     spikes = {"max_spike_deviations": 30.0, "spike_window": 6}
     config = config.model_copy(update={"training": config.training.model_copy(update=spikes)})
     directories = [tmp_path / "whole", tmp_path / "parts"]

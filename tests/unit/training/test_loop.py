@@ -17,14 +17,14 @@ from diffusionlm.training.loop import train
 
 def break_scores(monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
     """Make the weights of some calls infinite, and so loss and gradient."""
-    original, calls = DiffusionObjective.loss_inputs, [0]
+    original, calls = DiffusionObjective.build_loss_inputs, [0]
 
-    def loss_inputs(self: DiffusionObjective, draw: Any, denominator: float) -> LossInputs:
+    def build_loss_inputs(self: DiffusionObjective, noised_batch: Any, denominator: float) -> LossInputs:
         calls[0] += 1
-        result = original(self, draw, denominator)
+        result = original(self, noised_batch, denominator)
         return LossInputs(result.targets_N, result.weights_N * (float("inf") if calls[0] in bad_calls else 1.0))
 
-    monkeypatch.setattr(DiffusionObjective, "loss_inputs", loss_inputs)
+    monkeypatch.setattr(DiffusionObjective, "build_loss_inputs", build_loss_inputs)
 
 
 def events(config: TrainConfig) -> list[dict[str, Any]]:

@@ -63,15 +63,15 @@ def test_the_largest_of_different_signals_counts() -> None:
 
 
 def test_a_run_finishes_its_step_saves_and_goes_on_later(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = DiffusionObjective.loss_inputs, [0]
+    original, calls = DiffusionObjective.build_loss_inputs, [0]
 
-    def loss_inputs(self: DiffusionObjective, draw: Any, denominator: float) -> LossInputs:
+    def build_loss_inputs(self: DiffusionObjective, noised_batch: Any, denominator: float) -> LossInputs:
         calls[0] += 1
         if calls[0] == 3:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return original(self, draw, denominator)
+        return original(self, noised_batch, denominator)
 
-    monkeypatch.setattr(DiffusionObjective, "loss_inputs", loss_inputs)
+    monkeypatch.setattr(DiffusionObjective, "build_loss_inputs", build_loss_inputs)
     ended = train(config)
     assert (ended.step, ended.stop_signal, ended.summary) == (3, signal.SIGUSR1, None)
     assert (config.run.directory / "checkpoints/latest").resolve().name == "step-00000003"

@@ -139,15 +139,15 @@ def test_skipped_steps_are_said_with_their_numbers_also_late(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = built(config, tmp_path / "late", logging={"every_steps": 4}, checkpoint={"every_steps": 100})
-    original, steps = type(run.objective).loss_inputs, []
+    original, steps = type(run.objective).build_loss_inputs, []
 
-    def loss_inputs(self: Any, draw: NoisedBatch, denominator: float) -> Any:
+    def build_loss_inputs(self: Any, noised_batch: NoisedBatch, denominator: float) -> Any:
         steps.append(1)
-        made = original(self, draw, denominator)
+        made = original(self, noised_batch, denominator)
         bad = len(steps) in (2, 3)
         return type(made)(made.targets_N, made.weights_N * (float("inf") if bad else 1.0))
 
-    monkeypatch.setattr(type(run.objective), "loss_inputs", loss_inputs)
+    monkeypatch.setattr(type(run.objective), "build_loss_inputs", build_loss_inputs)
     logger = late(run, monkeypatch)
     assert [each for each in logger.told if each[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
     assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)
