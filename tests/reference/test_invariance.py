@@ -16,7 +16,7 @@ from config.objective import (
     IndependentMasking,
     MaskedDiffusionConfig,
     NextTokenConfig,
-    Objective,
+    ObjectiveConfig,
 )
 from diffusionlm.diffusion.layout import target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
@@ -29,7 +29,7 @@ MakeModel = Callable[..., Transformer]
 ROWS, L, MASK = 8, 10, 18
 KEY = {"seed": 3, "step": 5, "num_sequences_in_step": ROWS}
 
-OBJECTIVES: dict[str, Objective] = {
+OBJECTIVES: dict[str, ObjectiveConfig] = {
     "masked": MaskedDiffusionConfig(),
     "masked-complementary": MaskedDiffusionConfig(estimator=FixedCountMasking(complementary=True)),
     "masked-document": MaskedDiffusionConfig(estimator=FixedCountMasking(draw_per="document")),

@@ -18,7 +18,7 @@ from config.objective import (
     IndependentMasking,
     MaskedDiffusionConfig,
     NextTokenConfig,
-    Objective,
+    ObjectiveConfig,
     PowerScheduleConfig,
     SigmoidScheduleConfig,
 )
@@ -44,10 +44,10 @@ max_steps = 10
 
 
 class Config(Section):
-    objective: Objective = MaskedDiffusionConfig()
+    objective: ObjectiveConfig = MaskedDiffusionConfig()
 
 
-def load(tmp_path: Path, text: str, *overrides: str) -> Objective:
+def load(tmp_path: Path, text: str, *overrides: str) -> ObjectiveConfig:
     path = tmp_path / "c.toml"
     path.write_text(text, encoding="utf-8")
     return load_config(Config, path, overrides).objective
@@ -98,7 +98,7 @@ BERNOULLI = '[objective.estimator]\nkind = "bernoulli"\n'
         ),
     ],
 )
-def test_what_is_written_is_read_and_comes_back(text: str, expected: Objective, tmp_path: Path) -> None:
+def test_what_is_written_is_read_and_comes_back(text: str, expected: ObjectiveConfig, tmp_path: Path) -> None:
     found = load(tmp_path, text)
     assert found == expected
     assert load(tmp_path, to_toml(Config(objective=expected))) == expected
