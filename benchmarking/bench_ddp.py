@@ -43,7 +43,7 @@ from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpoin
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
-from diffusionlm.training.spreading import parameter_units
+from diffusionlm.training.setup import parameter_units
 from profiling.memory import count_tensor_bytes
 
 NAME = "bench_ddp"

@@ -1,4 +1,4 @@
-"""``diffusionlm-train``: train a model as a TOML config says."""
+"""``diffusionlm-train``: train a model from a TOML config."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from files.resilient_stream import resilient
 NAME = "diffusionlm-train"
 
 RANK_ZERO_HEAD_START_SECONDS = 2.0
-"""How long other ranks leave it to the first one to say what is wrong."""
+"""How long other ranks wait for rank 0 to report an error that all have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, load the config, train. Returns the exit code: 128 + signal where one ended the run.
+    """Parse, load the config, train. Returns the exit code: 128 + signal if a signal stopped the run.
 
-    Under torchrun this is one rank of several: rank 0 says what is wrong with the command line, and a run that a signal
-    ended after it saved is no failure, since torchrun would start it anew.
+    Under torchrun this is one rank of several. Only rank 0 reports errors of the command line, and a run that a signal
+    stopped returns 0, since torchrun would restart a failed one.
     """
     with redirect_stderr(sys.stderr if is_first_rank() else StringIO()):
         config, arguments = parse_command(
@@ -49,21 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train_as_rank(config: TrainConfig) -> int:
-    """Train, and return the exit code. What `diffusionlm-train-ddp` starts in each process.
+    """Train, print the summary on the first rank, and return the exit code. `diffusionlm-train-ddp` starts this in each
+    process.
 
-    Whoever reads standard error may go away: that ends no run.
+    A run goes on if the reader of its standard error goes away.
     """
-    # Only now, so that --help and config errors do not wait for torch.
+    # Imported here, so that --help and config errors do not wait for torch.
+    from cli.train_summary import render_summary
     from diffusionlm.training.loop import train
 
     with redirect_stderr(resilient(sys.stderr)):
         result = train(config)
+        if result.summary is not None and is_first_rank():
+            # With logging.console = "json" standard output is for programs.
+            output = sys.stderr if config.logging.console == "json" else sys.stdout
+            infill = next(iter(config.samples.infills), None)
+            print(render_summary(result.summary, config.run.directory, infill), file=output, flush=True)
     return 0 if result.stop_signal is None else 128 + result.stop_signal
 
 
 @contextmanager
 def _report_error_once() -> Iterator[None]:
-    """Wait with an error of another rank than the first. If that one has it, too, torchrun ends this one now."""
+    """Delay errors of ranks other than the first: if rank 0 has the error too, torchrun ends this rank meanwhile."""
     try:
         yield
     except (ValueError, OSError):
@@ -73,12 +80,12 @@ def _report_error_once() -> Iterator[None]:
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the run: there is no other, or torchrun made it the first."""
+    """Whether this process is the only one, or rank 0 under torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Those of both training commands."""
+    """Add the arguments of both training commands."""
     parser.add_argument("--dry-run", action="store_true", help="show parameters, tokens, memory and FLOPs, and exit")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,19 +30,21 @@ from ddp.parallelism import NoParallel
 from diffusionlm.data.loader import Loader, StepLoader
 from diffusionlm.data.packing import Row
 from diffusionlm.data.reader import ReaderPosition
-from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
-from diffusionlm.training.loop import sum_denominators, train_step
+from diffusionlm.training.block_wrapping import prepare_model
+from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
-from diffusionlm.training.run import Run
-from diffusionlm.training.runtime import prepare_model
+from diffusionlm.training.run import build_step_settings
+from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
-from diffusionlm.training.throughput import ThroughputMeter, compute_batch_flops
+from diffusionlm.training.step import TrainState, load_step_batch, train_step
+from diffusionlm.training.step_metrics import compute_batch_flops
 
 OURS = "diffusionlm"
+PRECISIONS: Mapping[Precision, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_GRAD_NORM = 1.0
 LEARNING_RATE = 1e-4
 MIN_MASK_PROBABILITY = 1e-3
@@ -145,65 +148,48 @@ def train_config(case: TrainCase, runtime: RuntimeConfig) -> TrainConfig:
     )
 
 
-def build_run(case: TrainCase, runtime: RuntimeConfig) -> Run:
-    """A training run with everything that its steps use, over rows in memory."""
-    config, device = train_config(case, runtime), torch.device(case.device)
-    precision = {"float32": torch.float32, "bfloat16": torch.bfloat16}[case.precision]
+def build_train_state(case: TrainCase, config: TrainConfig) -> TrainState:
+    """Model and optimizer of a training run on one device."""
+    device = torch.device(case.device)
     model_config = case.shape.to_model_config().model_copy(update={"logit_alignment": config.model.logit_alignment})
     model = Transformer(model_config, attention_backend=config.runtime.attention_backend)
     init_weights(model, case.seed)
     model.to(device)
-    master_weights = prepare_model(model, config.runtime, precision, device)
-    objective = build_objective(config.objective, model.config)
-    size = config.training.batch_size
-    loader: StepLoader = Loader(FixedRowReader(case.tokens()), objective, size, size, case.seed)
-    if device.type == "cuda" and config.runtime.prefetch:
-        loader = Prefetcher(loader, device)
+    master_weights = prepare_model(model, config.runtime, PRECISIONS[case.precision], device)
     parallel = NoParallel(model)
-    unused: Any = None
-    return Run(
-        config=config,
-        directory=unused,
-        device=device,
-        precision=precision,
-        tokenizer=unused,
-        model=model,
-        parallel=parallel,
-        objective=objective,
-        optimizers=build_optimizers(config.optimizer, parallel.trainable_parameters()),
-        average=None,
-        loader=loader,
-        validator=unused,
-        samples=unused,
-        checkpointer=unused,
-        max_steps=UNBOUNDED_STEPS,
-        parts=[],
-        master_weights=master_weights,
-        flops=ThroughputMeter(model.config, device),
-        guard=SpikeGuard(None, config.training.spike_window, device),
-        skipped_batches=unused,
-    )
+    optimizers = build_optimizers(config.optimizer, parallel.trainable_parameters())
+    guard = SpikeGuard(None, config.training.spike_window, device)
+    return TrainState(model, parallel, optimizers, master_weights, None, guard)
 
 
 def build_ours(
     case: TrainCase, objective: ObjectiveConfig | None = None, runtime: RuntimeConfig | None = None
 ) -> TrainImplementation:
-    """This project's training step; the objective of the case unless said otherwise."""
+    """This project's training step; the objective of the case unless ``objective`` is passed."""
     if objective is not None:
         case = replace(case, objective=objective)
-    run = build_run(case, runtime or RuntimeConfig())
+    config, device = train_config(case, runtime or RuntimeConfig()), torch.device(case.device)
+    state = build_train_state(case, config)
+    settings = build_step_settings(config, state.model, device, PRECISIONS[case.precision], UNBOUNDED_STEPS)
+    monitor = StepMonitor(config.logging, UNBOUNDED_STEPS, state.model, state.parallel, state.master_weights)
+    size = case.shape.batch_size
+
+    def build_loader() -> Loader:
+        return Loader(FixedRowReader(case.tokens()), settings.objective, size, size, case.seed)
+
+    loader: StepLoader = build_loader()
+    if device.type == "cuda" and config.runtime.prefetch:
+        loader = Prefetcher(loader, device)
+    stop, steps = StopRequest(), itertools.count()
 
     def step() -> Tensor:
-        draws = run.loader.next_step(run.progress.step)
-        numbers = train_step(run, draws, sum_denominators(draws))
-        run.progress.step += 1
-        return _synchronize(numbers[0])
+        batch = load_step_batch(loader, next(steps), state.parallel.world, stop)
+        return _synchronize(train_step(state, loader, batch, settings, monitor).loss)
 
-    # A draw of its own: that of a step is not at hand, and those of all steps differ by some scored rows at most.
-    size = case.shape.batch_size
-    [draw] = Loader(FixedRowReader(case.tokens()), run.objective, size, size, case.seed).next_step(0)
-    flops = compute_batch_flops(run.model.config, draw)
-    return TrainImplementation(run.model, run.optimizers.optimizers, step, flops)
+    # The FLOPs are those of another batch: batches differ by a few masked positions at most.
+    [noised_batch] = build_loader().next_step(0)
+    flops = compute_batch_flops(state.model.config, noised_batch)
+    return TrainImplementation(state.model, state.optimizers.optimizers, step, flops)
 
 
 PeerInputs = tuple[dict[str, Any], Tensor, Tensor, int | None]

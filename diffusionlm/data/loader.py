@@ -72,6 +72,9 @@ class StepLoader(Protocol):
     def next_step(self, step: int) -> list[NoisedBatch]:
         """The micro-batches of a step, in order."""
 
+    def prefetch(self, step: int) -> None:
+        """Prepare the next step while the device computes, if the loader can."""
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next step reads; JSON."""
 
@@ -144,6 +147,9 @@ class Loader:
         self._last_seconds = time.perf_counter() - started
         self._seconds += self._last_seconds
         return noised_batches
+
+    def prefetch(self, step: int) -> None:
+        pass
 
     def _next_rows(self) -> list[Row]:
         rows: list[Row] = []
@@ -292,6 +298,9 @@ class WorkerLoader:
         self._next_step, self._state = step + 1, message.state
         self._metrics = replace(message.metrics, wait_seconds=waited, buffered_steps=buffered)
         return message.noised_batches
+
+    def prefetch(self, step: int) -> None:
+        pass  # the worker process is ahead already
 
     def metrics(self) -> LoaderMetrics:
         """Of the last step that was asked for."""

@@ -1,4 +1,4 @@
-"""Python's garbage collector, at times of the loop's choosing."""
+"""Run Python's garbage collector between steps only, at the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from types import TracebackType
 
 
 class GarbageCollection:
-    """While open, the collector runs only after every so many steps; what lives at its start is not looked at again."""
+    """Context in which the collector runs every ``every_steps`` steps only; 0: as Python does it.
+
+    Objects that exist at its start are frozen: the collector does not traverse them.
+    """
 
     def __init__(self, every_steps: int) -> None:
         self.every_steps = every_steps
@@ -21,8 +24,8 @@ class GarbageCollection:
             gc.disable()
         return self
 
-    def after_step(self, step: int) -> None:
-        """Collect, if it is time."""
+    def collect_after_step(self, step: int) -> None:
+        """Collect if ``step`` is a multiple of ``every_steps``."""
         if self.every_steps and step % self.every_steps == 0:
             gc.collect()
 

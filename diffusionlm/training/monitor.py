@@ -1,35 +1,40 @@
-"""What is looked at in the steps that are logged, and costs the others nothing.
+"""Extra metrics of logged steps: loss by masked fraction, weight and activation norms. Other steps pay nothing.
 
-Shapes: B rows, L tokens of a row, S positions that the model reads, R scored of the flat B * S, K shares.
+Shapes: B sequences, L tokens, S input positions, N output positions of the flat B * S, K bins of the masked fraction,
+M modules.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config.logging import LoggingConfig
 from ddp.parallelism import Parallelism
+from ddp.process_group import World
 from diffusionlm.diffusion.layout import LogitAlignment, target_positions
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
-from diffusionlm.training.norms import ActivationNorms, NormsByName, compute_weight_norms, summarize_norms
 
 NUM_LOSS_BINS = 5
-"""Parts of equal width that masked shares are sorted into: (0, 0.2], (0.2, 0.4] and so on."""
+"""Bins of equal width for the masked fraction: (0, 0.2], (0.2, 0.4] and so on."""
+
+NormsByName = dict[str, Tensor]
+"""Norms over all ranks, 0-d on the device."""
 
 
 @dataclass
 class StepMonitor:
-    """Looks at some steps more closely: the loss by the share that was masked at each that is logged, norms on request.
+    """Computes the loss by masked fraction in logged steps, and norms every ``logging.norms_every_steps``.
 
-    Sums over ranks are made on the devices; the host reads them when the step is logged.
+    Sums over ranks are computed on the devices. The host reads them when the step is logged.
     """
 
     config: LoggingConfig
@@ -38,19 +43,18 @@ class StepMonitor:
     parallel: Parallelism
     master_weights: MasterWeights
     _sums: Tensor | None = None
-    """Of negative log-likelihoods by share; of masked tokens by share; of target tokens. [2 K + 1]; None: this step is
-    not looked at."""
+    """[2 K + 1], fp64: negative log-likelihoods by bin, masked tokens by bin, target tokens. None: not a logged step."""
     _activations: NormsByName = field(default_factory=dict)
     _weights: NormsByName = field(default_factory=dict)
 
     def should_record_norms(self, step: int) -> bool:
-        """Whether norms are looked at in a step, from 1."""
+        """Whether norms are recorded in a step, from 1."""
         every = self.config.norms_every_steps
         return every > 0 and step % every == 0
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around forwards, backwards and update of a step, from 1; all ranks make it."""
+        """Context of the forwards, backwards and update of a step, from 1. All ranks enter it."""
         self._sums, self._activations, self._weights = None, {}, {}
         should_record_norms = self.should_record_norms(step)
         if step % self.config.every_steps and step != self.max_steps and not should_record_norms:
@@ -67,66 +71,130 @@ class StepMonitor:
             with self.master_weights.as_float32():
                 self._weights = compute_weight_norms(self.model, self.parallel.world)
 
-    def scored(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
-        """A micro-batch of the step, on the device, and the negative log-likelihoods of its rows.
-
-        In next-token prediction nothing is masked, so nothing is looked at.
-        """
+    def add_micro_batch(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
+        """Add the losses of a micro-batch, both on the device. Next-token prediction masks nothing and is ignored."""
         if self._sums is None or isinstance(noised_batch.pattern, Causal):
             return
-        sums = sum_losses_by_masked_fraction(noised_batch, nll_N.detach(), self.model.config.logit_alignment)
-        self._sums[:-1] += sums.flatten()
+        sums_2K = sum_losses_by_masked_fraction(noised_batch, nll_N.detach(), self.model.config.logit_alignment)
+        self._sums[:-1] += sums_2K.flatten()
         self._sums[-1] += noised_batch.num_targets
 
     def metrics(self) -> dict[str, float]:
-        """What was seen of the step; waits for the device.
+        """Metrics of the last step; waits for the device.
 
-        ``mask_ratio``: masked tokens for each target token; ``loss_by_masked_fraction/0.2-0.4``: nats per masked token
-        where more than 0.2 and at most 0.4 of the row, or of the block, was masked, without weights, and left out
-        where there is none; ``weight_norms/...`` and ``activation_norms/...``.
+        ``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked
+        token where more than 0.2 and at most 0.4 of the sequence, or block, was masked; left out if there was none.
+        ``weight_norms/...`` and ``activation_norms/...``: see `summarize_norms`.
         """
         if self._sums is None:
             return {}
         sums = self._sums.tolist()
-        nll_K, count_K, targets = sums[:NUM_LOSS_BINS], sums[NUM_LOSS_BINS:-1], sums[-1]
-        values = {"mask_ratio": sum(count_K) / targets} if targets else {}
+        nll_K, count_K, num_targets = sums[:NUM_LOSS_BINS], sums[NUM_LOSS_BINS:-1], sums[-1]
+        metrics = {"mask_ratio": sum(count_K) / num_targets} if num_targets else {}
         for index, (nll, count) in enumerate(zip(nll_K, count_K, strict=True)):
+            bin_name = f"{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"
             if count:
-                values[f"loss_by_masked_fraction/{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"] = (
-                    nll / count
-                )
-        for kind, named in (("weight_norms", self._weights), ("activation_norms", self._activations)):
-            values |= summarize_norms(kind, named) if named else {}
-        return values
+                metrics[f"loss_by_masked_fraction/{bin_name}"] = nll / count
+        for prefix, norms in (("weight_norms", self._weights), ("activation_norms", self._activations)):
+            metrics |= summarize_norms(prefix, norms) if norms else {}
+        return metrics
 
 
 def sum_losses_by_masked_fraction(noised_batch: NoisedBatch, nll_N: Tensor, alignment: LogitAlignment) -> Tensor:
-    """Negative log-likelihoods and numbers of masked tokens by the share that was masked of the targets of their row,
-    or of their block where there are blocks: not of padding and prompts. [2, K], fp64. Nothing waits for the device."""
-    B, L = noised_batch.inputs_BS.shape[0], noised_batch.inputs_BS.shape[1] // noised_batch.pattern.positions_per_token
-    first_N = _noise_group_starts(noised_batch, B, L)
-    first_R = first_N[target_positions(noised_batch, alignment)]
-    is_scored_R = (noised_batch.weights_N != 0.0).double()  # the others only fill up
-    zeros_N = torch.zeros(B * L, dtype=torch.float64, device=nll_N.device)
-    masked_N = zeros_N.index_add(0, first_R, is_scored_R)
-    is_target_N = torch.ones_like(zeros_N)
+    """Sum negative log-likelihoods and count masked tokens by the masked fraction of their sequence or block.
+
+    The fraction is over target tokens: padding and prompts do not count. Returns [2, K], fp64, without a host sync.
+    """
+    B, S = noised_batch.inputs_BS.shape
+    L = S // noised_batch.pattern.positions_per_token
+    group_BL = _noise_group_starts(noised_batch, B, L)
+    group_N = group_BL[target_positions(noised_batch, alignment)]
+    is_masked_N = (noised_batch.weights_N != 0.0).double()  # others are filler positions
+    zeros_BL = torch.zeros(B * L, dtype=torch.float64, device=nll_N.device)
+    num_masked_BL = zeros_BL.index_add(0, group_N, is_masked_N)
+    is_target_BL = torch.ones_like(zeros_BL)
     if noised_batch.loss_mask_BL is not None:
-        is_target_N = noised_batch.loss_mask_BL.flatten().to(zeros_N.device, zeros_N.dtype, non_blocking=True)
-    places_N = zeros_N.index_add(0, first_N, is_target_N)
-    share_R = masked_N[first_R] / places_N[first_R]
-    part_R = ((share_R * NUM_LOSS_BINS - 1e-9).ceil().long() - 1).clamp(0, NUM_LOSS_BINS - 1)
-    nll_N = torch.where(is_scored_R > 0, nll_N.double(), 0.0)
-    both_2R = torch.stack([nll_N, is_scored_R])
-    return torch.zeros(2, NUM_LOSS_BINS, dtype=torch.float64, device=nll_N.device).index_add(1, part_R, both_2R)
+        is_target_BL = noised_batch.loss_mask_BL.flatten().to(zeros_BL.device, zeros_BL.dtype, non_blocking=True)
+    num_targets_BL = zeros_BL.index_add(0, group_BL, is_target_BL)
+    fraction_N = num_masked_BL[group_N] / num_targets_BL[group_N]
+    bin_N = ((fraction_N * NUM_LOSS_BINS - 1e-9).ceil().long() - 1).clamp(0, NUM_LOSS_BINS - 1)
+    nll_N = torch.where(is_masked_N > 0, nll_N.double(), 0.0)
+    values_2N = torch.stack([nll_N, is_masked_N])
+    return torch.zeros(2, NUM_LOSS_BINS, dtype=torch.float64, device=nll_N.device).index_add(1, bin_N, values_2N)
 
 
 def _noise_group_starts(noised_batch: NoisedBatch, B: int, L: int) -> Tensor:
-    """The first place of each place's row, or block, both counted over the batch. [B * L]"""
+    """First position of the sequence, or block, that each position belongs to; flat indices, [B * L]."""
     device = noised_batch.positions_N.device
-    place_N = torch.arange(B * L, device=device)
+    position_BL = torch.arange(B * L, device=device)
     pattern = noised_batch.pattern
     if not isinstance(pattern, BlockDiffusion):
-        return place_N - place_N % L
+        return position_BL - position_BL % L
     documents_BL = pattern.documents_BL
-    offset_N = place_N % L if documents_BL is None else document_offsets(documents_BL).to(device).expand(B, L).flatten()
-    return place_N - offset_N % pattern.block_length
+    if documents_BL is None:
+        return position_BL - position_BL % L % pattern.block_length
+    offset_BL = document_offsets(documents_BL).to(device).expand(B, L).flatten()
+    return position_BL - offset_BL % pattern.block_length
+
+
+class ActivationNorms:
+    """Mean L2 norms of the output vectors of the embedding, the blocks and the last norm, over all positions that they
+    compute. The last block and the norm compute output positions only."""
+
+    def __init__(self, model: Transformer) -> None:
+        blocks = {f"layers.{index}": block for index, block in enumerate(model.model.layers)}
+        self.modules: dict[str, nn.Module] = {
+            "embed_tokens": model.model.embed_tokens,
+            **blocks,
+            "norm": model.model.norm,
+        }
+        device = model.model.norm.weight.device
+        self._sums_M2 = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
+
+    @contextlib.contextmanager
+    def record_forwards(self) -> Iterator[None]:
+        """Record forwards inside by hooks, which are removed afterwards."""
+        with contextlib.ExitStack() as stack:
+            for index, module in enumerate(self.modules.values()):
+                handle = module.register_forward_hook(self._create_hook(index))
+                stack.callback(handle.remove)
+            yield
+
+    def result(self, world: World) -> NormsByName:
+        """Mean norms over all ranks, without a host sync."""
+        world.all_reduce_on_device(self._sums_M2)
+        means_M = self._sums_M2[:, 0] / self._sums_M2[:, 1].clamp(min=1.0)
+        return dict(zip(self.modules, means_M, strict=True))
+
+    def _create_hook(self, index: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        @torch.no_grad()
+        def add_output(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            norms = torch.linalg.vector_norm(output.detach(), dim=-1, dtype=torch.float32)
+            self._sums_M2[index, 0] += norms.sum(dtype=torch.float64)
+            self._sums_M2[index, 1] += norms.numel()
+
+        return add_output
+
+
+@torch.no_grad()
+def compute_weight_norms(model: Transformer, world: World) -> NormsByName:
+    """L2 norm of every parameter, a tied one once. All ranks call this; there is no host sync.
+
+    A replicated parameter is counted on the first rank only. Of a sharded one every rank adds its rows.
+    """
+    squares = []
+    for parameter in model.parameters():
+        values: Any = parameter.detach()
+        is_sharded = hasattr(values, "to_local")
+        own_values: Tensor = values.to_local() if is_sharded else values
+        square = torch.linalg.vector_norm(own_values, dtype=torch.float32).double().square()
+        squares.append(square if is_sharded or world.is_first else torch.zeros_like(square))
+    norms = world.all_reduce_on_device(torch.stack(squares)).sqrt()
+    return dict(zip((name for name, _ in model.named_parameters()), norms, strict=True))
+
+
+def summarize_norms(prefix: str, norms: NormsByName) -> dict[str, float]:
+    """``prefix/<name>`` of each norm, and ``prefix/mean``, ``/min`` and ``/max`` over all; waits for the device."""
+    values = dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
+    summary = {"mean": sum(values.values()) / len(values), "min": min(values.values()), "max": max(values.values())}
+    return {f"{prefix}/{name}": value for name, value in (summary | values).items()}

@@ -1,4 +1,4 @@
-"""The next step's batch on its way to a GPU while the present one is computed."""
+"""Load the next step's batch and copy it to the GPU while the current step is computed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 
 @dataclass(frozen=True)
 class _PrefetchedStep:
-    """A step that was asked for before its time."""
-
     step: int
     noised_batches: list[NoisedBatch]
     metrics: LoaderMetrics
 
 
 class Prefetcher:
-    """A loader one step ahead of what it says: its state is that behind the last step that was taken.
+    """A loader that is one step ahead. Its state and metrics are those after the last step that `next_step` returned.
 
-    Batches go through pinned memory on a stream of their own. On a CPU nothing is copied.
+    Batches are copied through pinned memory on a CUDA stream of their own. On a CPU nothing is copied.
     """
 
     def __init__(self, loader: StepLoader, device: torch.device) -> None:
@@ -39,18 +37,18 @@ class Prefetcher:
         """The micro-batches of a step, on the device."""
         if self._prefetched is None:
             self.prefetch(step)
-        assert self._prefetched is not None and self._prefetched.step == step, "steps are taken in order"
+        assert self._prefetched is not None and self._prefetched.step == step, "steps come in order"
         noised_batches, self._metrics = self._prefetched.noised_batches, self._prefetched.metrics
         self._prefetched, self._state = None, self.loader.state_dict()
         if self._stream is not None:
-            present = torch.cuda.current_stream(self.device)
-            present.wait_stream(self._stream)
+            current_stream = torch.cuda.current_stream(self.device)
+            current_stream.wait_stream(self._stream)
             for tensor in _cuda_tensors(noised_batches):
-                tensor.record_stream(present)
+                tensor.record_stream(current_stream)
         return noised_batches
 
     def prefetch(self, step: int) -> None:
-        """Ask for the step that is taken next; while the device computes."""
+        """Load the next step, unless it is loaded already, and start its copy to the device."""
         if self._prefetched is not None:
             return
         noised_batches = self.loader.next_step(step)
@@ -60,32 +58,32 @@ class Prefetcher:
         self._prefetched = _PrefetchedStep(step, noised_batches, self.loader.metrics())
 
     def state_dict(self) -> dict[str, Any]:
-        """Behind the last step that was taken."""
+        """Loader state after the last returned step, not after the prefetched one."""
         return self.loader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; before the first step."""
-        assert self._prefetched is None, "a step was asked for already"
+        """Resume from a state, before the first step."""
+        assert self._prefetched is None, "a step was prefetched already"
         self.loader.load_state_dict(state)
 
     def metrics(self) -> LoaderMetrics:
-        """Of the last step that was taken."""
+        """Metrics of the last returned step."""
         return self.loader.metrics() if self._metrics is None else self._metrics
 
     def close(self) -> None:
-        """No more steps are asked for."""
+        """Close the loader."""
         self.loader.close()
 
 
 def _cuda_tensors(noised_batches: list[NoisedBatch]) -> list[Tensor]:
-    """All that was copied to the device; what stays on the CPU is not."""
-    held = [
+    """Tensors of the batches and their patterns that are on the GPU."""
+    values = [
         value
         for noised_batch in noised_batches
-        for each in (noised_batch, noised_batch.pattern)
-        for value in vars(each).values()
+        for record in (noised_batch, noised_batch.pattern)
+        for value in vars(record).values()
     ]
-    return [value for value in held if isinstance(value, Tensor) and value.is_cuda]
+    return [value for value in values if isinstance(value, Tensor) and value.is_cuda]
 
 
 def _pin_memory(noised_batch: NoisedBatch) -> NoisedBatch:

@@ -1,21 +1,24 @@
-"""What a run tells while it goes and at its end."""
+"""What a run reports: metrics, events, validation results and the summary of its final evaluation."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from config.dump import to_toml_values
 from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.diffusion.noised_batch import NoisedBatch
-from diffusionlm.evaluation.evaluate import EvaluationResult
-from diffusionlm.training.card import add_final_bound_to_card
+from diffusionlm.evaluation.evaluate import EvaluationResult, FillAccuracy
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.optim.build import Optimizers
 from diffusionlm.training.run import Run
+from diffusionlm.training.run_checkpoint import add_final_bound_to_card
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step_metrics import StepMetrics
-from diffusionlm.training.summary import Summary
 from files.atomic import write_text_atomic
 from logger import (
     ConsoleLogger,
@@ -27,74 +30,138 @@ from logger import (
     console_style,
     open_sinks,
 )
+from logger.report.reading import RENAMED_METRICS
 from profiling import memory
 
 
+@dataclass(frozen=True)
+class RunSummary:
+    """Contents of summary.json."""
+
+    evaluation: EvaluationResult
+    other_block_lengths: tuple[EvaluationResult, ...]
+    """The same sequences under the other block lengths that the model was trained with."""
+    source_entropy: float | None
+    """Exact entropy of a document in nats, if the source knows it and each sequence is one document."""
+    ngrams: dict[str, float]
+    """Name -> nats per token of an n-gram model of the training tokens on the validation sequences."""
+    parameters: int
+    step: int
+    tokens_seen: int
+    seconds: float
+    padding_share: float
+    """Fraction of the positions of training sequences that were padding."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, path: Path) -> RunSummary:
+        """Read a summary.json.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({error}): remove it, and the same command makes the final evaluation again"
+            ) from error
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunSummary:
+        """The inverse of `to_json`."""
+        others = tuple(_read_evaluation(evaluation) for evaluation in values["other_block_lengths"])
+        return cls(**{**values, "evaluation": _read_evaluation(values["evaluation"]), "other_block_lengths": others})
+
+
+def _read_evaluation(values: dict[str, Any]) -> EvaluationResult:
+    fills = tuple(
+        FillAccuracy(**{RENAMED_METRICS.get(key, key): value for key, value in fill.items()})
+        for fill in values["fills"]
+    )
+    curve = tuple(tuple(point) for point in values["by_masked_fraction"])
+    return EvaluationResult(**{**values, "fills": fills, "by_masked_fraction": curve})
+
+
 def build_logger(run: Run) -> RunLogger:
-    """The record on disk, a bar or lines for people, and the copies that are asked for; of the first rank alone."""
+    """The logger of the first rank: metrics.jsonl, the console, and the copies of ``[logging]``. Others log nothing."""
     if not run.world.is_first:
         return NoLogger()
     config, step = run.config.logging, run.progress.step
-    told = LoggerGroup(
+    record = LoggerGroup(
         JsonLinesLogger(run.directory.metrics, step),
-        ConsoleLogger(run.max_steps, step, console_style(config.progress, sys.stderr), sys.stderr),
+        ConsoleLogger(run.settings.max_steps, step, console_style(config.progress, sys.stderr), sys.stderr),
     )
 
-    def tell(at: int, text: str) -> None:
-        told.event(at, "logging", text)
+    def log_failure(at_step: int, text: str) -> None:
+        record.event(at_step, "logging", text)
 
     values = to_toml_values(run.config, "config")
-    copies = open_sinks(config, run.directory.path, step, values, tell)
+    copies = open_sinks(config, run.directory.path, step, values, log_failure)
     if config.console == "json":
-        copies.append(JsonConsole(sys.stdout, tell))
-    return LoggerGroup(*copies, told)  # the record is closed last: what goes wrong with copies is in it
+        copies.append(JsonConsole(sys.stdout, log_failure))
+    return LoggerGroup(*copies, record)  # the record is closed last, so that it has the failures of copies
 
 
 def log_data_sources(run: Run, logger: RunLogger) -> None:
-    """Where the text comes from, for the record and for people."""
-    for part in run.parts:
-        reasons = "".join(f"; {count:,} {reason}" for reason, count in part.skipped.items())
-        text = f"data: {part.name}, {part.source.provenance} ({part.source.identity}){reasons}"
+    """Log an event for each data source."""
+    for component in run.components:
+        skipped = "".join(f"; {count:,} {reason}" for reason, count in component.skipped.items())
+        text = f"data: {component.name}, {component.source.provenance} ({component.source.identity}){skipped}"
         logger.event(run.progress.step, "data", text)
 
 
-def collect_step_metrics(run: Run, numbers: StepMetrics, noised_batches: list[NoisedBatch]) -> dict[str, Any]:
-    """What is logged of a step, the last one so far; times are means over the steps since this was last asked."""
-    progress = run.progress
-    per_step = progress.seconds / progress.step
-    seconds = run.flops.mean_step_seconds(progress.step, progress.seconds)
-    rates = run.optimizers.learning_rates()
+def collect_step_metrics(run: Run, metrics: StepMetrics, noised_batches: list[NoisedBatch]) -> dict[str, Any]:
+    """Logged metrics of the last step; durations are means over the steps since the last call."""
+    progress, optimizers = run.progress, run.state.optimizers
+    step_seconds = run.throughput.mean_step_seconds(progress.step, progress.seconds)
+    learning_rates = optimizers.learning_rates()
+    has_routers = run.state.model.config.router_aux_loss_coef > 0
     return {
-        "loss": numbers.loss,
+        "loss": metrics.loss,
         "loss_smooth": progress.smooth_loss,
-        **({"balance_loss": numbers.balance_loss} if run.model.config.router_aux_loss_coef else {}),
-        "grad_l2_norm": numbers.grad_norm,
-        "lr": max(rates.values()),
-        **{f"lr/{name}": rate for name, rate in rates.items()},
+        **({"balance_loss": metrics.load_balancing_loss} if has_routers else {}),
+        "grad_l2_norm": metrics.grad_norm,
+        "lr": max(learning_rates.values()),
+        **{f"lr/{group}": learning_rate for group, learning_rate in learning_rates.items()},
         "tokens_seen": progress.tokens_seen,
         "tokens_per_second": progress.tokens_seen / progress.seconds,
-        "step_seconds": seconds,
-        **run.flops.metrics(noised_batches, seconds),
-        "seconds_left": per_step * (run.max_steps - progress.step),
+        "step_seconds": step_seconds,
+        **run.throughput.metrics(noised_batches, step_seconds),
+        "seconds_left": progress.seconds / progress.step * (run.settings.max_steps - progress.step),
         "skipped_steps": progress.skipped,
         **{f"data/{name}": value for name, value in vars(run.loader.metrics()).items()},
     }
 
 
-def collect_monitor_metrics(run: Run, numbers: StepMetrics) -> dict[str, float]:
-    """What is logged beside `collect_step_metrics`, and not looked at in other steps. Memory is the peak so far, in bytes."""
-    peak_memory = {f"memory/{name}": value for name, value in memory.peak_memory(run.device.type).items()}
-    # As gradients are cut; not a number where their norm is none.
-    ratio = min(1.0, run.config.training.max_grad_norm / (numbers.grad_norm + 1e-6)) if numbers.is_finite else math.nan
+def collect_monitor_metrics(run: Run, metrics: StepMetrics) -> dict[str, float]:
+    """Metrics that are collected in logged steps only. ``memory/...`` is the peak so far, in bytes."""
+    peak_memory = {f"memory/{name}": value for name, value in memory.peak_memory(run.settings.device.type).items()}
+    ratio = min(1.0, run.settings.max_grad_norm / (metrics.grad_norm + 1e-6)) if metrics.is_finite else math.nan
     return {"grad_clip_ratio": ratio, **run.monitor.metrics(), **peak_memory}
 
 
+def describe_memory(model: Transformer, optimizers: Optimizers, peak: int, planned: int) -> str:
+    """Split the run's peak memory into weights, gradients, optimizer state and the rest, which is activations.
+
+    ``planned`` is the estimate of the activations. Both arguments are in bytes.
+    """
+    weights = [parameter.data for parameter in model.parameters()]
+    trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]  # as large as gradients
+    parts = memory.split_peak_memory(weights, trained, optimizers.state_dict().values(), peak)
+    text = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in parts.items())
+    return f"memory: {text} ({planned / 2**20:,.1f} MiB by the plan); {peak / 2**20:,.1f} MiB at most"
+
+
 def run_validation(run: Run, logger: RunLogger) -> None:
-    """Evaluate on the fixed grid and log it; all ranks do a part."""
+    """Evaluate on the first validation sequences and log the result. All ranks share the forwards."""
     with run.evaluation_mode():
-        result = run.validator.evaluate_quick(run.model)
+        result = run.validator.evaluate_quick(run.state.model)
     step = run.progress.step
-    run.last_validation = ValidationBound(result.nats_per_token, result.standard_error, step, result.block_length == 1)
+    run.last_validation = to_validation_bound(result, step)
     logger.metrics(step, evaluation_metrics("val", result))
     logger.event(
         step,
@@ -104,8 +171,40 @@ def run_validation(run: Run, logger: RunLogger) -> None:
     )
 
 
+def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> RunSummary:
+    """Evaluate on all validation sequences, write summary.json and the model card, and log the result.
+
+    Raises:
+        StoppedError: a signal ended it before there was a result. The same command repeats it.
+    """
+    with stop.interruptible(), run.evaluation_mode():
+        evaluations, ngrams = run.validator.final(run.state.model)
+    loader_state = run.loader.state_dict()
+    summary = RunSummary(
+        evaluation=evaluations[0],
+        other_block_lengths=tuple(evaluations[1:]),
+        source_entropy=run.validator.source_entropy,
+        ngrams=ngrams,
+        parameters=sum(parameter.numel() for parameter in run.state.model.parameters()),
+        step=run.progress.step,
+        tokens_seen=run.progress.tokens_seen,
+        seconds=run.progress.seconds,
+        padding_share=loader_state["padding"] / max(1, loader_state["places"]),
+    )
+    if run.world.is_first:
+        write_text_atomic(run.directory.summary, json.dumps(summary.to_json(), indent=1) + "\n")
+        add_final_bound_to_card(run, to_validation_bound(summary.evaluation, summary.step))
+    logger.metrics(summary.step, evaluation_metrics("final", summary.evaluation))
+    return summary
+
+
+def to_validation_bound(result: EvaluationResult, step: int) -> ValidationBound:
+    """The part of an evaluation that state.json and the model card store."""
+    return ValidationBound(result.nats_per_token, result.standard_error, step, result.block_length == 1)
+
+
 def evaluation_metrics(prefix: str, result: EvaluationResult) -> dict[str, float]:
-    """An evaluation as it is logged."""
+    """Logged metrics of an evaluation."""
     return {
         f"{prefix}_nats_per_token": result.nats_per_token,
         f"{prefix}_standard_error": result.standard_error,
@@ -113,30 +212,3 @@ def evaluation_metrics(prefix: str, result: EvaluationResult) -> dict[str, float
         f"{prefix}_bits_per_byte_standard_error": result.bits_per_byte_standard_error,
         **{f"{prefix}_top1_accuracy/{fill.fraction}": fill.top1_accuracy for fill in result.fills},
     }
-
-
-def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> Summary:
-    """The final evaluation, kept in summary.json by the first rank, and logged for those who look on elsewhere.
-
-    Raises:
-        StoppedError: a signal ended it before there was a result; it can be made again.
-    """
-    with stop.interruptible(), run.evaluation_mode():
-        evaluations, ngrams = run.validator.final(run.model)
-    loaded = run.loader.state_dict()
-    summary = Summary(
-        evaluation=evaluations[0],
-        other_block_lengths=tuple(evaluations[1:]),
-        source_entropy=run.validator.source_entropy,
-        ngrams=ngrams,
-        parameters=sum(parameter.numel() for parameter in run.model.parameters()),
-        step=run.progress.step,
-        tokens_seen=run.progress.tokens_seen,
-        seconds=run.progress.seconds,
-        padding_share=loaded["padding"] / max(1, loaded["places"]),
-    )
-    if run.world.is_first:
-        write_text_atomic(run.directory.summary, json.dumps(summary.to_json(), indent=1) + "\n")
-        add_final_bound_to_card(run, summary)
-    logger.metrics(summary.step, evaluation_metrics("final", summary.evaluation))
-    return summary

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run, and how a run goes on from one."""
+"""Save a run to a checkpoint, resume it from one, and describe it in the model card."""
 
 from __future__ import annotations
 
@@ -8,115 +8,177 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from config.data import HubDataset
 from config.dump import to_toml
+from config.parallel import SingleProcess
 from diffusionlm.checkpoints.huggingface import save_model
-from diffusionlm.checkpoints.model_card import ValidationBound, write_model_card
+from diffusionlm.checkpoints.model_card import (
+    CardDataSource,
+    CardTraining,
+    ValidationBound,
+    update_training_section,
+    write_model_card,
+)
 from diffusionlm.data.pipeline import compute_data_identity
-from diffusionlm.training.card import describe_training
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
 from diffusionlm.training.checkpointing.store import LoadedCheckpoint
-from diffusionlm.training.run import Run, TrainingProgress, log
-from diffusionlm.training.spreading import only_on_first_rank
+from diffusionlm.training.run import Run, log
+from diffusionlm.training.setup import only_on_first_rank
+from diffusionlm.training.step_metrics import TrainingProgress
 from logger import RunLogger
 from tokenizer import save_tokenizer
 
 
 def save_checkpoint(run: Run, logger: RunLogger, *, must_succeed: bool) -> None:
-    """Copy what a checkpoint keeps, and write it while training goes on, unless there will be no later one.
+    """Stage a checkpoint and start to write it in the background. If it must succeed, wait until it is written.
 
     Raises:
-        ValueError: it could not be written and there will be no later one; older ones stand.
+        ValueError: ``must_succeed`` and it could not be written. Older checkpoints are intact.
     """
-    run.checkpointer.start(capture_checkpoint(run))
+    run.checkpointer.start(stage_run(run))
     if must_succeed:
         run.checkpointer.wait()
-        log_failed_saves(run, logger)  # of those before
+        log_failed_saves(run, logger)
 
 
 def log_failed_saves(run: Run, logger: RunLogger) -> None:
-    """Say which checkpoints could not be written; the run goes on, and the older ones stand."""
+    """Log checkpoints that could not be written. The run continues, and older checkpoints are intact."""
     for failure in run.checkpointer.pop_failures():
         logger.event(run.progress.step, "checkpoint", f"{failure}; going on without it")
 
 
-def capture_checkpoint(run: Run) -> StagedCheckpoint:
-    """Everything that a checkpoint keeps; all ranks call this."""
-    progress = run.progress
-    state = {
+def stage_run(run: Run) -> StagedCheckpoint:
+    """Copy the state of the run to CPU memory. All ranks call this."""
+    state, progress, last_validation = run.state, run.progress, run.last_validation
+    json_state = {
         "step": progress.step,
         "progress": vars(progress),
         "loader": run.loader.state_dict(),
-        "max_steps": run.max_steps,
-        "data_identity": compute_data_identity(run.parts),
+        "max_steps": run.settings.max_steps,
+        "data_identity": compute_data_identity(run.components),
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
-        "average_updates": run.average.num_updates if run.average else 0,
-        "guard": run.guard.state_dict(),
-        "validated": run.last_validation and vars(run.last_validation),
+        "average_updates": state.ema.num_updates if state.ema else 0,
+        "guard": state.spike_guard.state_dict(),
+        "validated": last_validation and vars(last_validation),
         "world_size": run.world.size,
         "torch": torch.__version__,
     }
-    model, tokenizer, config = run.model, run.tokenizer, run.config
-    training = describe_training(run, run.last_validation)
+    # `write_model` runs in another thread, later: it uses only what training does not change.
+    model, tokenizer, config = state.model, run.tokenizer, run.config
+    card_section = describe_training(run, last_validation)
 
     def write_model(folder: Path, weights: dict[str, Tensor]) -> None:
         save_model(model, folder, weights)
         save_tokenizer(tokenizer, folder)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        write_model_card(folder, model.config, weights, training)
+        write_model_card(folder, model.config, weights, card_section)
 
-    last_validation = run.last_validation
-    bound = last_validation.nats_per_token if last_validation and last_validation.step == progress.step else None
-    run.parallel.check_replicas_equal()
-    with run.master_weights.as_float32():
-        average = run.average.averages if run.average else None
-        weights = dict(run.parallel.iterate_whole_parameters(average))
-        live = dict(model.named_parameters()) if average else None
-        optimizer = run.parallel.to_checkpoint_state(run.optimizers.state_dict())
-        return stage_checkpoint(progress.step, write_model, state, weights, optimizer, live, bound)
+    is_validated = last_validation is not None and last_validation.step == progress.step
+    bound = last_validation.nats_per_token if last_validation and is_validated else None
+    state.parallel.check_replicas_equal()
+    with state.master_weights.as_float32():
+        average = state.ema.averages if state.ema else None
+        weights = dict(state.parallel.iterate_whole_parameters(average))
+        live_weights = dict(model.named_parameters()) if average else None
+        optimizer = state.parallel.to_checkpoint_state(state.optimizers.state_dict())
+        return stage_checkpoint(progress.step, write_model, json_state, weights, optimizer, live_weights, bound)
 
 
 def resume_run(run: Run) -> None:
-    """Take up the newest checkpoint of the run directory that verifies, if there is one, whatever ranks made it.
+    """Load the newest valid checkpoint of the run directory, if there is one. The number of ranks may have changed.
 
     Raises:
-        ValueError: it was made from other data or with another tokenizer.
+        ValueError: the checkpoint is from other data or another tokenizer.
     """
-    saved = run.directory.store.load_newest(only_on_first_rank(run.world, log), run.world)
-    if saved is None:
+    checkpoint = run.directory.store.load_newest(only_on_first_rank(run.world, log), run.world)
+    if checkpoint is None:
         return
-    made = {"data_identity": compute_data_identity(run.parts), "tokenizer_fingerprint": run.tokenizer.fingerprint}
-    for key, now in made.items():
-        if saved.state[key] != now and run.config.checkpoint.config_change == "refuse":
-            raise ValueError(
-                f"{saved.path} was made with {key} {saved.state[key]}, now it is {now}: going on would mix them. "
-                'Name another run.directory, or set checkpoint.config_change = "accept"'
-            )
-    if run.average is not None and saved.has_live_weights:
-        run.average.restore(run.parallel.slice_own_rows(saved.weights()), saved.state["average_updates"])
-    with run.master_weights.as_float32():
-        run.parallel.set_weights(saved.live_weights())
-    run.optimizers.load_state_dict(_read_optimizer_state(run, saved))
-    run.loader.load_state_dict(saved.state["loader"])
-    run.skipped_batches.resume_from(saved.state["loader"])
-    run.guard.load_state_dict(saved.state["guard"])
-    run.progress = TrainingProgress(**saved.state["progress"])
-    last_validation = saved.state.get("validated")  # Older checkpoints do not say.
+    _check_same_data(run, checkpoint)
+    state = run.state
+    if state.ema is not None and checkpoint.has_live_weights:
+        average = state.parallel.slice_own_rows(checkpoint.weights())
+        state.ema.restore(average, checkpoint.state["average_updates"])
+    with state.master_weights.as_float32():
+        state.parallel.set_weights(checkpoint.live_weights())
+    state.optimizers.load_state_dict(_read_optimizer_state(run, checkpoint))
+    state.spike_guard.load_state_dict(checkpoint.state["guard"])
+    run.loader.load_state_dict(checkpoint.state["loader"])
+    run.skipped_batches.resume_from(checkpoint.state["loader"])
+    run.progress = TrainingProgress(**checkpoint.state["progress"])
+    last_validation = checkpoint.state.get("validated")  # absent in older checkpoints
     run.last_validation = last_validation and ValidationBound(**last_validation)
-    run.flops.resume_from(run.progress.step, run.progress.seconds)
-    run.log(f"going on from {saved.path}")
+    run.throughput.resume_from(run.progress.step, run.progress.seconds)
+    run.log(f"going on from {checkpoint.path}")
 
 
-def _read_optimizer_state(run: Run, saved: LoadedCheckpoint) -> dict[str, Tensor]:
-    """``parameter.key`` -> what this rank has of it: the rows of its part of the parameter, or all."""
-    trainable_parameters, own = run.parallel.trainable_parameters(), {}
-    for key, shape in saved.tensors.shapes.items():
-        name, _, kind = key.removeprefix("optimizer.").rpartition(".")
-        if not key.startswith("optimizer.") or name not in trainable_parameters:
+def _check_same_data(run: Run, checkpoint: LoadedCheckpoint) -> None:
+    current = {
+        "data_identity": compute_data_identity(run.components),
+        "tokenizer_fingerprint": run.tokenizer.fingerprint,
+    }
+    for key, value in current.items():
+        if checkpoint.state[key] != value and run.config.checkpoint.config_change == "refuse":
+            raise ValueError(
+                f"{checkpoint.path} was made with {key} {checkpoint.state[key]}, now it is {value}: going on would mix "
+                'them. Name another run.directory, or set checkpoint.config_change = "accept"'
+            )
+
+
+def _read_optimizer_state(run: Run, checkpoint: LoadedCheckpoint) -> dict[str, Tensor]:
+    """Read this rank's part of the optimizer state: ``parameter.key`` -> its rows, or the whole tensor."""
+    parallel, tensors = run.state.parallel, checkpoint.tensors
+    parameters = parallel.trainable_parameters()
+    own: dict[str, Tensor] = {}
+    for key, shape in tensors.shapes.items():
+        name, _, state_key = key.removeprefix("optimizer.").rpartition(".")
+        if not key.startswith("optimizer.") or name not in parameters:
             continue
-        if shape and not run.parallel.has_whole_parameter(name):
-            start, end = run.parallel.row_range(name)
+        if shape and not parallel.has_whole_parameter(name):
+            start, end = parallel.row_range(name)
             shape = torch.Size((end - start, *shape[1:]))
-        own[f"{name}.{kind}"] = torch.empty(shape, dtype=saved.tensors.dtypes[key])
-    targets: dict[str, Any] = run.parallel.to_checkpoint_state(own)
-    saved.read_into({f"optimizer.{key}": target for key, target in targets.items()}, "optimizer.")
+        own[f"{name}.{state_key}"] = torch.empty(shape, dtype=tensors.dtypes[key])
+    targets: dict[str, Any] = parallel.to_checkpoint_state(own)
+    checkpoint.read_into({f"optimizer.{key}": target for key, target in targets.items()}, "optimizer.")
     return own
+
+
+def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:
+    """The training section of the model card, as of now; later steps do not change it."""
+    config = run.config
+    total_weight = sum(component.weight for component in run.components)
+    command = "diffusionlm-train" if isinstance(config.parallel, SingleProcess) else "diffusionlm-train-ddp"
+    init_from = config.model.init_from
+    return CardTraining(
+        name=config.run.directory.resolve().name,
+        step=run.progress.step,
+        max_steps=run.settings.max_steps,
+        batch_size=config.training.batch_size,
+        row_length=config.row_length,
+        tokens_seen=run.progress.tokens_seen,
+        sources=tuple(
+            CardDataSource(
+                component.name,
+                component.source.provenance,
+                component.source.identity,
+                component.weight / total_weight,
+                section.source.dataset if isinstance(section.source, HubDataset) else None,
+            )
+            for component, section in zip(run.components, config.data.parts, strict=True)
+        ),
+        objective=to_toml(config.objective),
+        optimizer=config.optimizer.kind,
+        command=f"{command} --config DIR/config.toml --set run.directory=runs/again",
+        tokenizer_fingerprint=run.tokenizer.fingerprint,
+        init_from=None if init_from is None else str(init_from),
+        ema_decay=config.training.ema_decay,
+        bound=bound,
+    )
+
+
+def add_final_bound_to_card(run: Run, bound: ValidationBound) -> None:
+    """Write the bound of the final evaluation into the card of the last checkpoint. A failure is printed, not raised."""
+    folder = run.directory.store.path(run.progress.step)
+    try:
+        update_training_section(folder, describe_training(run, bound))
+    except (OSError, ValueError) as error:
+        run.log(f"the model card of {folder} lacks the final bound: {error}")

@@ -1,4 +1,4 @@
-"""What a run is made of, built from its config: device, tokenizer, model."""
+"""Build the parts of a run from its config: device, tokenizer, model and its distribution over ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config.families.model_directory import read_model_config, resolve_model_directory
 from config.model import ModelConfig
@@ -17,6 +17,9 @@ from config.runtime import AttentionBackend
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
 from config.training import RunConfig, TrainingConfig
+from ddp.buckets import ParameterUnit
+from ddp.parallelism import Parallelism, apply_parallelism
+from ddp.process_group import World
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model_with_config, load_tokenizer
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
 from diffusionlm.checkpoints.weights import load_weights
@@ -25,6 +28,7 @@ from diffusionlm.data.reader import first_documents
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.optim.build import requires_whole_matrix
 from profiling import memory
 from profiling.cores import usable_cores
 from profiling.torch_setup import has_native_bfloat16
@@ -34,15 +38,15 @@ Log = Callable[[str], None]
 
 
 def set_up_device(config: RunConfig, keep_freed_memory: bool) -> torch.device:
-    """The device of the run, with the number of threads and the way of the allocator set.
+    """Select the device, and set the number of threads and the CPU allocator's behavior for the whole process.
 
     Raises:
-        ValueError: CUDA is asked for and not there.
+        ValueError: ``run.device = "cuda"`` without a CUDA device.
     """
-    shared_by = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine, as their launcher says
-    torch.set_num_threads(config.threads or max(1, usable_cores() // shared_by))
+    ranks_on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
+    torch.set_num_threads(config.threads or max(1, usable_cores() // ranks_on_machine))
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('run.device = "cuda", but torch sees no CUDA device; set run.device to "cpu" or "auto"')
+        raise ValueError('run.device = "cuda", but torch finds no CUDA device; set run.device to "cpu" or "auto"')
     name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu" and keep_freed_memory:
         memory.keep_freed_memory()
@@ -50,43 +54,48 @@ def set_up_device(config: RunConfig, keep_freed_memory: bool) -> torch.device:
 
 
 def choose_precision(config: TrainingConfig, device: torch.device) -> torch.dtype:
-    """Dtype of matrix products."""
+    """Dtype of matrix products: ``auto`` is bfloat16 where the hardware computes it natively, else float32."""
     if config.precision != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.precision]
     return torch.bfloat16 if has_native_bfloat16(device.type) else torch.float32
 
 
 def prepare_tokenizer(
-    config: TokenizerConfig, init_from: Path | None, parts: list[MixtureComponent], directory: Path, log: Log
+    config: TokenizerConfig, init_from: Path | None, components: list[MixtureComponent], directory: Path, log: Log
 ) -> Tokenizer:
-    """The tokenizer of the run directory; if there is none yet, the given one, the shards', or one trained on the text.
+    """Load the tokenizer of the run directory, or create it there: a copy of ``tokenizer.path``, of ``init_from``'s or
+    of the shards', else one that is trained on the first documents.
 
     Raises:
-        ValueError: a given tokenizer that cannot be read or has no end-of-text token; no documents.
+        ValueError: the tokenizer cannot be read or has no end-of-text token, or there are no documents.
     """
     if directory.is_dir():
         verify_directory(directory)
         tokenizer = load_tokenizer(directory)
     else:
-        of_shards = (part.source.tokenizer_directory for part in parts if isinstance(part.source, ShardDocuments))
-        given = config.path or init_from or next(of_shards, None)
-        tokenizer = load_tokenizer(given) if given else _train_tokenizer(config, parts, log)
+        shard_directories = (
+            component.source.tokenizer_directory
+            for component in components
+            if isinstance(component.source, ShardDocuments)
+        )
+        source = config.path or init_from or next(shard_directories, None)
+        tokenizer = load_tokenizer(source) if source else _train_tokenizer(config, components, log)
         write_directory_atomically(directory, lambda folder: save_tokenizer(tokenizer, folder))
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer in {directory} has no end-of-text token, which rows end in")
-    check_shard_tokenizer(parts, tokenizer)
+        raise ValueError(f"the tokenizer in {directory} has no end-of-text token, which every sequence ends with")
+    check_shard_tokenizer(components, tokenizer)
     return tokenizer
 
 
-def _train_tokenizer(config: TokenizerConfig, parts: list[MixtureComponent], log: Log) -> Tokenizer:
-    """On the first documents of each part, by its weight."""
+def _train_tokenizer(config: TokenizerConfig, components: list[MixtureComponent], log: Log) -> Tokenizer:
+    """Train on the first documents of each component, by its weight."""
     log(f"training a byte-level BPE tokenizer of {config.vocab_size:,} tokens ...")
-    total = sum(part.weight for part in parts)
+    total_weight = sum(component.weight for component in components)
     texts = (
         text
-        for part in parts
-        if not isinstance(part.source, ShardDocuments)
-        for text in first_documents(part.source, int(config.max_training_bytes * part.weight / total))
+        for component in components
+        if not isinstance(component.source, ShardDocuments)
+        for text in first_documents(component.source, int(config.max_training_bytes * component.weight / total_weight))
     )
     tokenizer = train_bpe(texts, vocab_size=config.vocab_size, pattern=config.pattern)
     if tokenizer.vocab_size < config.vocab_size:
@@ -96,16 +105,16 @@ def _train_tokenizer(config: TokenizerConfig, parts: list[MixtureComponent], log
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """A model that is still to be built, and where its first weights come from."""
+    """Builds a model with random weights, or with those of a model directory."""
 
     config: ModelConfig
     directory: Path | None
-    """A verified model directory. None: weights are drawn."""
+    """Verified model directory to load from; None: initialize randomly."""
     seed: int
     attention_backend: AttentionBackend = "auto"
 
     def build(self, device: torch.device) -> Transformer:
-        """The whole model, filled.
+        """Build the whole model with its weights.
 
         Raises:
             ValueError: the weights do not fit.
@@ -118,29 +127,32 @@ class ModelBuilder:
         return model.to(device)
 
     def build_on_meta(self) -> Transformer:
-        """The model without memory, on ``meta``."""
+        """Build the model without memory, on the ``meta`` device."""
         with torch.device("meta"):
             return Transformer(self.config, attention_backend=self.attention_backend)
 
     def values(self) -> Callable[[str], Tensor]:
-        """What gives the first value of a parameter by its name, whole, on the CPU: for ranks that keep parts of it.
-        Those of a directory are mapped from its files, so that ranks of one machine share them.
+        """A function from a parameter's name to its initial value, whole, on the CPU: for ranks that store shards.
+
+        Values of a directory are memory-mapped, so ranks of one machine share them.
 
         Raises:
             ValueError: the weights do not fit.
         """
         if self.directory is not None:
-            given = dict(load_model_with_config(self.config, self.directory, dtype="keep").named_parameters())
-            return lambda name: given[name].detach()
+            model = load_model_with_config(self.config, self.directory, dtype="keep")
+            parameters = dict(model.named_parameters())
+            return lambda name: parameters[name].detach()
         shapes = {name: parameter.shape for name, parameter in self.build_on_meta().named_parameters()}
         return lambda name: initial_value(name, shapes[name], self.config, self.seed)
 
 
 def create_model_builder(config: TrainConfig, tokenizer: Tokenizer) -> ModelBuilder:
-    """The model for the tokenizer's vocabulary and the objective's blocks, initialised or loaded from ``init_from``.
+    """Resolve the model's config from the tokenizer's vocabulary, the objective's block length and ``init_from``.
 
     Raises:
-        ValueError: there is no mask token, no checkpoint format holds such a model, or ``init_from`` is damaged.
+        ValueError: there is no mask token, no checkpoint format holds such a model, or ``init_from`` is damaged or of
+            another architecture.
     """
     if tokenizer.mask_token_id is None and not isinstance(config.objective, NextTokenConfig):
         raise ValueError(
@@ -149,41 +161,88 @@ def create_model_builder(config: TrainConfig, tokenizer: Tokenizer) -> ModelBuil
         )
     section = config.model
     directory = None if section.init_from is None else resolve_model_directory(section.init_from)
-    found = None if directory is None else read_model_config(directory)
-    if found is not None:
-        section.check_same_architecture(found)
-    full = section.to_model_config(
-        vocab_size=tokenizer.vocab_size if found is None else _check_vocab_size(found, section.init_from, tokenizer),
+    source_config = None if directory is None else read_model_config(directory)
+    vocab_size = tokenizer.vocab_size
+    stop_token_ids: tuple[int, ...] = ()
+    if source_config is not None:
+        section.check_same_architecture(source_config)
+        vocab_size = _check_vocab_size(source_config, section.init_from, tokenizer)
+        stop_token_ids = _merge_stop_tokens(source_config, tokenizer)
+    model_config = section.to_model_config(
+        vocab_size=vocab_size,
         mask_token_id=tokenizer.mask_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=() if found is None else _merge_stop_tokens(found, tokenizer),
+        stop_token_ids=stop_token_ids,
         block_length=config.objective.final_block_length,
         begin_with_eos=config.data.begin_with_eos,
     )
-    build_config_json(full, torch.float32)  # what cannot be saved is refused now, not at the first checkpoint
+    build_config_json(model_config, torch.float32)  # raises now for what could not be saved at the first checkpoint
     if directory is not None:
         verify_directory(directory)
-    return ModelBuilder(full, directory, config.run.seed, config.runtime.attention_backend)
+    return ModelBuilder(model_config, directory, config.run.seed, config.runtime.attention_backend)
 
 
-def _check_vocab_size(found: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -> int:
-    """Rows of the embedding of a model that training starts from; some may have no token.
+def _check_vocab_size(source_config: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -> int:
+    """The vocabulary size of ``init_from``, which may be larger than the tokenizer's.
 
     Raises:
-        ValueError: it has fewer rows than the tokenizer has tokens.
+        ValueError: it is smaller.
     """
-    if found.vocab_size < tokenizer.vocab_size:
+    if source_config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"model.init_from = {init_from} has {found.vocab_size} rows in its embedding, the tokenizer "
-            f"{tokenizer.vocab_size} tokens: add the missing ones with diffusionlm-convert, or take its own tokenizer"
+            f"model.init_from = {init_from} has {source_config.vocab_size} rows in its embedding, the tokenizer "
+            f"{tokenizer.vocab_size} tokens: add the missing rows with diffusionlm-convert, or use its own tokenizer"
         )
-    return found.vocab_size
+    return source_config.vocab_size
 
 
-def _merge_stop_tokens(found: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ends of text of a model that training starts from, the tokenizer's first; none if its end is another."""
+def _merge_stop_tokens(source_config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Stop tokens of ``init_from``, the tokenizer's end-of-text token first; none if that token is not among them."""
     end = tokenizer.eos_token_id
-    if end is None or end not in found.stop_token_ids:
+    if end is None or end not in source_config.stop_token_ids:
         return ()
-    return tuple(dict.fromkeys([end, *found.stop_token_ids]))
+    return tuple(dict.fromkeys([end, *source_config.stop_token_ids]))
+
+
+def parallelize(
+    model: Transformer, config: TrainConfig, world: World, device: torch.device, precision: torch.dtype
+) -> Parallelism:
+    """Distribute the model over the ranks as ``[parallel]`` says; FSDP gathers weights in ``precision``.
+
+    Raises:
+        ValueError: the strategy is not available with this backend.
+    """
+    parameters = dict(model.named_parameters())
+
+    def is_whole(name: str) -> bool:
+        return requires_whole_matrix(config.optimizer, name, parameters[name])
+
+    units = parameter_units(model)
+    return apply_parallelism(
+        model, config.parallel, world, device, units, requires_whole_matrix=is_whole, dtype=precision
+    )
+
+
+def parameter_units(model: Transformer) -> list[ParameterUnit]:
+    """Modules in the order of execution, each with the names of the parameters that it reads first.
+
+    The units are the embedding (with the head if tied), the blocks, and the last norm with an untied head.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    stages: list[tuple[nn.Module, list[nn.Parameter]]] = [
+        (model, list(model.model.embed_tokens.parameters())),
+        *((block, list(block.parameters())) for block in model.model.layers),
+        (model.model.norm, [*model.model.norm.parameters(), *model.lm_head.parameters()]),
+    ]
+    units: list[ParameterUnit] = []
+    assigned: set[nn.Parameter] = set()
+    for module, parameters in stages:
+        units.append((module, [names[parameter] for parameter in parameters if parameter not in assigned]))
+        assigned.update(parameters)
+    return units
+
+
+def only_on_first_rank(world: World, log: Log) -> Log:
+    """``log`` on the first rank; elsewhere a function that does nothing."""
+    return log if world.is_first else lambda text: None

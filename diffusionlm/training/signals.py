@@ -1,6 +1,6 @@
-"""SIGINT, SIGTERM and SIGUSR1 ask a run to finish its step and save; a second one ends it at once.
+"""SIGINT, SIGTERM and SIGUSR1 stop a run after its step, which it saves; a second signal ends it at once.
 
-SIGUSR1 is what Slurm sends before a job's time is over (``sbatch --signal=USR1@120``).
+Slurm sends SIGUSR1 before a job's time is over (``sbatch --signal=USR1@120``).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ HANDLED_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 """In ascending order of their numbers."""
 
 DUPLICATE_SIGNAL_SECONDS = 1.0
-"""A batch system tells all processes of a job, and torchrun, which it tells as well, passes it on to its ranks: what
-reaches one of several ranks so soon after the first signal is the same request."""
+"""With several ranks, a signal so soon after the first one is the same request: a batch system signals all processes
+of a job, and torchrun, which is one of them, passes the signal on to its ranks."""
 
 
 class StoppedError(Exception):
-    """A signal ended what had not to be finished."""
+    """A signal ended work that can be repeated."""
 
 
 class StopRequest:
-    """A context in which signals are remembered.
+    """Context that handles signals. `signal` is set once the run has to stop.
 
-    With several ranks a signal may reach one of them alone, or each in another step. So they agree: each gives its
-    `flags`, and takes `agree` of their sums over all ranks.
+    With several ranks a signal may reach only one of them, or each in another step. Before every step they all-reduce
+    `flags` and pass the sums to `stop_for_any_rank`, so that all stop after the same step.
     """
 
     def __init__(self, is_distributed: bool = False) -> None:
-        """``is_distributed``: several ranks stop together, so that what this one received has to be agreed upon first."""
+        """``is_distributed``: there are several ranks, which agree before `signal` is set."""
         self.signal: int | None = None
-        """What the run stops for."""
+        """Signal that the run stops for."""
         self.received_signal: int | None = None
-        """What this process received."""
+        """Signal that this process received."""
         self._is_distributed = is_distributed
         self._received_at = 0.0
         self._previous_handlers: dict[int, Any] = {}
@@ -54,8 +54,8 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Around what can be done again: there a signal ends it, also one that came before. Not with several ranks,
-        none of which may leave the others alone.
+        """Context for work that can be repeated: a signal ends it at once, also one that came before. With several
+        ranks it is not interrupted, since the others would wait forever.
 
         Raises:
             StoppedError: a signal came.
@@ -69,15 +69,11 @@ class StopRequest:
             self._is_interruptible = False
 
     def flags(self) -> list[float]:
-        """Whether each of `HANDLED` was received here, 0 or 1."""
+        """For each of `HANDLED_SIGNALS` 1.0 if this process received it, else 0.0."""
         return [float(self.received_signal == number) for number in HANDLED_SIGNALS]
 
     def stop_for_any_rank(self, counts: Sequence[float]) -> None:
-        """Stop for the largest signal that any rank received, if one did.
-
-        Args:
-            counts: the flags, summed over ranks.
-        """
+        """Set `signal` to the largest signal that any rank received; ``counts`` are the flags, summed over ranks."""
         for number, count in zip(HANDLED_SIGNALS, counts, strict=True):
             if count:
                 self.signal = int(number)

@@ -1,7 +1,7 @@
-"""The batches of steps that were skipped, on disk: for a person to look at, and to repeat the step with.
+"""Record the batches of skipped steps, so that a person can inspect them and repeat the step.
 
-``<run>/skipped/step-00000007-rank-0.json`` says what happened and shows the text of the first rows; beside it
-``.safetensors`` has what the model read. `load_skipped_step` makes draws of them again.
+``<run>/skipped/step-00000007-rank-0.json`` describes the step and shows the text of the first sequences. The
+``.safetensors`` file beside it has the tensors. `load_skipped_step` rebuilds the noised batches.
 """
 
 from __future__ import annotations
@@ -25,111 +25,115 @@ from diffusionlm.models.patterns import (
     Causal,
     PromptAndOwnBlock,
 )
-from diffusionlm.training.spike_guard import Numbers
+from diffusionlm.training.step_metrics import StepMetrics, TrainingProgress
 from files.atomic import write_bytes_atomic
+from logger import RunLogger
 
 MAX_RECORDS = 20
-"""So many are kept of each rank, the newest."""
+"""Records kept per rank, the newest."""
 
 MAX_PENDING_BATCHES = 16
-"""So many batches are held at most until their numbers come: a few, as a GPU is only a few steps behind."""
+"""Batches held until their metrics are read: a GPU is only a few steps behind."""
 
-NUM_SHOWN_ROWS = 4
-"""Rows whose text is in the record."""
+NUM_SHOWN_SEQUENCES = 4
+"""Sequences whose text is in the record."""
 
 PATTERNS: tuple[type[AttentionPattern], ...] = (Bidirectional, BlockCausal, BlockDiffusion, Causal, PromptAndOwnBlock)
-TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N")
+FILE_KEYS = {"inputs_BS": "inputs_BS", "positions_N": "rows_R", "targets_N": "targets_R", "weights_N": "weights_R"}
+"""Tensors of a `NoisedBatch` and their keys in the file."""
 
 
 @dataclass(frozen=True)
 class _PendingBatch:
-    """A batch whose step is not judged yet, as far as this process knows."""
+    """The batch of a step whose metrics have not been read yet."""
 
     noised_batches: list[NoisedBatch]
-    position: dict[str, Any] | None
-    """Where the loader began to read it; None: at the start of the data."""
+    loader_state: dict[str, Any] | None
+    """State before the batch was read; None: at the start of the data."""
 
 
 class SkippedBatches:
-    """Holds the batches of the steps whose numbers are still to come, and records those of skipped steps."""
+    """Holds the batches of the last steps until their metrics are read, and records those of skipped steps."""
 
     def __init__(self, folder: Path, decode: Callable[[list[int]], str], seed: int, rank: int = 0) -> None:
-        """``decode`` makes text of token ids; ``seed`` is the run's."""
+        """``decode`` turns token ids into text; ``seed`` is the run's."""
         self.folder = folder
         self._decode, self._seed, self._rank = decode, seed, rank
         self._pending: dict[int, _PendingBatch] = {}
-        self._position: dict[str, Any] | None = None
+        self._loader_state: dict[str, Any] | None = None
 
-    def resume_from(self, position: dict[str, Any]) -> None:
-        """The loader's state that a run goes on from; before the first step."""
-        self._position = position
+    def resume_from(self, loader_state: dict[str, Any]) -> None:
+        """Set the loader's state of a resumed run, before its first step."""
+        self._loader_state = loader_state
 
-    def hold(self, step: int, noised_batches: list[NoisedBatch], position: dict[str, Any]) -> None:
-        """Keep the draws of a step (from 1) until it is judged; ``position`` is the loader's state behind it."""
-        self._pending[step] = _PendingBatch(noised_batches, self._position)
-        self._position = position
+    def hold(self, step: int, noised_batches: list[NoisedBatch], loader_state: dict[str, Any]) -> None:
+        """Hold the batch of a step (from 1) until `release` or `record`; ``loader_state`` is the state after it."""
+        self._pending[step] = _PendingBatch(noised_batches, self._loader_state)
+        self._loader_state = loader_state
         if len(self._pending) > MAX_PENDING_BATCHES:
             del self._pending[next(iter(self._pending))]
 
     def release(self, step: int) -> None:
-        """It was good."""
+        """Drop the batch of an accepted step."""
         self._pending.pop(step, None)
 
-    def record(self, numbers: Numbers) -> str:
-        """Write the batch of a skipped step. Returns where it is; or why it is not, since no record is worth a run."""
-        held = self._pending.pop(numbers.step, None)
-        if held is None:
+    def record(self, metrics: StepMetrics) -> str:
+        """Write the batch of a skipped step. Returns its path or why it was not written, as text; never raises OSError,
+        since the run is worth more than a record."""
+        pending = self._pending.pop(metrics.step, None)
+        if pending is None:
             return "its batch is not held any more"
-        path = self.folder / f"step-{numbers.step:08d}-rank-{self._rank}.json"
+        path = self.folder / f"step-{metrics.step:08d}-rank-{self._rank}.json"
         try:
-            self._write(path, numbers, held)
+            self._write(path, metrics, pending)
             self._remove_oldest()
         except OSError as error:
             return f"its batch could not be kept: {error}"
         return f"its batch is kept in {path}"
 
-    def _write(self, path: Path, numbers: Numbers, held: _PendingBatch) -> None:
-        tensors: dict[str, Tensor] = {}
-        described = []
-        for index, noised_batch in enumerate(held.noised_batches):
-            fields = {name: getattr(noised_batch, name) for name in TENSORS}
+    def _write(self, path: Path, metrics: StepMetrics, pending: _PendingBatch) -> None:
+        file_tensors: dict[str, Tensor] = {}
+        descriptions = []
+        for index, noised_batch in enumerate(pending.noised_batches):
+            fields = {key: getattr(noised_batch, name) for name, key in FILE_KEYS.items()}
             fields |= {f"pattern.{name}": value for name, value in vars(noised_batch.pattern).items()}
-            kept = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
-            tensors |= {f"{index}.{name}": value.detach().cpu().contiguous().clone() for name, value in kept.items()}
-            described.append(
+            tensors = {key: value for key, value in fields.items() if isinstance(value, Tensor)}
+            file_tensors |= {f"{index}.{key}": _copy_to_cpu(tensor) for key, tensor in tensors.items()}
+            descriptions.append(
                 {
                     "pattern": type(noised_batch.pattern).__name__,
-                    **{name: value for name, value in fields.items() if name not in kept},
+                    **{key: value for key, value in fields.items() if key not in tensors},
                     "num_targets": noised_batch.num_targets,
                     "denominator": noised_batch.denominator,
                 }
             )
         record = {
-            "step": numbers.step,
+            "step": metrics.step,
             "seed": self._seed,
             "rank": self._rank,
-            "reason": "spike" if numbers.is_finite else "not finite",
-            "loss": _to_json_number(numbers.loss),
-            "grad_norm": _to_json_number(numbers.grad_norm),
-            "first_rows": self._decode_first_rows(held.noised_batches),
-            "loader": held.position,
-            "draws": described,
+            "reason": "spike" if metrics.is_finite else "not finite",
+            "loss": _to_json_number(metrics.loss),
+            "grad_norm": _to_json_number(metrics.grad_norm),
+            "first_rows": self._decode_first_sequences(pending.noised_batches),
+            "loader": pending.loader_state,
+            "draws": descriptions,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomic(path.with_suffix(".safetensors"), safetensors.torch.save(tensors))
+        write_bytes_atomic(path.with_suffix(".safetensors"), safetensors.torch.save(file_tensors))
         write_bytes_atomic(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
-    def _decode_first_rows(self, noised_batches: Sequence[NoisedBatch]) -> list[dict[str, str]]:
-        """What the model read in the first stream of the first rows, and all tokens that it should have said."""
-        shown: list[dict[str, str]] = []
+    def _decode_first_sequences(self, noised_batches: Sequence[NoisedBatch]) -> list[dict[str, str]]:
+        """Text of the model's input (its noisy half if there are two) and of all targets, for the first sequences."""
+        texts: list[dict[str, str]] = []
         for noised_batch in noised_batches:
             S = noised_batch.inputs_BS.shape[1]
             L = S // noised_batch.pattern.positions_per_token
-            row_R = noised_batch.positions_N.cpu() // S
-            for row, read in enumerate(noised_batch.inputs_BS[: NUM_SHOWN_ROWS - len(shown), :L].tolist()):
-                wanted = noised_batch.targets_N.cpu()[row_R == row].tolist()
-                shown.append({"read": self._decode(read), "wanted": self._decode(wanted)})
-        return shown
+            sequence_N = noised_batch.positions_N.cpu() // S
+            inputs = noised_batch.inputs_BS[: NUM_SHOWN_SEQUENCES - len(texts), :L].tolist()
+            for index, token_ids in enumerate(inputs):
+                target_ids = noised_batch.targets_N.cpu()[sequence_N == index].tolist()
+                texts.append({"read": self._decode(token_ids), "wanted": self._decode(target_ids)})
+        return texts
 
     def _remove_oldest(self) -> None:
         for path in sorted(self.folder.glob(f"step-*-rank-{self._rank}.json"))[:-MAX_RECORDS]:
@@ -137,38 +141,75 @@ class SkippedBatches:
             path.with_suffix(".safetensors").unlink(missing_ok=True)
 
 
-def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
-    """A record (its ``.json``) and the draws of its step, on the CPU.
+def count_step(
+    metrics: StepMetrics,
+    progress: TrainingProgress,
+    skipped_batches: SkippedBatches,
+    logger: RunLogger,
+    max_consecutive_skips: int,
+) -> None:
+    """Count a step in ``progress``. If it was skipped, record its batch and log an event.
 
     Raises:
-        ValueError: it is not a record, or not whole; names the file.
+        ValueError: ``max_consecutive_skips`` (``training.max_nonfinite_steps``) steps in a row were skipped.
+    """
+    progress.count(metrics)
+    if metrics.is_accepted:
+        skipped_batches.release(metrics.step)
+        return
+    text = f"step {metrics.step}: skipped, loss {metrics.loss}, gradient norm {metrics.grad_norm}"
+    if metrics.is_finite:
+        text += ", a spike (training.max_spike_deviations)"
+    logger.event(metrics.step, "skipped", f"{text}; {skipped_batches.record(metrics)}")
+    if progress.skipped_in_a_row < max_consecutive_skips:
+        return
+    if metrics.is_finite:
+        reason = "spikes or not finite"
+        remedy = (
+            "if the loss rose for good, lower optimizer.learning_rate; otherwise raise training.max_spike_deviations"
+        )
+    else:
+        reason, remedy = "not finite", 'lower optimizer.learning_rate or set training.precision = "float32"'
+    raise ValueError(
+        f"{text}; the last {max_consecutive_skips} steps were {reason} (training.max_nonfinite_steps). The last "
+        f"checkpoint is intact; {remedy}"
+    )
+
+
+def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
+    """Load a record (its ``.json``) and the noised batches of its step, on the CPU.
+
+    Raises:
+        ValueError: the file is no record, or damaged.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         tensors = safetensors.torch.load(path.with_suffix(".safetensors").read_bytes())
         return record, [
-            _load_noised_batch(described, tensors, index) for index, described in enumerate(record["draws"])
+            _load_noised_batch(description, tensors, index) for index, description in enumerate(record["draws"])
         ]
     except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} is not the whole record of a skipped step: {error}") from error
 
 
-def _load_noised_batch(described: dict[str, Any], tensors: dict[str, Tensor], index: int) -> NoisedBatch:
-    kinds = {kind.__name__: kind for kind in PATTERNS}
+def _load_noised_batch(description: dict[str, Any], tensors: dict[str, Tensor], index: int) -> NoisedBatch:
+    patterns = {pattern.__name__: pattern for pattern in PATTERNS}
     prefix = f"{index}."
-    fields = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)} | described
-    options = {name.removeprefix("pattern."): each for name, each in fields.items() if name.startswith("pattern.")}
+    values = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    values |= description
+    options = {key.removeprefix("pattern."): value for key, value in values.items() if key.startswith("pattern.")}
     return NoisedBatch(
-        inputs_BS=fields["inputs_BS"],
-        pattern=kinds[described["pattern"]](**options),
-        positions_N=fields["positions_N"],
-        targets_N=fields["targets_N"],
-        weights_N=fields["weights_N"],
-        num_targets=described["num_targets"],
-        denominator=described["denominator"],
+        pattern=patterns[description["pattern"]](**options),
+        num_targets=description["num_targets"],
+        denominator=description["denominator"],
+        **{name: values[key] for name, key in FILE_KEYS.items()},
     )
 
 
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().clone()
+
+
 def _to_json_number(value: float) -> float | str:
-    """JSON has no infinity: it becomes a word."""
+    """JSON has no infinities or NaN: they become text."""
     return value if math.isfinite(value) else str(value)

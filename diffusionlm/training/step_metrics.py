@@ -1,59 +1,149 @@
-"""Loss and gradient norm of steps, read from the device when they are wanted and not before."""
+"""Metrics of training steps: read from the device late, counted over the run, and related to the device's peak FLOPs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from config.model import ModelConfig
+from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.training.step import DeviceStepMetrics
+from profiling.flops import peak_flops, step_flops
+
+LOSS_AVERAGE_DECAY, LOSS_AVERAGE_GAIN = 0.98, 0.02
+
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step came to."""
+    """`DeviceStepMetrics` as Python numbers."""
 
     step: int
     """From 1."""
     loss: float
     grad_norm: float
-    """Before it was cut."""
-    balance_loss: float
-    """Of the routers, with its weight, which is in the gradient and not in the loss."""
+    load_balancing_loss: float
     is_accepted: bool
-    """Otherwise the step was skipped."""
 
     @property
     def is_finite(self) -> bool:
-        """Loss and norm: a step that is not is never good."""
+        """Whether loss and gradient norm are finite. If they are not, the step is never accepted."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class StepMetricsQueue:
-    """Numbers of steps that the device may still be computing, in order."""
+    """Metrics of past steps, in order, which the device may still be computing."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
+        self._pending: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
 
-    def put(self, step: int, values_4: Tensor) -> None:
-        """Loss, gradient norm, balance loss and whether the step was good; from a GPU they are copied without waiting
-        for them."""
-        if values_4.device.type != "cuda":
-            self._waiting.append((step, values_4, None))
+    def put(self, step: int, metrics: DeviceStepMetrics) -> None:
+        """Add the metrics of a step, from 1. From a GPU they are copied asynchronously, in one copy."""
+        loss = metrics.loss
+        values_4 = torch.stack(
+            [loss, metrics.grad_norm, metrics.load_balancing_loss, metrics.is_accepted.to(loss.dtype)]
+        )
+        if loss.device.type != "cuda":
+            self._pending.append((step, values_4, None))
             return
-        copied = torch.empty(4, dtype=values_4.dtype, pin_memory=True)
-        copied.copy_(values_4, non_blocking=True)
+        copy = torch.empty(4, dtype=values_4.dtype, pin_memory=True)
+        copy.copy_(values_4, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self._waiting.append((step, copied, event))
+        self._pending.append((step, copy, event))
 
     def pop_all(self) -> list[StepMetrics]:
-        """All of them; waits for the device."""
-        taken = []
-        for step, values_4, event in self._waiting:
+        """Remove and return all metrics; waits for the device."""
+        finished = []
+        for step, values_4, event in self._pending:
             if event is not None:
                 event.synchronize()
-            loss, grad_norm, balance_loss, is_accepted = values_4.tolist()
-            taken.append(StepMetrics(step, loss, grad_norm, balance_loss, bool(is_accepted)))
-        self._waiting.clear()
-        return taken
+            loss, grad_norm, load_balancing_loss, is_accepted = values_4.tolist()
+            finished.append(StepMetrics(step, loss, grad_norm, load_balancing_loss, bool(is_accepted)))
+        self._pending.clear()
+        return finished
+
+
+@dataclass
+class TrainingProgress:
+    """Counters of a run. The field names are keys of state.json."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    """Target tokens of all ranks."""
+    seconds: float = 0.0
+    """Duration of training steps, also of those before the run was resumed."""
+    loss_average: float = 0.0
+    """Exponential average of the loss of accepted steps, without bias correction."""
+    skipped_in_a_row: int = 0
+    skipped: int = 0
+
+    @property
+    def smooth_loss(self) -> float:
+        """`loss_average` with bias correction."""
+        return self.loss_average / (1.0 - LOSS_AVERAGE_DECAY ** max(1, self.step - self.skipped))
+
+    def count(self, metrics: StepMetrics) -> None:
+        """Update the loss average, or the numbers of skipped steps."""
+        if metrics.is_accepted:
+            self.skipped_in_a_row = 0
+            self.loss_average = LOSS_AVERAGE_DECAY * self.loss_average + LOSS_AVERAGE_GAIN * metrics.loss
+        else:
+            self.skipped_in_a_row += 1
+            self.skipped += 1
+
+
+class ThroughputMeter:
+    """Seconds per step, and model FLOPs utilization (MFU) where the device's peak is known."""
+
+    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+        self.model = model
+        self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._last_reading = (0, 0.0)
+
+    def mean_step_seconds(self, step: int, seconds: float) -> float:
+        """Mean duration of the steps since the last call; ``step`` and ``seconds`` are totals of the run."""
+        last_step, last_seconds = self._last_reading
+        self._last_reading = (step, seconds)
+        return (seconds - last_seconds) / max(1, step - last_step)
+
+    def resume_from(self, step: int, seconds: float) -> None:
+        """Set the totals of a resumed run."""
+        self._last_reading = (step, seconds)
+
+    def metrics(self, noised_batches: Sequence[NoisedBatch], step_seconds: float) -> dict[str, float]:
+        """``mfu``: FLOPs of these batches per second, divided by the peak. Empty if the peak is unknown."""
+        if self.peak is None:
+            return {}
+        flops = sum(compute_batch_flops(self.model, noised_batch) for noised_batch in noised_batches)
+        return {"mfu": flops / (step_seconds * self.peak)}
+
+
+def compute_batch_flops(model: ModelConfig, noised_batch: NoisedBatch) -> float:
+    """FLOPs of a batch's forward and backward: only visible keys count, and in the last layer only output positions."""
+    layer_types = model.layer_types or ["full_attention"] * model.num_hidden_layers
+    windows = [model.sliding_window if kind == "sliding_attention" else None for kind in layer_types]
+    counts = {window: count_visible_keys(noised_batch, window) for window in dict.fromkeys(windows)}
+    pairs = [int(counts[window].sum()) for window in windows[:-1]]
+    last_counts = counts[windows[-1]]
+    pairs.append(int(last_counts.flatten()[noised_batch.positions_N.to(last_counts.device)].sum()))
+    return step_flops(
+        model,
+        model.vocab_size,
+        positions=noised_batch.inputs_BS.numel(),
+        scored=len(noised_batch.positions_N),
+        pairs=pairs,
+    )
+
+
+def count_visible_keys(noised_batch: NoisedBatch, window: int | None) -> Tensor:
+    """Number of keys that each input position attends to, [B, S], on the CPU."""
+    shape = noised_batch.inputs_BS.shape
+    intervals = noised_batch.pattern.to("cpu").intervals(shape[1], "cpu", window)
+    if intervals is None:
+        return noised_batch.pattern.dense_mask(shape[1], "cpu", window).sum(dim=-1).expand(shape)
+    starts_BSR, ends_BSR = intervals
+    return (ends_BSR - starts_BSR).sum(dim=-1).expand(shape)

@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 
 from config.train import TrainConfig
 from ddp.process_group import World
-from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.data.loader import StepLoader
 from diffusionlm.training import loop
 from diffusionlm.training.run import Run
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState
 from profiling.trace import StepProfiler
 from tests.distributed.forked import run_ranks, spawn_ranks
 
@@ -142,10 +144,10 @@ def test_a_step_that_one_rank_cannot_count_is_skipped_by_all(
 ) -> None:
     original = loop.train_step
 
-    def poisoned(run: Run, noised_batches: list[NoisedBatch], denominator: float) -> torch.Tensor:
-        if run.progress.step == 3 and run.world.rank == 1:
-            noised_batches[0].weights_N[0] = float("nan")
-        return original(run, noised_batches, denominator)
+    def poisoned(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
+        if batch.step == 3 and state.parallel.world.rank == 1:
+            batch.noised_batches[0].weights_N[0] = float("nan")
+        return original(state, loader, batch, *args)
 
     monkeypatch.setattr(loop, "train_step", poisoned)
     two = made(config, tmp_path / "two", optimizer=ADAMW, parallel=DDP)
@@ -163,15 +165,15 @@ def test_a_rank_that_dies_ends_all_and_the_run_goes_on_exactly(config: TrainConf
     broken = made(config, tmp_path / "broken", optimizer=ADAMW, parallel=DDP)
 
     def dying(world: World) -> int:
-        original = loop.train_step
+        original = loop.find_due_actions
 
-        def train_step(run: Run, noised_batches: list[NoisedBatch], denominator: float) -> torch.Tensor:
+        def find_due_actions(run: Run, stop: StopRequest) -> loop.DueActions:
             if run.progress.step == 5 and world.rank == 1:
                 run.checkpointer.wait()
                 os._exit(9)
-            return original(run, noised_batches, denominator)
+            return original(run, stop)
 
-        loop.train_step = train_step
+        loop.find_due_actions = find_due_actions
         return training(broken)(world)
 
     assert spawn_ranks(dying, tmp_path) == [1, 9]
@@ -195,18 +197,18 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(config: TrainConfig, tmp
 @contextlib.contextmanager
 def stopping_after(step: int) -> Iterator[None]:
     """The run gets a signal in this step, on its last rank alone."""
-    original = loop.reduce_step_totals
+    original = loop.load_step_batch
 
-    def agree(run: Any, noised_batches: Any, stop: Any) -> tuple[float, int]:
-        if run.progress.step + 1 == step and run.world.rank == run.world.size - 1:
+    def load(loader: StepLoader, index: int, world: World, stop: StopRequest) -> StepBatch:
+        if index + 1 == step and world.rank == world.size - 1:
             stop._handle_signal(15, None)
-        return original(run, noised_batches, stop)
+        return original(loader, index, world, stop)
 
-    loop.reduce_step_totals = agree
+    loop.load_step_batch = load
     try:
         yield
     finally:
-        loop.reduce_step_totals = original
+        loop.load_step_batch = original
 
 
 def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -> None:

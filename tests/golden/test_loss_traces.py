@@ -19,8 +19,9 @@ import torch
 
 from config.train import TrainConfig
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import sum_denominators, train_step
 from diffusionlm.training.run import build_run
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step import load_step_batch, train_step
 
 TRACES = Path(__file__).with_name("loss_traces.json")
 STEPS = 20
@@ -71,9 +72,9 @@ def trace(objective: dict[str, Any], directory: Path) -> list[float]:
         run = build_run(config, opened)
         losses = []
         for step in range(STEPS):
-            draws = run.loader.next_step(step)
-            losses.append(float(train_step(run, draws, sum_denominators(draws))[0]))
-            run.progress.step += 1
+            batch = load_step_batch(run.loader, step, run.world, StopRequest())
+            metrics = train_step(run.state, run.loader, batch, run.settings, run.monitor)
+            losses.append(float(metrics.loss))
         return losses
 
 

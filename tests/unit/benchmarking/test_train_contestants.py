@@ -23,10 +23,9 @@ from benchmarking.implementations.training import (
 )
 from config.bench_train import BenchShape, Precision
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
-from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
-from diffusionlm.training.run import Run
+from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState
 
 OBJECTIVES: tuple[ObjectiveConfig, ...] = (
     MaskedDiffusionConfig(),
@@ -88,13 +87,13 @@ def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     real = module.train_step
 
-    def watched(run: Run, draws: list[NoisedBatch], denominator: float) -> torch.Tensor:
-        steps.append(run.progress.step)
-        [draw] = draws
-        assert draw.inputs_BS.shape == (4, 32) and run.optimizers.learning_rates()["hidden"] == 1e-4
-        return real(run, draws, denominator)
+    def spy(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
+        steps.append(batch.step)
+        [noised_batch] = batch.noised_batches
+        assert noised_batch.inputs_BS.shape == (4, 32) and state.optimizers.learning_rates()["hidden"] == 1e-4
+        return real(state, loader, batch, *args)
 
-    monkeypatch.setattr(module, "train_step", watched)
+    monkeypatch.setattr(module, "train_step", spy)
     contestant = build_ours(make_case())
     contestant.step()
     contestant.step()

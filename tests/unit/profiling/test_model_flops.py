@@ -16,7 +16,7 @@ from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.throughput import ThroughputMeter, compute_batch_flops, count_visible_keys
+from diffusionlm.training.step_metrics import ThroughputMeter, compute_batch_flops, count_visible_keys
 from profiling.flops import (
     PEAK_FLOPS,
     AttentionKind,

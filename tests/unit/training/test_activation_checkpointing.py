@@ -12,7 +12,7 @@ from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput
 from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.activation_checkpointing import checkpoint_activations
+from diffusionlm.training.block_wrapping import checkpoint_activations
 
 MakeModel = Callable[..., Transformer]
 Choice = Literal["selective", "full"]

@@ -12,10 +12,12 @@ from config.train import TrainConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import sum_denominators, train, train_step
+from diffusionlm.training.loop import train
 from diffusionlm.training.reporting import collect_step_metrics
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.step_metrics import StepMetrics
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step import load_step_batch, train_step
+from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
 
@@ -34,29 +36,31 @@ def one_step(config: TrainConfig) -> tuple[StepMetrics, dict[str, torch.Tensor],
         run = build_run(config, opened)
         rng = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for parameter in run.model.parameters():
+            for parameter in run.state.model.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=rng))
-        parameters = dict(run.model.named_parameters())
+        parameters = dict(run.state.model.named_parameters())
         gradients: dict[str, torch.Tensor] = {}
 
         class Keep:
-            def step(self, factor: float) -> None:
-                assert factor > 0
+            def step(self, factor: float, skip: torch.Tensor | None) -> None:
+                assert factor > 0 and skip is None
                 gradients.update(
                     {name: each.grad.clone() for name, each in parameters.items() if each.grad is not None}
                 )
 
         keep: Any = Keep()
-        run.optimizers = keep
-        draws = run.loader.next_step(0)
-        numbers = StepMetrics(1, *train_step(run, draws, sum_denominators(draws)).tolist())
-        assert numbers.is_finite
-    return numbers, gradients, draws, run
+        run.state.optimizers = keep
+        batch = load_step_batch(run.loader, 0, run.world, StopRequest())
+        queue = StepMetricsQueue()
+        queue.put(1, train_step(run.state, run.loader, batch, run.settings, run.monitor))
+        [metrics] = queue.pop_all()
+        assert metrics.is_finite
+    return metrics, gradients, batch.noised_batches, run
 
 
 def balance_of(run: Run, draw: NoisedBatch) -> torch.Tensor:
     loss_inputs = LossInputs(draw.targets_N, draw.weights_N, load_balancing_weight=1.0)
-    balance = run.model(
+    balance = run.state.model(
         draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
     ).load_balancing_loss
     assert balance is not None
@@ -68,12 +72,12 @@ def test_a_step(config: TrainConfig, micro: int, shares: list[float], tmp_path: 
     numbers, with_it, draws, run = one_step(sparse(config, tmp_path / "with", 0.7, micro))
     plain, without, _, _ = one_step(sparse(config, tmp_path / "without", 0.0, micro))
     assert numbers.loss == plain.loss
-    assert plain.balance_loss == 0.0
+    assert plain.load_balancing_loss == 0.0
     assert len(draws) == len(shares)
     parts = [0.7 * share * balance_of(run, draw) for draw, share in zip(draws, shares, strict=True)]
     total = torch.stack(parts).sum()
-    assert numbers.balance_loss == pytest.approx(total.item(), rel=1e-5)
-    names, parameters = zip(*run.model.named_parameters(), strict=True)
+    assert numbers.load_balancing_loss == pytest.approx(total.item(), rel=1e-5)
+    names, parameters = zip(*run.state.model.named_parameters(), strict=True)
     expected = torch.autograd.grad(total, parameters, allow_unused=True)
     moved = 0
     for name, grad in zip(names, expected, strict=True):
@@ -88,9 +92,9 @@ def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -
     for coefficient in (0.0, 0.5):
         numbers, _, draws, run = one_step(sparse(config, tmp_path / str(coefficient), coefficient))
         run.progress.step, run.progress.seconds = 1, 1.0
-        run.optimizers.learning_rates = lambda: {"all": 1.0}  # type: ignore[method-assign]
+        run.state.optimizers.learning_rates = lambda: {"all": 1.0}  # type: ignore[method-assign]
         values = collect_step_metrics(run, numbers, draws)
-        assert values.get("balance_loss", 0.0) == numbers.balance_loss
+        assert values.get("balance_loss", 0.0) == numbers.load_balancing_loss
         assert ("balance_loss" in values) == (coefficient > 0)
 
 

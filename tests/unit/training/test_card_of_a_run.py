@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 from config.train import TrainConfig
 from diffusionlm.checkpoints.manifest import make_manifest_entries, verify_directory
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import train, train_to_the_end
+from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.run import build_run
 from diffusionlm.training.run_checkpoint import resume_run
 from diffusionlm.training.signals import StopRequest
@@ -61,8 +62,8 @@ def test_a_resumed_run_knows_the_last_validation(config: TrainConfig) -> None:
     config = TrainConfig.model_validate(values)
     with open_run_directory(config) as directory, StopRequest() as stop:
         run = build_run(config, directory)
-        run.max_steps = 3
-        train_to_the_end(run, NoLogger(), stop)
+        run.settings = replace(run.settings, max_steps=3)
+        train_remaining_steps(run, NoLogger(), stop)
         known = run.last_validation
     assert known is not None and known.step == 2
     with open_run_directory(config) as directory:

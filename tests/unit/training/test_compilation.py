@@ -11,8 +11,7 @@ import torch
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.activation_checkpointing import checkpoint_activations
-from diffusionlm.training.compilation import compile_blocks
+from diffusionlm.training.block_wrapping import checkpoint_activations, compile_blocks
 
 MakeModel = Callable[..., Transformer]
 

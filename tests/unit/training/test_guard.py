@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import DiffusionObjective
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.loop import train
-from diffusionlm.training.skipped_batches import SkippedBatches, load_skipped_step
-from diffusionlm.training.spike_guard import Numbers, SpikeGuard, count_step
+from diffusionlm.training.skipped_batches import SkippedBatches, count_step, load_skipped_step
+from diffusionlm.training.spike_guard import SpikeGuard
+from diffusionlm.training.step_metrics import StepMetrics, TrainingProgress
 from logger import NoLogger
 from logger.run_logger import Metrics
 
@@ -152,83 +152,61 @@ def test_a_gpu_decides_as_a_cpu() -> None:
     assert torch.stack(decided).tolist() == reckoned(steps())
 
 
-@dataclass
-class Progress:
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    loss_average: float = 0.0
+def metrics_of(step: int, loss: float, grad_norm: float, is_accepted: bool) -> StepMetrics:
+    return StepMetrics(step, loss, grad_norm, 0.0, is_accepted)
 
 
-@dataclass(frozen=True)
-class Judged:
-    step: int
-    loss: float
-    grad_norm: float
-    is_accepted: bool
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-@dataclass
-class Batches:
-    """Remembers what it is told."""
-
-    told: list[tuple[str, int]] = field(default_factory=list)
-
-    def release(self, step: int) -> None:
-        self.told.append(("release", step))
-
-    def record(self, numbers: Numbers) -> str:
-        self.told.append(("record", numbers.step))
-        return "its batch is in a drawer"
+@pytest.fixture
+def batches(tmp_path: Path) -> SkippedBatches:
+    """Batches without micro-batches, of steps 1 to 4."""
+    batches = SkippedBatches(tmp_path, str, seed=0)
+    for step in range(1, 5):
+        batches.hold(step, [], {})
+    return batches
 
 
 class Events(NoLogger):
     def __init__(self) -> None:
-        self.told: list[tuple[int, str, str]] = []
+        self.events: list[tuple[int, str, str]] = []
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        self.told.append((step, kind, text))
+        self.events.append((step, kind, text))
 
 
-def test_steps_are_counted_recorded_and_said() -> None:
-    progress, logger, batches = Progress(), Events(), Batches()
-    good, spike, broken = Judged(1, 5.0, 1.0, True), Judged(2, 50.0, 9.0, False), Judged(3, math.nan, 1.0, False)
-    for numbers in (good, spike, broken):
-        count_step(progress, logger, numbers, batches, 3)
-    assert progress == Progress(2, 2, 0.02 * 5.0)
-    assert batches.told == [("release", 1), ("record", 2), ("record", 3)]
-    assert logger.told == [
-        (
-            2,
-            "skipped",
-            "step 2: skipped, loss 50.0, gradient norm 9.0, a spike (training.max_spike_deviations); "
-            "its batch is in a drawer",
-        ),
-        (3, "skipped", "step 3: skipped, loss nan, gradient norm 1.0; its batch is in a drawer"),
-    ]
-    count_step(progress, logger, Judged(4, 5.0, 1.0, True), batches, 3)
+def test_steps_are_counted_recorded_and_logged(batches: SkippedBatches, tmp_path: Path) -> None:
+    progress, logger = TrainingProgress(), Events()
+    accepted, spike = metrics_of(1, 5.0, 1.0, True), metrics_of(2, 50.0, 9.0, False)
+    not_finite = metrics_of(3, math.nan, 1.0, False)
+    for metrics in (accepted, spike, not_finite):
+        count_step(metrics, progress, batches, logger, 3)
+    assert progress == TrainingProgress(loss_average=0.02 * 5.0, skipped_in_a_row=2, skipped=2)
+    assert {path.name for path in tmp_path.glob("*.json")} == {
+        "step-00000002-rank-0.json",
+        "step-00000003-rank-0.json",
+    }
+    assert [(step, kind) for step, kind, _ in logger.events] == [(2, "skipped"), (3, "skipped")]
+    texts = [text for _, _, text in logger.events]
+    assert "training.max_spike_deviations" in texts[0] and "training.max_spike_deviations" not in texts[1]
+    assert str(tmp_path / "step-00000002-rank-0.json") in texts[0]
+    assert batches.record(metrics_of(1, 5.0, 1.0, False)) == "its batch is not held any more"
+    count_step(metrics_of(4, 5.0, 1.0, True), progress, batches, logger, 3)
     assert (progress.skipped, progress.skipped_in_a_row) == (2, 0)
 
 
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (math.inf, r"step 3: .*; 3 steps in a row were not finite \(training\.max_nonfinite_steps\).*learning_rate"),
-        (9.0, r"step 3: .*; 3 steps in a row were spikes or not finite .*training\.max_spike_deviations"),
+        (math.inf, r"training\.max_nonfinite_steps\).*optimizer\.learning_rate.*training\.precision"),
+        (9.0, r"training\.max_nonfinite_steps\).*optimizer\.learning_rate.*training\.max_spike_deviations"),
     ],
 )
-def test_several_in_a_row_are_given_up(loss: float, message: str) -> None:
-    progress, batches = Progress(), Batches()
-    logger: Any = Events()
+def test_too_many_skipped_steps_in_a_row_are_an_error(loss: float, message: str, batches: SkippedBatches) -> None:
+    progress, logger = TrainingProgress(), Events()
     for step in (1, 2):
-        count_step(progress, logger, Judged(step, loss, 1.0, False), batches, 3)
+        count_step(metrics_of(step, loss, 1.0, False), progress, batches, logger, 3)
     with pytest.raises(ValueError, match=message):
-        count_step(progress, logger, Judged(3, loss, 1.0, False), batches, 3)
-    assert batches.told[-1] == ("record", 3)
-    assert len(logger.told) == 3
+        count_step(metrics_of(3, loss, 1.0, False), progress, batches, logger, 3)
+    assert len(logger.events) == 3
 
 
 def test_a_run_skips_a_spike_records_it_and_resumes_exactly(

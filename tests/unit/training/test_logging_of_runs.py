@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from cli.train import train_as_rank
 from config.generation import GenerationConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
@@ -20,9 +21,9 @@ from diffusionlm.inference.generate import infill
 from diffusionlm.inference.text import parse_infill
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train
-from diffusionlm.training.reporting import collect_monitor_metrics
+from diffusionlm.training.reporting import RunSummary, collect_monitor_metrics
+from diffusionlm.training.step import DeviceStepMetrics, StepBatch
 from diffusionlm.training.step_metrics import StepMetrics
-from diffusionlm.training.summary import Summary
 from logger.report.reading import RENAMED_METRICS
 from tests.unit.logger.test_weights_and_biases import FakeWandb
 
@@ -45,7 +46,7 @@ def weights(config: TrainConfig) -> bytes:
 
 def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     config = logging(config, config.run.directory, console="json", norms_every_steps=4)
-    train(config)
+    assert train_as_rank(config) == 0
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == records(config, "metrics")
     assert "nats per token" in err and "next: uv run diffusionlm-infer" in err
@@ -59,7 +60,7 @@ def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pyte
     assert final == {f"final_{name}": summary[name] for name in names} | accuracies
     for former, name in RENAMED_METRICS.items():
         summary_text = summary_text.replace(name, former)
-    assert Summary.from_json(json.loads(summary_text)) == Summary.read(summary_file)
+    assert RunSummary.from_json(json.loads(summary_text)) == RunSummary.read(summary_file)
     for step, values in enumerate(steps, 1):
         for key in (
             "loss",
@@ -132,12 +133,12 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
     config = logging(config, config.run.directory, wandb={"mode": "offline"})
     original = loop.train_step
 
-    def step(run: Any, *args: Any) -> torch.Tensor:
-        if run.progress.step == 3 and ending == "signal":
+    def step(state: Any, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
+        if batch.step == 3 and ending == "signal":
             signal.raise_signal(signal.SIGTERM)
-        if run.progress.step == 3 and ending == "error":
+        if batch.step == 3 and ending == "error":
             raise ValueError("no more")
-        return original(run, *args)
+        return original(state, loader, batch, *args)
 
     monkeypatch.setattr(loop, "train_step", step)
     if ending == "error":
@@ -159,11 +160,9 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
 
 
 @pytest.mark.parametrize(("grad_norm", "ratio"), [(0.5, 1.0), (8.0, 0.25), (math.inf, math.nan), (math.nan, math.nan)])
-def test_what_gradients_are_cut_by(
-    grad_norm: float, ratio: float, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config.model_copy(update={"training": config.training.model_copy(update={"max_grad_norm": 2.0})})
-    run: Any = SimpleNamespace(config=config, device=torch.device("cpu"), monitor=SimpleNamespace(metrics=lambda: {}))
+def test_what_gradients_are_cut_by(grad_norm: float, ratio: float) -> None:
+    settings = SimpleNamespace(max_grad_norm=2.0, device=torch.device("cpu"))
+    run: Any = SimpleNamespace(settings=settings, monitor=SimpleNamespace(metrics=lambda: {}))
     values = collect_monitor_metrics(run, StepMetrics(1, 2.0, grad_norm, 0.0, True))
     assert values["grad_clip_ratio"] == pytest.approx(ratio, rel=1e-5, nan_ok=True)
     assert values["memory/peak_resident"] > 2**20

@@ -45,7 +45,7 @@ def test_several_in_a_row_end_the_run_and_the_checkpoint_stands(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_scores(monkeypatch, set(range(4, 100)))
-    with pytest.raises(ValueError, match="5 steps in a row were not finite"):
+    with pytest.raises(ValueError, match=r"training\.max_nonfinite_steps"):
         train(config)
     assert CheckpointStore(config.run.directory / "checkpoints", 2).load_newest(print) is not None
 
@@ -124,7 +124,7 @@ def test_a_directory_of_something_else_is_refused(config: TrainConfig) -> None:
         ),
         (
             {"model": {"qk_norm": False, "layer_types": ["sliding_attention"], "sliding_window": 4}},
-            r"sliding_attention.*set qk_norm = true",
+            r"layer_types.*sliding_attention.*qk_norm = true",
         ),
     ],
     ids=["no hole", "too long", "hole first", "no format"],

@@ -13,9 +13,11 @@ from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.optim.master_weights import join_float32, split_float32
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import sum_denominators, train, train_step
+from diffusionlm.training.loop import train
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.run_checkpoint import save_checkpoint
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step import load_step_batch, train_step
 from logger import LoggerGroup
 
 
@@ -57,23 +59,23 @@ def test_with_equal_gradients_the_master_is_a_float32_runs_weight(config: TrainC
     rng = torch.Generator().manual_seed(0)
     for _ in range(3):
         for _ in range(2):
-            gradients = [torch.randn(each.shape, generator=rng) for each in runs[0].model.parameters()]
+            gradients = [torch.randn(each.shape, generator=rng) for each in runs[0].state.model.parameters()]
             for run in runs:
-                for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
+                for parameter, gradient in zip(run.state.model.parameters(), gradients, strict=True):
                     gradient = gradient.bfloat16().to(parameter.dtype)
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                run.master_weights.accumulate_gradients()
+                run.state.master_weights.accumulate_gradients()
         for run in runs:
-            with run.master_weights.as_float32():
-                run.optimizers.step(1.0)
-    first, second = (dict(run.model.named_parameters()) for run in runs)
+            with run.state.master_weights.as_float32():
+                run.state.optimizers.step(1.0)
+    first, second = (dict(run.state.model.named_parameters()) for run in runs)
     kinds = {name: each.dtype for name, each in second.items()}
     assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
     assert {kinds[name] for name in ("model.embed_tokens.weight", "model.norm.weight")} == {torch.float32}
-    with runs[1].master_weights.as_float32():
+    with runs[1].state.master_weights.as_float32():
         assert all(torch.equal(first[name], second[name]) for name in first)
     assert kinds == {name: each.dtype for name, each in second.items()}
-    assert all(each.dtype == torch.float32 for each in runs[1].optimizers.state_dict().values())
+    assert all(each.dtype == torch.float32 for each in runs[1].state.optimizers.state_dict().values())
 
 
 def losses(config: TrainConfig) -> list[float]:
@@ -89,8 +91,8 @@ def test_runs_resume_bit_for_bit_and_keep_float32(config: TrainConfig, tmp_path:
     with open_run_directory(part) as directory:
         run = build_run(part, directory)
         for step in range(4):
-            draws = run.loader.next_step(step)
-            train_step(run, draws, sum_denominators(draws))
+            batch = load_step_batch(run.loader, step, run.world, StopRequest())
+            train_step(run.state, run.loader, batch, run.settings, run.monitor)
             run.progress.step += 1
         save_checkpoint(run, LoggerGroup(), must_succeed=True)
     train(part)
@@ -114,7 +116,8 @@ def test_numbers_are_near_those_of_float32_weights(config: TrainConfig, tmp_path
 def test_other_products_are_refused(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r'set training\.precision = "bfloat16", or runtime\.weights = "float32"'):
         narrow(config, tmp_path, precision="float32")
-    monkeypatch.setattr("diffusionlm.training.setup.has_native_bfloat16", lambda device_type: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     made = narrow(config, tmp_path / "run", precision="auto")
     with (
         pytest.raises(ValueError, match=r'training\.precision = "auto" is float32 on this processor'),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from cli.train_summary import render_summary
 from config.generation import GenerationConfig
 from config.load import load_config
 from config.train import TrainConfig
@@ -22,9 +23,11 @@ from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.inference.generate import generate
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import sum_denominators, train, train_step
+from diffusionlm.training.loop import train
+from diffusionlm.training.reporting import RunSummary
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.summary import Summary, format_summary
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step import load_step_batch, train_step
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 BLOCKS = {"kind": "block_diffusion", "block_length": [1, 4, 16]}
@@ -84,10 +87,10 @@ class Keep:
     """In place of the optimizers: gradients as they are when the step would be made."""
 
     def __init__(self, run: Run) -> None:
-        self.parameters = dict(run.model.named_parameters())
+        self.parameters = dict(run.state.model.named_parameters())
         self.gradients: dict[str, torch.Tensor] = {}
 
-    def step(self, factor: float) -> None:
+    def step(self, factor: float, skip: torch.Tensor | None) -> None:
         self.gradients = {name: each.grad.clone() for name, each in self.parameters.items() if each.grad is not None}
         for each in self.parameters.values():
             each.grad = None
@@ -103,13 +106,13 @@ def one_step(
         # Output projections start at zero, and would give no gradient to what is before them.
         rng = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for parameter in run.model.parameters():
+            for parameter in run.state.model.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=rng))
         keep: Any = Keep(run)
-        run.optimizers = keep
-        draws = run.loader.next_step(0)
-        loss = train_step(run, draws, sum_denominators(draws)).tolist()[0]
-        return loss, keep.gradients, draws
+        run.state.optimizers = keep
+        batch = load_step_batch(run.loader, 0, run.world, StopRequest())
+        metrics = train_step(run.state, run.loader, batch, run.settings, run.monitor)
+        return metrics.loss.item(), keep.gradients, batch.noised_batches
 
 
 @pytest.mark.parametrize(
@@ -183,9 +186,9 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     assert summary.evaluation.block_length == 16
     assert [other.block_length for other in summary.other_block_lengths] == [1, 4]
     saved = json.loads((config.run.directory / "summary.json").read_text(encoding="utf-8"))
-    assert Summary.from_json(saved) == summary
+    assert RunSummary.from_json(saved) == summary
     assert not summary.evaluation.fills
-    text = format_summary(summary, config.run.directory)
+    text = render_summary(summary, config.run.directory)
     for part in (
         "validation bound, blocks of 16",
         "loss, token by token",
@@ -230,7 +233,7 @@ def test_next_token_from_a_tokenizer_without_mask_token(config: TrainConfig, tmp
     config = with_objective(config, NEXT, tokenizer={"path": str(tmp_path / "bare")}, validation={"every_steps": 4})
     summary = train(config).summary
     assert summary is not None and summary.evaluation.block_length == 1
-    text = format_summary(summary, config.run.directory)
+    text = render_summary(summary, config.run.directory)
     assert "validation loss, token by token" in text and "cross-entropy by" not in text and "masked" not in text
     model = load_model(config.run.directory)
     assert model.config.is_autoregressive and model.config.mask_token_id is None
@@ -246,15 +249,15 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
     with open_run_directory(config) as opened:
         run = build_run(config, opened)
         keep: Any = Keep(run)
-        run.optimizers = keep
+        run.state.optimizers = keep
         rows = run.loader.rows.read(0, None, config.training.batch_size)[0]
-        draws = run.loader.next_step(0)
-        loss = train_step(run, draws, sum_denominators(draws)).tolist()[0]
+        batch = load_step_batch(run.loader, 0, run.world, StopRequest())
+        loss = train_step(run.state, run.loader, batch, run.settings, run.monitor).loss.item()
         stack = [
             np.stack([getattr(row, name) for row in rows]) for name in ("tokens_L", "loss_mask_L", "document_ids_L")
         ]
         tokens, targets, documents = map(torch.from_numpy, stack)
-        report = nelbo(run.model, tokens.long(), targets, 1, document_BL=documents)
+        report = nelbo(run.state.model, tokens.long(), targets, 1, document_BL=documents)
     assert loss == pytest.approx(report.nats_per_token, rel=1e-5)
 
 
@@ -278,7 +281,7 @@ def test_a_loss_that_is_no_bound_is_said_once(
     else:
         [line] = lines
         assert line.startswith("the training loss is no estimate of the NELBO: ") and said in line
-        assert line.endswith(". Validation is one, always")
+        assert line.endswith(". Validation always is")
 
 
 def test_the_entropy_of_the_source_is_named_where_it_is_the_floor(config: TrainConfig, tmp_path: Path) -> None:

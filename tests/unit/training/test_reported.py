@@ -41,7 +41,7 @@ def test_a_run_that_fails_says_so_in_its_record_and_on_its_page(
     def fail(*arguments: Any) -> None:
         raise ValueError("the disk is <full>")
 
-    monkeypatch.setattr("diffusionlm.training.loop.train_to_the_end", fail)
+    monkeypatch.setattr("diffusionlm.training.loop.train_remaining_steps", fail)
     with pytest.raises(ValueError, match="the disk is <full>"):
         train(config)
     assert events(config)[-1] == (0, "failed", "failed after step 0: the disk is <full>")

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,11 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import Bidirectional, BlockDiffusion
 from diffusionlm.training import skipped_batches
 from diffusionlm.training.skipped_batches import SkippedBatches, load_skipped_step
+from diffusionlm.training.step_metrics import StepMetrics
 
 
-@dataclass(frozen=True)
-class Numbers:
-    step: int
-    loss: float = 2.5
-    grad_norm: float = 1.0
-    is_accepted: bool = False
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+def skipped(step: int, loss: float = 2.5) -> StepMetrics:
+    return StepMetrics(step, loss, grad_norm=1.0, load_balancing_loss=0.0, is_accepted=False)
 
 
 def letters(ids: list[int]) -> str:
@@ -79,8 +71,8 @@ def test_a_record_has_the_batch_and_what_a_person_needs(batches: SkippedBatches,
     for step in (6, 7, 8):
         batches.hold(step, noised_batches(), {"epoch": 0, "position": [step]})
     path = tmp_path / "skipped/step-00000007-rank-1.json"
-    assert batches.record(Numbers(7, math.nan)) == f"its batch is kept in {path}"
-    batches.record(Numbers(6, 99.0))
+    assert batches.record(skipped(7, math.nan)) == f"its batch is kept in {path}"
+    batches.record(skipped(6, 99.0))
     record, read = load_skipped_step(path)
     assert [parts(draw) for draw in read] == [parts(draw) for draw in noised_batches()]
     del record["draws"]
@@ -105,7 +97,7 @@ def test_a_record_has_the_batch_and_what_a_person_needs(batches: SkippedBatches,
 
 def test_the_first_step_of_a_run_begins_at_no_position(batches: SkippedBatches, tmp_path: Path) -> None:
     batches.hold(1, noised_batches(), {"epoch": 0})
-    batches.record(Numbers(1))
+    batches.record(skipped(1))
     record, _ = load_skipped_step(tmp_path / "skipped/step-00000001-rank-1.json")
     assert record["loader"] is None
 
@@ -116,7 +108,7 @@ def test_memory_is_bounded(batches: SkippedBatches, monkeypatch: pytest.MonkeyPa
         batches.hold(step, noised_batches(), {})
     batches.release(5)
     batches.release(1)
-    assert [batches.record(Numbers(step)).split(" in ")[0] for step in range(1, 6)] == [
+    assert [batches.record(skipped(step)).split(" in ")[0] for step in range(1, 6)] == [
         "its batch is not held any more",
         "its batch is not held any more",
         "its batch is kept",
@@ -131,10 +123,10 @@ def test_the_newest_records_of_each_rank_are_kept(
     monkeypatch.setattr(skipped_batches, "MAX_RECORDS", 2)
     other = SkippedBatches(tmp_path / "skipped", letters, seed=11, rank=0)
     other.hold(1, noised_batches(), {})
-    other.record(Numbers(1))
+    other.record(skipped(1))
     for step in (2, 3, 10):
         batches.hold(step, noised_batches(), {})
-        batches.record(Numbers(step))
+        batches.record(skipped(step))
     assert sorted(path.name for path in (tmp_path / "skipped").iterdir()) == [
         f"step-{step:08d}-rank-{rank}.{ending}"
         for step, rank in ((1, 0), (3, 1), (10, 1))
@@ -150,14 +142,14 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(
 
     monkeypatch.setattr(os, "fsync", full)
     batches.hold(1, noised_batches(), {})
-    said = batches.record(Numbers(1))
+    said = batches.record(skipped(1))
     assert said.startswith("its batch could not be kept: [Errno 28] No space left on device: ") and ".tmp-" not in said
     assert list((tmp_path / "skipped").iterdir()) == []
 
 
 def test_a_damaged_record_is_named(batches: SkippedBatches, tmp_path: Path) -> None:
     batches.hold(1, noised_batches(), {})
-    batches.record(Numbers(1))
+    batches.record(skipped(1))
     path = tmp_path / "skipped/step-00000001-rank-1.json"
     tensors = path.with_suffix(".safetensors")
     content = tensors.read_bytes()

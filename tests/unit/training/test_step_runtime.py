@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ from config.train import TrainConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
+from diffusionlm.training.block_wrapping import should_compile_blocks
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.compilation import should_compile_blocks
 from diffusionlm.training.garbage import GarbageCollection
-from diffusionlm.training.loop import train, train_steps, train_to_the_end
+from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.prefetch import Prefetcher
+from diffusionlm.training.reporting import describe_memory
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.runtime import describe_memory, find_device_skip
 from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step import DeviceStepMetrics
 from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 from logger import LoggerGroup
 from logger.run_logger import Metrics
@@ -55,12 +56,10 @@ def test_a_step_that_the_device_skips_changes_nothing(
     for values in ((nan, 1.0, inf, 0.5), (1.0, 0.5), None):
         model = tiny_model()
         optimizers = build_optimizers(config, named(model))
-        skipping = find_device_skip(optimizers)
-        assert skipping is not None
+        assert optimizers.can_skip_on_device
         for value in values or (1.0, 0.5):
             give_gradients(model, value)
-            with skipping(torch.tensor(value in (nan, inf))) if values else contextlib.nullcontext():
-                optimizers.step(1.0)
+            optimizers.step(1.0, torch.tensor(value in (nan, inf)) if values else None)
         kept.append(optimizers.state_dict() | named(model))
     for name, expected in kept[2].items():
         assert torch.equal(kept[0][name], expected), name
@@ -70,18 +69,19 @@ def test_a_step_that_the_device_skips_changes_nothing(
 def test_optimizers_that_cannot_skip_are_known() -> None:
     parameter = nn.Parameter(torch.zeros(2, 2))
     optimizers = Optimizers([torch.optim.AdamW([parameter], fused=False)], {parameter: "x"})
-    assert find_device_skip(optimizers) is None
+    assert not optimizers.can_skip_on_device
 
 
 def test_numbers_are_read_in_order() -> None:
-    numbers = StepMetricsQueue()
-    numbers.put(1, torch.tensor([1.5, 0.25, 0.0, 1.0]))
-    numbers.put(2, torch.tensor([float("nan"), 0.25, 0.0, 0.0]))
-    first, second = numbers.pop_all()
+    queue = StepMetricsQueue()
+    for step, loss, is_accepted in ((1, 1.5, True), (2, float("nan"), False)):
+        values = torch.tensor([loss, 0.25, 0.0])
+        queue.put(step, DeviceStepMetrics(*values, torch.tensor(is_accepted)))
+    first, second = queue.pop_all()
     assert first == StepMetrics(1, 1.5, 0.25, 0.0, True)
     assert first.is_finite
     assert (second.step, second.is_finite) == (2, False)
-    assert numbers.pop_all() == []
+    assert queue.pop_all() == []
 
 
 def built(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> Run:
@@ -111,25 +111,23 @@ class Events(LoggerGroup):
         pass
 
 
-def late(run: Run, monkeypatch: pytest.MonkeyPatch) -> Events:
-    """Make the steps as on a GPU, on this device: numbers are read when they are wanted."""
-    monkeypatch.setattr(Run, "reads_metrics_each_step", False)
+def train_without_sync(run: Run) -> Events:
+    """Make the steps as on a GPU, on this device: metrics are read only when an action needs them."""
+    run.settings = replace(run.settings, reads_metrics_each_step=False)
     logger = Events()
     with StopRequest() as stop:
-        train_steps(run, logger, stop, lambda step: None)
+        train_remaining_steps(run, logger, stop)
     return logger
 
 
-def test_numbers_that_are_read_late_are_the_same(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_are_read_late_are_the_same(config: TrainConfig, tmp_path: Path) -> None:
     often = {"checkpoint": {"every_steps": 100}}
     plain = built(config, tmp_path / "plain", **often)
     expected = Events()
     with StopRequest() as stop:
-        train_steps(plain, expected, stop, lambda step: None)
+        train_remaining_steps(plain, expected, stop)
     run = built(config, tmp_path / "late", logging={"every_steps": 3}, **often)
-    logger = late(run, monkeypatch)
+    logger = train_without_sync(run)
     assert list(logger.losses) == [3, 6, 8]
     assert logger.losses == {step: expected.losses[step] for step in (3, 6, 8)}
     assert run.progress.loss_average == plain.progress.loss_average
@@ -139,7 +137,7 @@ def test_skipped_steps_are_said_with_their_numbers_also_late(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = built(config, tmp_path / "late", logging={"every_steps": 4}, checkpoint={"every_steps": 100})
-    original, steps = type(run.objective).build_loss_inputs, []
+    original, steps = type(run.settings.objective).build_loss_inputs, []
 
     def build_loss_inputs(self: Any, noised_batch: NoisedBatch, denominator: float) -> Any:
         steps.append(1)
@@ -147,8 +145,8 @@ def test_skipped_steps_are_said_with_their_numbers_also_late(
         bad = len(steps) in (2, 3)
         return type(made)(made.targets_N, made.weights_N * (float("inf") if bad else 1.0))
 
-    monkeypatch.setattr(type(run.objective), "build_loss_inputs", build_loss_inputs)
-    logger = late(run, monkeypatch)
+    monkeypatch.setattr(type(run.settings.objective), "build_loss_inputs", build_loss_inputs)
+    logger = train_without_sync(run)
     assert [each for each in logger.told if each[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
     assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)
     assert run.progress.step == 8
@@ -177,9 +175,9 @@ def test_the_collector_runs_when_the_loop_says() -> None:
         ring: list[Any] = []
         ring.append(ring)
         del ring
-        garbage.after_step(2)
+        garbage.collect_after_step(2)
         before = gc.get_stats()[2]["collections"]
-        garbage.after_step(3)
+        garbage.collect_after_step(3)
         assert gc.get_stats()[2]["collections"] == before + 1
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
@@ -236,7 +234,7 @@ def test_profiles_of_a_resumed_run_stand_beside_the_old_ones(config: TrainConfig
         for n in (1, 2)
     )
     with open_run_directory(config) as directory, StopRequest() as stop:
-        train_to_the_end(build_run(short, directory), Events(), stop)
+        train_remaining_steps(build_run(short, directory), Events(), stop)
     train(config)
     made = {path.name for path in (config.run.directory / "profile").iterdir()}
     assert made == {"table-1.txt", "trace-1.json", "table-2.txt", "trace-2.json"}
@@ -253,12 +251,12 @@ def test_a_level_of_ranges_that_there_is_not_is_refused_first(
 
 def test_memory_is_told_by_part(config: TrainConfig, tmp_path: Path) -> None:
     run = built(config, tmp_path / "run", optimizer={"kind": "adamw"})
-    give_gradients(run.model, 0.5)
-    run.optimizers.step(1.0)
-    size = sum(each.numel() for each in run.model.parameters())
-    steps = len(list(run.model.parameters()))  # each has a count of its own
+    give_gradients(run.state.model, 0.5)
+    run.state.optimizers.step(1.0)
+    size = sum(each.numel() for each in run.state.model.parameters())
+    steps = len(list(run.state.model.parameters()))  # each has a count of its own
     assert size * 4 < 1 << 20
-    text = describe_memory(run.model, run.optimizers, 3 << 20, 1 << 20)
+    text = describe_memory(run.state.model, run.state.optimizers, 3 << 20, 1 << 20)
     activations = (3 << 20) - (4 * size * 4 + steps * 4)
     expected = [4 * size, 4 * size, 8 * size + 4 * steps, activations]
     shown = [f"{each / 2**20:,.1f} MiB" for each in expected]

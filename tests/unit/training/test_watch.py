@@ -18,8 +18,14 @@ from diffusionlm.kernels.loss_types import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
-from diffusionlm.training.monitor import NUM_LOSS_BINS, StepMonitor, sum_losses_by_masked_fraction
-from diffusionlm.training.norms import ActivationNorms, compute_weight_norms, summarize_norms
+from diffusionlm.training.monitor import (
+    NUM_LOSS_BINS,
+    ActivationNorms,
+    StepMonitor,
+    compute_weight_norms,
+    sum_losses_by_masked_fraction,
+    summarize_norms,
+)
 from tests.conftest import MakeModel
 
 B, L = 3, 10
@@ -122,7 +128,7 @@ def see(monitor: StepMonitor, step: int, masked_BL: np.ndarray[Any, Any]) -> dic
         scored = monitor.model(
             draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
         )
-        monitor.scored(draw, scored.nll_N)
+        monitor.add_micro_batch(draw, scored.nll_N)
     return monitor.metrics()
 
 
@@ -147,7 +153,7 @@ def test_sums_are_over_the_micro_batches_of_a_step(tiny_model: MakeModel) -> Non
     draw = draw_of(np.eye(B, L, dtype=np.bool_), None, "same_position", False)
     with monitor.step(1):
         for value in (1.0, 4.0):
-            monitor.scored(draw, torch.full((B,), value))
+            monitor.add_micro_batch(draw, torch.full((B,), value))
     assert monitor.metrics() == {"mask_ratio": 0.1, "loss_by_masked_fraction/0-0.2": 2.5}
 
 

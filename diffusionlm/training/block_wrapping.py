@@ -1,0 +1,186 @@
+"""Wrap the forward of a model's blocks as ``[runtime]`` says: compilation, activation checkpointing, NVTX ranges."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from config.runtime import RuntimeConfig
+from diffusionlm.models.attention import PreparedAttention
+from diffusionlm.models.attention_backends import PatternAttention
+from diffusionlm.models.moe import MoE
+from diffusionlm.models.transformer import Block, Transformer
+from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
+from profiling import nvtx
+
+SAVED_OPERATORS = (
+    "mm",
+    "addmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+"""Operators whose results selective checkpointing saves: projections and torch's fused attention. Not ``bmm``, the
+products of eager attention: their results are as large as the mask and modified in place. Not ``mm.out`` of experts."""
+
+Forward = Callable[..., Tensor]
+"""`Block.forward`: called with the hidden states, the rotary embedding, the prepared attention, and keyword options."""
+
+
+def prepare_model(
+    model: Transformer, config: RuntimeConfig, precision: torch.dtype, device: torch.device
+) -> MasterWeights:
+    """Apply ``[runtime]`` to a model, in place, before its optimizers are built.
+
+    Returns the float32 copies of weights that are stored in bfloat16, none by default.
+
+    Raises:
+        ValueError: bfloat16 weights with matrix products of another precision.
+    """
+    has_bfloat16_weights = config.weights == "bfloat16_with_master"
+    if has_bfloat16_weights and precision != torch.bfloat16:
+        raise ValueError(
+            f'runtime.weights = "bfloat16_with_master", but training.precision = "auto" is '
+            f'{str(precision).removeprefix("torch.")} on this processor: set training.precision = "bfloat16", which it '
+            'may compute slowly, or runtime.weights = "float32"'
+        )
+    if should_compile_blocks(config, device):
+        compile_blocks(model)
+    checkpoint_activations(model, config.activation_checkpointing)
+    _add_nvtx_ranges(model)
+    return MasterWeights(select_block_matrices(model) if has_bfloat16_weights else {})
+
+
+def should_compile_blocks(config: RuntimeConfig, device: torch.device) -> bool:
+    """Resolve ``runtime.compile = "auto"``: compile on a GPU, unless checkpointing is selective."""
+    if config.compile != "auto":
+        return config.compile == "blocks"
+    return device.type == "cuda" and config.activation_checkpointing != "selective"
+
+
+def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile the forward of each block at its first call. All layers share the code, so it does not grow with depth.
+
+    Attention runs uncompiled: its masks are prepared outside, and FlexAttention is compiled by itself. Experts run
+    uncompiled because their loop depends on the router's output.
+    """
+    for block in model.model.layers:
+        assert isinstance(block, Block)
+        if isinstance(block.mlp, MoE):
+            block.mlp.forward = _disable_compile(block.mlp.forward)  # type: ignore[method-assign]
+        block.forward = _compile_forward(block.forward, backend)  # type: ignore[method-assign]
+
+
+def _compile_forward(forward: Forward, backend: str | Callable[..., Any]) -> Forward:
+    compiled = torch.compile(forward, backend=backend)
+    call_attention = _disable_compile(_call_attention)
+
+    def run(x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: Any, **options: Any) -> Tensor:
+        if not torch.is_grad_enabled():  # validation has other shapes and few steps
+            return forward(x_BLD, rope, attention, **options)
+        return compiled(x_BLD, rope, _UncompiledAttention(attention, call_attention), **options)
+
+    return run
+
+
+def _disable_compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _call_attention(attention: Any, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    return attention(q_BQNH, k_BSKH, v_BSKH)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _UncompiledAttention(PreparedAttention):
+    """A prepared attention whose call the compiler does not trace."""
+
+    attention: Any
+    call: Callable[..., Tensor]
+
+    def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        return self.call(self.attention, q_BQNH, k_BSKH, v_BSKH)
+
+
+def checkpoint_activations(model: Transformer, mode: Literal["none", "selective", "full"]) -> None:
+    """Recompute activations of the blocks in the backward instead of saving them. The results are bitwise equal.
+
+    ``selective`` saves the results of `SAVED_OPERATORS`, ``full`` only the inputs of blocks. Call it after
+    `compile_blocks`, so that the compiled forward is what is recomputed.
+    """
+    if mode == "none":
+        return
+    for block in model.model.layers:
+        assert isinstance(block, Block)
+        block.forward = _checkpoint_forward(block.forward, mode)  # type: ignore[method-assign]
+
+
+def _checkpoint_forward(forward: Forward, mode: Literal["selective", "full"]) -> Forward:
+    checkpoint_options: dict[str, Any] = {}
+    if mode == "selective":
+        checkpoint_options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _select_policy)
+
+    def run(
+        x_BLD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: Any,
+        *,
+        routings: list[Any] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(x_BLD, rope, attention, routings=routings, **options)
+        if mode == "selective" and isinstance(attention, PatternAttention):
+            attention = _FlexOutsidePolicy(attention)
+
+        def compute(x_BLD: Tensor) -> tuple[Tensor, list[Any]]:
+            # A new list for each computation: the recomputation must not append the routings again.
+            block_routings: list[Any] = []
+            block_options = {**options, "routings": None if routings is None else block_routings}
+            return forward(x_BLD, rope, attention, **block_options), block_routings
+
+        output, block_routings = checkpoint(
+            compute, x_BLD, use_reentrant=False, preserve_rng_state=False, **checkpoint_options
+        )
+        if routings is not None:
+            routings += block_routings
+        return output
+
+    return run
+
+
+def _select_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Policy function of `create_selective_checkpoint_contexts`."""
+    namespace, _, name = operator.name().partition("::")
+    is_saved = namespace == "aten" and name in SAVED_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@dataclass(frozen=True)
+class _FlexOutsidePolicy(PreparedAttention):
+    """Hides FlexAttention from the policy, because torch does not compile it under a dispatch mode. It is recomputed."""
+
+    attention: PatternAttention
+
+    def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        if self.attention.backend_for(q_BQNH) != "flex":
+            return self.attention(q_BQNH, k_BSKH, v_BSKH)
+        with _disable_current_modes():  # private: torch has no public way
+            return self.attention(q_BQNH, k_BSKH, v_BSKH)
+
+
+def _add_nvtx_ranges(model: Transformer) -> None:
+    """NVTX ranges of the blocks, and at the finest level of their attention and feed-forward, for Nsight Systems."""
+    blocks = {f"block {index}": block for index, block in enumerate(model.model.layers)}
+    nvtx.add_module_ranges(dict(blocks), "fine")
+    for name, block in blocks.items():
+        assert isinstance(block, Block)
+        nvtx.add_module_ranges({f"{name} attention": block.self_attn, f"{name} feed-forward": block.mlp}, "verbose")

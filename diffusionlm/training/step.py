@@ -1,0 +1,165 @@
+"""One optimizer step: forward and backward of each micro-batch, clipping, and the update if the spike guard accepts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from config.optimizer import LRScheduleConfig
+from ddp.parallelism import Parallelism
+from ddp.process_group import World
+from diffusionlm.data.loader import StepLoader
+from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.diffusion.objectives import Objective
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.optim.build import Optimizers
+from diffusionlm.optim.ema import WeightAverage
+from diffusionlm.optim.lr_schedule import lr_factor
+from diffusionlm.optim.master_weights import MasterWeights
+from diffusionlm.training.monitor import StepMonitor
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.spike_guard import SpikeGuard
+from profiling import nvtx
+
+
+@dataclass
+class TrainState:
+    """What a step changes and a checkpoint stores."""
+
+    model: Transformer
+    parallel: Parallelism
+    optimizers: Optimizers
+    master_weights: MasterWeights
+    """Float32 copies of bfloat16 weights; empty if all weights are float32."""
+    ema: WeightAverage | None
+    spike_guard: SpikeGuard
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What stays the same over all steps of a run."""
+
+    objective: Objective
+    device: torch.device
+    precision: torch.dtype
+    """Dtype of matrix products."""
+    max_steps: int
+    max_grad_norm: float
+    schedule: LRScheduleConfig
+    reads_metrics_each_step: bool
+    """True on a CPU, which has computed them already; on a GPU reading them waits for the device."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's micro-batches of a step, with totals over all ranks."""
+
+    step: int
+    """From 0."""
+    noised_batches: list[NoisedBatch]
+    loss_denominator: float
+    """The sum of weighted losses is divided by it; 1.0 if no position was masked, so that the loss is zero."""
+    num_target_tokens: int
+
+
+@dataclass(frozen=True)
+class DeviceStepMetrics:
+    """Results of a step as 0-d tensors, which a GPU may still be computing."""
+
+    loss: Tensor
+    """Nats per target token, unless the objective divides by something else."""
+    grad_norm: Tensor
+    """L2 norm before clipping."""
+    load_balancing_loss: Tensor
+    """The routers' auxiliary loss with its weight. The gradient contains it, `loss` does not."""
+    is_accepted: Tensor
+    """False if the step was skipped."""
+
+
+def load_step_batch(loader: StepLoader, step: int, world: World, stop: StopRequest) -> StepBatch:
+    """Load the batch of a step, from 0, and all-reduce the loss denominator, the number of target tokens and the stop
+    flags, so that all ranks stop after the same step."""
+    noised_batches = loader.next_step(step)
+    denominator, num_target_tokens, *stop_flags = world.sum(
+        sum(batch.denominator for batch in noised_batches),
+        sum(batch.num_targets for batch in noised_batches),
+        *stop.flags(),
+    )
+    stop.stop_for_any_rank(stop_flags)
+    return StepBatch(step, noised_batches, denominator or 1.0, round(num_target_tokens))
+
+
+def train_step(
+    state: TrainState, loader: StepLoader, batch: StepBatch, settings: StepSettings, monitor: StepMonitor
+) -> DeviceStepMetrics:
+    """Make one optimizer step. A step with a spike or a loss or gradient that is not finite changes no weights."""
+    loss, load_balancing_loss = backward_micro_batches(state, batch, settings, monitor)
+    if batch.step + 1 < settings.max_steps:
+        loader.prefetch(batch.step + 1)  # before clipping, which may wait for the device
+    with nvtx.range("optimizer"), state.master_weights.as_float32():
+        grad_norm = state.parallel.clip(settings.max_grad_norm)
+        is_accepted = state.spike_guard.is_accepted(loss, grad_norm)
+        state.spike_guard.update_window(loss, grad_norm, is_accepted)
+        apply_update(state, is_accepted, lr_factor(settings.schedule, batch.step, settings.max_steps), settings.device)
+    return DeviceStepMetrics(loss, grad_norm, load_balancing_loss, is_accepted)
+
+
+def backward_micro_batches(
+    state: TrainState, batch: StepBatch, settings: StepSettings, monitor: StepMonitor
+) -> tuple[Tensor, Tensor]:
+    """Accumulate the gradients of all micro-batches. Returns the loss and the load-balancing loss over all ranks, 0-d.
+
+    The load-balancing loss of a step is the mean over its micro-batches, which have one size. Unlike the loss it
+    depends on the micro-batch size: each micro-batch counts for itself how often an expert was selected.
+    """
+    num_micro_batches = len(batch.noised_batches)
+    load_balancing_weight = state.model.config.router_aux_loss_coef / (num_micro_batches * state.parallel.world.size)
+    sums = torch.zeros(2, device=settings.device)  # one tensor, so that one all-reduce is enough
+    loss, load_balancing_loss = sums
+    for index, noised_batch in enumerate(batch.noised_batches):
+        noised_batch = noised_batch.to(settings.device)
+        loss_inputs = replace(
+            settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator),
+            load_balancing_weight=load_balancing_weight,
+        )
+        with state.parallel.backward(is_last=index == num_micro_batches - 1):
+            with nvtx.range("forward"), autocast(settings):
+                output = state.model(
+                    noised_batch.inputs_BS,
+                    pattern=noised_batch.pattern,
+                    output_positions=noised_batch.positions_N,
+                    loss_inputs=loss_inputs,
+                )
+            with nvtx.range("backward"):
+                output.total_loss.backward()  # type: ignore[no-untyped-call]
+        monitor.add_micro_batch(noised_batch, output.nll_N)
+        state.master_weights.accumulate_gradients()
+        loss += output.loss_sum.detach()
+        if output.load_balancing_loss is not None:
+            load_balancing_loss += output.load_balancing_loss.detach()
+    state.parallel.world.all_reduce_on_device(sums)
+    return loss, load_balancing_loss
+
+
+def autocast(settings: StepSettings) -> torch.autocast:
+    """Matrix products in the run's precision."""
+    is_enabled = settings.precision != torch.float32
+    return torch.autocast(settings.device.type, dtype=settings.precision, enabled=is_enabled)
+
+
+def apply_update(state: TrainState, is_accepted: Tensor, lr_factor: float, device: torch.device) -> None:
+    """Update weights and their average if the step is accepted, and drop the gradients.
+
+    A GPU decides without the host if the optimizers support it. Otherwise the host waits for ``is_accepted``.
+    """
+    skip = ~is_accepted if device.type != "cpu" and state.optimizers.can_skip_on_device else None
+    if skip is not None or is_accepted:
+        state.optimizers.step(lr_factor, skip)
+    else:
+        state.optimizers.zero_grad()
+    state.parallel.start_weight_gather()
+    if state.ema is not None and (skip is not None or is_accepted):
+        state.parallel.wait_for_weights()
+        state.ema.update(skip)
