@@ -28,57 +28,57 @@ types:
 test *args:
     uv run pytest {{args}}
 
-# All tests that this machine can run, slow and gpu ones too.
+# All tests that this machine can run, including slow and gpu tests.
 test-all *args:
     uv run pytest -m "" {{args}}
 
-# Training speed, the share of matrix products, and memory, beside transformers'.
+# Training speed, the share of matrix products, and memory, compared with transformers.
 bench *args:
     uv run --group bench diffusionlm-bench-train --config config/resources/bench_train.toml {{args}}
 
-# Two ranks beside torch's DistributedDataParallel and FSDP2: speed, bytes on the wire, the stall of a checkpoint.
+# Two ranks compared with torch's DistributedDataParallel and FSDP2: speed, sent bytes, checkpoint stalls.
 bench-ddp *args:
     uv run python -m benchmarking.bench_ddp {{args}}
 
-# Memory and time of a step on many GPUs, on paper.
+# Estimated memory and time of a step on many GPUs.
 scaling *args:
     uv run python -m profiling.scaling {{args}}
 
-# The mixture of experts beside transformers'.
+# The mixture of experts, compared with transformers.
 bench-moe *args:
     uv run --group bench python -m benchmarking.bench_moe {{args}}
 
-# Loading a checkpoint beside transformers: time and memory.
+# Loading a checkpoint, compared with transformers: time and memory.
 bench-load *args:
     uv run --group bench python -m benchmarking.bench_load {{args}}
 
-# The loader's speed: from text, with workers, from shards.
+# Throughput of the loader: from text, with workers, from shards.
 bench-data *args:
     uv run --group bench python -m benchmarking.bench_data {{args}}
 
-# The tokenizer's speed beside tokenizers' and tiktoken's.
+# Speed of the tokenizer, compared with tokenizers and tiktoken.
 bench-tokenizer *args:
     uv run --group bench diffusionlm-bench-tokenizer --config config/resources/bench_tokenizer.toml {{args}}
 
-# The fused head and loss: time, memory and error beside other ways.
+# The fused head and loss, compared with other implementations: time, memory and error.
 bench-kernels *args:
     uv run --group bench python -m benchmarking.bench_kernels {{args}}
 
-# Decoding: a grid of policies, block lengths and caches.
+# Decoding speed over a grid of strategies, block lengths and caches.
 bench-infer *args:
     uv run diffusionlm-bench-infer --config config/resources/bench_infer.toml {{args}}
 
-# Decoding beside recomputing everything, and beside transformers' next tokens.
+# Decoding speed, compared with decoding without a cache and with autoregression in transformers.
 bench-decoding-peers *args:
     uv run --group bench python -m benchmarking.bench_decoding_peers {{args}}
 
-# Known entropies: the bound of a trained model beside the exact value (docs/results/truth.md).
+# Sources of known entropy: the bound of a trained model and the exact value (docs/results/truth.md).
 truth:
     uv run diffusionlm-train --config config/resources/shidoku.toml
     uv run python -m benchmarking.eval_shidoku --model runs/shidoku
     uv run diffusionlm-train --config config/resources/markov.toml
 
-# From next-token prediction to diffusion of the whole row, on one text with one budget.
+# From next-token prediction to diffusion of the whole sequence, on one text with one budget.
 block-lengths *args:
     #!/usr/bin/env bash
     set -euo pipefail
@@ -94,15 +94,15 @@ block-lengths *args:
 sweep config *args:
     uv run diffusionlm-sweep --config {{config}} {{args}}
 
-# What this machine has, and what will be slow on it.
+# Check this machine, and list what will be slow on it.
 doctor *args:
     uv run diffusionlm-doctor {{args}}
 
-# Everything that must be green before a commit lands.
+# All checks that must pass before a commit lands.
 check:
     bash .ci/run
 
-# Train, fill, and look: the quickstart.
+# The quickstart: train a small model and infill with it.
 quickstart:
     uv run diffusionlm-train --config config/resources/train.toml
     uv run diffusionlm-infer --model runs/quickstart --infill 'def area(r):\n    return [MASK:6]\n'
