@@ -1,29 +1,27 @@
-"""The lowerings of attention against each other, forward and backward: what ``auto`` in diffusionlm/models rests on.
+"""The attention backends, forward and backward; the thresholds of ``auto`` in diffusionlm/models follow from it.
 
     python -m benchmarking.bench_attention
 
-Two tables on the CPU: eager attention against SDPA without a mask, and tiles against a dense mask for patterns of
-blocks. A third on a GPU, if there is one: FlexAttention against a dense mask.
-
-Shapes: B rows, L positions, N heads, H width of a head.
+Two tables on the CPU: eager attention against SDPA without a mask, and tiles against a dense mask for block patterns.
+A third on a GPU, if there is one: FlexAttention against a dense mask.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 
 from benchmarking.harness import (
-    collect_environment,
-    markdown_list,
-    markdown_table,
-    print_message,
-    speedup,
-    time_in_turns,
+    SPEEDUP_COLUMN,
+    Benchmark,
+    Report,
+    Settings,
+    Table,
+    compare,
+    describe_accelerator,
+    main,
 )
 from config.runtime import AttentionBackend
 from diffusionlm.models.attention_backends import (
@@ -36,25 +34,23 @@ from diffusionlm.models.attention_backends import (
 from diffusionlm.models.dense_attention import DenseBackend, attend
 from diffusionlm.models.patterns import AttentionPattern, BlockCausal, BlockDiffusion
 from diffusionlm.models.tiled import BFLOAT16_TILE_LENGTH, TILE_LENGTH, build_tiles, tile_density
-from profiling.cores import usable_cores
 
 LENGTHS = (128, 256, 512, 1024)
 BLOCK_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
-BACKENDS: tuple[DenseBackend, ...] = ("eager", "sdpa")
+DENSE_BACKENDS: tuple[DenseBackend, ...] = ("eager", "sdpa")
 PATTERNS: tuple[type[BlockDiffusion | BlockCausal], ...] = (BlockDiffusion, BlockCausal)
 PRECISIONS = (torch.float32, torch.bfloat16)
 TOKENS, HEADS, HEAD_DIM = 4096, 4, 64
 BLOCK_CASES = [(512, block) for block in BLOCK_LENGTHS] + [(tokens, 16) for tokens in (256, 128, 64)]
-"""Tokens of a row (block diffusion has two positions for each), and block length."""
+"""Tokens of a sequence (block diffusion has two positions for each), and block length."""
 CUDA_TOKENS = 4096
-"""The same on a GPU."""
 
 Step = Callable[[], None]
 
 
-def attention_step(backend: DenseBackend, length: int, dtype: torch.dtype, tokens: int) -> Step:
-    """Forward and backward of attention without a mask over ``tokens`` tokens in rows of ``length``."""
-    q, k, v, grad = _tensors(length, dtype, tokens, "cpu")
+def dense_step(backend: DenseBackend, length: int, dtype: torch.dtype, tokens: int) -> Step:
+    """Forward and backward of attention without a mask over ``tokens`` tokens in sequences of ``length``."""
+    q, k, v, grad = _random_inputs(length, dtype, tokens, "cpu")
 
     def step() -> None:
         torch.autograd.grad(attend(q, k, v, None, backend), (q, k, v), grad)
@@ -70,11 +66,11 @@ def pattern_step(
     tokens: int,
     device: str = "cpu",
 ) -> Step:
-    """Forward and backward of a pattern over ``tokens`` positions in rows of ``length``.
+    """Forward and backward of a pattern over ``tokens`` positions in sequences of ``length``.
 
-    Mask or tiles are made before: the layers of a forward share them.
+    Masks and tiles are prepared outside of the step, because all layers of a forward share them.
     """
-    q, k, v, grad = _tensors(length, dtype, tokens, device)
+    q, k, v, grad = _random_inputs(length, dtype, tokens, device)
     attention = prepare_attention(pattern, length, device, backend)
 
     def step() -> None:
@@ -86,7 +82,7 @@ def pattern_step(
 
 
 def prepare_step(pattern: AttentionPattern, backend: AttentionBackend, length: int, dtype: torch.dtype) -> Step:
-    """What is made once per forward: mask or tiles."""
+    """Build what is computed once per forward: a mask or tiles."""
     q = torch.zeros(1, 1, 1, HEAD_DIM, dtype=dtype)
     keys = torch.zeros(1, length, 1, HEAD_DIM, dtype=dtype)
 
@@ -96,115 +92,94 @@ def prepare_step(pattern: AttentionPattern, backend: AttentionBackend, length: i
     return step
 
 
-def _tensors(length: int, dtype: torch.dtype, tokens: int, device: str) -> list[torch.Tensor]:
-    """Queries, keys, values, and a gradient of the output."""
+def _random_inputs(length: int, dtype: torch.dtype, tokens: int, device: str) -> list[torch.Tensor]:
+    """Queries, keys, values and a gradient of the output; each ``[batch, length, heads, head_dim]``."""
     generator = torch.Generator().manual_seed(0)
     size = (max(1, tokens // length), length, HEADS, HEAD_DIM)
-    made = [torch.randn(size, generator=generator).to(device, dtype) for _ in range(4)]
-    return [tensor.requires_grad_() for tensor in made[:3]] + made[3:]
+    q, k, v, grad = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(4))
+    return [*(tensor.requires_grad_() for tensor in (q, k, v)), grad]
 
 
-def bench_attention(lengths: Sequence[int], *, rounds: int, warmup: int, tokens: int = TOKENS) -> str:
-    """Markdown table of both dense lowerings, on the CPU, one call of each in turn."""
+def compare_dense(lengths: Sequence[int], settings: Settings, tokens: int = TOKENS) -> Table:
+    """Compare both dense backends without a mask on the CPU."""
     rows = []
-    for dtype in PRECISIONS:
-        name = str(dtype).removeprefix("torch.")
-        for length in lengths:
-            print_message(f"{name}, {length} tokens a row")
-            implementations: dict[str, Step] = {
-                backend: attention_step(backend, length, dtype, tokens) for backend in BACKENDS
-            }
-            seconds = time_in_turns(implementations, rounds=rounds, warmup=warmup)
-            ratio = speedup(seconds["eager"], seconds["sdpa"])
-            times = [_format_median_ms(seconds[backend]) for backend in BACKENDS]
-            rows.append([name, str(length), *times, f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()])
-    header = ["precision", "tokens a row", "eager ms", "SDPA ms", "eager's speedup", "in a round [quartiles]"]
-    return markdown_table(header, rows)
+    for dtype, length in itertools.product(PRECISIONS, lengths):
+        case = [str(dtype).removeprefix("torch."), str(length)]
+        steps: dict[str, Step] = {backend: dense_step(backend, length, dtype, tokens) for backend in DENSE_BACKENDS}
+        times = compare(steps, settings, label=", ".join(case))
+        rows.append([*case, *map(times.format_ms, steps), *times.speedup_cells("eager", "sdpa")])
+    return Table(["precision", "sequence length", "eager ms", "SDPA ms", "eager's speedup", SPEEDUP_COLUMN], rows)
 
 
-def bench_blocks(cases: Sequence[tuple[int, int]], *, rounds: int, warmup: int, tokens: int = TOKENS) -> str:
-    """Markdown table of tiles against the better of both dense lowerings, on the CPU, one call of each in turn.
-
-    A case is the number of tokens of a row, and the block length.
-    """
+def compare_tiled(cases: Sequence[tuple[int, int]], settings: Settings, tokens: int = TOKENS) -> Table:
+    """Compare tiles with the faster of both dense backends on the CPU, for pairs of sequence and block length."""
     rows = []
-    for dtype, make, (length, block) in itertools.product(PRECISIONS, PATTERNS, cases):
-        pattern = make(block)
+    for dtype, pattern_type, (length, block_length) in itertools.product(PRECISIONS, PATTERNS, cases):
+        pattern = pattern_type(block_length)
         positions = length * pattern.positions_per_token
-        name = [str(dtype).removeprefix("torch."), make.__name__, str(length), str(block)]
-        print_message(", ".join(name))
-        backends: tuple[AttentionBackend, ...] = (*BACKENDS, "tiled")
+        case = [str(dtype).removeprefix("torch."), pattern_type.__name__, str(length), str(block_length)]
+        backends: tuple[AttentionBackend, ...] = (*DENSE_BACKENDS, "tiled")
         steps: dict[str, Step] = {
             backend: pattern_step(pattern, backend, positions, dtype, tokens) for backend in backends
         }
-        seconds = time_in_turns(steps, rounds=rounds, warmup=warmup)
-        dense = min(BACKENDS, key=lambda backend: statistics.median(seconds[backend]))
-        ratio = speedup(seconds["tiled"], seconds[dense])
-        once = {"mask": prepare_step(pattern, dense, positions, dtype)}
-        once["tiles"] = prepare_step(pattern, "tiled", positions, dtype)
-        before = time_in_turns(once, rounds=rounds, warmup=warmup)
-        skipped = 1 - tile_density(
-            build_tiles(pattern.intervals(positions), pattern.positions_per_token, dtype), positions
+        times = compare(steps, settings, label=", ".join(case))
+        dense = min(DENSE_BACKENDS, key=times.median)
+        preparation = compare(
+            {
+                "mask": prepare_step(pattern, dense, positions, dtype),
+                "tiles": prepare_step(pattern, "tiled", positions, dtype),
+            },
+            settings,
         )
-        times = [_format_median_ms(seconds[backend]) for backend in backends]
-        times += [_format_median_ms(before[made]) for made in ("mask", "tiles")]
-        rows.append([*name, f"{skipped:.1%}", *times, f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()])
-    header = ["precision", "pattern", "tokens a row", "block length", "pairs skipped"]
-    header += ["eager ms", "SDPA ms", "tiled ms", "mask ms", "tiles ms", "tiled's speedup", "in a round [quartiles]"]
-    return markdown_table(header, rows)
+        tiles = build_tiles(pattern.intervals(positions), pattern.positions_per_token, dtype)
+        skipped = f"{1 - tile_density(tiles, positions):.1%}"
+        cells = [*map(times.format_ms, steps), *map(preparation.format_ms, ("mask", "tiles"))]
+        rows.append([*case, skipped, *cells, *times.speedup_cells("tiled", dense)])
+    header = ["precision", "pattern", "sequence length", "block length", "pairs skipped", "eager ms", "SDPA ms"]
+    return Table([*header, "tiled ms", "mask ms", "tiles ms", "tiled's speedup", SPEEDUP_COLUMN], rows)
 
 
-def bench_cuda(block_lengths: Sequence[int], *, rounds: int, warmup: int, length: int = CUDA_TOKENS) -> str:
-    """Markdown table of FlexAttention against SDPA with a dense mask, on a GPU, one call of each in turn."""
+def compare_flex(block_lengths: Sequence[int], settings: Settings, length: int = CUDA_TOKENS) -> Table:
+    """Compare FlexAttention with SDPA and a dense mask on a GPU."""
     rows = []
-    for pattern in (make(block) for make in PATTERNS for block in block_lengths):
-        name = [type(pattern).__name__, str(pattern.block_length)]
-        print_message(", ".join(["GPU", *name]))
+    for pattern_type, block_length in itertools.product(PATTERNS, block_lengths):
+        pattern = pattern_type(block_length)
+        case = [pattern_type.__name__, str(block_length)]
         positions = length * pattern.positions_per_token
         backends: tuple[AttentionBackend, ...] = ("sdpa", "flex")
-        seconds = time_in_turns(
-            {
-                backend: pattern_step(pattern, backend, positions, torch.bfloat16, 2 * positions, "cuda")
-                for backend in backends
-            },
-            rounds=rounds,
-            warmup=warmup,
-        )
-        ratio = speedup(seconds["flex"], seconds["sdpa"])
-        times = [_format_median_ms(seconds[backend]) for backend in backends]
-        rows.append([*name, *times, f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()])
-    header = ["pattern", "block length", "SDPA ms", "flex ms", "flex's speedup", "in a round [quartiles]"]
-    return markdown_table(header, rows)
+        steps: dict[str, Step] = {
+            backend: pattern_step(pattern, backend, positions, torch.bfloat16, 2 * positions, "cuda")
+            for backend in backends
+        }
+        times = compare(steps, settings, label=", ".join(["GPU", *case]))
+        rows.append([*case, *map(times.format_ms, steps), *times.speedup_cells("flex", "sdpa")])
+    return Table(["pattern", "block length", "SDPA ms", "flex ms", "flex's speedup", SPEEDUP_COLUMN], rows)
 
 
-def _format_median_ms(seconds: Sequence[float]) -> str:
-    return f"{1e3 * statistics.median(seconds):.2f}"
+def run(settings: Settings) -> Report:
+    """Run all comparisons that the machine allows."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts: list[Table | str] = [
+        "No mask:",
+        compare_dense(LENGTHS, settings),
+        "Blocks:",
+        compare_tiled(BLOCK_CASES, settings),
+    ]
+    if device == "cuda":
+        title = f"GPU, bfloat16, 2 sequences of {CUDA_TOKENS} tokens:"
+        parts += [title, compare_flex(BLOCK_LENGTHS, settings)]
+    facts = {
+        "each call": f"forward and backward, {TOKENS} positions, {HEADS} heads of {HEAD_DIM}",
+        "EAGER_MAX_LENGTH": f"{EAGER_MAX_LENGTH} (bfloat16 on a CPU)",
+        "tiles": f"of about {TILE_LENGTH} queries, in bfloat16 {BFLOAT16_TILE_LENGTH}",
+        "auto": f"tiles from {TILED_MIN_LENGTH} positions on, in bfloat16 {BFLOAT16_TILED_MIN_LENGTH}, if they skip at "
+        f"least {1 - TILED_MAX_DENSITY:.0%} of the pairs",
+        "mask ms, tiles ms": "once per forward for all layers; not part of a call",
+    }
+    return Report(parts, facts | describe_accelerator(device))
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description="Compare the lowerings of attention.", allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=20, help="measured calls of each (default: 20, at least 2)")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: all usable cores)")
-    arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.threads < 1:
-        parser.error("--rounds must be at least 2 and --threads at least 1")
-    torch.set_num_threads(arguments.threads)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    where = collect_environment(threads=arguments.threads, packages=["torch"], accelerator=gpu)
-    where["each call"] = f"forward and backward, {TOKENS} positions, {HEADS} heads of {HEAD_DIM}"
-    where["EAGER_MAX_LENGTH"] = f"{EAGER_MAX_LENGTH} (bfloat16 on a CPU)"
-    where["tiles"] = f"of about {TILE_LENGTH} queries, in bfloat16 {BFLOAT16_TILE_LENGTH}"
-    where["auto"] = f"tiles from {TILED_MIN_LENGTH} positions on, in bfloat16 {BFLOAT16_TILED_MIN_LENGTH}, if they skip"
-    where["auto"] += f" at least {1 - TILED_MAX_DENSITY:.0%} of the pairs"
-    where["mask ms, tiles ms"] = "once per forward, for all its layers; not part of a call"
-    print(f"No mask:\n\n{bench_attention(LENGTHS, rounds=arguments.rounds, warmup=3)}")
-    print(f"\nBlocks:\n\n{bench_blocks(BLOCK_CASES, rounds=arguments.rounds, warmup=3)}")
-    if gpu is not None:
-        print(f"\n{CUDA_TOKENS} tokens a row, 2 rows, bfloat16, GPU:\n")
-        print(bench_cuda(BLOCK_LENGTHS, rounds=arguments.rounds, warmup=3))
-    print(f"\n{markdown_list(where)}")
-
+BENCHMARK = Benchmark("Compare the attention backends, forward and backward.", run)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(BENCHMARK))

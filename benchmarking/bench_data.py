@@ -1,4 +1,4 @@
-"""Speed of the loader: from text, from text with workers, and from shards, beside the training step.
+"""Throughput of the loader from text, from text with workers, and from shards, against that of a training step.
 
 python -m benchmarking.bench_data
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from benchmarking.harness import collect_environment, markdown_list, markdown_table, print_message
+from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message, run_in_turns
 from benchmarking.implementations.training import TrainCase, build_ours
 from config.bench_train import BenchShape
 from config.data import DataConfig, PythonStdlib, Shards, TextSource
@@ -26,7 +26,6 @@ from diffusionlm.data.loader import LoaderSpec, WorkerLoader, collate_rows
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.shards import ShardDocuments
-from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer
 
 MODEL = BenchShape(
@@ -41,125 +40,134 @@ MODEL = BenchShape(
     vocab_size=4_096,
     batch_size=16,
 )
-
-STDLIB = PythonStdlib()
+TRAINING_STEP = "training step of the quickstart"
 
 ReadStep = Callable[[], int]
-"""Takes one step's data and says how many tokens there were."""
+"""Reads the data of one step and returns the number of its tokens."""
 
 
-def open_row_stream(config: DataConfig, tokenizer: Tokenizer, row_length: int, batch_size: int) -> ReadStep:
-    """Rows, stacked; no noise."""
-    reader = build_row_reader(open_components(config, "train"), config, tokenizer, row_length, seed=0)
-    epoch, position = 0, None
-
-    def pull() -> int:
-        nonlocal epoch, position
-        rows, position = reader.read(epoch, position, batch_size)
-        epoch += position is None
-        return collate_rows(rows).tokens_BL.numel() if rows else 0
-
-    return pull
-
-
-@contextlib.contextmanager
-def open_noised_batch_reader(
-    config: DataConfig, tokenizer: Tokenizer, row_length: int, batch_size: int
-) -> Iterator[ReadStep]:
-    """Rows and noise, as a training step takes them."""
-    ids = {"vocab_size": tokenizer.vocab_size, "mask_token_id": tokenizer.mask_token_id}
-    model = MODEL.to_model_config().model_copy(update=ids)
-    plan = LoaderSpec(config, tokenizer, row_length, MaskedDiffusionConfig(), model, batch_size, batch_size, seed=0)
-    loader = WorkerLoader(plan) if config.workers else plan.open()
-    step = 0
-
-    def pull() -> int:
-        nonlocal step
-        [draw] = loader.next_step(step)
-        step += 1
-        return draw.inputs_BS.numel()
-
-    try:
-        yield pull
-    finally:
-        loader.close()
-
-
-def tokens_per_second(pull: ReadStep, seconds: float) -> float:
-    """After a first step, which fills the windows of the shuffles."""
-    pull()
-    started, tokens = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - started) < seconds:
-        tokens += pull()
+def tokens_per_second(read: ReadStep, seconds: float) -> float:
+    """Measure for some seconds, after one step that fills the shuffle buffers."""
+    read()
+    start, tokens = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < seconds:
+        tokens += read()
     return tokens / elapsed
 
 
+def measure_sequences(config: DataConfig, tokenizer: Tokenizer, length: int, batch_size: int, seconds: float) -> float:
+    """Measure tokens per second of reading and stacking sequences without noise."""
+    reader = build_row_reader(open_components(config, "train"), config, tokenizer, length, seed=0)
+    epoch, position = 0, None
+
+    def read() -> int:
+        nonlocal epoch, position
+        sequences, position = reader.read(epoch, position, batch_size)
+        epoch += position is None
+        return collate_rows(sequences).tokens_BL.numel() if sequences else 0
+
+    return tokens_per_second(read, seconds)
+
+
+def measure_noised(config: DataConfig, tokenizer: Tokenizer, length: int, batch_size: int, seconds: float) -> float:
+    """Measure tokens per second of noised batches, as a training step reads them."""
+    ids = {"vocab_size": tokenizer.vocab_size, "mask_token_id": tokenizer.mask_token_id}
+    model = MODEL.to_model_config().model_copy(update=ids)
+    spec = LoaderSpec(config, tokenizer, length, MaskedDiffusionConfig(), model, batch_size, batch_size, seed=0)
+    steps = itertools.count()
+    with contextlib.closing(WorkerLoader(spec) if config.workers else spec.open()) as loader:
+        return tokens_per_second(
+            lambda: sum(batch.inputs_BS.numel() for batch in loader.next_step(next(steps))), seconds
+        )
+
+
+def measure_training_step(threads: int, seconds: float) -> float:
+    """Measure tokens per second of the quickstart's training step."""
+    train = build_ours(TrainCase(MODEL, "bfloat16", "cpu", threads, seed=0)).step
+
+    def step() -> int:
+        train()
+        return MODEL.tokens
+
+    return tokens_per_second(step, seconds)
+
+
 def bench_data(
+    settings: Settings,
     *,
-    rounds: int,
     seconds: float,
-    threads: int,
-    source: TextSource = STDLIB,
-    row_length: int = 512,
+    source: TextSource | None = None,
+    length: int = 512,
     batch_size: int = 64,
-) -> str:
-    """The table."""
-    torch.set_num_threads(threads)
+) -> Report:
+    """Measure tokens per second of each kind of reader and of a training step, in turn.
+
+    Args:
+        settings: rounds and threads.
+        seconds: measured for each reader in each round.
+        source: of the text; the Python standard library by default.
+        length: tokens of a sequence.
+        batch_size: sequences of a step.
+    """
+    source = source or PythonStdlib()
     with tempfile.TemporaryDirectory() as folder:
         output = MakeDataOutputConfig(directory=Path(folder) / "shards", workers=0)
         tokenizer_config = TokenizerConfig(vocab_size=MODEL.vocab_size)
         make_data(MakeDataConfig(source=source, tokenizer=tokenizer_config, output=output), print_message)
         documents = ShardDocuments.open(Shards(path=output.directory), "train")
         tokenizer = load_tokenizer(documents.tokenizer_directory)
-        text, shards = DataConfig(source=source), DataConfig(source=Shards(path=output.directory))
-        rates: dict[str, list[float]] = {}
-        for number in range(rounds):
-            for name, config in (("text", text), ("shards", shards)):
-                for workers in (0, 1, 2):
-                    if name == "shards" and workers == 2:
-                        continue  # there is nothing to tokenise
-                    what = f"draws from {name}, " + (f"{workers} workers" if workers != 1 else "1 worker")
-                    print_message(f"round {number + 1} of {rounds}: {what}")
-                    chosen = config.model_copy(update={"workers": workers})
-                    with open_noised_batch_reader(chosen, tokenizer, row_length, batch_size) as pull:
-                        rates.setdefault(what, []).append(tokens_per_second(pull, seconds))
-                pull = open_row_stream(config, tokenizer, row_length, batch_size)
-                rates.setdefault(f"rows from {name}, no noise", []).append(tokens_per_second(pull, seconds))
-            train = build_ours(TrainCase(MODEL, "bfloat16", "cpu", threads, seed=0)).step
 
-            def step(train: Callable[[], object] = train) -> int:
-                train()
-                return MODEL.tokens
-
-            rates.setdefault("the quickstart's training step", []).append(tokens_per_second(step, seconds))
-        trained = rates["the quickstart's training step"]
-        table = [
-            [
-                name,
-                f"{statistics.median(each):,.0f}",
-                f"{statistics.median([rate / step for rate, step in zip(each, trained, strict=True)]):,.1f}",
-            ]
-            for name, each in rates.items()
-        ]
-        header = ["what", "tokens/s, median of the rounds", "times the training step's, in a round"]
+        calls: dict[str, Callable[[], float]] = {}
+        # Shards need no second worker, because nothing is left to tokenize.
+        for name, config, workers in (
+            ("text", DataConfig(source=source), (0, 1, 2)),
+            ("shards", DataConfig(source=Shards(path=output.directory)), (0, 1)),
+        ):
+            for count in workers:
+                label = f"noised batches from {name}, {count} worker{'' if count == 1 else 's'}"
+                workers_config = config.model_copy(update={"workers": count})
+                calls[label] = partial(measure_noised, workers_config, tokenizer, length, batch_size, seconds)
+            measure = partial(measure_sequences, config, tokenizer, length, batch_size, seconds)
+            calls[f"sequences from {name}, no noise"] = measure
+        calls[TRAINING_STEP] = partial(measure_training_step, settings.threads, seconds)
+        rates = run_in_turns(
+            calls,
+            rounds=settings.rounds,
+            warmup=settings.warmup,
+            after_round=lambda number, _: print_message(f"round {number}/{settings.rounds}"),
+        )
         corpus = f"{source.kind}, {documents.num_tokens:,} tokens in {len(documents):,} documents"
-    about = {
-        **collect_environment(threads=threads, packages=["torch", "numpy"]),
-        "rows": f"{batch_size} of {row_length} tokens a step, packed; {corpus}",
-        "rounds": f"{rounds}, {seconds:g} s of each in turn; the training step has the processor alone",
+    facts = {
+        "sequences": f"{batch_size} of {length} tokens per step, packed; {corpus}",
+        "seconds": f"{seconds:g} of each reader in a round; no reader runs during the training step",
     }
-    return f"{markdown_table(header, table)}\n\n{markdown_list(about)}"
+    return Report([_build_table(rates)], facts)
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of all in turn (default: 5)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each in a round (default: 5)")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="of torch (default: all usable cores)")
-    arguments = parser.parse_args()
-    print(bench_data(rounds=arguments.rounds, seconds=arguments.seconds, threads=arguments.threads))
+def _build_table(rates: dict[str, list[float]]) -> Table:
+    rows = []
+    for name, values in rates.items():
+        ratios = [rate / step for rate, step in zip(values, rates[TRAINING_STEP], strict=True)]
+        rows.append([name, f"{statistics.median(values):,.0f}", f"{statistics.median(ratios):,.1f}"])
+    return Table(["reader", "tok/s, median", "over the training step, median of rounds"], rows)
 
+
+def run(settings: Settings) -> Report:
+    return bench_data(settings, seconds=settings.options.seconds)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each reader in a round (default: 5)")
+
+
+BENCHMARK = Benchmark(
+    "Compare the throughput of the loader with that of a training step.",
+    run,
+    rounds=5,
+    warmup=0,
+    packages=("torch", "numpy"),
+    add_arguments=add_arguments,
+)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(BENCHMARK))

@@ -1,15 +1,16 @@
-"""Training on two ranks of one machine: our data parallelism, with and without sharded optimizer state, and our FSDP,
-beside torch's own of both kinds.
+"""Training on two ranks of one machine: our data parallelism (with and without sharded optimizer state) and our FSDP
+against torch's DistributedDataParallel and FSDP2.
 
     python -m benchmarking.bench_ddp
 
-All take their turns in the same two processes, joined by gloo, one thread each. A turn is some steps and the wait for
-what still travels after them.
+All implementations take turns in the same two processes, connected by gloo. A turn is some optimizer steps and the wait
+for communication that is still running after them.
 """
 
 from __future__ import annotations
 
 import argparse
+import pickle
 import statistics
 import tempfile
 import time
@@ -24,12 +25,14 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarking.harness import (
-    collect_environment,
-    markdown_list,
-    markdown_table,
-    print_message,
-    speedup,
-    time_in_turns,
+    MEBIBYTE,
+    Benchmark,
+    Report,
+    Settings,
+    Table,
+    compare,
+    describe_model,
+    main,
 )
 from config.model import ModelConfig
 from config.parallel import DDP, FSDP, MultiProcessOptions
@@ -54,62 +57,60 @@ OURS: dict[str, MultiProcessOptions] = {
 }
 TORCH_DDP, TORCH_FSDP = "torch DistributedDataParallel", "torch FSDP2"
 MAX_NORM = 1.0
-FIRST_STEPS = 4
-"""After so many, losses are compared."""
-MEBIBYTE = 1 << 20
+STEPS_BEFORE_LOSS = 4
+"""The losses of all implementations are stated after this step: later, rounding on one repeated batch is large."""
+NUM_RANKS = 2
 
 
 @dataclass(frozen=True)
-class DistributedBenchOptions:
-    """What is measured."""
+class DistributedCase:
+    """The model, the batch and the length of a turn."""
 
     hidden_size: int = 256
     layers: int = 4
     vocab_size: int = 4096
     length: int = 128
-    rows: int = 4
-    """Of a rank and step."""
+    batch_size: int = 4
+    """Sequences of a rank in a step."""
     bucket_mib: float = 4.0
-    rounds: int = 8
-    warmup: int = 2
     steps: int = 3
-    """Of a turn."""
-    ranks: int = 2
+    """Optimizer steps of a turn."""
 
-    def model(self) -> Transformer:
-        """The same on every call and rank."""
-        model = Transformer(
-            ModelConfig(
-                hidden_size=self.hidden_size,
-                num_hidden_layers=self.layers,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                head_dim=self.hidden_size // 4,
-                intermediate_size=self.hidden_size * 11 // 4,
-                max_position_embeddings=self.length,
-                vocab_size=self.vocab_size,
-                mask_token_id=self.vocab_size - 1,
-                eos_token_id=self.vocab_size - 2,
-                pad_token_id=self.vocab_size - 2,
-            )
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=self.hidden_size // 4,
+            intermediate_size=self.hidden_size * 11 // 4,
+            max_position_embeddings=self.length,
+            vocab_size=self.vocab_size,
+            mask_token_id=self.vocab_size - 1,
+            eos_token_id=self.vocab_size - 2,
+            pad_token_id=self.vocab_size - 2,
         )
+
+    def build_model(self) -> Transformer:
+        """A model with the same weights on every call and rank."""
+        model = Transformer(self.model_config())
         init_weights(model, 0)
         return model
 
 
 @dataclass
 class DistributedImplementation:
-    """A model on this rank, and how it takes a step."""
+    """The model of this rank and its optimizer step."""
 
     step: Callable[[], Tensor]
-    """Returns the rank's part of the loss."""
+    """Returns this rank's summand of the loss."""
     finish: Callable[[], None]
-    """Waits for what travels."""
+    """Waits for communication."""
     optimizer: torch.optim.Optimizer
     parallel: Parallelism | None = None
 
     def turn(self, steps: int) -> Tensor:
-        """The last step's loss."""
+        """Take some steps, wait for communication and return the last loss."""
         loss = torch.zeros(())
         for _ in range(steps):
             loss = self.step()
@@ -117,9 +118,9 @@ class DistributedImplementation:
         return loss
 
     def optimizer_bytes(self) -> int:
-        """Of this rank."""
-        kept = (value for state in self.optimizer.state.values() for value in state.values())
-        return count_tensor_bytes(_to_local(value) for value in kept if isinstance(value, torch.Tensor))
+        """Size of the optimizer state on this rank."""
+        values = (value for state in self.optimizer.state.values() for value in state.values())
+        return count_tensor_bytes(_to_local(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def _to_local(value: Tensor) -> Tensor:
@@ -127,48 +128,47 @@ def _to_local(value: Tensor) -> Tensor:
     return value if to_local is None else to_local()
 
 
-def compute_loss(model: Callable[..., Tensor], tokens_BL: Tensor, ranks: World) -> Tensor:
-    """This rank's part of the mean over all ranks: the sum over ranks is the loss."""
+def compute_loss(model: Callable[..., Tensor], tokens_BL: Tensor, world: World) -> Tensor:
+    """This rank's summand of the loss, which is the mean over the tokens of all ranks."""
     logits_BLV = model(tokens_BL, pattern=Bidirectional())
     total = torch.nn.functional.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL.flatten(), reduction="sum")
-    return total / (tokens_BL.numel() * ranks.size)
+    return total / (tokens_BL.numel() * world.size)
 
 
 def build_ours(
-    options: DistributedBenchOptions, parallel: MultiProcessOptions, ranks: World, tokens_BL: Tensor
+    case: DistributedCase, options: MultiProcessOptions, world: World, tokens_BL: Tensor
 ) -> DistributedImplementation:
-    """By `apply_parallelism`, as the training loop does it."""
-    if isinstance(parallel, DDP):
-        parallel = parallel.model_copy(update={"bucket_mib": options.bucket_mib})
-    assert isinstance(parallel, DDP | FSDP)
-    model = options.model()
-    spread = apply_parallelism(
-        model, parallel, ranks, torch.device("cpu"), parameter_units(model), requires_whole_matrix=lambda name: False
+    """Build a model and its step with `apply_parallelism`, as the training loop does."""
+    if isinstance(options, DDP):
+        options = options.model_copy(update={"bucket_mib": case.bucket_mib})
+    assert isinstance(options, DDP | FSDP)
+    model = case.build_model()
+    parallel = apply_parallelism(
+        model, options, world, torch.device("cpu"), parameter_units(model), requires_whole_matrix=lambda name: False
     )
-    optimizer = torch.optim.AdamW(spread.trainable_parameters().values(), lr=1e-3)
+    optimizer = torch.optim.AdamW(parallel.trainable_parameters().values(), lr=1e-3)
 
     def step() -> Tensor:
-        with spread.backward(is_last=True):
-            loss = compute_loss(model, tokens_BL, ranks)
+        with parallel.backward(is_last=True):
+            loss = compute_loss(model, tokens_BL, world)
             loss.backward()  # type: ignore[no-untyped-call]
-        spread.clip(MAX_NORM)
+        parallel.clip(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        spread.start_weight_gather()
+        parallel.start_weight_gather()
         return loss.detach()
 
-    return DistributedImplementation(step, spread.wait_for_weights, optimizer, spread)
+    return DistributedImplementation(step, parallel.wait_for_weights, optimizer, parallel)
 
 
-def build_torch(
-    options: DistributedBenchOptions, name: str, ranks: World, tokens_BL: Tensor
-) -> DistributedImplementation:
-    """As torch's documentation has it: gradients are means over ranks, so each rank's loss is that of its own rows."""
-    model: Any = options.model()
+def build_torch(case: DistributedCase, name: str, world: World, tokens_BL: Tensor) -> DistributedImplementation:
+    """Build a model and its step as torch's documentation describes.
+
+    Torch averages gradients over ranks, so that the loss is multiplied by the number of ranks before the backward.
+    """
+    model: Any = case.build_model()
     if name == TORCH_DDP:
-        model = nn.parallel.DistributedDataParallel(
-            model, bucket_cap_mb=options.bucket_mib, gradient_as_bucket_view=True
-        )
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=case.bucket_mib, gradient_as_bucket_view=True)
     else:
         from torch.distributed.fsdp import fully_shard
 
@@ -178,8 +178,8 @@ def build_torch(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> Tensor:
-        loss = compute_loss(model, tokens_BL, ranks)
-        (loss * ranks.size).backward()  # type: ignore[no-untyped-call]
+        loss = compute_loss(model, tokens_BL, world)
+        (loss * world.size).backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -188,60 +188,61 @@ def build_torch(
     return DistributedImplementation(step, lambda: None, optimizer)
 
 
-def build_all(options: DistributedBenchOptions, ranks: World) -> dict[str, DistributedImplementation]:
-    """All of them, on the same rows."""
-    generator = torch.Generator().manual_seed(ranks.rank)
-    tokens_BL = torch.randint(0, options.vocab_size, (options.rows, options.length), generator=generator)
-    ours = {name: build_ours(options, parallel, ranks, tokens_BL) for name, parallel in OURS.items()}
-    return ours | {name: build_torch(options, name, ranks, tokens_BL) for name in (TORCH_DDP, TORCH_FSDP)}
+def build_all(case: DistributedCase, world: World) -> dict[str, DistributedImplementation]:
+    """Build all implementations, with the same batch."""
+    generator = torch.Generator().manual_seed(world.rank)
+    tokens_BL = torch.randint(0, case.vocab_size, (case.batch_size, case.length), generator=generator)
+    ours = {name: build_ours(case, options, world, tokens_BL) for name, options in OURS.items()}
+    return ours | {name: build_torch(case, name, world, tokens_BL) for name in (TORCH_DDP, TORCH_FSDP)}
 
 
-def loopback_bytes(text: str) -> int:
-    """Sent over the loopback interface since the machine started, by what /proc/net/dev says."""
+def parse_loopback_bytes(text: str) -> int:
+    """Read the bytes that the loopback interface has sent from the text of /proc/net/dev."""
     for line in text.splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "lo":
             return int(counts.split()[8])
-    raise ValueError("/proc/net/dev names no interface lo, whose bytes were to be counted")
+    raise ValueError("/proc/net/dev has no interface lo, whose sent bytes are measured")
 
 
-def wire_bytes(implementation: DistributedImplementation, ranks: World, steps: int) -> float:
-    """Sent by a rank in a step, with what TCP adds. Whatever else on the machine talks to itself is counted too."""
+def measure_sent_bytes(implementation: DistributedImplementation, world: World, steps: int) -> float:
+    """Measure the bytes that a rank sends in a step, TCP headers and other loopback traffic of the machine included."""
     counters = Path("/proc/net/dev")
-    ranks.barrier()
-    before = loopback_bytes(counters.read_text(encoding="ascii")) if ranks.is_first else 0
-    ranks.barrier()
+    world.barrier()
+    before = parse_loopback_bytes(counters.read_text(encoding="ascii")) if world.is_first else 0
+    world.barrier()
     implementation.turn(steps)
-    ranks.barrier()
-    after = loopback_bytes(counters.read_text(encoding="ascii")) if ranks.is_first else 0
-    return (after - before) / (steps * ranks.size)
+    world.barrier()
+    after = parse_loopback_bytes(counters.read_text(encoding="ascii")) if world.is_first else 0
+    return (after - before) / (steps * world.size)
 
 
-def minimum_bytes(parameters: int, ranks: int) -> float:
-    """What a rank has to send in a step so that all have the sums of float32 gradients, or the weights made of them."""
+def minimum_sent_bytes(parameters: int, ranks: int) -> float:
+    """Bytes that a rank must send in a step to all-reduce float32 gradients (or to reduce-scatter them and to
+    all-gather the weights)."""
     return 2 * 4 * parameters * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
 class CheckpointStall:
-    """Seconds that training stands still for a checkpoint."""
+    """Seconds for which training stops to save a checkpoint."""
 
     copy: float
-    """To take the snapshot, which no way of saving can do without."""
+    """Time to copy the state, which both ways of saving need."""
     background: float
-    """Until training goes on, while a thread writes."""
+    """Total stall when a thread writes the files."""
     foreground: float
-    """Until training goes on, where it waits for the disk."""
+    """Total stall when training waits for the files."""
 
 
-def checkpoint_stall(implementation: DistributedImplementation, ranks: World, folder: Path) -> CheckpointStall:
-    """Medians of three saves each."""
+def measure_checkpoint_stall(implementation: DistributedImplementation, world: World, folder: Path) -> CheckpointStall:
+    """Measure the medians of three saves."""
     parallel = implementation.parallel
     assert parallel is not None
-    group = SaveCoordinator.join(ranks, 60.0)
+    coordinator = SaveCoordinator.join(world, 60.0)
     names: dict[Tensor, str] = {parameter: name for name, parameter in parallel.trainable_parameters().items()}
 
-    def snapshot(step: int) -> StagedCheckpoint:
+    def stage(step: int) -> StagedCheckpoint:
         state = {
             f"{names[parameter]}.{key}": value
             for parameter, values in implementation.optimizer.state.items()
@@ -250,22 +251,22 @@ def checkpoint_stall(implementation: DistributedImplementation, ranks: World, fo
         weights = dict(parallel.iterate_whole_parameters())
         return stage_checkpoint(step, _write_weights, {}, weights, parallel.to_checkpoint_state(state))
 
-    def timed(saves: AsyncCheckpointer, step: int) -> tuple[float, float]:
-        ranks.barrier()
-        begun = time.perf_counter()
-        taken = snapshot(step)
-        copied = time.perf_counter()
-        saves.start(taken)
-        ended = time.perf_counter()
-        saves.wait()
-        return copied - begun, ended - begun
+    def measure_save(checkpointer: AsyncCheckpointer, step: int) -> tuple[float, float]:
+        world.barrier()
+        start = time.perf_counter()
+        staged = stage(step)
+        copy_end = time.perf_counter()
+        checkpointer.start(staged)
+        end = time.perf_counter()
+        checkpointer.wait()
+        return copy_end - start, end - start
 
-    measured = {}
+    saves = {}
     for index, background in enumerate((True, False)):
-        saves = AsyncCheckpointer(CheckpointStore(folder / str(index), 1), group, background=background)
-        measured[background] = [timed(saves, step) for step in range(1, 4)]
-    copies = [copy for each in measured.values() for copy, _ in each]
-    stalls = {background: statistics.median(whole for _, whole in each) for background, each in measured.items()}
+        checkpointer = AsyncCheckpointer(CheckpointStore(folder / str(index), 1), coordinator, background=background)
+        saves[background] = [measure_save(checkpointer, step) for step in range(1, 4)]
+    copies = [copy for times in saves.values() for copy, _ in times]
+    stalls = {background: statistics.median(total for _, total in times) for background, times in saves.items()}
     return CheckpointStall(statistics.median(copies), stalls[True], stalls[False])
 
 
@@ -275,71 +276,96 @@ def _write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
 
 
-def measure(options: DistributedBenchOptions, ranks: World, folder: Path) -> str:
-    """On every rank: all contestants in turn. Returns the report on the first rank."""
-    implementations = build_all(options, ranks)
-    tell = print_message if ranks.is_first else lambda text: None
+def measure(case: DistributedCase, settings: Settings, world: World, folder: Path) -> Report:
+    """Compare all implementations; a collective call of all ranks. ``folder`` receives checkpoints."""
+    implementations = build_all(case, world)
 
     def turn(implementation: DistributedImplementation) -> None:
-        implementation.turn(options.steps)
-        ranks.barrier()
+        implementation.turn(case.steps)
+        world.barrier()
 
-    # Early: many steps on one batch make rounding large.
-    losses = {name: ranks.sum(float(each.turn(FIRST_STEPS)))[0] for name, each in implementations.items()}
-    turns = {name: partial(turn, implementation) for name, implementation in implementations.items()}
-    seconds = time_in_turns(
-        turns, rounds=options.rounds, warmup=options.warmup, after_round=lambda number, _: tell(f"round {number}")
-    )
-    wire = {name: wire_bytes(implementation, ranks, options.steps) for name, implementation in implementations.items()}
-    held = {name: max(ranks.all_gather_objects(each.optimizer_bytes())) for name, each in implementations.items()}
-    stalls = {
-        name: checkpoint_stall(implementations[name], ranks, folder / str(index)) for index, name in enumerate(OURS)
+    losses = {
+        name: world.sum(float(implementation.turn(STEPS_BEFORE_LOSS)))[0]
+        for name, implementation in implementations.items()
     }
-    parameters = sum(parameter.numel() for parameter in options.model().parameters())
-    least = minimum_bytes(parameters, ranks.size)
+    turns = {name: partial(turn, implementation) for name, implementation in implementations.items()}
+    times = compare(turns, settings, label="turn" if world.is_first else "")
+    tokens = case.batch_size * case.length * world.size * case.steps
     rows = []
-    for name in implementations:
+    for name, implementation in implementations.items():
+        sent = measure_sent_bytes(implementation, world, case.steps)
+        state_bytes = max(world.all_gather_objects(implementation.optimizer_bytes()))
         peer = TORCH_FSDP if "fsdp" in name.lower() else TORCH_DDP
-        speed = options.rows * options.length * ranks.size * options.steps / statistics.median(seconds[name])
-        ratio = speedup(seconds[name], seconds[peer]).format_ratio() if name != peer else "-"
-        size = f"{held[name] / MEBIBYTE:.2f}"
-        rows.append([name, f"{speed:,.0f}", ratio, size, f"{wire[name] / MEBIBYTE:.2f}", f"{losses[name]:.6f}"])
-    header = ["", "tok/s", "speed over torch's [quartiles]", "optimizer MiB a rank", "sent MiB", "loss"]
-    saving = [[name, *(f"{1e3 * value:.1f}" for value in vars(stall).values())] for name, stall in stalls.items()]
-    about = (
-        f"{parameters:,} parameters, {options.layers} layers of {options.hidden_size}, vocabulary "
-        f"{options.vocab_size:,}; {options.rows} rows of {options.length} tokens a rank, {ranks.size} ranks. "
-        f"Sent: by a rank in a step; sums of gradients, or the weights made of them, need {least / MEBIBYTE:.2f} MiB. "
-        f"Loss: of step {FIRST_STEPS}."
+        ratio = times.speedup(name, peer).format_ratio() if name != peer else "-"
+        sizes = [f"{size / MEBIBYTE:.2f}" for size in (state_bytes, sent)]
+        rows.append([name, f"{tokens / times.median(name):,.0f}", ratio, *sizes, f"{losses[name]:.6f}"])
+    header = ["implementation", "tok/s", "speedup over torch's [quartiles]", "optimizer MiB per rank", "sent MiB"]
+    stalls = []
+    for index, name in enumerate(OURS):
+        stall = measure_checkpoint_stall(implementations[name], world, folder / str(index))
+        stalls.append([name, *(f"{1e3 * value:.1f}" for value in vars(stall).values())])
+    return Report(
+        [
+            _describe_case(case, world),
+            Table([*header, "loss"], rows),
+            Table(["checkpoint", "copy ms", "stall ms, background", "stall ms, foreground"], stalls),
+        ]
     )
-    table = markdown_table(["checkpoint", "copy ms", "stall ms, background", "stall ms, foreground"], saving)
-    return f"{about}\n\n{markdown_table(header, rows)}\n\n{table}"
 
 
-def run_rank(options: DistributedBenchOptions) -> int:
-    """What each rank runs."""
-    torch.set_num_threads(1)
-    with process_group(DDP(backend="gloo"), "cpu") as ranks, tempfile.TemporaryDirectory() as own:
-        folder = Path(ranks.run_on_first(lambda: own))
-        report = measure(options, ranks, folder)
-        if ranks.is_first:
-            print(f"{report}\n\n{markdown_list(collect_environment(threads=1, packages=['torch']))}", flush=True)
-        ranks.barrier()
+def _describe_case(case: DistributedCase, world: World) -> str:
+    parameters = sum(parameter.numel() for parameter in case.build_model().parameters())
+    minimum = minimum_sent_bytes(parameters, world.size) / MEBIBYTE
+    return (
+        f"{describe_model(case.model_config())}, vocabulary {case.vocab_size:,}, {parameters:,} parameters; "
+        f"{world.size} ranks with {case.batch_size} sequences of {case.length} tokens each. Sent: by a rank in a "
+        f"step; the minimum is {minimum:.2f} MiB. Loss: of step {STEPS_BEFORE_LOSS}."
+    )
+
+
+def run_rank(case: DistributedCase, settings: Settings, report_file: Path) -> int:
+    """Run one rank; the first one writes the report."""
+    torch.set_num_threads(settings.threads)
+    with process_group(DDP(backend="gloo"), "cpu") as world:
+        report = measure(case, settings, world, report_file.parent)
+        if world.is_first:
+            report_file.write_bytes(pickle.dumps(report))
+        world.barrier()
     return 0
 
 
-def main() -> int:
-    """Parse, start the ranks."""
-    parser = argparse.ArgumentParser(description="Compare two ranks with torch's own.", allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=8, help="measured turns of each (default: 8, at least 2)")
-    parser.add_argument("--hidden-size", type=int, default=256, help="of the model (default: 256)")
-    parser.add_argument("--rows", type=int, default=4, help="of a rank and step (default: 4)")
-    arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.hidden_size % 8 or arguments.hidden_size < 8 or arguments.rows < 1:
-        parser.error("--rounds must be at least 2, --hidden-size a multiple of 8, --rows at least 1")
-    options = DistributedBenchOptions(rounds=arguments.rounds, hidden_size=arguments.hidden_size, rows=arguments.rows)
-    return launch(partial(run_rank, options), options.ranks, name=NAME)
+def run(settings: Settings) -> Report:
+    """Start the ranks and return the report of the first one."""
+    options = settings.options
+    case = DistributedCase(hidden_size=options.hidden_size, batch_size=options.rows)
+    with tempfile.TemporaryDirectory() as folder:
+        report_file = Path(folder) / "report"
+        exit_code = launch(partial(run_rank, case, settings, report_file), NUM_RANKS, name=NAME)
+        if exit_code:
+            raise ValueError(f"the ranks ended with exit code {exit_code}")
+        report: Report = pickle.loads(report_file.read_bytes())
+    return report
 
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hidden-size", type=int, default=256, help="of the model (default: 256)")
+    parser.add_argument("--rows", type=int, default=4, help="sequences of a rank in a step (default: 4)")
+
+
+def check_arguments(options: argparse.Namespace) -> str | None:
+    is_valid = options.hidden_size >= 8 and options.hidden_size % 8 == 0 and options.rows >= 1
+    return None if is_valid else "--hidden-size must be a multiple of 8 and --rows at least 1"
+
+
+BENCHMARK = Benchmark(
+    "Compare data parallelism and FSDP on two ranks with torch's.",
+    run,
+    rounds=8,
+    warmup=2,
+    threads=1,
+    add_arguments=add_arguments,
+    check_arguments=check_arguments,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(BENCHMARK))

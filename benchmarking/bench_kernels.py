@@ -1,12 +1,12 @@
-"""The fused head and loss against other ways to the same sum and gradients: time, memory, error.
+"""The fused head and loss against other implementations of the same sum and gradients: time, memory, error.
 
     python -m benchmarking.bench_kernels
 
-Without a GPU: vocabulary 32,768 in both precisions. With one: the head of a model of 1.7 B parameters, half of whose
-positions are masked. There the others get all positions, with ``ignore_index`` at those that are not, as they are used;
-ours gets the masked ones, and picking them is part of its time.
+Without a GPU: vocabulary 32,768 in both precisions. With one: the head of a model of 1.7 B parameters and half of the
+positions masked. Peers get all positions, with ``ignore_index`` at the visible ones, as they are commonly used; ours
+gets the masked positions, and indexing them is part of its time.
 
-Shapes: P positions, R of them scored, D hidden, V vocabulary.
+Shapes: P positions, N masked positions (those in the loss), D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,48 +23,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarking.harness import (
-    collect_environment,
+    MEBIBYTE,
+    Benchmark,
+    Report,
+    Settings,
+    Table,
+    compare,
+    describe_accelerator,
     is_installed,
-    markdown_list,
-    markdown_table,
+    main,
     print_message,
     run_in_fresh_process,
-    speedup,
-    time_in_turns,
 )
 from diffusionlm.kernels.cross_entropy import LossInputs, linear_cross_entropy
-from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth
 
 OURS = "diffusionlm"
+BASELINE = "full logits"
 IGNORE_INDEX = -100
-"""Target of a position that is not scored."""
+"""Target of a position that is not in the loss."""
 ERROR_POSITIONS = 256
 """Positions over which gradients are compared with those in float64."""
 
 
 @dataclass(frozen=True)
 class HeadCase:
-    """A head and the rows that it gets."""
+    """The shape of a head and of its inputs."""
 
     positions: int
-    scored: int
-    """The last so many of a random order."""
+    masked: int
+    """Positions in the loss, chosen at random."""
     width: int
     vocab: int
     dtype: torch.dtype
-    """Of hidden states and head."""
+    """Dtype of hidden states and head."""
     device: str
     threads: int
 
     @property
     def teraflops(self) -> float:
-        """Of three products over the scored rows."""
-        return 6e-12 * self.scored * self.width * self.vocab
+        """Three matrix products over the masked positions, in 10^12 operations."""
+        return 6e-12 * self.masked * self.width * self.vocab
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.scored:,} of {self.positions:,} x {self.width:,} x {self.vocab:,} {dtype}"
+        return f"{self.masked:,} of {self.positions:,} x {self.width:,} x {self.vocab:,} {dtype}"
 
 
 @dataclass(frozen=True)
@@ -76,65 +77,70 @@ class HeadInputs:
     hidden_PD: Tensor
     head_VD: Tensor
     targets_P: Tensor
-    """`IGNORED` where nothing is scored."""
+    """`IGNORE_INDEX` at visible positions."""
     positions_N: Tensor
 
     @property
     def targets_N(self) -> Tensor:
-        """Of the scored rows."""
         return self.targets_P[self.positions_N]
 
 
 LossFunction = Callable[[HeadInputs], Tensor]
-"""Sum of the scored rows' losses, with gradient."""
+"""Sum of the losses of the masked positions, with gradient."""
 
 
 def make_inputs(case: HeadCase) -> HeadInputs:
-    """Random tensors, the same for all contestants; logits have a standard deviation of one."""
+    """Random tensors, the same for all implementations; logits have a standard deviation of one."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(case.positions, case.width, generator=rng)
     head = torch.randn(case.vocab, case.width, generator=rng) / case.width**0.5
     targets = torch.randint(0, case.vocab, (case.positions,), generator=rng)
     order = torch.randperm(case.positions, generator=rng)
-    targets[order[: case.positions - case.scored]] = IGNORE_INDEX
-    rows = order[case.positions - case.scored :].sort().values
-    hidden, head = (each.to(case.device, case.dtype).requires_grad_() for each in (hidden, head))
-    return HeadInputs(hidden, head, targets.to(case.device), rows.to(case.device))
+    targets[order[: case.positions - case.masked]] = IGNORE_INDEX
+    positions = order[case.positions - case.masked :].sort().values
+    hidden, head = (tensor.to(case.device, case.dtype).requires_grad_() for tensor in (hidden, head))
+    return HeadInputs(hidden, head, targets.to(case.device), positions.to(case.device))
 
 
-def fused_loss(data: HeadInputs) -> Tensor:
-    """The project's own loss, on the scored rows alone."""
-    hidden_ND = data.hidden_PD if len(data.positions_N) == len(data.hidden_PD) else data.hidden_PD[data.positions_N]
-    targets_N = data.targets_N
+def fused_loss(inputs: HeadInputs) -> Tensor:
+    """Our loss, on the masked positions only."""
+    hidden = inputs.hidden_PD
+    hidden_ND = hidden if len(inputs.positions_N) == len(hidden) else hidden[inputs.positions_N]
+    targets_N = inputs.targets_N
     weights_N = torch.ones(targets_N.shape, device=targets_N.device)
-    return linear_cross_entropy(hidden_ND, data.head_VD, LossInputs(targets_N, weights_N)).loss_sum
+    return linear_cross_entropy(hidden_ND, inputs.head_VD, LossInputs(targets_N, weights_N)).loss_sum
 
 
-def full_logits_loss(data: HeadInputs) -> Tensor:
-    """All logits at once, then in fp32: what most training loops do."""
-    logits_PV = (data.hidden_PD @ data.head_VD.T).float()
-    return F.cross_entropy(logits_PV, data.targets_P, ignore_index=IGNORE_INDEX, reduction="sum")
+def full_logits_loss(inputs: HeadInputs) -> Tensor:
+    """All logits at once, then cross-entropy in float32: the common training loop."""
+    logits_PV = (inputs.hidden_PD @ inputs.head_VD.T).float()
+    return F.cross_entropy(logits_PV, inputs.targets_P, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def torch_fused_loss(data: HeadInputs) -> Tensor:
+def torch_fused_loss(inputs: HeadInputs) -> Tensor:
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(
-        data.hidden_PD, data.head_VD, data.targets_P, reduction="sum", ignore_index=IGNORE_INDEX, options=options
+        inputs.hidden_PD,
+        inputs.head_VD,
+        inputs.targets_P,
+        reduction="sum",
+        ignore_index=IGNORE_INDEX,
+        options=options,
     )
 
 
 def make_liger_loss() -> LossFunction:
-    liger_loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
+    loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
         ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    return lambda data: liger_loss(data.head_VD, data.hidden_PD, data.targets_P)
+    return lambda inputs: loss(inputs.head_VD, inputs.hidden_PD, inputs.targets_P)
 
 
 def build_losses(device: str, *, compiles: bool) -> dict[str, LossFunction]:
-    """The implementations that can run here; the project's own first."""
-    losses: dict[str, LossFunction] = {OURS: fused_loss, "full logits": full_logits_loss}
+    """The implementations that can run on the device, ours first."""
+    losses: dict[str, LossFunction] = {OURS: fused_loss, BASELINE: full_logits_loss}
     if compiles:
-        losses["full logits, torch.compile"] = torch.compile(full_logits_loss)
+        losses[f"{BASELINE}, torch.compile"] = torch.compile(full_logits_loss)
     if hasattr(F, "linear_cross_entropy"):
         losses["F.linear_cross_entropy"] = torch_fused_loss
     if device == "cuda" and is_installed("liger_kernel"):
@@ -142,118 +148,104 @@ def build_losses(device: str, *, compiles: bool) -> dict[str, LossFunction]:
     return losses
 
 
-def step(loss: LossFunction, data: HeadInputs) -> tuple[Tensor, Tensor]:
-    """Forward and backward; the gradients of hidden states and head, when they are there."""
-    grad_hidden, grad_head = torch.autograd.grad(loss(data), (data.hidden_PD, data.head_VD))
+def step(loss: LossFunction, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+    """Forward and backward; returns the gradients of hidden states and head once the device has computed them."""
+    grad_hidden, grad_head = torch.autograd.grad(loss(inputs), (inputs.hidden_PD, inputs.head_VD))
     if grad_head.device.type == "cuda":
         torch.cuda.synchronize()
     return grad_hidden, grad_head
 
 
 def measure_error(case: HeadCase, loss: LossFunction) -> float:
-    """Distance of the gradients from those in float64 over the length of these, the greater of the two, over the first
+    """Relative distance (L2) of the gradients from those in float64, the greater of the two, over the first
     `ERROR_POSITIONS` positions."""
-    few = min(ERROR_POSITIONS, case.positions)
-    data = make_inputs(replace(case, positions=few, scored=min(few, case.scored)))
-    exact = replace(
-        data,
-        hidden_PD=data.hidden_PD.detach().double().requires_grad_(),
-        head_VD=data.head_VD.detach().double().requires_grad_(),
-    )
-    exact_loss = F.cross_entropy(
-        exact.hidden_PD @ exact.head_VD.T, exact.targets_P, ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-    theirs = torch.autograd.grad(exact_loss, (exact.hidden_PD, exact.head_VD))
-    pairs = zip(step(loss, data), theirs, strict=True)
-    return max(float((ours.double() - their).norm() / their.norm()) for ours, their in pairs)
+    positions = min(ERROR_POSITIONS, case.positions)
+    inputs = make_inputs(replace(case, positions=positions, masked=min(positions, case.masked)))
+    hidden, head = (tensor.detach().double().requires_grad_() for tensor in (inputs.hidden_PD, inputs.head_VD))
+    exact_loss = F.cross_entropy(hidden @ head.T, inputs.targets_P, ignore_index=IGNORE_INDEX, reduction="sum")
+    exact = torch.autograd.grad(exact_loss, (hidden, head))
+    pairs = zip(step(loss, inputs), exact, strict=True)
+    return max(float((gradient.double() - reference).norm() / reference.norm()) for gradient, reference in pairs)
 
 
 def measure_peak(case: HeadCase, name: str, *, compiles: bool) -> int:
-    """Peak memory of a contestant in bytes over its inputs and the two gradients, in a process of its own.
+    """Measure the peak memory in bytes above the inputs and both gradients, in a fresh process.
 
     Raises:
         ValueError: the process was killed.
     """
     return run_in_fresh_process(
-        _measure_peak_in_process, case, name, compiles, description=name, key="the case's positions"
+        _measure_peak_in_process, case, name, compiles, description=name, key="the positions of the case"
     )
 
 
 def _measure_peak_in_process(case: HeadCase, name: str, compiles: bool) -> int:
     torch.set_num_threads(case.threads)
     loss = build_losses(case.device, compiles=compiles)[name]
-    # A first small step loads what libraries load at first use.
-    step(loss, make_inputs(replace(case, positions=8, scored=4, vocab=512)))
-    data = make_inputs(case)
+    # A small first step allocates what libraries load at first use.
+    step(loss, make_inputs(replace(case, positions=8, masked=4, vocab=512)))
+    inputs = make_inputs(case)
     gc.collect()
     peak = PeakGrowth(case.device)
-    gradients = step(loss, data)
-    return peak.bytes() - sum(each.numel() * each.element_size() for each in gradients)
+    gradients = step(loss, inputs)
+    return peak.bytes() - sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
 
-def bench_case(case: HeadCase, *, rounds: int, warmup: int, compiles: bool) -> list[list[str]]:
-    """Rows of the table: each contestant's time in turns, memory and error."""
+def compare_losses(case: HeadCase, settings: Settings, *, compiles: bool) -> list[list[str]]:
+    """Compare time, memory and error of all implementations; one table row for each."""
     losses = build_losses(case.device, compiles=compiles)
-    data = make_inputs(case)
-    print_message(f"{case}: time")
-    # On a CPU, the processor's time: of a machine that others use too, it tells more.
-    clock = time.process_time if case.device == "cpu" else time.perf_counter
-    implementations = {name: partial(step, loss, data) for name, loss in losses.items()}
-    seconds = time_in_turns(implementations, rounds=rounds, warmup=warmup, clock=clock)
-    del data, implementations
+    inputs = make_inputs(case)
+    steps = {name: partial(step, loss, inputs) for name, loss in losses.items()}
+    times = compare(steps, settings, label=str(case))
+    del inputs, steps
     rows = []
     for name, loss in losses.items():
         print_message(f"{case}: memory and error of {name}")
-        median = statistics.median(seconds[name])
-        ratio = speedup(seconds[name], seconds["full logits"])
-        peak = measure_peak(case, name, compiles=compiles) / 2**20
-        rate = f"{case.teraflops / median:.3g}"
-        numbers = [f"{1e3 * median:,.1f}", rate, ratio.format_ratio(), f"{peak:,.0f}"]
-        rows.append([str(case), name, *numbers, f"{measure_error(case, loss):.1e}"])
+        rate = f"{case.teraflops / times.median(name):.3g}"
+        peak = f"{measure_peak(case, name, compiles=compiles) / MEBIBYTE:,.0f}"
+        ratio = times.speedup(name, BASELINE).format_ratio()
+        rows.append([str(case), name, times.format_ms(name), rate, ratio, peak, f"{measure_error(case, loss):.1e}"])
     return rows
 
 
-def bench_kernels(cases: Sequence[HeadCase], *, rounds: int, warmup: int, compiles: bool) -> str:
-    """Markdown table of all cases; progress on stderr."""
-    header = ["scored of positions x hidden x vocabulary", "way", "ms", "useful TFLOP/s"]
-    header += ["speedup over full logits, in a round [quartiles]", "peak MiB", "error of gradients"]
-    measured = [bench_case(case, rounds=rounds, warmup=warmup, compiles=compiles) for case in cases]
-    return markdown_table(header, [row for rows in measured for row in rows])
-
-
-def default_cases(device: str, threads: int) -> list[HeadCase]:
-    """What is measured on a device."""
+def default_cases(device: str, threads: int) -> Sequence[HeadCase]:
     if device == "cuda":
         return [HeadCase(16384, 8192, 2048, 151936, torch.bfloat16, device, threads)]
     return [HeadCase(4096, 4096, 256, 32768, dtype, device, threads) for dtype in (torch.float32, torch.bfloat16)]
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description="Compare ways through head and loss.", allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=10, help="measured calls of each (default: 10, at least 2)")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: all usable cores)")
-    parser.add_argument("--compile", action="store_true", help="torch.compile beside the others on a CPU too (minutes)")
-    arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.threads < 1:
-        parser.error("--rounds must be at least 2 and --threads at least 1")
-    torch.set_num_threads(arguments.threads)
+def run(settings: Settings) -> Report:
+    """Compare all implementations in the cases of the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    packages = ["torch", *(package for package in ("triton", "liger_kernel") if is_installed(package))]
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    where = collect_environment(threads=arguments.threads, packages=packages, accelerator=gpu)
-    where["each call"] = "forward and backward, sum over the scored rows; " + (
-        "milliseconds are the processor's, of all threads" if device == "cpu" else "milliseconds on the clock"
-    )
-    where["useful TFLOP/s"] = "three products over the scored rows, by the median time"
-    where["peak"] = "over inputs and both gradients, in a fresh process"
-    where["error"] = f"relative to gradients in float64, {ERROR_POSITIONS} positions"
-    where["rounds"] = f"{arguments.rounds} after 2 of warm-up"
-    cases = default_cases(device, arguments.threads)
-    compiles = device == "cuda" or arguments.compile
-    print(bench_kernels(cases, rounds=arguments.rounds, warmup=2, compiles=compiles))
-    print(f"\n{markdown_list(where)}")
+    compiles = device == "cuda" or settings.options.compile
+    # On a CPU, CPU time: other processes on the machine affect it less.
+    clocked = settings if device == "cuda" else replace(settings, clock="process")
+    cases = default_cases(device, settings.threads)
+    header = ["masked of positions x hidden x vocabulary", "implementation", "ms", "useful TFLOP/s"]
+    header += [f"speedup over {BASELINE} [quartiles]", "peak MiB", "error of gradients"]
+    table = Table(header, [row for case in cases for row in compare_losses(case, clocked, compiles=compiles)])
+    clock = "CPU time of all threads" if device == "cpu" else "wall time"
+    facts = {
+        "each call": f"forward and backward, sum over the masked positions; {clock}",
+        "useful TFLOP/s": "three products over the masked positions, by the median time",
+        "peak": "above inputs and both gradients, in a fresh process",
+        "error": f"relative to gradients in float64, {ERROR_POSITIONS} positions",
+    }
+    return Report([table], facts | describe_accelerator(device))
 
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compile", action="store_true", help="measure torch.compile on a CPU as well (minutes)")
+
+
+BENCHMARK = Benchmark(
+    "Compare implementations of the head and the loss.",
+    run,
+    rounds=10,
+    warmup=2,
+    packages=("torch", "triton", "liger_kernel"),
+    add_arguments=add_arguments,
+)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(BENCHMARK))

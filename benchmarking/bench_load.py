@@ -1,10 +1,10 @@
-"""Loading a directory beside transformers: wall time and memory, each load in a fresh process.
+"""Loading a model directory, against transformers: wall time and memory, each load in a fresh process (Linux only).
 
     python -m benchmarking.bench_load
 
-The directory has the shape of Qwen3-0.6B, in bf16, with random weights; or it is one that is there. A process first
-loads a tiny model, so that imports are over, then looks at the clock, loads, and reads one value of each page of each
-parameter: what is only mapped would else be read later. The file lies in the page cache for both.
+Without ``--directory`` the model has the shape of Qwen3-0.6B and random weights in bfloat16. A process first loads a
+tiny model, so that imports are not measured. Then it measures the load and a read of one value of each page of each
+parameter, because pages of a mapped file are read at their first use. The file is in the page cache for both.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import math
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,22 +26,25 @@ from typing import Any
 import torch
 
 from benchmarking.harness import (
-    collect_environment,
-    is_installed,
-    markdown_list,
-    markdown_table,
+    Benchmark,
+    Report,
+    Settings,
+    Table,
+    main,
     print_message,
+    run_in_fresh_process,
+    run_in_turns,
     speedup,
 )
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.models.transformer import Transformer
-from profiling.cores import usable_cores
 
 OURS, THEIRS = "diffusionlm", "transformers"
 STATUS = Path("/proc/self/status")
-PAGE = 1024
-"""Bytes between two values that are read, or less: no page is left out."""
+READ_STRIDE_BYTES = 1024
+"""Bytes between two values that are read, at most the size of a page."""
+SAMPLE_SECONDS = 0.002
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "hidden_size": 1024,
@@ -70,25 +71,25 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LoadMeasurement:
-    """One load, as measured in its process."""
+    """One load, measured in its process. Memory is in bytes, above what the process had before."""
 
     seconds: float
-    """Of the call."""
-    seconds_with_touch: float
-    """Until a value of each page has been read."""
+    """Time of the call."""
+    seconds_with_read: float
+    """Time until a value of each page has been read."""
     anonymous: int
-    """Bytes of memory of the process's own that it has more than before."""
+    """Anonymous memory after the load."""
     mapped: int
-    """Bytes of files that it has more in memory than before."""
+    """Resident pages of mapped files."""
     peak_anonymous: int
-    """The most that ``anonymous`` was, as a thread saw it."""
+    """Peak of anonymous memory, sampled by a thread."""
     parameters: int
     checksum: float
     """Sum of all parameters."""
 
 
 def write_model(directory: Path, shape: str) -> None:
-    """A directory of random weights in bf16, tied, in one file."""
+    """Write a model directory with random weights in bfloat16, a tied head and one weight file."""
     config = ModelConfig(**SHAPES[shape], qk_norm=True, tie_word_embeddings=True, rope_theta=1e6, rms_norm_eps=1e-6)
     with torch.device("meta"):
         model = Transformer(config)
@@ -102,28 +103,27 @@ def write_model(directory: Path, shape: str) -> None:
     save_model(model, directory)
 
 
-def file_bytes(directory: Path) -> int:
-    """Of the weights."""
+def weight_file_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
-def resident(text: str) -> dict[str, int]:
-    """RssAnon and RssFile of a text such as /proc/self/status, in bytes."""
+def parse_resident(text: str) -> dict[str, int]:
+    """Read RssAnon and RssFile, in bytes, from a text like /proc/self/status."""
     lines = (line.partition(":") for line in text.splitlines())
     return {name: int(value.split()[0]) * 1024 for name, _, value in lines if name in ("RssAnon", "RssFile")}
 
 
 @dataclass
 class MemorySampler:
-    """Looks every two milliseconds how much anonymous memory there is."""
+    """Samples the anonymous memory of this process in a thread; a context manager."""
 
     peak: int = 0
     _end: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def _sample(self) -> None:
-        while not self._end.wait(0.002):
-            self.peak = max(self.peak, resident(STATUS.read_text())["RssAnon"])
+        while not self._end.wait(SAMPLE_SECONDS):
+            self.peak = max(self.peak, parse_resident(STATUS.read_text())["RssAnon"])
 
     def __enter__(self) -> MemorySampler:
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -136,162 +136,142 @@ class MemorySampler:
             self._thread.join()
 
 
-def loader(library: str, dtype: str) -> Callable[[Path], Any]:
-    """What loads a directory."""
+def get_loader(library: str, dtype: str) -> Callable[[Path], Any]:
+    """The function of a library that loads a directory."""
     if library == OURS:
         return lambda directory: load_model(directory, dtype=dtype)
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
-    automatic = transformers.AutoModelForCausalLM
-    return lambda directory: automatic.from_pretrained(directory, dtype=dtype)
+    auto_model = transformers.AutoModelForCausalLM
+    return lambda directory: auto_model.from_pretrained(directory, dtype=dtype)
 
 
-def touch(parameters: Iterable[torch.Tensor]) -> None:
-    """Read a value of every page."""
+def read_all_pages(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
-        parameter.detach().flatten()[:: PAGE // parameter.element_size()].sum()
+        parameter.detach().flatten()[:: READ_STRIDE_BYTES // parameter.element_size()].sum()
 
 
-def measure(library: str, directory: Path, dtype: str) -> LoadMeasurement:
-    """Load once in this process."""
-    load = loader(library, dtype)
+def measure_load(library: str, directory: Path, dtype: str, threads: int = 1) -> LoadMeasurement:
+    """Load once in this process, which should be a fresh one."""
+    torch.set_num_threads(threads)
+    load = get_loader(library, dtype)
     with TemporaryDirectory() as tiny:
         write_model(Path(tiny), "tiny")
-        touch(load(Path(tiny)).parameters())
+        read_all_pages(load(Path(tiny)).parameters())
     gc.collect()
-    before = resident(STATUS.read_text())
-    with MemorySampler() as watch:
+    before = parse_resident(STATUS.read_text())
+    with MemorySampler() as sampler:
         start = time.perf_counter()
         model = load(directory)
-        loaded = time.perf_counter()
-        touch(model.parameters())
+        load_end = time.perf_counter()
+        read_all_pages(model.parameters())
         end = time.perf_counter()
-    after = resident(STATUS.read_text())
+    after = parse_resident(STATUS.read_text())
     return LoadMeasurement(
-        seconds=loaded - start,
-        seconds_with_touch=end - start,
+        seconds=load_end - start,
+        seconds_with_read=end - start,
         anonymous=after["RssAnon"] - before["RssAnon"],
         mapped=after["RssFile"] - before["RssFile"],
-        peak_anonymous=max(watch.peak, after["RssAnon"]) - before["RssAnon"],
+        peak_anonymous=max(sampler.peak, after["RssAnon"]) - before["RssAnon"],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         checksum=sum(float(parameter.detach().sum(dtype=torch.float64)) for parameter in model.parameters()),
     )
 
 
-def measure_in_fresh_process(library: str, directory: Path, dtype: str, threads: int) -> LoadMeasurement:
-    """`measure` there.
+Loads = Mapping[str, Sequence[LoadMeasurement]]
+
+
+def measure_rounds(calls: Mapping[str, Callable[[], LoadMeasurement]], settings: Settings) -> Loads:
+    """Measure loads of both libraries in turn.
 
     Raises:
-        ValueError: it failed; says what it said.
+        ValueError: they loaded different weights.
     """
-    command = [sys.executable, "-m", "benchmarking.bench_load", "--measure", library, "--directory", str(directory)]
-    command += ["--dtype", dtype, "--threads", str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"{library} did not load {directory}: {done.stderr.strip()}")
-    return LoadMeasurement(**json.loads(done.stdout.splitlines()[-1]))
+
+    def after_round(number: int, loads: Mapping[str, LoadMeasurement]) -> None:
+        check_equal_parameters(loads)
+        times = ", ".join(f"{library} {load.seconds_with_read:.2f} s" for library, load in loads.items())
+        print_message(f"round {number}/{settings.rounds}: {times}")
+
+    return run_in_turns(calls, rounds=settings.rounds, warmup=settings.warmup, after_round=after_round)
 
 
-def measure_in_turns(
-    launch: Callable[[str], LoadMeasurement], *, rounds: int, warmup: int
-) -> dict[str, list[LoadMeasurement]]:
-    """A B A B ..., of which the first ``warmup`` rounds do not count.
+def check_equal_parameters(loads: Mapping[str, LoadMeasurement]) -> None:
+    """Compare the number of parameters and their sum.
 
     Raises:
-        ValueError: they did not load the same.
+        ValueError: one of them differs.
     """
-    loads: dict[str, list[LoadMeasurement]] = {OURS: [], THEIRS: []}
-    for index in range(warmup + rounds):
-        pair = {library: launch(library) for library in loads}
-        check_equal_parameters(pair)
-        times = ", ".join(f"{library} {load.seconds_with_touch:.2f} s" for library, load in pair.items())
-        print_message(f"round {index - warmup + 1}/{rounds}: {times}" if index >= warmup else f"warm-up: {times}")
-        if index >= warmup:
-            for library, load in pair.items():
-                loads[library].append(load)
-    return loads
-
-
-def check_equal_parameters(pair: Mapping[str, LoadMeasurement]) -> None:
-    """Compare how many parameters there are, and their sum.
-
-    Raises:
-        ValueError: a difference; names it.
-    """
-    ours, theirs = pair[OURS], pair[THEIRS]
+    ours, theirs = loads[OURS], loads[THEIRS]
     if ours.parameters != theirs.parameters or not math.isclose(ours.checksum, theirs.checksum, rel_tol=1e-9):
         raise ValueError(
             f"{OURS} loaded {ours.parameters:,} parameters with sum {ours.checksum!r}, {THEIRS} {theirs.parameters:,} "
-            f"with sum {theirs.checksum!r}; their speeds say nothing then"
+            f"with sum {theirs.checksum!r}; their times cannot be compared"
         )
 
 
-def table(loads: Mapping[str, list[LoadMeasurement]], size: int) -> str:
-    """Medians of each, and how they compare within a round. ``size``: bytes of the weights' files."""
+def compare_loads(loads: Loads, file_bytes: int) -> Table:
+    """Medians of each library, and speedups over transformers. ``file_bytes``: size of the weight files."""
     rows = []
-    for library, found in loads.items():
-        seconds = [
-            statistics.median(each) for each in zip(*((x.seconds, x.seconds_with_touch) for x in found), strict=True)
+    for library, measurements in loads.items():
+        cells = [library]
+        ratios = []
+        for name in ("seconds", "seconds_with_read"):
+            values, theirs = ([getattr(load, name) for load in group] for group in (measurements, loads[THEIRS]))
+            cells.append(f"{statistics.median(values):.2f}")
+            # Seconds over the seconds of transformers: its speedup over this library.
+            ratios.append(speedup(theirs, values).format_ratio())
+        memory = [
+            f"{statistics.median(getattr(load, name) for load in measurements) / file_bytes:.2f}"
+            for name in ("anonymous", "peak_anonymous", "mapped")
         ]
-        memory = zip(*((x.anonymous, x.peak_anonymous, x.mapped) for x in found), strict=True)
-        shares = [f"{statistics.median(each) / size:.2f}" for each in memory]
-        times = [[getattr(x, name) for x in found] for name in ("seconds", "seconds_with_touch")]
-        theirs = [[getattr(x, name) for x in loads[THEIRS]] for name in ("seconds", "seconds_with_touch")]
-        ratios = [speedup(b, a).format_ratio() for a, b in zip(times, theirs, strict=True)]
-        rows.append([library, *(f"{each:.2f}" for each in seconds), *ratios, *shares])
-    header = ["library", "load s", "load and touch s", "load over theirs", "load and touch over theirs"]
-    header += ["anonymous / file", "its peak / file", "mapped / file"]
-    return markdown_table(header, rows)
+        rows.append([*cells, *ratios, *memory])
+    header = ["library", "load s", "load and read s", "load / transformers", "load and read / transformers"]
+    return Table([*header, "anonymous / file", "peak anonymous / file", "mapped / file"], rows)
 
 
-def report(directory: Path, arguments: argparse.Namespace) -> str:
-    """The table, and what it needs beside it."""
-
-    def launch(library: str) -> LoadMeasurement:
-        return measure_in_fresh_process(library, directory, arguments.dtype, arguments.threads)
-
-    loads = measure_in_turns(launch, rounds=arguments.rounds, warmup=1)
-    size = file_bytes(directory)
-    facts = {
-        "weights": f"{size:,} bytes, {loads[OURS][0].parameters:,} parameters, loaded as {arguments.dtype}",
-        **collect_environment(threads=arguments.threads, packages=["torch", "transformers", "safetensors"]),
-        "rounds": f"{arguments.rounds} after 1 of warm-up, each load in a process of its own",
-    }
-    return f"{table(loads, size)}\n\n{markdown_list(facts)}"
-
-
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description="Compare loading with that of transformers.", allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=10, help="measured loads of each (default: 10, at least 2)")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: all usable cores)")
-    parser.add_argument(
-        "--directory", type=Path, help="model to load; made if it is not there (default: a temporary one)"
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="of a model that is made")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters")
-    parser.add_argument("--measure", choices=(OURS, THEIRS), help="load once, in this process, and print that as JSON")
-    arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.threads < 1:
-        parser.error("--rounds must be at least 2 and --threads at least 1")
-    if not is_installed("transformers"):
-        parser.error("transformers is not installed, which this compares with: uv sync --group bench")
-    if not STATUS.is_file():
-        parser.error(f"{STATUS} is not there: memory is measured on Linux only")
-    torch.set_num_threads(arguments.threads)
-    if arguments.measure:
-        print(json.dumps(asdict(measure(arguments.measure, arguments.directory, arguments.dtype))))
-        return
+def run(settings: Settings) -> Report:
+    """Compare loads of one directory, which is written first if it does not exist."""
+    options = settings.options
     with TemporaryDirectory() as temporary:
-        directory = arguments.directory or Path(temporary) / "model"
+        directory = options.directory or Path(temporary) / "model"
         if not (directory / "config.json").is_file():
-            print_message(f"making {directory}")
-            write_model(directory, arguments.shape)
-        try:
-            print(report(directory, arguments))
-        except ValueError as error:
-            sys.exit(f"error: {error}")
+            print_message(f"writing {directory}")
+            write_model(directory, options.shape)
 
+        def measure(library: str) -> LoadMeasurement:
+            arguments = (library, directory, options.dtype, settings.threads)
+            return run_in_fresh_process(
+                measure_load, *arguments, description=f"loading {directory} with {library}", key="--shape"
+            )
+
+        loads = measure_rounds({library: partial(measure, library) for library in (OURS, THEIRS)}, settings)
+        size = weight_file_bytes(directory)
+    weights = f"{size:,} bytes, {loads[OURS][0].parameters:,} parameters, loaded as {options.dtype}"
+    return Report([compare_loads(loads, size)], {"weights": weights, "each load": "in a fresh process"})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    note = "model to load; written if it does not exist (default: a temporary one)"
+    parser.add_argument("--directory", type=Path, help=note)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="of a model that is written")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters")
+
+
+def check_arguments(options: argparse.Namespace) -> str | None:
+    return None if STATUS.is_file() else f"{STATUS} does not exist: memory is measured on Linux only"
+
+
+BENCHMARK = Benchmark(
+    "Compare loading a model directory with that of transformers.",
+    run,
+    rounds=10,
+    warmup=1,
+    packages=("torch", "transformers", "safetensors"),
+    required_packages=("transformers",),
+    add_arguments=add_arguments,
+    check_arguments=check_arguments,
+)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(BENCHMARK))

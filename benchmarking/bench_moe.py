@@ -1,18 +1,13 @@
-"""The mixture of experts against that of transformers on the same weights, forward and backward, on the CPU.
+"""The mixture of experts against that of transformers with the same weights, forward and backward, on the CPU.
 
     python -m benchmarking.bench_moe
 
-Each way that transformers has for its experts is a contestant: ``eager``, and ``grouped_mm``, its default where torch
-has that.
-
-Shapes: T tokens, D hidden, E experts, I inner width of one.
+transformers has two implementations of its experts: ``eager``, and ``grouped_mm``, its default where torch has it.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,41 +15,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarking.harness import (
-    collect_environment,
-    is_installed,
-    markdown_list,
-    markdown_table,
-    print_message,
-    speedup,
-    time_in_turns,
-)
+from benchmarking.harness import Benchmark, Report, Settings, Table, compare, main
 from config.model import ModelConfig
 from diffusionlm.models.moe import MoE
-from profiling.cores import usable_cores
 
-THEIRS = ("eager", "grouped_mm")
+PEERS = ("eager", "grouped_mm")
 """Values of ``experts_implementation``."""
 PRECISIONS = (torch.float32, torch.bfloat16)
-"""Of the weights and of all else."""
+"""Dtypes of weights, inputs and gradients."""
 
 Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class MoECase:
-    """A mixture, and how many tokens it gets."""
+    """The shape of a mixture of experts, and the number of tokens of a call."""
 
     tokens: int
     hidden_size: int
     intermediate_size: int
-    """Of one expert."""
+    """Inner width of one expert."""
     experts: int
-    chosen: int
-    """Experts of a token."""
+    experts_per_token: int
 
     def __str__(self) -> str:
-        return f"{self.tokens} x {self.hidden_size}, {self.chosen} of {self.experts} x {self.intermediate_size}"
+        experts = f"{self.experts_per_token} of {self.experts} x {self.intermediate_size}"
+        return f"{self.tokens} x {self.hidden_size}, {experts}"
 
 
 CASES = (
@@ -67,7 +53,7 @@ CASES = (
 
 
 def build_ours(case: MoECase) -> MoE:
-    """Ours, all weights random."""
+    """Build our module with random weights."""
     config = ModelConfig(
         hidden_size=case.hidden_size,
         num_hidden_layers=1,
@@ -78,19 +64,19 @@ def build_ours(case: MoECase) -> MoE:
         max_position_embeddings=case.tokens,
         vocab_size=2,
         num_experts=case.experts,
-        num_experts_per_tok=case.chosen,
+        num_experts_per_tok=case.experts_per_token,
         moe_intermediate_size=case.intermediate_size,
     )
-    mixture = MoE(config)
+    moe = MoE(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in mixture.parameters():
+        for parameter in moe.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
-    return mixture
+    return moe
 
 
-def build_theirs(case: MoECase, ours: MoE, implementation: str) -> nn.Module:
-    """Theirs with our weights, which it stacks."""
+def build_peer(case: MoECase, ours: MoE, implementation: str) -> nn.Module:
+    """Build the module of transformers, with our weights stacked as it stores them."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -98,75 +84,62 @@ def build_theirs(case: MoECase, ours: MoE, implementation: str) -> nn.Module:
         hidden_size=case.hidden_size,
         moe_intermediate_size=case.intermediate_size,
         num_experts=case.experts,
-        num_experts_per_tok=case.chosen,
+        num_experts_per_tok=case.experts_per_token,
         norm_topk_prob=True,
     )
     config._experts_implementation = implementation
-    made: Any = Qwen3MoeSparseMoeBlock(config)
+    peer: Any = Qwen3MoeSparseMoeBlock(config)
     experts: Any = ours.experts
     with torch.no_grad():
-        made.gate.weight.copy_(ours.gate.weight)
+        peer.gate.weight.copy_(ours.gate.weight)
         for index, expert in enumerate(experts):
-            made.experts.gate_up_proj[index].copy_(torch.cat([expert.gate_proj.weight, expert.up_proj.weight]))
-            made.experts.down_proj[index].copy_(expert.down_proj.weight)
-    return made  # type: ignore[no-any-return]
+            peer.experts.gate_up_proj[index].copy_(torch.cat([expert.gate_proj.weight, expert.up_proj.weight]))
+            peer.experts.down_proj[index].copy_(expert.down_proj.weight)
+    return peer  # type: ignore[no-any-return]
 
 
-def build_step(mixture: nn.Module, case: MoECase, dtype: torch.dtype, *, backward: bool) -> Step:
-    """One forward of the tokens, and the gradients of them and of all weights if asked for."""
-    mixture = mixture.to(dtype)
+def build_step(moe: nn.Module, case: MoECase, dtype: torch.dtype, *, backward: bool) -> Step:
+    """One forward of the tokens; with ``backward`` also the gradients of the input and of all weights."""
+    moe = moe.to(dtype)
     generator = torch.Generator().manual_seed(1)
     shape = (1, case.tokens, case.hidden_size)
     x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    wanted = [x.requires_grad_(), *mixture.parameters()]
+    inputs = [x.requires_grad_(), *moe.parameters()]
 
     def step() -> None:
         with torch.set_grad_enabled(backward):
-            out = mixture(x)
+            out = moe(x)
         if backward:
-            torch.autograd.grad(out, wanted, grad)
+            torch.autograd.grad(out, inputs, grad)
 
     return step
 
 
-def bench_moe(cases: Sequence[MoECase], *, rounds: int, warmup: int) -> str:
-    """Markdown table, one call of each contestant in turn."""
+def compare_moe(cases: Sequence[MoECase], settings: Settings) -> Table:
+    """Compare ours with each implementation of transformers, in both precisions, with and without backward."""
     rows = []
     for dtype, case, backward in itertools.product(PRECISIONS, cases, (False, True)):
-        name = [str(dtype).removeprefix("torch."), str(case), "forward and backward" if backward else "forward"]
-        print_message(", ".join(name))
+        names = [str(dtype).removeprefix("torch."), str(case), "forward and backward" if backward else "forward"]
         ours = build_ours(case)
-        theirs = {each: build_theirs(case, ours, each) for each in THEIRS}
-        steps = {each: build_step(mixture, case, dtype, backward=backward) for each, mixture in theirs.items()}
-        seconds = time_in_turns(
-            {"ours": build_step(ours, case, dtype, backward=backward), **steps}, rounds=rounds, warmup=warmup
-        )
-        times = [f"{1e3 * statistics.median(seconds[each]):.2f}" for each in ("ours", *THEIRS)]
-        ratios = [speedup(seconds["ours"], seconds[each]).format_ratio() for each in THEIRS]
-        rows.append([*name, *times, *ratios])
-    header = ["precision", "tokens and experts", "call", "ours ms", *(f"{each} ms" for each in THEIRS)]
-    header += [f"speed over {each} [quartiles]" for each in THEIRS]
-    return markdown_table(header, rows)
+        modules = {"ours": ours, **{name: build_peer(case, ours, name) for name in PEERS}}
+        steps = {name: build_step(module, case, dtype, backward=backward) for name, module in modules.items()}
+        times = compare(steps, settings, label=", ".join(names))
+        ratios = [times.speedup("ours", peer).format_ratio() for peer in PEERS]
+        rows.append([*names, *map(times.format_ms, steps), *ratios])
+    header = ["precision", "tokens and experts", "call", "ours ms", *(f"{peer} ms" for peer in PEERS)]
+    return Table([*header, *(f"speedup over {peer} [quartiles]" for peer in PEERS)], rows)
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(
-        description="Compare the mixture of experts with that of transformers.", allow_abbrev=False
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="measured calls of each (default: 20, at least 2)")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: all usable cores)")
-    arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.threads < 1:
-        parser.error("--rounds must be at least 2 and --threads at least 1")
-    if not is_installed("transformers"):
-        parser.error("transformers is not installed, which this compares with: uv sync --group bench")
-    torch.set_num_threads(arguments.threads)
-    table = bench_moe(CASES, rounds=arguments.rounds, warmup=3)
-    print(
-        f"{table}\n\n{markdown_list(collect_environment(threads=arguments.threads, packages=['torch', 'transformers']))}"
-    )
+def run(settings: Settings) -> Report:
+    return Report([compare_moe(CASES, settings)])
 
+
+BENCHMARK = Benchmark(
+    "Compare the mixture of experts with that of transformers.",
+    run,
+    packages=("torch", "transformers"),
+    required_packages=("transformers",),
+)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(BENCHMARK))

@@ -1,4 +1,4 @@
-"""Cost of a training step by objective: block diffusion and next-token prediction beside masked diffusion.
+"""The cost of a training step by objective: block diffusion and next-token prediction against masked diffusion.
 
 python -m benchmarking.bench_objectives
 """
@@ -6,22 +6,20 @@ python -m benchmarking.bench_objectives
 from __future__ import annotations
 
 import argparse
-import statistics
-
-import torch
 
 from benchmarking.harness import (
-    collect_environment,
-    markdown_list,
-    markdown_table,
-    print_message,
-    speedup,
-    time_in_turns,
+    Benchmark,
+    Report,
+    Settings,
+    Table,
+    compare,
+    describe_accelerator,
+    describe_model,
+    main,
 )
 from benchmarking.implementations.training import TrainCase, build_ours
 from config.bench_train import BenchShape, Precision
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
-from profiling.cores import usable_cores
 
 SHAPE = BenchShape(
     name="256 wide",
@@ -45,38 +43,29 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
 }
 
 
-def report(*, rounds: int, warmup: int, threads: int, device: str) -> str:
-    """Markdown table of the median step of each objective, one step of each in turn."""
+def run(settings: Settings) -> Report:
+    """Compare one step of each objective in both precisions."""
+    device = settings.options.device
     rows = []
     for precision in PRECISIONS:
-        print_message(f"{precision}: {rounds} rounds")
-        case = TrainCase(SHAPE, precision, device, threads, seed=0)
-        implementations = {name: build_ours(case, objective).step for name, objective in OBJECTIVES.items()}
-        seconds = time_in_turns(implementations, rounds=rounds, warmup=warmup)
-        for name, times in seconds.items():
-            # How many times as long as the baseline: the speed of the baseline over that of this one.
-            cost = speedup(seconds[BASELINE], times)
-            step = statistics.median(times)
-            rows.append([name, precision, f"{1e3 * step:.1f}", f"{case.shape.tokens / step:,.0f}", cost.format_ratio()])
-    header = ["objective", "precision", "ms a step", "tokens/s", "times masked diffusion [quartiles]"]
-    return markdown_table(header, rows)
+        case = TrainCase(SHAPE, precision, device, settings.threads, seed=0)
+        steps = {name: build_ours(case, objective).step for name, objective in OBJECTIVES.items()}
+        times = compare(steps, settings, label=precision)
+        for name in steps:
+            # The speedup of the baseline over an objective is the cost of that objective in baseline steps.
+            cost = times.speedup(BASELINE, name).format_ratio()
+            tokens_per_second = f"{SHAPE.tokens / times.median(name):,.0f}"
+            rows.append([name, precision, times.format_ms(name), tokens_per_second, cost])
+    header = ["objective", "precision", "ms per step", "tok/s", f"cost over {BASELINE} [quartiles]"]
+    shape = f"{describe_model(SHAPE)}; {SHAPE.tokens} tokens per step in sequences of {SHAPE.max_position_embeddings}"
+    return Report([Table(header, rows)], {"shape": shape, **describe_accelerator(device)})
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description="Compare the cost of training objectives.", allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=15, help="measured steps of each (default: 15, at least 2)")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: all usable cores)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.threads < 1:
-        parser.error("--rounds must be at least 2 and --threads at least 1")
-    torch.set_num_threads(arguments.threads)
-    where = collect_environment(threads=arguments.threads, packages=["torch"])
-    where["shape"] = f"{SHAPE.tokens} tokens a step in rows of {SHAPE.max_position_embeddings}, 4 layers, width 256"
-    print(report(rounds=arguments.rounds, warmup=2, threads=arguments.threads, device=arguments.device))
-    print(f"\n{markdown_list(where)}")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
 
+
+BENCHMARK = Benchmark("Compare the cost of training objectives.", run, rounds=15, warmup=2, add_arguments=add_arguments)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(BENCHMARK))

@@ -1,42 +1,45 @@
-"""Training speed and memory: this project, and peers that train the same shapes.
+"""Training speed and memory, against peers that train the same shapes.
 
-Speed is measured in one process, one optimizer step of each contestant in turn, and with them the step's own matrix
-products alone. Memory is measured in a fresh process for each contestant and case, since allocators keep what they once
-had.
+Speed is measured in one process, one optimizer step of each implementation in turn, and with them the matrix products
+of our step alone. Memory is measured in a fresh process for each implementation and case, because allocators keep freed
+memory.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarking.harness import (
-    Seconds,
+    INSTALL_HINT,
+    MEBIBYTE,
+    SPEEDUP_COLUMN,
+    Comparison,
+    Report,
+    ResultFiles,
+    Settings,
+    Table,
     collect_environment,
+    compare,
+    describe_accelerator,
+    describe_model,
     is_installed,
-    markdown_list,
-    markdown_table,
     print_message,
     run_in_fresh_process,
-    speedup,
-    time_in_turns,
 )
 from benchmarking.implementations.matrix_products import StepProducts
+from benchmarking.implementations.peers import METHODS_OF_PEERS, PEER_BUILDERS
 from benchmarking.implementations.training import (
-    BUILDERS,
     MAX_GRAD_NORM,
-    METHODS,
+    METHOD_OF_OURS,
     OURS,
     TrainCase,
+    TrainImplementation,
     build_ours,
-    count_parameters,
 )
 from config.bench_train import BenchShape, BenchTrainConfig, BenchTrainSection
 from config.runtime import RuntimeConfig
@@ -45,110 +48,101 @@ from profiling.flops import peak_flops
 from profiling.memory import PeakGrowth, count_tensor_bytes, keep_freed_memory, release_freed_memory
 
 MATRIX_PRODUCTS = "matrix products"
-"""What takes its turn with the contestants: the matrix products of our step, and nothing else."""
+"""Name of the replayed matrix products among the implementations."""
 MEMORY_STEPS = 3
-"""The first makes the optimizer's state, the others have their peak with it."""
+"""The first step creates the optimizer state, the others reach their peak with it."""
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "peak")
-MEBIBYTE = 1 << 20
 
 METHOD = f"""\
-One step is draws, forward, backward, clipping to {MAX_GRAD_NORM:g} and the update, on the same tokens; weights are \
-float32, bfloat16 is autocast. Reading, tokenising and packing text is no part of it. The contestants take turns, step \
-by step, in one process. tok/s: tokens of the rows by the median step (block diffusion reads each of them twice). \
-Speedup: ratio of the median steps, then median and quartiles of the ratios within a round."""
+One step is noise, forward, backward, clipping to {MAX_GRAD_NORM:g} and the update, on the same tokens; weights are \
+float32, bfloat16 is autocast. Reading, tokenizing and packing text is not part of it. The implementations take turns, \
+step by step, in one process. tok/s: tokens of the sequences by the median step (block diffusion computes each of them \
+twice). Speedup: ratio of the median steps, then median and quartiles of the ratios within a round."""
 
 METHOD_OF_PRODUCTS = """\
-Matrix products alone: those that torch is seen to compute in one of our steps, forward and backward, replayed in the \
-same turns on fresh tensors of their shapes, layouts and dtypes; those inside of fused attention as batched products, \
-of half the heads where it is causal; those inside of FlexAttention are not seen. Share: median and quartiles of their \
-time over the step's, within a round. GFLOP: of the products that shape and draw ask for, two operations for each \
-multiplication and addition; MFU: these by the median step and the maker's peak for bfloat16."""
+Matrix products alone: those that torch computes in one of our steps, forward and backward, replayed in the same turns \
+on new tensors with their shapes, layouts and dtypes; those inside fused attention as batched products, of half the \
+heads if it is causal; those inside FlexAttention are not recorded. Share: median and quartiles of their time over the \
+step's, within a round. GFLOP: of the products that shape and noise require, two operations for each multiplication \
+and addition; MFU: GFLOP by the median step and the vendor's peak for bfloat16."""
 
 METHOD_OF_MEMORY = f"""\
-In a fresh process of {MEMORY_STEPS} steps, with the libraries already in use. Weights, gradients and optimizer: what \
-their tensors hold. Activations: how far the resident set (on CUDA, allocated memory) rises in a further step, in \
-which gradients have their place already. Peak: how far it rises over all steps above what it was before the model was \
-built; not the sum of the parts, since gradients come as activations go."""
+In a fresh process of {MEMORY_STEPS} steps, after a first step of a tiny model. Weights, gradients and optimizer: the \
+sizes of their tensors. Activations: the rise of the resident set (on CUDA, of allocated memory) in a further step, \
+with gradients already allocated. Peak: its rise over all steps above the level before the model was built; not the \
+sum of the parts, because gradients are allocated while activations are freed."""
+
+COLUMNS_OF_CASE = ["shape", "objective", "precision"]
+BUILDERS = {OURS: build_ours, **PEER_BUILDERS}
 
 
 @dataclass(frozen=True)
-class TrainResult:
-    """A case as measured, by contestant."""
+class TrainMeasurement:
+    """The measurements of a case."""
 
     case: TrainCase
-    seconds: Seconds
-    """Of the contestants, and of the matrix products."""
-    memory: dict[str, dict[str, int]]
-    """Bytes of each of `MEMORY_PARTS`."""
-    parameters: dict[str, int]
+    times: Comparison
+    """Of the implementations, and of the matrix products."""
+    memory: Mapping[str, dict[str, int]]
+    """Bytes of each of `MEMORY_PARTS`, by implementation."""
+    parameters: Mapping[str, int]
+    """Number of parameters, by implementation; ours first."""
     products: StepProducts
     flops: float
-    """Of a step of ours."""
+    """Floating-point operations of one of our steps."""
 
-    @property
-    def names(self) -> list[str]:
-        """The contestants, ours first."""
-        return list(self.parameters)
-
-    def tokens_per_second(self, name: str) -> float:
-        """At the median step."""
-        return self.case.shape.tokens / statistics.median(self.seconds[name])
-
-    def json_lines(self) -> str:
-        """One line for each contestant, and one for the matrix products."""
+    def to_records(self) -> list[dict[str, Any]]:
+        """One record for each implementation, and one for the matrix products."""
         case = self.case
-        about = {
+        facts = {
             "shape": case.shape.model_dump(),
             "objective": case.objective.model_dump(),
             "precision": case.precision,
             "device": case.device,
             "threads": case.threads,
         }
-        lines: list[dict[str, Any]] = []
-        for name, times in self.seconds.items():
-            measured: dict[str, Any] = {"seconds": [round(value, 6) for value in times]}
+        records: list[dict[str, Any]] = []
+        for name, seconds in self.times.seconds.items():
+            values: dict[str, Any] = {"seconds": [round(value, 6) for value in seconds]}
             if name == MATRIX_PRODUCTS:
-                measured |= {"count": self.products.count, "flops": self.products.flops}
+                values |= {"count": self.products.count, "flops": self.products.flops}
             else:
-                measured |= {"parameters": self.parameters[name], "bytes": self.memory[name]}
+                values |= {"parameters": self.parameters[name], "bytes": self.memory[name]}
             if name == OURS:
-                measured["flops"] = self.flops
-            lines.append({"contestant": name, **about, **measured})
-        return "".join(json.dumps(line) + "\n" for line in lines)
+                values["flops"] = self.flops
+            records.append({"implementation": name, **facts, **values})
+        return records
 
 
-def measure_case(case: TrainCase, names: list[str], *, rounds: int, warmup: int) -> TrainResult:
-    """Speed in this process, then memory in fresh ones."""
+def measure_case(case: TrainCase, names: Sequence[str], settings: Settings) -> TrainMeasurement:
+    """Measure speed in this process, then memory in fresh ones."""
     print_message(f"{case.label}: warm-up")
-    # Not of the contestant itself: on CUDA its blocks are compiled, and compiled code shows no products.
-    watched = build_ours(case, runtime=RuntimeConfig(compile="none"))
-    watched.step()
-    products = StepProducts.of(watched.step)
-    del watched
-    implementations = {name: BUILDERS[name](case) for name in names}
-    parameters = {name: count_parameters(each.model.parameters()) for name, each in implementations.items()}
+    # Recorded without torch.compile, which is the default on CUDA: compiled code hides its products.
+    uncompiled = build_ours(case, runtime=RuntimeConfig(compile="none"))
+    uncompiled.step()
+    products = StepProducts.of(uncompiled.step)
+    del uncompiled
+    implementations: dict[str, TrainImplementation] = {name: BUILDERS[name](case) for name in names}
+    parameters = {
+        name: sum(parameter.numel() for parameter in implementation.model.parameters())
+        for name, implementation in implementations.items()
+    }
     flops = implementations[OURS].flops
     assert flops is not None
-
-    def after_round(number: int, seconds: Mapping[str, float]) -> None:
-        speeds = ", ".join(f"{name} {case.shape.tokens / seconds[name]:,.0f} tok/s" for name in names)
-        print_message(f"{case.label}: round {number}/{rounds}: {speeds}")
-
-    turns = {name: implementation.step for name, implementation in implementations.items()}
-    seconds = time_in_turns(
-        {**turns, MATRIX_PRODUCTS: products.replay(case.device)}, rounds=rounds, warmup=warmup, after_round=after_round
-    )
-    del implementations, turns
+    calls = {name: implementation.step for name, implementation in implementations.items()}
+    work = dict.fromkeys(names, float(case.shape.tokens))
+    times = compare({**calls, MATRIX_PRODUCTS: products.replay(case.device)}, settings, label=case.label, work=work)
+    del implementations, calls
     gc.collect()
     memory = {}
     for name in names:
         memory[name] = measure_memory(case, name)
         print_message(f"{case.label}: peak memory of {name} {_format_mebibytes(memory[name]['peak'])}")
-    return TrainResult(case, seconds, memory, parameters, products, flops)
+    return TrainMeasurement(case, times, memory, parameters, products, flops)
 
 
 def measure_memory(case: TrainCase, name: str) -> dict[str, int]:
-    """Memory of a contestant in bytes, by `MEMORY_PARTS`, measured in a process of its own.
+    """Measure the memory of an implementation in bytes, by `MEMORY_PARTS`, in a fresh process.
 
     Raises:
         ValueError: the process was killed.
@@ -159,49 +153,49 @@ def measure_memory(case: TrainCase, name: str) -> dict[str, int]:
 
 
 def measure_memory_in_process(case: TrainCase, name: str) -> dict[str, int]:
-    """The same in this process, which must be a fresh one."""
+    """Measure memory in this process, which must be a fresh one."""
     torch.set_num_threads(case.threads)
-    # A first step of a tiny model loads what libraries load at first use.
+    # A first step of a tiny model allocates what libraries load at first use.
     BUILDERS[name](replace(case, shape=_tiny_shape(case.shape))).step()
     release_freed_memory()
-    whole = PeakGrowth(case.device)
+    growth = PeakGrowth(case.device)
     implementation = BUILDERS[name](case)
     for _ in range(MEMORY_STEPS):
         implementation.step()
-    peak = whole.bytes()
+    peak = growth.bytes()
     weights = list(implementation.model.parameters())
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     gradients = count_tensor_bytes(weight.grad for weight in weights)
     release_freed_memory()
-    rise = PeakGrowth(case.device)
+    step_growth = PeakGrowth(case.device)
     implementation.step()
-    kept = (value for each in implementation.optimizers for state in each.state.values() for value in state.values())
+    states = (state for optimizer in implementation.optimizers for state in optimizer.state.values())
     return {
         "weights": count_tensor_bytes(weights),
         "gradients": gradients,
-        "optimizer": count_tensor_bytes(value for value in kept if isinstance(value, torch.Tensor)),
-        "activations": rise.bytes(),
+        "optimizer": count_tensor_bytes(
+            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+        ),
+        "activations": step_growth.bytes(),
         "peak": peak,
     }
 
 
 def _tiny_shape(shape: BenchShape) -> BenchShape:
-    least = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 64, "batch_size": 2}
-    return shape.model_copy(update=least | {"max_position_embeddings": min(16, shape.max_position_embeddings)})
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 64, "batch_size": 2}
+    return shape.model_copy(update=sizes | {"max_position_embeddings": min(16, shape.max_position_embeddings)})
 
 
-def bench_train(config: BenchTrainConfig) -> str:
-    """Measure all cases; progress on stderr, files in the output directory.
-
-    Returns:
-        The report in Markdown.
+def bench_train(config: BenchTrainConfig) -> Report:
+    """Measure all cases; progress goes to stderr, files to the output directory.
 
     Raises:
-        ValueError: a peer or a device that is not there.
+        ValueError: a peer or a device does not exist.
     """
     bench = config.bench
-    device, threads = select_device(bench)
+    device = select_device(bench)
+    threads = bench.threads or usable_cores()
     skipped_peers = find_skipped_peers(bench, device)
     cases = [
         TrainCase(shape, precision, device, threads, bench.seed, bench.objective(name))
@@ -210,152 +204,116 @@ def bench_train(config: BenchTrainConfig) -> str:
         for precision in bench.precisions
     ]
     names = [OURS, *(peer for peer in bench.peers if peer not in skipped_peers)]
-    folder = config.output.directory
     torch.set_num_threads(threads)
     if device == "cpu" and bench.keep_freed_memory:
         keep_freed_memory()
-    accelerator = torch.cuda.get_device_name() if device == "cuda" else None
-    packages = ["torch", *_packages(names)]
-    where = collect_environment(threads=threads, packages=packages, accelerator=accelerator)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "training_speed.jsonl").write_text("", encoding="utf-8")
+    packages = ["torch", *(["transformers"] if names[1:] else []), *(["liger-kernel"] if "liger" in names else [])]
+    environment = describe_accelerator(device) | collect_environment(threads=threads, packages=packages)
+    environment["rounds"] = f"{bench.rounds} after {bench.warmup} of warm-up"
+    files = ResultFiles(config.output.directory, "training_speed")
     results = []
     for case in cases:
-        results.append(measure_case(case, names, rounds=bench.rounds, warmup=bench.warmup))
-        _append(folder, results[-1])
-    where["rounds"] = f"{bench.rounds} after {bench.warmup} of warm-up"
-    text = report(results, skipped_peers, where)
-    if folder is not None:
-        (folder / "training_speed.md").write_text(text + "\n", encoding="utf-8")
-    return text
+        results.append(measure_case(case, names, Settings(bench.rounds, bench.warmup, threads)))
+        files.append(results[-1].to_records())
+    report = build_report(results, skipped_peers, environment)
+    files.write_report(report)
+    return report
 
 
-def select_device(bench: BenchTrainSection) -> tuple[str, int]:
-    """Device and number of threads.
+def select_device(bench: BenchTrainSection) -> str:
+    """Select the device, and check that the peers are installed.
 
     Raises:
-        ValueError: a peer or a device that is not there.
+        ValueError: a peer or a device does not exist.
     """
     if bench.peers and not is_installed("transformers"):
         raise ValueError(
-            f'bench.peers has "{bench.peers[0]}", which needs transformers, and that is not installed; install the '
-            "group bench (uv sync --group bench), or measure without it: --set bench.peers=[]"
+            f'bench.peers has "{bench.peers[0]}", which needs transformers, and that is not installed; {INSTALL_HINT}, '
+            "or measure without it: --set bench.peers=[]"
         )
     has_cuda = torch.cuda.is_available()
     if bench.device == "cuda" and not has_cuda:
         raise ValueError('bench.device = "cuda", but torch finds no CUDA device; set bench.device = "cpu" or "auto"')
-    device = "cuda" if has_cuda and bench.device != "cpu" else "cpu"
-    return device, bench.threads or usable_cores()
+    return "cuda" if has_cuda and bench.device != "cpu" else "cpu"
 
 
 def find_skipped_peers(bench: BenchTrainSection, device: str) -> dict[str, str]:
-    """Peers of the config that cannot take part here, and why."""
+    """Find the peers of the config that cannot run on this machine, and the reasons."""
     if "liger" not in bench.peers:
         return {}
-    reasons = [
-        (not is_installed("liger_kernel"), "liger-kernel is not installed"),
-        (device != "cuda", "its kernels need CUDA"),
-    ]
-    found = [reason for holds, reason in reasons if holds]
-    return {"liger": f"left out: {'; '.join(found)}"} if found else {}
+    reasons = [] if is_installed("liger_kernel") else ["liger-kernel is not installed"]
+    reasons += [] if device == "cuda" else ["its kernels need CUDA"]
+    return {"liger": f"left out: {'; '.join(reasons)}"} if reasons else {}
 
 
-def _packages(names: list[str]) -> list[str]:
-    """Packages of the contestants whose versions matter."""
-    return [*(["transformers"] if names[1:] else []), *(["liger-kernel"] if "liger" in names else [])]
-
-
-def _append(folder: Path | None, result: TrainResult) -> None:
-    if folder is not None:
-        with (folder / "training_speed.jsonl").open("a", encoding="utf-8") as file:
-            file.write(result.json_lines())
-
-
-def report(results: list[TrainResult], skipped_peers: Mapping[str, str], where: dict[str, str]) -> str:
-    """Tables, methods and conditions."""
-    shapes = {result.case.shape.name: _describe_shape(result) for result in results}
-    methods = {name: METHODS[name] for name in results[0].names} | dict(skipped_peers)
-    parts = [
-        _format_speeds(results),
+def build_report(
+    results: Sequence[TrainMeasurement], skipped_peers: Mapping[str, str], environment: Mapping[str, str]
+) -> Report:
+    """Build the tables of speed, matrix products and memory, with their methods and conditions."""
+    parts: list[Table | str] = [
+        _build_speed_table(results),
         METHOD,
-        _format_product_shares(results),
+        _build_product_table(results),
         METHOD_OF_PRODUCTS,
-        _format_memory(results),
+        _build_memory_table(results),
         METHOD_OF_MEMORY,
     ]
-    return "\n\n".join([*parts, markdown_list(methods | shapes | where)])
+    methods = {OURS: METHOD_OF_OURS, **METHODS_OF_PEERS}
+    facts = {name: methods[name] for name in results[0].parameters} | dict(skipped_peers)
+    facts |= {result.case.shape.name: _describe_shape(result) for result in results}
+    return Report(parts, {**facts, **environment})
 
 
-HEADER = ["shape", "objective", "precision"]
-
-
-def _row(case: TrainCase) -> list[str]:
+def _case_cells(case: TrainCase) -> list[str]:
     return [case.shape.name, case.objective_label, case.precision]
 
 
-def _format_speeds(results: list[TrainResult]) -> str:
-    names = results[0].names
-    header = [*HEADER, *[f"{name} tok/s" for name in names]]
-    header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", "in a round [quartiles]")]
+def _build_speed_table(results: Sequence[TrainMeasurement]) -> Table:
+    names = list(results[0].parameters)
+    header = [*COLUMNS_OF_CASE, *(f"{name} tok/s" for name in names)]
+    header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", SPEEDUP_COLUMN)]
     rows = []
     for result in results:
-        ratios = [speedup(result.seconds[OURS], result.seconds[peer]) for peer in names[1:]]
-        row = _row(result.case) + [f"{result.tokens_per_second(name):,.0f}" for name in names]
-        rows.append(
-            row + [cell for ratio in ratios for cell in (f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio())]
-        )
-    return markdown_table(header, rows)
+        row = _case_cells(result.case)
+        row += [f"{result.case.shape.tokens / result.times.median(name):,.0f}" for name in names]
+        rows.append(row + [cell for peer in names[1:] for cell in result.times.speedup_cells(OURS, peer)])
+    return Table(header, rows)
 
 
-def _format_product_shares(results: list[TrainResult]) -> str:
-    header = [
-        *HEADER,
-        "step, ms",
-        "matrix products alone, ms",
-        "share in a round [quartiles]",
-        "GFLOP",
-        "GFLOP/s",
-        "MFU",
-    ]
+def _build_product_table(results: Sequence[TrainMeasurement]) -> Table:
     rows = []
     for result in results:
-        step, alone = (statistics.median(result.seconds[name]) for name in (OURS, MATRIX_PRODUCTS))
-        # The speed of the step over that of its products is the share of their time in its own.
-        share = speedup(result.seconds[OURS], result.seconds[MATRIX_PRODUCTS]).format_ratio()
-        row = [*_row(result.case), f"{1e3 * step:,.1f}", f"{1e3 * alone:,.1f}", share]
-        row += [
-            f"{result.flops / 1e9:,.1f}",
-            f"{result.flops / step / 1e9:,.0f}",
-            _format_mfu(result.case, result.flops / step),
-        ]
+        case, times = result.case, result.times
+        flops_per_second = result.flops / times.median(OURS)
+        # The speedup of the step over its products is the share of the products in its time.
+        share = times.speedup(OURS, MATRIX_PRODUCTS).format_ratio()
+        row = [*_case_cells(case), times.format_ms(OURS), times.format_ms(MATRIX_PRODUCTS), share]
+        row += [f"{result.flops / 1e9:,.1f}", f"{flops_per_second / 1e9:,.0f}", _format_mfu(case, flops_per_second)]
         rows.append(row)
-    return markdown_table(header, rows)
+    header = [*COLUMNS_OF_CASE, "step, ms", "matrix products alone, ms", "share per round [quartiles]"]
+    return Table([*header, "GFLOP", "GFLOP/s", "MFU"], rows)
 
 
 def _format_mfu(case: TrainCase, flops_per_second: float) -> str:
-    """MFU, where there is a peak to compare with."""
     peak = peak_flops(torch.cuda.get_device_name()) if case.device == "cuda" else None
-    return f"{flops_per_second / peak:.1%}" if peak is not None and case.precision == "bfloat16" else "no peak known"
+    return f"{flops_per_second / peak:.1%}" if peak is not None and case.precision == "bfloat16" else "unknown peak"
 
 
-def _format_memory(results: list[TrainResult]) -> str:
+def _build_memory_table(results: Sequence[TrainMeasurement]) -> Table:
     rows = [
-        [*_row(result.case), name, *(_format_mebibytes(result.memory[name][part]) for part in MEMORY_PARTS)]
+        [*_case_cells(result.case), name, *(_format_mebibytes(result.memory[name][part]) for part in MEMORY_PARTS)]
         for result in results
-        for name in result.names
+        for name in result.parameters
     ]
-    return markdown_table([*HEADER, "contestant", *MEMORY_PARTS], rows)
+    return Table([*COLUMNS_OF_CASE, "implementation", *MEMORY_PARTS], rows)
 
 
-def _describe_shape(result: TrainResult) -> str:
+def _describe_shape(result: TrainMeasurement) -> str:
     shape = result.case.shape
     head = "tied" if shape.tie_word_embeddings else "untied"
     return (
-        f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {shape.num_attention_heads} heads "
-        f"({shape.num_key_value_heads} of keys and values) of {shape.head_dim}, SwiGLU {shape.intermediate_size}, "
-        f"vocabulary {shape.vocab_size:,}, {head} head, {result.parameters[OURS]:,} parameters; "
-        f"{shape.batch_size} rows of {shape.max_position_embeddings} tokens a step"
+        f"{describe_model(shape)}, vocabulary {shape.vocab_size:,}, {head} head, {result.parameters[OURS]:,} "
+        f"parameters; {shape.batch_size} sequences of {shape.max_position_embeddings} tokens per step"
     )
 
 

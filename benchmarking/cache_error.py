@@ -1,12 +1,12 @@
-"""How far the approximate caches of bidirectional decoding are from the model.
+"""The error of the approximate KV caches of bidirectional decoding.
 
     python -m benchmarking.cache_error --model runs/quickstart
 
-Texts are decoded with each cache; before every forward with it the model is asked once more without one, on the same
-canvas, and the two distributions of every masked position of the block are compared. Tokens that are settled are those
-of the cache, so that errors of one forward are seen and not only what comes of them.
+Each cache decodes the same prompts. Before every forward with a cache, the model computes the same canvas without one,
+and the two distributions of every masked position of the block are compared. The committed tokens are those of the
+cache, so that the errors of single forwards are measured on the canvases that the cache produces.
 
-Shapes: R open positions of a forward, V vocabulary.
+Shapes: N open positions of a forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarking.harness import collect_environment, markdown_list, markdown_table, print_message
+from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
 from diffusionlm.inference.generate import generate, prepare_prompts
@@ -29,99 +29,102 @@ from diffusionlm.inference.sampling import TokenSampler
 from diffusionlm.inference.settings import fill_defaults
 from diffusionlm.inference.strategies import build_strategy
 from diffusionlm.models.transformer import Transformer
-from profiling.cores import usable_cores
 
 CACHES = ("prefix", "dual")
 
 
 @dataclass(frozen=True)
 class CacheErrors:
-    """Of one cache, over all forwards."""
+    """Errors of one cache, over all forwards."""
 
     kl: float
-    """Mean divergence of the cached distribution from the model's, in nats."""
-    same_best: float
-    """Share of positions with the same most probable token."""
-    same_tokens: float
-    """Share of the answers' tokens that decoding without a cache gives, too."""
-    read: float
-    """Inputs that a forward reads, as a share of the text."""
+    """Mean KL divergence of the cached distribution from the exact one, in nats."""
+    top1_agreement: float
+    """Share of positions at which both have the same most probable token."""
+    token_agreement: float
+    """Share of generated tokens that decoding without a cache generates as well."""
+    input_share: float
+    """Positions that a forward computes, as a share of the canvas."""
 
 
 @torch.inference_mode()
-def measure(model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> CacheErrors:
-    """Decode with the config's cache and compare each forward with one that has none."""
+def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> CacheErrors:
+    """Decode with the cache of ``config`` and compare each forward with one without a cache."""
     config = fill_defaults(config, model.config)
     strategy = build_strategy(config)
     requests = prepare_prompts(model, prompts, config)
-    plain = ModelRunner(model, config.model_copy(update={"cache": "none"}), requests)
-    cached = ModelRunner(model, config, requests)
+    exact_runner = ModelRunner(model, config.model_copy(update={"cache": "none"}), requests)
+    cached_runner = ModelRunner(model, config, requests)
     forbidden_token_ids = torch.tensor([model.config.mask_token])
     token_sampler = TokenSampler(config, strategy, forbidden_token_ids)
-    kl, same, rows, read, forwards = 0.0, 0, 0, 0.0, 0
+    kl, same_top1, positions, input_share, forwards = 0.0, 0, 0, 0.0, 0
     while True:
         for request in requests:
             request.prepare_step(strategy)
         active = [request for request in requests if not request.is_done]
         if not active:
             break
-        spans = [cached.input_slice(request) for request in active]
-        read += sum(
-            (input_slice.end - input_slice.start) / len(each.tokens_L)
-            for input_slice, each in zip(spans, active, strict=True)
-        )
+        slices = [cached_runner.input_slice(request) for request in active]
+        for input_slice, request in zip(slices, active, strict=True):
+            input_share += (input_slice.end - input_slice.start) / len(request.tokens_L)
         forwards += len(active)
-        logits_NV = cached(active)
-        ours_NV, true_NV = (
-            each.double().index_fill(1, forbidden_token_ids, float("-inf")).log_softmax(dim=1)
-            for each in (logits_NV, plain(active))
+        logits_NV = cached_runner(active)
+        cached_NV, exact_NV = (
+            logits.double().index_fill(1, forbidden_token_ids, float("-inf")).log_softmax(dim=1)
+            for logits in (logits_NV, exact_runner(active))
         )
-        kl += float((true_NV.exp() * (true_NV - ours_NV).nan_to_num()).sum())
-        same += int((ours_NV.argmax(dim=1) == true_NV.argmax(dim=1)).sum())
-        rows += len(ours_NV)
+        kl += float((exact_NV.exp() * (exact_NV - cached_NV).nan_to_num()).sum())
+        same_top1 += int((cached_NV.argmax(dim=1) == exact_NV.argmax(dim=1)).sum())
+        positions += len(cached_NV)
         for request, predictions in zip(active, token_sampler.sample_predictions(logits_NV, active), strict=True):
             request.commit(predictions, strategy, ())
-    right = generate(model, prompts, config.model_copy(update={"cache": "none"}))
-    pairs = zip(requests, right, strict=True)
-    agreement = [np.mean(request.tokens_L[request.new] == np.array(done.token_ids)) for request, done in pairs]
-    return CacheErrors(kl / rows, same / rows, float(np.mean(agreement)), read / forwards)
+    exact = generate(model, prompts, config.model_copy(update={"cache": "none"}))
+    pairs = zip(requests, exact, strict=True)
+    agreement = [np.mean(request.tokens_L[request.new] == np.array(result.token_ids)) for request, result in pairs]
+    return CacheErrors(kl / positions, same_top1 / positions, float(np.mean(agreement)), input_share / forwards)
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description="Compare cached decoding with the model.", allow_abbrev=False)
-    parser.add_argument("--model", type=Path, required=True, help="a model directory or a run")
-    parser.add_argument("--data", type=Path, default=Path(tokenize.__file__), help="text of the prompts")
-    parser.add_argument("--prompts", type=int, default=16, help="how many (default: 16)")
-    parser.add_argument("--prompt-length", type=int, default=32, help="tokens of each (default: 32)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="decoded for each (default: 64)")
-    parser.add_argument("--block-lengths", type=int, nargs="+", default=[8, 16, 32], help="(default: 8 16 32)")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="CPU threads (default: all usable cores)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
-    ids = tokenizer.encode(arguments.data.read_text(encoding="utf-8"))
-    size = arguments.prompt_length
-    prompts = [[*model.config.prefix_ids, *ids[start : start + size]] for start in range(0, len(ids) - size, size)]
-    prompts = prompts[: arguments.prompts]
-    lines = []
-    for block_length in arguments.block_lengths:
+def read_prompts(options: argparse.Namespace, prefix_ids: Sequence[int]) -> list[list[int]]:
+    """Cut the text of ``--data`` into prompts of ``--prompt-length`` tokens."""
+    ids = load_tokenizer(options.model).encode(options.data.read_text(encoding="utf-8"))
+    length = options.prompt_length
+    prompts = [[*prefix_ids, *ids[start : start + length]] for start in range(0, len(ids) - length, length)]
+    return prompts[: options.prompts]
+
+
+def run(settings: Settings) -> Report:
+    """Measure the errors of each cache at each block length."""
+    options = settings.options
+    model = load_model(options.model)
+    prompts = read_prompts(options, model.config.prefix_ids)
+    rows = []
+    for block_length in options.block_lengths:
         for cache in CACHES:
             print_message(f"blocks of {block_length}, {cache}")
             config = GenerationConfig(
                 attention="bidirectional",
-                max_new_tokens=arguments.new_tokens,
+                max_new_tokens=options.new_tokens,
                 block_length=block_length,
                 cache=cache,  # type: ignore[arg-type]
                 stop_token_ids=(),
             )
-            found = measure(model, prompts, config)
-            shares = [f"{100 * share:.1f} %" for share in (found.same_best, found.same_tokens, found.read)]
-            lines.append([str(block_length), cache, f"{found.kl:.4f}", *shares])
-    header = ["block length", "cache", "KL, nats", "same best token", "same answer", "inputs of a forward"]
-    facts = collect_environment(threads=arguments.threads, packages=["torch"])
-    print(f"{markdown_table(header, lines)}\n\n{markdown_list(facts)}")
+            errors = measure_errors(model, prompts, config)
+            shares = (errors.top1_agreement, errors.token_agreement, errors.input_share)
+            rows.append([str(block_length), cache, f"{errors.kl:.4f}", *(f"{share:.1%}" for share in shares)])
+    header = ["block length", "cache", "KL, nats", "same top-1 token", "same tokens", "computed positions"]
+    return Report([Table(header, rows)])
 
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, help="a model directory or a run")
+    parser.add_argument("--data", type=Path, default=Path(tokenize.__file__), help="text of the prompts")
+    parser.add_argument("--prompts", type=int, default=16, help="number of prompts (default: 16)")
+    parser.add_argument("--prompt-length", type=int, default=32, help="tokens of a prompt (default: 32)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="new tokens of each prompt (default: 64)")
+    parser.add_argument("--block-lengths", type=int, nargs="+", default=[8, 16, 32], help="(default: 8 16 32)")
+
+
+BENCHMARK = Benchmark("Compare cached decoding with exact decoding.", run, rounds=None, add_arguments=add_arguments)
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(BENCHMARK))

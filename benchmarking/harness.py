@@ -1,10 +1,16 @@
-"""What benchmarks share: timing in turns, comparison, the environment, tables. Without torch."""
+"""The harness of all benchmarks: interleaved timing, comparison, reports and the command line.
+
+A benchmark module defines a `Benchmark` (or a function that takes a config) and returns a `Report`; only this module
+and cli/ parse arguments and print. Torch is imported only where it is used.
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import importlib.util
+import json
 import multiprocessing
 import os
 import platform
@@ -15,53 +21,266 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
+from config.model import Architecture
 from profiling.cores import usable_cores
 
-_Measured = TypeVar("_Measured")
+Measurement = TypeVar("Measurement")
 
-Seconds = dict[str, list[float]]
-"""Measured times of each contestant, round by round."""
+Clock = Literal["wall", "process", "thread"]
+CLOCKS: dict[Clock, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    "process": time.process_time,
+    "thread": time.thread_time,
+}
+"""Wall time, or CPU time of the process or of the calling thread, which other processes on the machine affect less."""
+
+MEBIBYTE = 1 << 20
+SPEEDUP_COLUMN = "per round [quartiles]"
+"""Header of `Speedup.format_ratio` beside a column of the ratio of medians."""
+MIN_SECONDS_BETWEEN_LINES = 1.0
+"""Shortest time between two progress lines of one comparison."""
+INSTALL_HINT = "install the dependency group bench: uv sync --group bench"
 
 
-def time_in_turns(
-    implementations: Mapping[str, Callable[[], object]],
+@dataclass(frozen=True)
+class Settings:
+    """How a benchmark measures."""
+
+    rounds: int
+    """Measured rounds; at least 2."""
+    warmup: int = 0
+    """Rounds before them that are not measured."""
+    threads: int = 1
+    """CPU threads of torch."""
+    clock: Clock = "wall"
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
+    """All command-line options, those of the benchmark included."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark that is started as ``python -m benchmarking.NAME``."""
+
+    description: str
+    run: Callable[[Settings], Report]
+    rounds: int | None = 20
+    """Default of ``--rounds``. None: the benchmark has no rounds and no such option."""
+    warmup: int = 3
+    threads: int | None = None
+    """Default of ``--threads``. None: one thread for each usable core."""
+    clock: Clock = "wall"
+    packages: tuple[str, ...] = ("torch",)
+    """Packages whose versions the report states, where they are installed."""
+    required_packages: tuple[str, ...] = ()
+    """Packages without which the benchmark cannot run; they are in the dependency group bench."""
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
+    check_arguments: Callable[[argparse.Namespace], str | None] | None = None
+    """Returns an error message for options that are out of range."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of cells that are formatted already."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def to_markdown(self) -> str:
+        """Format as Markdown; the first column is aligned to the left, all others to the right."""
+        lines = [self.header, ["---", *["---:"] * (len(self.header) - 1)], *self.rows]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+    def column(self, name: str) -> list[str]:
+        """The cells below a header."""
+        index = list(self.header).index(name)
+        return [row[index] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a benchmark: tables with text between them, and the conditions of the measurement."""
+
+    parts: Sequence[Table | str]
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> list[Table]:
+        return [part for part in self.parts if isinstance(part, Table)]
+
+    def to_markdown(self, environment: Mapping[str, str] | None = None) -> str:
+        """Format as Markdown; `facts` and the environment become a list at the end."""
+        parts = [part if isinstance(part, str) else part.to_markdown() for part in self.parts]
+        facts = [f"- {name}: {value}" for name, value in {**self.facts, **(environment or {})}.items()]
+        return "\n\n".join([*parts, "\n".join(facts)] if facts else parts)
+
+
+@dataclass(frozen=True)
+class ResultFiles:
+    """``NAME.jsonl``, to which each case is appended when it is measured, and the report ``NAME.md``.
+
+    Both replace existing files. Without a directory nothing is written.
+    """
+
+    directory: Path | None
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._path("jsonl").write_text("", encoding="utf-8")
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        if self.directory is not None:
+            with self._path("jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def write_report(self, report: Report) -> None:
+        if self.directory is not None:
+            self._path("md").write_text(report.to_markdown() + "\n", encoding="utf-8")
+
+    def _path(self, suffix: str) -> Path:
+        assert self.directory is not None
+        return self.directory / f"{self.name}.{suffix}"
+
+
+def run_in_turns(
+    calls: Mapping[str, Callable[[], Measurement]],
     *,
     rounds: int,
     warmup: int,
-    after_round: Callable[[int, Mapping[str, float]], None] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Seconds:
-    """Time one call of each contestant in turn, A B A B ..., so that all meet the same weather on the machine.
+    after_round: Callable[[int, Mapping[str, Measurement]], None] | None = None,
+) -> dict[str, list[Measurement]]:
+    """Call A B A B ... and return what each call measured, round by round.
 
-    A call must not return before its work is done. The first ``warmup`` rounds do not count; ``after_round`` gets the
-    number of each other one, from 1, and its seconds.
+    Interleaving makes noise on the machine affect all implementations alike. The first ``warmup`` rounds are
+    discarded; ``after_round`` gets the number of each measured round, from 1, and its measurements.
     """
-    seconds: Seconds = {name: [] for name in implementations}
+    measurements: dict[str, list[Measurement]] = {name: [] for name in calls}
     for index in range(warmup + rounds):
-        for name, call in implementations.items():
-            start = clock()
-            call()
-            elapsed = clock() - start
+        for name, call in calls.items():
+            measurement = call()
             if index >= warmup:
-                seconds[name].append(elapsed)
+                measurements[name].append(measurement)
         if index >= warmup and after_round is not None:
-            after_round(index - warmup + 1, {name: times[-1] for name, times in seconds.items()})
-    return seconds
+            after_round(index - warmup + 1, {name: values[-1] for name, values in measurements.items()})
+    return measurements
+
+
+def compare(
+    implementations: Mapping[str, Callable[[], object]],
+    settings: Settings,
+    *,
+    label: str = "",
+    work: Mapping[str, float] | None = None,
+    unit: str = "tok/s",
+    check: Callable[[Mapping[str, Any]], None] | None = None,
+) -> Comparison:
+    """Time one call of each implementation in turn; progress goes to stderr.
+
+    Args:
+        implementations: a call must not return before its work is done, also on a GPU.
+        label: names the case in the progress lines; empty: no progress lines.
+        work: units of work of a call; progress lines then state units per second instead of seconds.
+        unit: of ``work`` per second.
+        check: gets the outputs of each measured round, outside the clock, and raises if they are not equal. Without
+            it no output is kept.
+    """
+    clock, outputs = CLOCKS[settings.clock], {}
+    last_line = -MIN_SECONDS_BETWEEN_LINES
+
+    def timed(name: str, call: Callable[[], object]) -> Callable[[], float]:
+        def run() -> float:
+            start = clock()
+            output = call()
+            elapsed = clock() - start
+            if check is not None:
+                outputs[name] = output
+            return elapsed
+
+        return run
+
+    def after_round(number: int, seconds: Mapping[str, float]) -> None:
+        nonlocal last_line
+        if check is not None:
+            check(outputs)
+        now = time.monotonic()
+        if label and (number == settings.rounds or now - last_line >= MIN_SECONDS_BETWEEN_LINES):
+            last_line = now
+            values = ", ".join(
+                f"{name} {_format_pace(value, (work or {}).get(name), unit)}" for name, value in seconds.items()
+            )
+            print_message(f"{label}: round {number}/{settings.rounds}: {values}")
+
+    calls = {name: timed(name, call) for name, call in implementations.items()}
+    return Comparison(run_in_turns(calls, rounds=settings.rounds, warmup=settings.warmup, after_round=after_round))
+
+
+def _format_pace(seconds: float, work: float | None, unit: str) -> str:
+    return f"{seconds:.3g} s" if work is None else f"{work / seconds:,.0f} {unit}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of each implementation, round by round."""
+
+    seconds: Mapping[str, list[float]]
+
+    def median(self, name: str) -> float:
+        """Seconds of the median call."""
+        return statistics.median(self.seconds[name])
+
+    def format_ms(self, name: str) -> str:
+        """Milliseconds of the median call."""
+        return f"{1e3 * self.median(name):,.2f}"
+
+    def speedup(self, name: str, over: str) -> Speedup:
+        """How many times as fast one implementation is as another."""
+        return speedup(self.seconds[name], self.seconds[over])
+
+    def speedup_cells(self, name: str, over: str) -> list[str]:
+        """Cells for the ratio of medians and for `SPEEDUP_COLUMN`."""
+        ratio = self.speedup(name, over)
+        return [f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()]
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times as fast one implementation is as another."""
+
+    ratio_of_medians: float
+    """Ratio of the median times."""
+    median_ratio: float
+    """Median of the ratios within each round, in which noise that slows a whole round cancels."""
+    low: float
+    """First quartile of the ratios."""
+    high: float
+    """Third quartile of the ratios."""
+
+    def format_ratio(self) -> str:
+        """Format the median ratio with its quartiles for a table."""
+        return f"{self.median_ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def speedup(ours: Sequence[float], theirs: Sequence[float]) -> Speedup:
+    """Compute the speed of ``ours`` over that of ``theirs`` from the seconds of at least two rounds."""
+    ratios = [slow / fast for fast, slow in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Speedup(statistics.median(theirs) / statistics.median(ours), middle, low, high)
 
 
 def run_in_fresh_process(
-    measure: Callable[..., _Measured], *arguments: object, description: str, key: str
-) -> _Measured:
-    """``measure(*arguments)`` in a process of its own, whose memory nothing else has used.
+    measure: Callable[..., Measurement], *arguments: object, description: str, key: str
+) -> Measurement:
+    """Call ``measure(*arguments)`` in a new process, whose allocator no other measurement has used.
 
     Args:
-        measure: a function of a module, with arguments that can be pickled.
-        what: is measured, for the error.
-        key: of the config or command line, to be lowered where memory runs out.
+        measure: a function of a module; its arguments and its result must be picklable.
+        description: names the measurement in the error.
+        key: config key or option that lowers the memory use, for the error.
 
     Raises:
         ValueError: the process was killed.
@@ -75,81 +294,99 @@ def run_in_fresh_process(
             ) from None
 
 
-@dataclass(frozen=True)
-class Speedup:
-    """How many times as fast one contestant is as another."""
-
-    ratio_of_medians: float
-    """Ratio of the median times."""
-    median_ratio: float
-    """Median of the ratios within each round: what slows a whole round cancels."""
-    low: float
-    """First quartile of these."""
-    high: float
-    """Third quartile."""
-
-    def format_ratio(self) -> str:
-        """The paired ratio with its quartiles, for a table."""
-        return f"{self.median_ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
+def is_installed(package: str) -> bool:
+    """Look a package up without importing it."""
+    return importlib.util.find_spec(package) is not None
 
 
-def speedup(ours: Sequence[float], theirs: Sequence[float]) -> Speedup:
-    """Speed of ``ours`` over that of ``theirs``, from the seconds of at least two rounds."""
-    ratios = [slow / fast for fast, slow in zip(ours, theirs, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Speedup(statistics.median(theirs) / statistics.median(ours), middle, low, high)
+def version(package: str) -> str:
+    """Version of an installed package; an imported one states its build as well, as in 2.9.0+cpu."""
+    return getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package)
 
 
 def read_cpu_model() -> str:
-    """Name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported; it is not imported for that."""
-    return importlib.util.find_spec(package) is not None
-
-
 def format_command_line() -> str:
-    """The command that runs, as one would type it."""
+    """The running command as one would type it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
     return shlex.join([*program, *sys.argv[1:]])
 
 
-def version(package: str) -> str:
-    """Version of an installed package; of an imported one with its build, as in 2.9.0+cpu."""
-    return getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package)
+def describe_accelerator(device: str) -> dict[str, str]:
+    """A fact with the name of the GPU; none on a CPU."""
+    import torch
+
+    return {"accelerator": torch.cuda.get_device_name()} if device == "cuda" else {}
 
 
-def collect_environment(*, threads: int, packages: Iterable[str], accelerator: str | None = None) -> dict[str, str]:
-    """What a number needs beside it to be measured again."""
+def describe_model(shape: Architecture) -> str:
+    """The shape of a model in words."""
+    return (
+        f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {shape.num_attention_heads} heads "
+        f"({shape.num_key_value_heads} of keys and values) of {shape.head_dim}, SwiGLU {shape.intermediate_size}"
+    )
+
+
+def collect_environment(*, threads: int, packages: Iterable[str]) -> dict[str, str]:
+    """Facts that are needed to repeat a measurement: command, date, CPU, threads and versions of software."""
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     versions = [f"{package} {version(package)}" for package in packages]
     return {
         "command": f"`{format_command_line()}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "CPU": read_cpu_model(),
-        **({} if accelerator is None else {"accelerator": accelerator}),
         "threads": f"{threads} of torch; the process may use {usable_cores()} cores; load average at the start {load}",
         "software": ", ".join([f"Python {platform.python_version()}", *versions, platform.platform(terse=True)]),
     }
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers and stand to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def markdown_list(items: Mapping[str, str]) -> str:
-    """A Markdown list of names and values."""
-    return "\n".join(f"- {name}: {value}" for name, value in items.items())
-
-
 def print_message(text: str) -> None:
-    """A line of progress on stderr."""
+    """Print a line of progress on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
+    """Parse the options, run a benchmark and print its report. Returns 1 if it failed."""
+    settings = _parse_settings(benchmark, argv)
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    packages = [package for package in benchmark.packages if is_installed(package)]
+    environment = collect_environment(threads=settings.threads, packages=packages)
+    if benchmark.rounds is not None:
+        environment["rounds"] = f"{settings.rounds} after {settings.warmup} of warm-up"
+    try:
+        report = benchmark.run(settings)
+    except ValueError as error:
+        print_message(f"error: {error}")
+        return 1
+    print(report.to_markdown(environment))
+    return 0
+
+
+def _parse_settings(benchmark: Benchmark, argv: Sequence[str] | None) -> Settings:
+    parser = argparse.ArgumentParser(description=benchmark.description, allow_abbrev=False)
+    if benchmark.rounds is not None:
+        note = f"measured calls of each implementation, at least 2 (default: {benchmark.rounds})"
+        parser.add_argument("--rounds", type=int, default=benchmark.rounds, help=note)
+    threads, default = (usable_cores(), "all usable cores") if benchmark.threads is None else (benchmark.threads,) * 2
+    parser.add_argument("--threads", type=int, default=threads, help=f"CPU threads (default: {default})")
+    if benchmark.add_arguments is not None:
+        benchmark.add_arguments(parser)
+    options = parser.parse_args(argv)
+    rounds = getattr(options, "rounds", 2)
+    if rounds < 2 or options.threads < 1:
+        parser.error(f"--rounds must be at least 2 and --threads at least 1, not {rounds} and {options.threads}")
+    problem = benchmark.check_arguments(options) if benchmark.check_arguments is not None else None
+    if problem is not None:
+        parser.error(problem)
+    missing = [package for package in benchmark.required_packages if not is_installed(package)]
+    if missing:
+        parser.error(f"{', '.join(missing)} is not installed; {INSTALL_HINT}")
+    return Settings(rounds, benchmark.warmup, options.threads, benchmark.clock, options)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Only now, so that --help and config errors do not wait for torch.
         from benchmarking.bench_infer import bench_infer
 
-        print(bench_infer(config))
+        print(bench_infer(config).to_markdown())
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Only now, so that --help and config errors do not wait for what it needs.
         from benchmarking.bench_tokenizer import bench_tokenizer
 
-        print(bench_tokenizer(config))
+        print(bench_tokenizer(config).to_markdown())
 
 
 if __name__ == "__main__":

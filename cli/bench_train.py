@@ -20,7 +20,7 @@ def main() -> None:
         # Only now, so that --help and config errors do not wait for torch.
         from benchmarking.bench_train import bench_train
 
-        print(bench_train(config))
+        print(bench_train(config).to_markdown())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, TupleOf
+from config.benchmark import check_distinct
 from config.eval import EvalDataConfig
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
@@ -15,116 +16,114 @@ from config.model import Architecture, ModelConfig
 Cache = Literal["none", "prefix", "dual", "block"]
 
 BENCHMARK_KEYS = {"max_new_tokens": "bench.new_tokens", "total_length": "bench.new_tokens", "cache": "grid.caches"}
-"""Keys of a policy's generation that the benchmark sets, and where."""
+"""Generation keys that the benchmark sets -> the keys that set them."""
 
 
 class RandomModelShape(Architecture):
-    """``[model.shape]``: a model of random weights. Speed does not depend on them, but how many tokens a confidence
-    threshold settles does."""
+    """``[model.shape]``: a model with random weights. Speed does not depend on the weights, but the number of tokens
+    that pass a confidence threshold does."""
 
     vocab_size: Annotated[int, Field(ge=2)]
-    """Rows of the embedding; the last one is the mask token."""
+    """Size of the vocabulary; the last token is the mask token."""
     block_length: PositiveInt | None = None
-    """Blocks that the model is for; with them attention is block-causal unless a policy says otherwise."""
+    """Block length of the model; with one, attention is block-causal unless a strategy sets another."""
 
     def to_model_config(self) -> ModelConfig:
-        """What the model is built from."""
         return ModelConfig(**self.model_dump(), mask_token_id=self.vocab_size - 1)
 
 
 class BenchModel(InferModelConfig):
-    """``[model]``: what decodes, and where; a directory (path), or else random weights of a shape."""
+    """``[model]``: the model and its device; a directory (path), or random weights of a shape."""
 
     shape: RandomModelShape | None = None
-    """Plays no part where there is a path."""
+    """Ignored if path is set."""
     seed: NonNegativeInt = 0
-    """Of random weights."""
+    """Seed of random weights."""
 
 
 class BenchInferSection(Section):
     """``[bench]``: the requests, and how they are measured."""
 
     prompts: StrTuple = ()
-    """Texts to go on from, in turn until the batch is full; they need model.path and its tokenizer. Empty: random
-    tokens, prompt_length of them."""
+    """Texts to continue, repeated until the batch is full; they need the tokenizer of model.path. Empty: prompts of
+    prompt_length random tokens."""
     prompt_length: PositiveInt = 64
-    """Tokens of each random prompt."""
+    """Tokens of a random prompt."""
     new_tokens: PositiveInt = 128
-    """Decoded for each request, exactly so many unless a policy names stop_token_ids."""
+    """Tokens that are decoded for each request; fewer only if a strategy sets stop_token_ids."""
     rounds: Annotated[int, Field(ge=2)] = 5
-    """Measured calls of each cell; all cells take turns."""
+    """Measured calls of each cell; the cells take turns."""
     warmup: NonNegativeInt = 1
-    """Rounds before that which do not count."""
+    """Rounds before them that are not measured."""
     memory: bool = True
-    """Measure peak memory as well, each cell in a process of its own."""
+    """Measure peak memory as well, each cell in a fresh process."""
     seed: NonNegativeInt = 0
-    """Of random prompts; request i decodes with seed + i."""
+    """Seed of random prompts; request i decodes with seed + i."""
 
 
 class BenchStrategySection(Section):
-    """``[[policies]]``: settings of decoding under a name."""
+    """``[[strategies]]``: generation settings and their name."""
 
     name: NonEmptyStr
-    """What the policy is called in the results."""
+    """The name of the strategy in the results."""
     generation: GenerationConfig = GenerationConfig()
-    """All but length and cache, which the benchmark sets; block_length only where no list of block lengths holds."""
+    """All settings except length and cache, which the benchmark sets; block_length only without a list of them."""
     block_lengths: TupleOf[PositiveInt] | None = None
-    """In place of grid.block_lengths; []: that of generation, or of the model."""
+    """Block lengths instead of grid.block_lengths; []: the one of generation or of the model."""
     caches: Annotated[TupleOf[Cache], Field(min_length=1)] | None = None
-    """In place of grid.caches."""
+    """Caches instead of grid.caches."""
 
 
 class BenchGridSection(Section):
-    """``[grid]``: each policy is measured with every batch size, block length and cache."""
+    """``[grid]``: each strategy is measured with every batch size, block length and cache."""
 
     batch_sizes: Annotated[TupleOf[PositiveInt], Field(min_length=1)] = (1,)
     """Requests that are decoded together."""
     block_lengths: TupleOf[PositiveInt] = ()
-    """Tokens of a block. []: that of the policy's generation, or of the model."""
+    """Tokens of a block. []: the block length of the strategy's generation or of the model."""
     caches: Annotated[TupleOf[Cache], Field(min_length=1)] = ("none",)
     """prefix and dual are for bidirectional attention, block is for block-causal attention."""
 
 
 class BenchValidationSection(EvalDataConfig):
-    """``[validation]``: a text whose likelihood is bounded, once for each block length of the grid; it needs
-    model.path and its tokenizer."""
+    """``[validation]``: a text whose likelihood is bounded, once for each block length of the grid; needs model.path
+    and its tokenizer."""
 
     max_rows: NonNegativeInt = 64
-    """Rows that are evaluated; 0: all."""
+    """Sequences to evaluate; 0: all."""
     num_mc_samples: PositiveInt = 4
-    """Masked versions of each row."""
+    """Monte Carlo samples: noised copies of each sequence."""
     batch_size: PositiveInt = 32
-    """Rows of one forward."""
+    """Sequences of one forward."""
 
 
 class BenchInferOutput(Section):
-    """``[output]``: where results are kept beside the terminal."""
+    """``[output]``: a file of the results, beside the report on the terminal."""
 
     path: ConfigPath | None = None
-    """A JSON file of the config, the environment and the numbers of every call, replaced where it is there."""
+    """A JSON file with the config, the environment and all measurements; an existing file is replaced."""
 
 
 class BenchCell(Section):
     """One combination of the grid."""
 
-    policy: str
+    strategy: str
     batch_size: int
     generation: GenerationConfig
 
     @property
     def label(self) -> str:
-        """The cell in words."""
         length = "" if self.generation.block_length is None else f", block {self.generation.block_length}"
-        return f"{self.policy}{length}, cache {self.generation.cache}, batch {self.batch_size}"
+        return f"{self.strategy}{length}, cache {self.generation.cache}, batch {self.batch_size}"
 
 
 class BenchInferConfig(Section):
-    """A decoding benchmark: every policy in every cell of the grid."""
+    """A decoding benchmark: every strategy in every cell of the grid."""
 
     model: BenchModel = BenchModel()
     bench: BenchInferSection = BenchInferSection()
     grid: BenchGridSection = BenchGridSection()
-    policies: Annotated[TupleOf[BenchStrategySection], Field(min_length=1)]
+    strategies: Annotated[TupleOf[BenchStrategySection], Field(min_length=1)]
     validation: BenchValidationSection | None = None
     output: BenchInferOutput = BenchInferOutput()
 
@@ -144,35 +143,33 @@ class BenchInferConfig(Section):
 
     @model_validator(mode="after")
     def _check_cells(self) -> Self:
-        lists: dict[str, list[Any]] = {"policies.name": [policy.name for policy in self.policies]}
+        lists: dict[str, list[Any]] = {"strategies.name": [strategy.name for strategy in self.strategies]}
         for key in ("batch_sizes", "block_lengths", "caches"):
             lists[f"grid.{key}"] = list(getattr(self.grid, key))
-        for index, policy in enumerate(self.policies):
-            lists[f"policies.{index}.caches"] = list(policy.caches or ())
-            lists[f"policies.{index}.block_lengths"] = list(policy.block_lengths or ())
-        for key, values in lists.items():
-            twice = next((value for value in values if values.count(value) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{key}: {twice!r} is given twice")
-        for policy in self.policies:
-            self._check_keys(policy)
+        for index, strategy in enumerate(self.strategies):
+            lists[f"strategies.{index}.caches"] = list(strategy.caches or ())
+            lists[f"strategies.{index}.block_lengths"] = list(strategy.block_lengths or ())
+        check_distinct(lists)
+        for strategy in self.strategies:
+            self._check_generation_keys(strategy)
         for cell in self.cells():
             self.model.check_cache(cell.generation.cache, "grid.caches")
             self._check_cell(cell)
         return self
 
-    def _check_keys(self, policy: BenchStrategySection) -> None:
-        """A policy leaves to the benchmark what is the benchmark's."""
-        lengths = {"block_length": "grid.block_lengths"} if self._block_lengths(policy) else {}
-        for key, instead in (BENCHMARK_KEYS | lengths).items():
-            value = getattr(policy.generation, key)
+    def _check_generation_keys(self, strategy: BenchStrategySection) -> None:
+        """Reject generation keys that the benchmark sets itself."""
+        lengths = {"block_length": "grid.block_lengths"} if self._block_lengths(strategy) else {}
+        for key, benchmark_key in (BENCHMARK_KEYS | lengths).items():
+            value = getattr(strategy.generation, key)
             if value is not None:
                 raise ValueError(
-                    f"policy {policy.name!r}: generation.{key} = {value!r} is set by {instead} here: remove one of them"
+                    f"strategy {strategy.name!r}: generation.{key} = {value!r} is set by {benchmark_key} here: remove "
+                    "one of them"
                 )
 
     def _check_cell(self, cell: BenchCell) -> None:
-        """What can be said before the model is there."""
+        """Check what does not need the model."""
         attention = cell.generation.attention
         shape = self.model.shape if self.model.path is None else None
         if attention is None and shape is not None:
@@ -180,14 +177,14 @@ class BenchInferConfig(Section):
         cache = cell.generation.cache
         if attention == "block_causal" and cache in ("prefix", "dual"):
             raise ValueError(
-                f'cell "{cell.label}": cache = "{cache}" is for bidirectional attention and this policy is '
-                'block-causal, whose exact cache is "block": give the policy its own caches, as in '
+                f'cell "{cell.label}": cache = "{cache}" is for bidirectional attention and this strategy is '
+                'block-causal, whose exact cache is "block": give the strategy its own caches, as in '
                 'caches = ["none", "block"]'
             )
         if attention == "bidirectional" and cache == "block":
             raise ValueError(
-                f'cell "{cell.label}": cache = "block" is for block-causal attention and this policy is '
-                'bidirectional: give the policy its own caches, as in caches = ["none", "prefix", "dual"]'
+                f'cell "{cell.label}": cache = "block" is for block-causal attention and this strategy is '
+                'bidirectional: give the strategy its own caches, as in caches = ["none", "prefix", "dual"]'
             )
         length = self.bench.prompt_length + self.bench.new_tokens
         if shape is not None and length > shape.max_position_embeddings:
@@ -196,32 +193,34 @@ class BenchInferConfig(Section):
                 f"{length} tokens, more than model.shape.max_position_embeddings = {shape.max_position_embeddings}"
             )
 
-    def _block_lengths(self, policy: BenchStrategySection) -> tuple[int, ...]:
-        return self.grid.block_lengths if policy.block_lengths is None else policy.block_lengths
+    def _block_lengths(self, strategy: BenchStrategySection) -> tuple[int, ...]:
+        return self.grid.block_lengths if strategy.block_lengths is None else strategy.block_lengths
 
     def cells(self) -> tuple[BenchCell, ...]:
-        """All combinations, by batch size, policy, block length and cache.
+        """All combinations, by batch size, strategy, block length and cache.
 
         Raises:
-            ValueError: a policy's settings do not go with a block length or a cache; names both.
+            ValueError: the settings of a strategy contradict a block length or a cache; names both.
         """
         return tuple(
-            BenchCell(policy=policy.name, batch_size=batch_size, generation=self._generation(policy, length, cache))
+            BenchCell(
+                strategy=strategy.name, batch_size=batch_size, generation=self._generation(strategy, length, cache)
+            )
             for batch_size in self.grid.batch_sizes
-            for policy in self.policies
-            for length in self._block_lengths(policy) or (None,)
-            for cache in policy.caches or self.grid.caches
+            for strategy in self.strategies
+            for length in self._block_lengths(strategy) or (None,)
+            for cache in strategy.caches or self.grid.caches
         )
 
-    def _generation(self, policy: BenchStrategySection, block_length: int | None, cache: Cache) -> GenerationConfig:
-        values = policy.generation.model_dump()
+    def _generation(self, strategy: BenchStrategySection, block_length: int | None, cache: Cache) -> GenerationConfig:
+        values = strategy.generation.model_dump()
         values |= {"cache": cache, "max_new_tokens": self.bench.new_tokens}
-        values["stop_token_ids"] = policy.generation.stop_token_ids or ()
+        values["stop_token_ids"] = strategy.generation.stop_token_ids or ()
         if block_length is not None:
             values["block_length"] = block_length
         try:
             return GenerationConfig(**values)
         except ValidationError as error:
-            reasons = "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in error.errors())
+            reasons = "; ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors())
             length = "" if block_length is None else f", block {block_length}"
-            raise ValueError(f'cell "{policy.name}{length}, cache {cache}": {reasons}') from None
+            raise ValueError(f'cell "{strategy.name}{length}, cache {cache}": {reasons}') from None

@@ -6,7 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from config.base import ConfigPath, IntTuple, PositiveInt, Section, TupleOf
+from config.base import IntTuple, PositiveInt, Section, TupleOf
+from config.benchmark import BenchOutputSection, check_distinct
 from config.data import PythonStdlib, TextSourceOrName
 from config.tokenizer import NUM_BYTES
 
@@ -14,44 +15,34 @@ TokenizerPeer = Literal["tokenizers", "tiktoken"]
 
 
 class BenchTokenizerSection(Section):
-    """``[bench]``: what is measured, and how."""
+    """``[bench]``: the vocabularies, the peers, and how they are measured."""
 
     vocab_sizes: Annotated[IntTuple, Field(min_length=1)] = (4_096, 16_384)
-    """Tokens of each vocabulary, the 256 bytes included; there are no special tokens."""
+    """Size of each vocabulary, including the 256 bytes; there are no special tokens."""
     pattern: Literal["gpt2", "gpt4", "qwen", "llama3"] = "qwen"
-    """How text is cut into words."""
+    """The pre-tokenization pattern, which splits text into words."""
     peers: TupleOf[TokenizerPeer] = ()
-    """Other libraries that do the same, in turn with ours; they are in the group `bench`. tiktoken does not train."""
+    """Libraries to compare with, from the dependency group `bench`. tiktoken cannot train."""
     max_bytes: PositiveInt = 12_000_000
-    """The first training documents, up to and with the one that brings them to this many bytes."""
+    """The text: the first training documents that together have at least so many bytes."""
     rounds: Annotated[int, Field(ge=2)] = 5
-    """Measured rounds of each task; in one, each contestant goes once through all documents."""
+    """Measured rounds of each task; in a round, each implementation processes all documents once."""
     warmup: Annotated[int, Field(ge=1)] = 1
-    """Rounds before that which do not count; they fill the caches of words where they are meant to be warm."""
+    """Rounds before them that are not measured; they fill the word caches of the warm measurements."""
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        for key, values in (("vocab_sizes", self.vocab_sizes), ("peers", self.peers)):
-            twice = next((value for value in values if values.count(value) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{key}: {twice!r} is given twice")
+        check_distinct({"vocab_sizes": self.vocab_sizes, "peers": self.peers})
         small = next((size for size in self.vocab_sizes if size <= NUM_BYTES), None)
         if small is not None:
             raise ValueError(f"vocab_sizes: {small} has no room for a merge beside {NUM_BYTES} bytes; set at least 257")
         return self
 
 
-class BenchTokenizerOutput(Section):
-    """``[output]``: where results are kept beside the terminal."""
-
-    directory: ConfigPath | None = None
-    """Gets tokenizer_speed.md and tokenizer_speed.jsonl, replaced where they are; None: nothing is written."""
-
-
 class BenchTokenizerConfig(Section):
-    """A benchmark of training, encoding and decoding."""
+    """A benchmark of training a tokenizer, encoding and decoding."""
 
     source: TextSourceOrName = PythonStdlib()
     """The text: a `kind` alone, or a table `[source]` with its `kind`, as `data.source` of a training run."""
     bench: BenchTokenizerSection = BenchTokenizerSection()
-    output: BenchTokenizerOutput = BenchTokenizerOutput()
+    output: BenchOutputSection = BenchOutputSection()

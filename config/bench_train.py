@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf
+from config.base import NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf
+from config.benchmark import BenchOutputSection, check_distinct
 from config.model import Architecture, ModelConfig
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 
@@ -63,22 +64,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
     },
 }
-"""Shapes by name: the first for a CPU, the others for a GPU. The last two are those of Qwen's checkpoints, but for the
-length of rows. All have a tied head."""
+"""Shapes by name: the first for a CPU, the others for a GPU. The last two are shapes of Qwen3 checkpoints with a shorter
+context. All have a tied head."""
 
 
 class BenchShape(Architecture):
-    """``[[shapes]]``: a model and its batch, by name (shape) or in full. Rows are as long as the context,
-    max_position_embeddings."""
+    """``[[shapes]]``: a model and its batch, as a preset (shape) or in full. Sequences have max_position_embeddings
+    tokens."""
 
     shape: Preset | None = None
-    """Options that are not given are those of the preset of this name."""
+    """A preset that supplies all options that the table leaves out."""
     name: NonEmptyStr
-    """What the shape is called in the results. Of a preset, its own name where none is given."""
+    """The name of the shape in the results; by default the name of the preset."""
     vocab_size: Annotated[int, Field(ge=2)]
-    """Rows of the embedding; the last one is the mask token."""
+    """Size of the vocabulary; the last token is the mask token."""
     batch_size: PositiveInt
-    """Rows of one optimizer step, in one forward."""
+    """Sequences of one optimizer step, in one forward."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,15 +89,15 @@ class BenchShape(Architecture):
             return values
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(
-                f"shape = {preset!r} is none of the presets {', '.join(PRESETS)}: choose one of them, or leave shape "
-                "out and give all options of a model"
+                f"shape = {preset!r} is not one of the presets {', '.join(PRESETS)}: choose one of them, or remove "
+                "shape and set all options of a model"
             )
         return {"name": preset} | PRESETS[preset] | values
 
     @model_validator(mode="after")
     def _check_is_qwen3(self) -> Self:
         if not self.qk_norm or self.attention_bias:
-            raise ValueError("the peer is a Qwen3, so shapes need qk_norm = true and attention_bias = false")
+            raise ValueError("the peers train a Qwen3, so shapes need qk_norm = true and attention_bias = false")
         return self
 
     @property
@@ -106,42 +107,40 @@ class BenchShape(Architecture):
 
     @property
     def mask_token(self) -> int:
-        """The last token of the vocabulary."""
         return self.vocab_size - 1
 
     def to_model_config(self) -> ModelConfig:
-        """What the model is built from."""
         return ModelConfig(**self.model_dump(exclude={"shape", "name", "batch_size"}), mask_token_id=self.mask_token)
 
 
 class BenchTrainSection(Section):
-    """``[bench]``: what is measured, and how."""
+    """``[bench]``: the cases, the peers, and how they are measured."""
 
     precisions: Annotated[TupleOf[Precision], Field(min_length=1)] = ("float32", "bfloat16")
-    """Of matrix products (autocast); weights are float32."""
+    """Dtypes of matrix products (autocast); weights are float32."""
     objectives: Annotated[TupleOf[ObjectiveName], Field(min_length=1)] = ("masked_diffusion",)
-    """What is trained; each is a case of its own."""
+    """Training objectives; each is measured as a separate case."""
     block_length: PositiveInt = 16
-    """Tokens of a block of block_diffusion."""
+    """Block length of the objective block_diffusion."""
     peers: TupleOf[Peer] = ()
-    """Others that train the same shapes, step by step in turn with ours. transformers is in the group `bench`. liger:
-    that with the kernels of liger-kernel; where they are not installed or there is no CUDA, the report says so."""
+    """Implementations to compare with. transformers is in the dependency group `bench`; liger is transformers with the
+    kernels of liger-kernel and is left out (the report says so) if that is not installed or there is no CUDA."""
     keep_freed_memory: bool = False
-    """On a CPU, as `runtime.keep_freed_memory`, for all contestants alike: they share a process and its allocator.
-    false: glibc's defaults, as of a script that trains with transformers."""
+    """On a CPU, `runtime.keep_freed_memory` for all implementations, which share a process and its allocator. false:
+    the defaults of glibc, which a script that trains with transformers has."""
     rounds: Annotated[int, Field(ge=2)] = 12
-    """Measured steps of each contestant in each case."""
+    """Measured steps of each implementation in each case."""
     warmup: NonNegativeInt = 2
-    """Rounds before that which do not count."""
+    """Rounds before them that are not measured."""
     threads: PositiveInt | None = None
-    """CPU threads of torch. None: one for each core that the process may use."""
+    """CPU threads of torch. None: one for each usable core."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one."""
+    """auto: CUDA if there is a GPU."""
     seed: NonNegativeInt = 0
-    """Of weights, tokens and noise."""
+    """Seed of weights, tokens and noise."""
 
     def objective(self, name: ObjectiveName) -> ObjectiveConfig:
-        """The objective of a name, at its defaults."""
+        """Build an objective with its default options."""
         match name:
             case "masked_diffusion":
                 return MaskedDiffusionConfig()
@@ -151,26 +150,19 @@ class BenchTrainSection(Section):
                 return NextTokenConfig()
 
 
-class BenchTrainOutput(Section):
-    """``[output]``: where results are kept beside the terminal."""
-
-    directory: ConfigPath | None = None
-    """Gets training_speed.md and training_speed.jsonl, replaced where they are; None: nothing is written."""
-
-
 class BenchTrainConfig(Section):
     """A training benchmark: every shape with every objective in every precision."""
 
     shapes: Annotated[TupleOf[BenchShape], Field(min_length=1)]
     bench: BenchTrainSection = BenchTrainSection()
-    output: BenchTrainOutput = BenchTrainOutput()
+    output: BenchOutputSection = BenchOutputSection()
 
     @model_validator(mode="after")
     def _check_block_length(self) -> Self:
         for shape in self.shapes if "block_diffusion" in self.bench.objectives else ():
             if self.bench.block_length > shape.max_position_embeddings:
                 raise ValueError(
-                    f"bench.block_length = {self.bench.block_length} is longer than the rows of the shape "
+                    f"bench.block_length = {self.bench.block_length} is longer than the sequences of the shape "
                     f"{shape.name!r}, max_position_embeddings = {shape.max_position_embeddings}: lower it, or leave "
                     '"block_diffusion" out of bench.objectives'
                 )
@@ -181,8 +173,5 @@ class BenchTrainConfig(Section):
         lists: dict[str, list[str]] = {"shapes.name": [shape.name for shape in self.shapes]}
         for name in ("precisions", "objectives", "peers"):
             lists[f"bench.{name}"] = list(getattr(self.bench, name))
-        for key, values in lists.items():
-            twice = next((value for value in values if values.count(value) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{key}: {twice!r} is given twice")
+        check_distinct(lists)
         return self

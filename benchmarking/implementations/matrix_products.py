@@ -1,6 +1,6 @@
-"""The matrix products of a training step, seen as it runs, and the time that they take alone.
+"""Record the matrix products of a training step, and replay them alone.
 
-Shapes: B matrices of a batch, M rows, K summed, N columns; Q queries and S keys of H numbers, N heads.
+Shapes: Q queries, S keys, H width of a head.
 """
 
 from __future__ import annotations
@@ -30,29 +30,28 @@ PRODUCT_OPERATORS: dict[Any, int] = {
     torch.ops.aten.baddbmm.out: 1,
     torch.ops.aten.baddbmm_.default: 1,
 }
-"""Operator -> place of its first factor; before it stands what the product is added to."""
+"""Operator -> index of its first factor; an argument before it is added to the product."""
 
 FUSED_ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_", "_cudnn_attention_")
-"""How the names of torch's fused attentions begin."""
+"""Prefixes of the names of torch's fused attention operators."""
 
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """A matrix, or a batch of them, without its numbers."""
+    """Shape, layout and dtype of a matrix or of a batch of matrices."""
 
     shape: tuple[int, ...]
     is_transposed: bool
-    """Columns lie one behind the other in memory, not rows."""
+    """Whether memory is column-major."""
     dtype: torch.dtype
 
     @staticmethod
     def of(tensor: Tensor) -> MatrixSpec:
-        """That of a tensor."""
         is_transposed = tensor.stride(-2) == 1 and tensor.stride(-1) != 1
         return MatrixSpec(tuple(tensor.shape), is_transposed, tensor.dtype)
 
     def make(self, device: str) -> Tensor:
-        """A fresh tensor of this kind. Small numbers, not zeros: what they are must not make a product fast."""
+        """Allocate such a tensor. It is random, because zeros could make a product faster."""
         *batch, rows, columns = self.shape
         size = (*batch, columns, rows) if self.is_transposed else self.shape
         tensor = torch.empty(size, dtype=self.dtype, device=device).uniform_(-1.0, 1.0)
@@ -66,53 +65,52 @@ class MatrixProduct:
     first: MatrixSpec
     second: MatrixSpec
     is_added: bool = False
-    """To what is there already."""
+    """Whether the product is added to the output."""
     out_dtype: torch.dtype | None = None
-    """Of the result; None: that of the factors."""
+    """Dtype of the result; None: the dtype of the factors."""
 
     @property
     def flops(self) -> int:
-        """A multiplication and an addition for each pair of numbers."""
+        """Floating-point operations: one multiplication and one addition for each pair of elements."""
         total = 2 * self.second.shape[-1]
         for size in self.first.shape:
             total *= size
         return total
 
     def prepare(self, device: str) -> Callable[[], Tensor]:
-        """The product on fresh tensors, into a result that is there already."""
+        """Build a call that computes the product of new tensors into a preallocated result."""
         first, second = self.first.make(device), self.second.make(device)
         dtype = self.out_dtype or self.first.dtype
         out = torch.zeros(*self.first.shape[:-1], self.second.shape[-1], dtype=dtype, device=device)
-        given: dict[str, Any] = {} if dtype == self.first.dtype else {"out_dtype": dtype}
+        options: dict[str, Any] = {} if dtype == self.first.dtype else {"out_dtype": dtype}
         batched = len(self.first.shape) == 3
         if self.is_added:
             add = torch.baddbmm if batched else torch.addmm
-            return lambda: add(out, first, second, out=out, **given)
+            return lambda: add(out, first, second, out=out, **options)
         multiply = torch.bmm if batched else torch.mm
-        return lambda: multiply(first, second, out=out, **given)
+        return lambda: multiply(first, second, out=out, **options)
 
 
 class MatrixProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class
-    """Notes each matrix product while it is open, those of the backward too.
+    """Records every matrix product inside its context, the backward included.
 
-    What torch's fused attention computes is noted as the batched products that give the same: two forward, four
-    backward, of half as many heads where it is causal. Compiled code shows nothing.
+    Fused attention is recorded as the batched products that compute the same: two forward, four backward, of half as
+    many heads if it is causal. Products of compiled code are not recorded.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plain: collections.Counter[MatrixProduct] = collections.Counter()
-        """Products and how often they occurred."""
+        """Products outside fused attention, with their numbers of calls."""
         self.attention: collections.Counter[MatrixProduct] = collections.Counter()
-        """Those inside of fused attention."""
+        """Products inside fused attention, with their numbers of calls."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note, and compute."""
         result = func(*args, **(kwargs or {}))
         if func in PRODUCT_OPERATORS:
             at = PRODUCT_OPERATORS[func]
             first, second = args[at], args[at + 1]
-            if first.shape[-2] == 1:  # a sum over rows, in disguise
+            if first.shape[-2] == 1:  # a sum over rows, not a matrix product
                 return result
             out = result.dtype if result.dtype != first.dtype else None
             self.plain[MatrixProduct(MatrixSpec.of(first), MatrixSpec.of(second), at == 1, out)] += 1
@@ -123,11 +121,11 @@ class MatrixProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _products_of_attention(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[MatrixProduct]:
-    """Of one call of fused attention [B, N, Q, H], forward or backward."""
-    named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | dict(kwargs)
-    q, k = named["query"], named["key"]
+    """Matrix products of one call of fused attention, forward or backward; queries are ``[batch, heads, Q, H]``."""
+    arguments = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | dict(kwargs)
+    q, k = arguments["query"], arguments["key"]
     heads = q.shape[0] * q.shape[1]
-    if named.get("is_causal"):
+    if arguments.get("is_causal"):
         heads = max(1, heads // 2)
     Q, S, H = q.shape[2], k.shape[2], q.shape[3]
 
@@ -153,27 +151,25 @@ class StepProducts:
 
     @staticmethod
     def of(step: Callable[[], object]) -> StepProducts:
-        """Those of one call."""
-        with MatrixProductRecorder() as watch:
+        """Record one call."""
+        with MatrixProductRecorder() as recorder:
             step()
-        return StepProducts(dict(watch.plain), dict(watch.attention))
+        return StepProducts(dict(recorder.plain), dict(recorder.attention))
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return sum(self.plain.values()) + sum(self.attention.values())
 
     @property
     def flops(self) -> int:
-        """Of all of them."""
         both = (*self.plain.items(), *self.attention.items())
         return sum(times * product.flops for product, times in both)
 
     def replay(self, device: str) -> Callable[[], None]:
-        """All of them on fresh tensors, one after the other, and nothing else; each as often as it occurred.
+        """Build a call that computes all products one after the other on new tensors.
 
-        Products of one kind share their tensors: a step reads other weights in each layer, so that what is measured is
-        rather too short than too long.
+        Equal products share their tensors, whereas a step reads other weights in each layer; the measured time is
+        therefore a lower bound.
         """
         calls = [
             (product.prepare(device), times)

@@ -1,40 +1,66 @@
-"""The benchmark of attention measures what its tables say."""
+"""The benchmark of attention times the backends that its tables name."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarking.bench_attention import bench_blocks, pattern_step, prepare_step
+from benchmarking.bench_attention import compare_dense, compare_tiled, dense_step, pattern_step, prepare_step
+from benchmarking.harness import Settings
 from config.runtime import AttentionBackend
 from diffusionlm.models import attention_backends
 from diffusionlm.models.patterns import BlockDiffusion
 
+SETTINGS = Settings(rounds=2, warmup=1)
 
-def test_blocks_are_timed_in_every_precision_and_pattern() -> None:
-    table = [
-        line.strip("| ").split(" | ") for line in bench_blocks([(8, 2)], rounds=2, warmup=1, tokens=32).splitlines()
+
+def test_dense_backends_are_timed_in_every_precision() -> None:
+    table = compare_dense((8, 16), SETTINGS, tokens=32)
+    assert [row[:2] for row in table.rows] == [
+        ["float32", "8"],
+        ["float32", "16"],
+        ["bfloat16", "8"],
+        ["bfloat16", "16"],
     ]
-    assert [row[:4] for row in table[2:]] == [
+    assert {len(row) for row in table.rows} == {len(table.header)}
+
+
+def test_tiles_are_timed_in_every_precision_and_pattern() -> None:
+    table = compare_tiled([(8, 2)], SETTINGS, tokens=32)
+    assert [row[:4] for row in table.rows] == [
         ["float32", "BlockDiffusion", "8", "2"],
         ["float32", "BlockCausal", "8", "2"],
         ["bfloat16", "BlockDiffusion", "8", "2"],
         ["bfloat16", "BlockCausal", "8", "2"],
     ]
-    assert all(len(row) == len(table[0]) for row in table[2:])
-    assert table[2][4] == "31.2%", "8 noisy queries meet 8 noisy and 6 clean keys of 16, 8 clean ones 8"
+    assert {len(row) for row in table.rows} == {len(table.header)}
+    skipped = table.column("pairs skipped")[0]
+    assert skipped == "31.2%", "8 noisy queries attend to 8 noisy and 6 clean keys of 16, 8 clean ones to 8"
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_dense_step_uses_the_backend(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: list[AttentionBackend] = []
+
+    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, backend: AttentionBackend) -> torch.Tensor:
+        backends.append(backend)
+        return q + k + v
+
+    monkeypatch.setattr("benchmarking.bench_attention.attend", fake)
+    dense_step(backend, 8, torch.float32, 16)()
+    assert backends == [backend]
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "tiled"])
-def test_steps_use_the_backend_asked_for(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[AttentionBackend] = []
+def test_pattern_steps_use_the_backend(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: list[AttentionBackend] = []
     original = attention_backends.PatternAttention.backend_for
 
     def spy(self: attention_backends.PatternAttention, q: torch.Tensor) -> AttentionBackend:
-        used.append(original(self, q))
-        return used[-1]
+        backends.append(original(self, q))
+        return backends[-1]
 
     monkeypatch.setattr(attention_backends.PatternAttention, "backend_for", spy)
     pattern_step(BlockDiffusion(2), backend, 16, torch.float32, 32)()
     prepare_step(BlockDiffusion(2), backend, 16, torch.float32)()
-    assert used == [backend] * 2
+    assert backends == [backend] * 2

@@ -1,32 +1,42 @@
-"""Timing in turns, comparison, tables and memory."""
+"""Interleaved timing, comparison, reports and the command line of benchmarks."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarking.bench_attention import attention_step, bench_attention
+from benchmarking import harness
 from benchmarking.harness import (
+    Benchmark,
+    Report,
+    ResultFiles,
+    Settings,
+    Table,
     collect_environment,
+    compare,
     format_command_line,
-    markdown_list,
-    markdown_table,
+    main,
     read_cpu_model,
+    run_in_fresh_process,
+    run_in_turns,
     speedup,
-    time_in_turns,
     usable_cores,
 )
-from config.runtime import AttentionBackend
 from profiling.memory import PeakGrowth, peak_resident_bytes, reset_peak_resident, resident_bytes
 
 MEBIBYTE = 1 << 20
 
 
 class FakeClock:
-    """Time that only contestants spend."""
+    """A clock that only the calls of implementations advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,35 +45,45 @@ class FakeClock:
     def __call__(self) -> float:
         return self.now
 
-    def contestant(self, name: str, seconds: list[float]) -> Callable[[], None]:
-        left = iter(seconds)
+    def implementation(self, name: str, seconds: list[float]) -> Callable[[], str]:
+        remaining = iter(seconds)
 
-        def call() -> None:
+        def call() -> str:
             self.calls.append(name)
-            self.now += next(left)
+            self.now += next(remaining)
+            return name.upper()
 
         return call
 
 
-def test_contestants_take_turns_and_warm_up_does_not_count() -> None:
+def test_implementations_take_turns_and_warmup_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
-    implementations = {"a": clock.contestant("a", [100.0, 1.0, 2.0]), "b": clock.contestant("b", [200.0, 3.0, 5.0])}
-    seen: list[tuple[int, dict[str, float]]] = []
+    monkeypatch.setitem(harness.CLOCKS, "wall", clock)
+    implementations = {
+        "a": clock.implementation("a", [100.0, 1.0, 2.0]),
+        "b": clock.implementation("b", [200.0, 3.0, 5.0]),
+    }
+    outputs: list[dict[str, Any]] = []
 
-    def after_round(number: int, seconds: Mapping[str, float]) -> None:
-        seen.append((number, dict(seconds)))
-        clock.now += 1000.0  # What is done between steps is not measured.
+    def check(values: Mapping[str, Any]) -> None:
+        outputs.append(dict(values))
+        clock.now += 1000.0  # outside the clock
 
-    seconds = time_in_turns(implementations, rounds=2, warmup=1, after_round=after_round, clock=clock)
-
+    times = compare(implementations, Settings(2, 1), check=check)
     assert clock.calls == ["a", "b"] * 3
-    assert seconds == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
-    assert seen == [(1, {"a": 1.0, "b": 3.0}), (2, {"a": 2.0, "b": 5.0})]
+    assert times.seconds == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
+    assert times.median("a") == 1.5 and times.format_ms("b") == "4,000.00"
+    assert times.speedup_cells("a", "b") == ["2.67", "2.75 [2.62, 2.88]"]
+    assert outputs == [{"a": "A", "b": "B"}] * 2
 
 
-def test_the_real_clock_measures() -> None:
-    seconds = time_in_turns({"a": lambda: sum(range(10_000))}, rounds=3, warmup=0)
-    assert len(seconds["a"]) == 3 and min(seconds["a"]) > 0
+def test_measurements_of_any_kind_are_collected_by_round() -> None:
+    rounds: list[tuple[int, dict[str, int]]] = []
+    values = iter(range(6))
+    calls = {"a": lambda: next(values), "b": lambda: -next(values)}
+    measurements = run_in_turns(calls, rounds=2, warmup=1, after_round=lambda n, last: rounds.append((n, dict(last))))
+    assert measurements == {"a": [2, 4], "b": [-3, -5]}
+    assert rounds == [(1, {"a": 2, "b": -3}), (2, {"a": 4, "b": -5})]
 
 
 def test_speedup_of_medians_and_within_rounds() -> None:
@@ -73,9 +93,9 @@ def test_speedup_of_medians_and_within_rounds() -> None:
     assert ratio.format_ratio() == "3.00 [2.00, 3.00]"
 
 
-def test_rounds_that_are_slow_as_a_whole_cancel_within_rounds() -> None:
-    weather = [1.0, 10.0, 3.0, 30.0]
-    ratio = speedup(weather, [1.5 * factor for factor in weather])
+def test_noise_of_whole_rounds_cancels_within_rounds() -> None:
+    noise = [1.0, 10.0, 3.0, 30.0]
+    ratio = speedup(noise, [1.5 * factor for factor in noise])
     assert (ratio.low, ratio.median_ratio, ratio.high) == (1.5, 1.5, 1.5)
 
 
@@ -84,37 +104,103 @@ def test_speedup_needs_the_same_rounds() -> None:
         speedup([1.0, 2.0], [1.0, 2.0, 3.0])
 
 
-def test_environment_says_what_is_needed_to_measure_again() -> None:
-    where = collect_environment(threads=3, packages=["torch"], accelerator="a GPU")
-    assert f"torch {torch.__version__}" in where["software"]
-    assert where["threads"].startswith("3 of torch") and where["accelerator"] == "a GPU"
-    assert where["CPU"] == read_cpu_model() != ""
-    assert "accelerator" not in collect_environment(threads=1, packages=[])
+def test_environment_is_complete() -> None:
+    environment = collect_environment(threads=3, packages=["torch"])
+    assert f"torch {torch.__version__}" in environment["software"]
+    assert environment["threads"].startswith("3 of torch")
+    assert environment["CPU"] == read_cpu_model() != ""
     assert usable_cores() >= 1
 
 
 def test_command_line_is_what_one_would_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    main = sys.modules["__main__"]
+    main_module = sys.modules["__main__"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/tool", "--set", "a.b=x y"])
-    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main_module, "__spec__", None)
     assert format_command_line() == "tool --set 'a.b=x y'"
-    monkeypatch.setattr(main, "__spec__", sys.modules["benchmarking.bench_attention"].__spec__)
-    assert format_command_line() == "python -m benchmarking.bench_attention --set 'a.b=x y'"
+    monkeypatch.setattr(main_module, "__spec__", sys.modules["benchmarking.harness"].__spec__)
+    assert format_command_line() == "python -m benchmarking.harness --set 'a.b=x y'"
 
 
-def test_tables_and_lists() -> None:
-    assert markdown_table(["name", "n"], [["a", "1"], ["b", "2"]]).splitlines() == [
-        "| name | n |",
-        "| --- | ---: |",
-        "| a | 1 |",
-        "| b | 2 |",
-    ]
-    assert markdown_list({"date": "today", "CPU": "fast"}) == "- date: today\n- CPU: fast"
+REPORT = Report(["text", Table(["name", "n"], [["a", "1"], ["b", "2"]])], {"data": "none"})
+MARKDOWN = "text\n\n| name | n |\n| --- | ---: |\n| a | 1 |\n| b | 2 |\n\n- data: none"
+
+
+def test_report() -> None:
+    assert REPORT.to_markdown() == MARKDOWN
+    assert REPORT.to_markdown({"date": "today"}) == MARKDOWN + "\n- date: today"
+    [table] = REPORT.tables
+    assert table.column("n") == ["1", "2"]
+
+
+def test_result_files_replace_existing_ones(tmp_path: Path) -> None:
+    for _ in range(2):
+        files = ResultFiles(tmp_path / "out", "speed")
+        files.append([{"a": 1}])
+        files.append([{"a": 2}, {"a": 3}])
+        files.write_report(REPORT)
+    assert (tmp_path / "out" / "speed.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n{"a": 3}\n'
+    assert (tmp_path / "out" / "speed.md").read_text() == MARKDOWN + "\n"
+    ResultFiles(None, "speed").append([{"a": 1}])
+
+
+def make_benchmark(run: Callable[[Settings], Report], **options: Any) -> Benchmark:
+    return Benchmark("A test.", run, threads=torch.get_num_threads(), **options)
+
+
+def test_main_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    received: list[Settings] = []
+
+    def run(settings: Settings) -> Report:
+        received.append(settings)
+        return REPORT
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--size", type=int, default=7)
+
+    assert main(make_benchmark(run, add_arguments=add_arguments, warmup=2), ["--rounds", "4"]) == 0
+    [settings] = received
+    assert (settings.rounds, settings.warmup, settings.options.size) == (4, 2, 7)
+    assert capsys.readouterr().out.startswith(MARKDOWN)
+
+
+def test_main_rejects_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark = make_benchmark(
+        lambda settings: REPORT, check_arguments=lambda options: "--rounds 3 is odd" if options.rounds == 3 else None
+    )
+    for argv, option in (["--rounds", "1"], "--rounds"), (["--threads", "0"], "--threads"), (["--rounds", "3"], "odd"):
+        with pytest.raises(SystemExit) as caught:
+            main(benchmark, argv)
+        assert caught.value.code == 2 and option in capsys.readouterr().err
+
+
+def test_main_names_missing_packages_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(make_benchmark(lambda settings: REPORT, required_packages=("no_such_package",)), [])
+    assert "no_such_package" in capsys.readouterr().err
+
+    def fail(settings: Settings) -> Report:
+        raise ValueError("results differ")
+
+    assert main(make_benchmark(fail, rounds=None), []) == 1
+    assert "results differ" in capsys.readouterr().err
+
+
+class DeadPool(ProcessPoolExecutor):
+    """A pool whose process was killed."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        raise BrokenProcessPool
+
+
+def test_a_killed_measurement_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "ProcessPoolExecutor", DeadPool)
+    with pytest.raises(ValueError, match=r"the case .* lower shapes.batch_size"):
+        run_in_fresh_process(int, description="the case", key="shapes.batch_size")
 
 
 @pytest.mark.skipif(not reset_peak_resident(), reason="this system cannot reset the peak")
-def test_peak_growth_sees_what_came_and_went() -> None:
-    # Blocks above 32 MiB always come from the system and go back to it; smaller ones may be what was freed before.
+def test_peak_growth_includes_freed_memory() -> None:
+    # Blocks above 32 MiB are always mapped and unmapped; smaller ones may reuse freed memory.
     before = bytearray(96 * MEBIBYTE)
     del before
     peak = PeakGrowth()
@@ -123,28 +209,3 @@ def test_peak_growth_sees_what_came_and_went() -> None:
     assert resident_bytes() <= peak_resident_bytes()
     del block
     assert 60 * MEBIBYTE < peak.bytes() < 72 * MEBIBYTE
-
-
-def test_attention_lowerings_are_timed_in_every_precision() -> None:
-    lines = bench_attention((8, 16), rounds=2, warmup=1, tokens=32).splitlines()
-    assert [line.split(" | ")[:2] for line in lines[2:]] == [
-        ["| float32", "8"],
-        ["| float32", "16"],
-        ["| bfloat16", "8"],
-        ["| bfloat16", "16"],
-    ]
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_an_attention_step_uses_the_backend_asked_for(
-    backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: list[AttentionBackend] = []
-
-    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, backend: AttentionBackend) -> torch.Tensor:
-        used.append(backend)
-        return q + k + v
-
-    monkeypatch.setattr("benchmarking.bench_attention.attend", fake)
-    attention_step(backend, 8, torch.float32, 16)()
-    assert used == [backend]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarking import bench_decoding_peers as peers
 from benchmarking import bench_infer as module
 from benchmarking.bench_infer import MaskRatioRecorder, bench_infer, count, measure_bounds, random_model, random_prompts
+from benchmarking.implementations import decoding
 from config.bench_infer import BenchInferConfig, BenchModel, BenchValidationSection
 from config.eval import EvalConfig, NelboConfig
 from config.generation import GenerationConfig
@@ -41,7 +41,7 @@ def make_config(**changes: Any) -> BenchInferConfig:
         "model": {"shape": SHAPE, "device": "cpu", "threads": 1},
         "bench": {"prompt_length": 4, "new_tokens": 8, "rounds": 2, "warmup": 0, "memory": False},
         "grid": {"batch_sizes": [1, 2], "block_lengths": [4], "caches": ["none", "block"]},
-        "policies": [{"name": "static", "generation": generation}],
+        "strategies": [{"name": "static", "generation": generation}],
     }
     return BenchInferConfig.model_validate(values | changes)
 
@@ -66,7 +66,7 @@ def test_the_shipped_grid() -> None:
     assert labels[7:] == [label.replace("batch 1", "batch 4") for label in labels[:7]]
 
 
-def test_a_cell_has_the_policys_settings_and_the_grids() -> None:
+def test_a_cell_has_the_settings_of_its_strategy_and_of_the_grid() -> None:
     [first, *_] = make_config().cells()
     assert first.generation == GenerationConfig(
         attention="block_causal",
@@ -83,12 +83,12 @@ def test_a_cell_has_the_policys_settings_and_the_grids() -> None:
     ("override", "message"),
     [
         ("grid.caches=none,dual", 'cell "static, block 4, cache dual, batch 1": cache = "dual" is for bidirectional'),
-        ("policies.1.caches=block", 'cell "static, bidirectional, block 16, cache block, batch 1": cache = "block"'),
-        ("policies.1.name=static", "policies.name: 'static' is given twice"),
+        ("strategies.1.caches=block", 'cell "static, bidirectional, block 16, cache block, batch 1": cache = "block"'),
+        ("strategies.1.name=static", "strategies.name: 'static' is given twice"),
         ("grid.batch_sizes=1,1", "grid.batch_sizes: 1 is given twice"),
-        ("policies.0.generation.block_length=4", "generation.block_length = 4 is set by grid.block_lengths here"),
-        ("policies.0.generation.cache=none", "generation.cache = 'none' is set by grid.caches here"),
-        ("policies.0.generation.max_new_tokens=9", "is set by bench.new_tokens here"),
+        ("strategies.0.generation.block_length=4", "generation.block_length = 4 is set by grid.block_lengths here"),
+        ("strategies.0.generation.cache=none", "generation.cache = 'none' is set by grid.caches here"),
+        ("strategies.0.generation.max_new_tokens=9", "is set by bench.new_tokens here"),
         ("bench.new_tokens=1000", "1064 tokens, more than model.shape.max_position_embeddings = 512"),
         ("bench.prompts=hello", "bench.prompts need a tokenizer"),
         ("validation.source=python-stdlib", "[validation] needs a trained model"),
@@ -103,12 +103,14 @@ def test_config_errors_name_the_problem_and_the_remedy(override: str, message: s
 
 
 def test_a_config_without_a_model_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no model given: add --model DIR, or a table \[model.shape\]"):
+    with pytest.raises(ValueError, match=r"--model DIR.*\[model.shape\]"):
         make_config(model={})
 
 
 def step(*masked: list[bool]) -> DecodingStep:
-    canvases = tuple(CanvasSnapshot((0,) * len(one), tuple(one), (0.0,) * len(one)) for one in masked)
+    canvases = tuple(
+        CanvasSnapshot((0,) * len(is_masked), tuple(is_masked), (0.0,) * len(is_masked)) for is_masked in masked
+    )
     return DecodingStep(1, canvases)
 
 
@@ -124,18 +126,18 @@ def generation(num_forwards: int) -> Generation:
 def test_mask_ratio_is_that_of_the_current_block_before_each_forward(
     is_block_causal: bool, shares: list[float]
 ) -> None:
-    watch = MaskRatioRecorder([1, 1], 4, 2, is_block_causal)
+    recorder = MaskRatioRecorder([1, 1], 4, 2, is_block_causal)
     for masked in ([False, False, True, True, False], [False, False, False, True, False], [False] * 5):
-        watch(step(masked, [False] * 5))
+        recorder(step(masked, [False] * 5))
     # The second request took part in one forward.
-    assert watch.mean([generation(3), generation(1)]) == (sum(shares) + 1.0) / 4
+    assert recorder.mean([generation(3), generation(1)]) == (sum(shares) + 1.0) / 4
 
 
 def test_counts_are_exact(model: Transformer) -> None:
     prompts = random_prompts(model.config, 4, 2, seed=0)
     config = GenerationConfig(max_new_tokens=8, remasking_strategy="low_confidence_static", denoising_steps=2)
     counts = count(model, prompts, config, [0, 1])
-    # Two blocks of four, two tokens a forward: all or half of the block is masked.
+    # Two blocks of four, two tokens per forward: all or half of the block is masked.
     assert (counts.forwards, counts.request_forwards, counts.new_tokens) == (4, (4, 4), 16)
     assert (counts.tokens_per_forward, counts.mask_ratio) == (2.0, 0.75)
 
@@ -155,30 +157,18 @@ def test_random_weights_leave_no_block_idle(model: Transformer) -> None:
 
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
-    text = bench_infer(make_config(output={"path": tmp_path / "out" / "bench.json"}))
+    report = bench_infer(make_config(output={"path": tmp_path / "out" / "bench.json"}))
     torch.set_num_threads(threads)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[:6]]
-    assert rows[0] == [
-        "policy",
-        "block",
-        "cache",
-        "batch",
-        "latency, s",
-        "tok/s",
-        "over the first",
-        "forwards",
-        "forwards/s",
-        "tok/forward",
-        "mask ratio",
-    ]
-    assert [row[:4] for row in rows[2:]] == [
+    [table] = report.tables
+    assert [row[:4] for row in table.rows] == [
         ["static", "4", cache, size] for size in ("1", "2") for cache in ("none", "block")
     ]
-    assert [row[6] == "1" for row in rows[2:]] == [True, False, True, False]
-    assert [row[7] for row in rows[2:]] == ["4"] * 4 and [row[9:] for row in rows[2:]] == [["2.00", "0.75"]] * 4
-    assert "random weights" in text and f"torch {torch.__version__}" in text and "threads: 1 of torch" in text
+    assert [cell == "1" for cell in table.column("over the first")] == [True, False, True, False]
+    assert table.column("forwards") == ["4"] * 4
+    assert table.column("tok/forward") == ["2.00"] * 4 and table.column("mask ratio") == ["0.75"] * 4
+    assert report.facts["model"] == "random weights" and report.facts["threads"].startswith("1 of torch")
     output = capsys.readouterr()
-    assert output.out == "" and "round 2/2: static, block 4, cache block, batch 2:" in output.err
+    assert output.out == "" and "static, block 4, cache block, batch 2" in output.err
     record = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert record["config"]["bench"]["new_tokens"] == 8 and "CPU" in record["environment"]
     assert [cell["request_forwards"] for cell in record["cells"]] == [[4], [4], [4, 4], [4, 4]]
@@ -187,15 +177,15 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cell["tokens_per_second"] == pytest.approx(2 * cell["forwards_per_second"] * cell["batch_size"])
 
 
-def test_what_only_the_model_can_tell_names_the_cell() -> None:
-    policy = {"name": "few", "generation": {"remasking_strategy": "low_confidence", "steps": 1}}
+def test_a_cell_that_the_model_cannot_decode_is_named() -> None:
+    strategy = {"name": "few", "generation": {"remasking_strategy": "low_confidence", "steps": 1}}
     grid = {"block_lengths": [4]}
-    with pytest.raises(ValueError, match=r'cell "few, block 4, cache none, batch 1": steps = 1 are fewer'):
-        bench_infer(make_config(policies=[policy], grid=grid))
+    with pytest.raises(ValueError, match=r'cell "few, block 4, cache none, batch 1": steps = 1'):
+        bench_infer(make_config(strategies=[strategy], grid=grid))
 
 
 def test_an_output_that_is_a_directory_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a directory: name a file in it"):
+    with pytest.raises(ValueError, match=r"output\.path"):
         bench_infer(make_config(output={"path": tmp_path}))
 
 
@@ -206,38 +196,38 @@ def test_memory_is_above_the_loaded_model() -> None:
     torch.set_num_threads(threads)
 
 
-def test_a_bound_is_measured_once_for_each_way_of_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[EvalConfig] = []
+def test_a_bound_is_measured_once_for_each_attention_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    configs: list[EvalConfig] = []
 
     def evaluate(config: EvalConfig) -> Any:
-        asked.append(config)
-        return type("Result", (), {"bits_per_byte": float(len(asked))})
+        configs.append(config)
+        return type("Result", (), {"bits_per_byte": float(len(configs))})
 
     monkeypatch.setattr(module, "evaluate_likelihood", evaluate)
     cells = load_config(BenchInferConfig, RESOURCE).cells()
     validation = BenchValidationSection.model_validate({"source": "python-stdlib", "num_mc_samples": 2})
     model = BenchModel(path=tmp_path, device="cpu")
     assert measure_bounds(model, validation, cells) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0] * 2
-    assert [config.likelihood for config in asked] == [
+    assert [config.likelihood for config in configs] == [
         NelboConfig(block_length=4, num_mc_samples=2),
         NelboConfig(block_length=16, num_mc_samples=2),
         NelboConfig(bidirectional=True, num_mc_samples=2),
     ]
-    assert {config.data.max_rows for config in asked} == {64} and asked[0].model.path == tmp_path
+    assert {config.data.max_rows for config in configs} == {64} and configs[0].model.path == tmp_path
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4])
-def test_recomputing_everything_gives_our_tokens(model: Transformer, steps: int) -> None:
+def test_decoding_without_a_cache_gives_the_same_tokens(model: Transformer, steps: int) -> None:
     prompts = random_prompts(model.config, 8, 3, seed=0)
-    theirs = peers.decode_without_cache(model, prompts, 12, 4, steps)
-    assert peers.build_block_cache_call(model, prompts, 12, 4, steps, forwards=3 * steps)() == theirs
+    expected = decoding.decode_without_cache(model, prompts, 12, 4, steps)
+    assert decoding.build_block_cache_call(model, prompts, 12, 4, steps, forwards=3 * steps)() == expected
     config = GenerationConfig(max_new_tokens=12, remasking_strategy="low_confidence_static", denoising_steps=steps)
     uncached = generate(model, prompts, config.model_copy(update={"cache": "none"}))
-    assert [list(one.token_ids) for one in uncached] == theirs
-    assert len({tuple(tokens) for tokens in theirs}) == 3
+    assert [list(result.token_ids) for result in uncached] == expected
+    assert len({tuple(tokens) for tokens in expected}) == 3
 
 
-def test_three_tokens_a_forward_are_exactly_three(model: Transformer) -> None:
+def test_every_forward_commits_three_tokens(model: Transformer) -> None:
     # 4 + 14 tokens as 64 + 128: 1 modulo 3, then a block with 2 modulo 3 open positions and full ones.
     prompts = random_prompts(model.config, 4, 1, seed=0)
     for length in (3, 6):
@@ -248,17 +238,17 @@ def test_three_tokens_a_forward_are_exactly_three(model: Transformer) -> None:
             denoising_steps=length // 3,
             remasking_strategy="low_confidence_static",
         )
-        [one] = generate(model, prompts, config)
-        settled = [one.step_map.count(forward) for forward in range(1, one.num_forwards + 1)]
-        assert sorted(settled) == [2, 3, 3, 3, 3]
+        [result] = generate(model, prompts, config)
+        committed = [result.step_map.count(forward) for forward in range(1, result.num_forwards + 1)]
+        assert sorted(committed) == [2, 3, 3, 3, 3]
 
 
 @pytest.mark.slow
 def test_the_causal_peer_is_the_same_model(model: Transformer) -> None:
     pytest.importorskip("transformers")
     prompts = random_prompts(model.config, 4, 2, seed=0)
-    peer = peers.convert_to_qwen3(model).double()
-    tokens_BL = torch.tensor(peers.build_autoregressive_call(peer, prompts, 3)())
+    peer = decoding.convert_to_qwen3(model).double()
+    tokens_BL = torch.tensor(decoding.build_autoregressive_call(peer, prompts, 3)())
     texts_BL = torch.tensor(prompts)
     for index in range(3):
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The benchmark of the fused loss compares ways to the same gradients."""
+"""The benchmark of the fused loss compares implementations of the same gradients."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from benchmarking.bench_kernels import (
     IGNORE_INDEX,
     OURS,
     HeadCase,
-    bench_case,
     build_losses,
+    compare_losses,
     make_inputs,
     measure_error,
     step,
 )
+from benchmarking.harness import Settings
 
 CASE = HeadCase(12, 5, 4, 31, torch.float32, "cpu", 1)
 
 
-def test_all_ways_lead_to_the_same_gradients() -> None:
-    data = make_inputs(CASE)
-    assert data.targets_P.eq(IGNORE_INDEX).sum() == 7 and data.targets_N.ge(0).all()
+def test_all_implementations_compute_the_same_gradients() -> None:
+    inputs = make_inputs(CASE)
+    assert inputs.targets_P.eq(IGNORE_INDEX).sum() == 7 and inputs.targets_N.ge(0).all()
     losses = build_losses("cpu", compiles=False)
-    expected = step(losses["full logits"], data)
+    expected = step(losses["full logits"], inputs)
     assert expected[0].ne(0.0).any(dim=1).sum() == 5
     for loss in losses.values():
-        torch.testing.assert_close(step(loss, data), expected)
+        torch.testing.assert_close(step(loss, inputs), expected)
         assert measure_error(CASE, loss) < 1e-6
-    assert measure_error(CASE, lambda data: losses[OURS](data) * 1.01) == pytest.approx(0.01, rel=1e-3)
+    assert measure_error(CASE, lambda inputs: losses[OURS](inputs) * 1.01) == pytest.approx(0.01, rel=1e-3)
 
 
-def test_a_row_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_for_each_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_kernels, "measure_peak", lambda case, name, compiles: 3 << 20)
-    rows = bench_case(CASE, rounds=2, warmup=0, compiles=False)
+    rows = compare_losses(CASE, Settings(2), compiles=False)
     assert [row[1] for row in rows] == list(build_losses("cpu", compiles=False))
     assert {row[0] for row in rows} == {"5 of 12 x 4 x 31 float32"} and {row[5] for row in rows} == {"3"}
     assert CASE.teraflops == pytest.approx(6 * 5 * 4 * 31 / 1e12)

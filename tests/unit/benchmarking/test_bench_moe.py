@@ -5,28 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarking.bench_moe import THEIRS, MoECase, bench_moe, build_ours, build_theirs
+from benchmarking.bench_moe import PEERS, MoECase, build_ours, build_peer, compare_moe
+from benchmarking.harness import Settings
 
-CASE = MoECase(tokens=6, hidden_size=16, intermediate_size=8, experts=5, chosen=2)
+CASE = MoECase(tokens=6, hidden_size=16, intermediate_size=8, experts=5, experts_per_token=2)
 
 
-@pytest.mark.parametrize("implementation", THEIRS)
-def test_contestants_compute_the_same(implementation: str) -> None:
+@pytest.mark.parametrize("implementation", PEERS)
+def test_implementations_compute_the_same(implementation: str) -> None:
     pytest.importorskip("transformers")
     ours = build_ours(CASE)
-    theirs = build_theirs(CASE, ours, implementation)
+    peer = build_peer(CASE, ours, implementation)
     x = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
-    used = [module.config._experts_implementation for module in theirs.modules() if hasattr(module, "config")]
-    assert used == [implementation]
+    torch.testing.assert_close(ours(x), peer(x), rtol=1e-5, atol=1e-6)
+    implementations = [module.config._experts_implementation for module in peer.modules() if hasattr(module, "config")]
+    assert implementations == [implementation]
 
 
 def test_table_has_every_case() -> None:
     pytest.importorskip("transformers")
-    table = [line.strip("| ").split(" | ") for line in bench_moe([CASE], rounds=2, warmup=1).splitlines()]
-    assert [row[:3] for row in table[2:]] == [
+    table = compare_moe([CASE], Settings(2, 1))
+    assert [row[:3] for row in table.rows] == [
         [precision, "6 x 16, 2 of 5 x 8", call]
         for precision in ("float32", "bfloat16")
         for call in ("forward", "forward and backward")
     ]
-    assert all(len(row) == len(table[0]) for row in table)
+    assert {len(row) for row in table.rows} == {len(table.header)}

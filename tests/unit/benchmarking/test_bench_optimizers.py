@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from benchmarking.bench_optimizers import OptimizerCase, bench_optimizers, make_parameters
+from benchmarking.bench_optimizers import OptimizerCase, compare_optimizers, make_parameters
+from benchmarking.harness import Settings
 
 CASE = OptimizerCase("tiny", ((2, 4, 3), (1, 3, 4)))
 
 
-def test_contestants_start_alike() -> None:
+def test_implementations_start_with_equal_parameters() -> None:
     one, other = make_parameters(CASE), make_parameters(CASE)
     assert [tuple(each.shape) for each in one] == [(4, 3), (4, 3), (3, 4)]
     for a, b in zip(one, other, strict=True):
@@ -20,12 +19,10 @@ def test_contestants_start_alike() -> None:
 
 
 def test_table_has_every_case() -> None:
-    table = [
-        line.strip("| ").split(" | ")
-        for line in bench_optimizers([CASE], rounds=2, warmup=1, clock=time.thread_time).splitlines()
-    ]
-    assert [(row[0], row[1], row[3]) for row in table[2:]] == [
+    table = compare_optimizers([CASE], Settings(2, 1, clock="thread"))
+    assert [(row[0], row[1], row[3]) for row in table.rows] == [
         ("Muon", "tiny", "torch.optim.Muon"),
         ("Lion", "tiny", "torch.optim.AdamW"),
     ]
-    assert float(table[2][-1]) < 1e-3 and table[3][-1] == "-"
+    muon, lion = table.column("largest difference of weights")
+    assert float(muon) < 1e-3 and lion == "-"

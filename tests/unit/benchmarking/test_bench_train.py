@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,8 @@ from benchmarking.bench_train import (
     measure_memory_in_process,
     select_device,
 )
-from config.bench_train import BenchShape, BenchTrainConfig, BenchTrainOutput, BenchTrainSection, Precision
+from config.bench_train import BenchShape, BenchTrainConfig, BenchTrainSection, Precision
+from config.benchmark import BenchOutputSection
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from diffusionlm.models.transformer import Transformer
@@ -78,7 +77,7 @@ def test_the_shipped_config_is_what_the_docs_say() -> None:
         ("shapes.1.name=vocabulary 4,096", "shapes.name: 'vocabulary 4,096' is given twice"),
         ("bench.objectives=[next_token,next_token]", "bench.objectives: 'next_token' is given twice"),
         ("bench.objectives=[diffusion]", "masked_diffusion"),
-        ("bench.block_length=257", "bench.block_length = 257 is longer than the rows of the shape 'vocabulary 4,096'"),
+        ("bench.block_length=257", "bench.block_length = 257"),
         ("shapes.0.shape=qwen3-8b", "qwen3-8b"),
         ("shapes.0.num_key_value_heads=3", "num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"),
         ("shapes.0.qk_norm=false", "qk_norm = true"),
@@ -100,21 +99,21 @@ def test_config_errors_and_help_do_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False"]
-    assert "missing.toml: no such file" in done.stderr
+    assert "missing.toml" in done.stderr
 
 
 def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_installed", lambda package: False)
-    with pytest.raises(ValueError, match=r"transformers.*install the group bench.*bench.peers="):
+    with pytest.raises(ValueError, match=r"transformers.*group bench.*bench.peers="):
         select_device(BenchTrainSection(peers=("transformers",)))
-    assert select_device(BenchTrainSection(threads=3, device="cpu")) == ("cpu", 3)
+    assert select_device(BenchTrainSection(device="cpu")) == "cpu"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no CUDA device"):
+    with pytest.raises(ValueError, match=r"bench\.device"):
         select_device(BenchTrainSection(device="cuda"))
-    assert select_device(BenchTrainSection(device="auto"))[0] == "cpu"
+    assert select_device(BenchTrainSection(device="auto")) == "cpu"
 
 
 def test_presets_have_their_sizes(tmp_path: Path) -> None:
@@ -128,18 +127,18 @@ def test_presets_have_their_sizes(tmp_path: Path) -> None:
     for shape in config.shapes:
         with torch.device("meta"):
             sizes.append(sum(parameter.numel() for parameter in Transformer(shape.to_model_config()).parameters()))
-    # The last two are Qwen's own, as their checkpoints have them.
+    # The sizes of the last two are those of Qwen's checkpoints.
     assert sizes == [123_588_864, 596_049_920, 1_720_574_976]
     assert config.bench.device == "cuda" and config.bench.peers == ("transformers", "liger")
-    kept = tmp_path / "config.toml"
-    kept.write_text(to_toml(config), encoding="utf-8")
-    assert load_config(BenchTrainConfig, kept) == config
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(BenchTrainConfig, path) == config
 
 
 def test_a_preset_may_be_changed() -> None:
     shape = BenchShape(shape="124m", batch_size=2)
     assert (shape.name, shape.batch_size, shape.hidden_size) == ("124m", 2, 768)
-    with pytest.raises(ValueError, match="shape = '7b' is none of the presets tiny, 124m"):
+    with pytest.raises(ValueError, match=r"shape = '7b'.*tiny, 124m"):
         BenchShape(shape="7b")
 
 
@@ -165,7 +164,7 @@ def test_memory_by_part() -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_measured_in_a_process_of_its_own() -> None:
+def test_memory_is_measured_in_a_fresh_process() -> None:
     case = make_case(make_shape(vocab_size=4096, hidden_size=128))
     memory = measure_memory(case, OURS)
     assert memory["peak"] > memory["weights"] + memory["gradients"] + memory["optimizer"]
@@ -191,28 +190,25 @@ def test_without_peers_end_to_end(
             threads=1,
             device="cpu",
         ),
-        output=BenchTrainOutput(directory=tmp_path / "out"),
+        output=BenchOutputSection(directory=tmp_path / "out"),
     )
-    text = bench_train(config)
-
-    assert (tmp_path / "out" / "training_speed.md").read_text() == text + "\n"
-    assert text.startswith("| shape | objective | precision | diffusionlm tok/s |\n| --- | ---: | ---: | ---: |")
-    assert "transformers" not in text
-    assert "threads: 1 of torch" in text and f"torch {torch.__version__}" in text
-    for objective in ("masked diffusion", "block diffusion, 8", "next token"):
-        # In the tables of speed, of products and of memory.
-        assert text.count(f"| tiny | {objective} | float32 |") == 3
-    assert text.count("| no peak known |") == 3
+    report = bench_train(config)
+    assert (tmp_path / "out" / "training_speed.md").read_text() == report.to_markdown() + "\n"
+    assert list(report.tables[0].header) == ["shape", "objective", "precision", "diffusionlm tok/s"]
+    assert "transformers" not in report.facts and report.facts["threads"].startswith("1 of torch")
+    for table in report.tables:
+        assert table.column("objective") == ["masked diffusion", "block diffusion, 8", "next token"]
+    assert report.tables[1].column("MFU") == ["unknown peak"] * 3
     output = capsys.readouterr()
-    assert output.out == "" and "tiny, next token, float32: round 2/2: diffusionlm" in output.err
+    assert output.out == "" and "tiny, next token, float32: round 2/2" in output.err
     lines = (tmp_path / "out" / "training_speed.jsonl").read_text().splitlines()
-    raw = [json.loads(line) for line in lines]
-    assert [each["contestant"] for each in raw] == [OURS, MATRIX_PRODUCTS] * 3
-    assert [each["objective"]["kind"] for each in raw[::2]] == list(config.bench.objectives)
-    assert all(len(each["seconds"]) == 2 and min(each["seconds"]) > 0 for each in raw)
-    for ours, products in zip(raw[::2], raw[1::2], strict=True):
+    records = [json.loads(line) for line in lines]
+    assert [record["implementation"] for record in records] == [OURS, MATRIX_PRODUCTS] * 3
+    assert [record["objective"]["kind"] for record in records[::2]] == list(config.bench.objectives)
+    assert all(len(record["seconds"]) == 2 and min(record["seconds"]) > 0 for record in records)
+    for ours, products in zip(records[::2], records[1::2], strict=True):
         assert ours["bytes"] == fake_memory(make_case(make_shape()), OURS)
-        # What runs is what shape and draw ask for, and in so short a row all that nobody sees.
+        # Computed are the products that shape and noise require, and masked pairs of attention in so short a sequence.
         assert ours["flops"] <= 1.01 * products["flops"] < 2 * ours["flops"]
 
 
@@ -223,35 +219,12 @@ def test_with_transformers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes=(make_shape(),),
         bench=BenchTrainSection(peers=("transformers", "liger"), rounds=2, warmup=0, threads=1, device="cpu"),
     )
-    text = bench_train(config)
-    speeds, _, shares, _, memory, _, rest = text.split("\n\n")
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in speeds.splitlines())
-    assert header == [
-        "shape",
-        "objective",
-        "precision",
-        "diffusionlm tok/s",
-        "transformers tok/s",
-        "speedup over transformers",
-        "in a round [quartiles]",
+    report = bench_train(config)
+    speed, products, memory = report.tables
+    assert list(speed.header[3:6]) == ["diffusionlm tok/s", "transformers tok/s", "speedup over transformers"]
+    assert speed.column("precision") == products.column("precision") == ["float32", "bfloat16"]
+    assert [row[3:] for row in memory.rows[:2]] == [
+        [OURS, "10 MiB", "11 MiB", "12 MiB", "13 MiB", "14 MiB"],
+        ["transformers", "20 MiB", "21 MiB", "22 MiB", "23 MiB", "24 MiB"],
     ]
-    assert [row[2] for row in rows] == ["float32", "bfloat16"]
-    assert "share in a round [quartiles]" in shares.splitlines()[0] and len(shares.splitlines()) == 4
-    parts = [line.split(" | ")[3:] for line in memory.splitlines()]
-    assert parts[0] == ["contestant", "weights", "gradients", "optimizer", "activations", "peak |"]
-    assert parts[2] == [OURS, "10 MiB", "11 MiB", "12 MiB", "13 MiB", "14 MiB |"]
-    assert parts[3] == ["transformers", "20 MiB", "21 MiB", "22 MiB", "23 MiB", "24 MiB |"]
-    assert "\n- liger: left out: " in rest
-
-
-class DeadPool(ProcessPoolExecutor):
-    """A pool whose process was killed."""
-
-    def submit(self, *args: Any, **kwargs: Any) -> Any:
-        raise BrokenProcessPool
-
-
-def test_a_killed_measurement_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarking.harness.ProcessPoolExecutor", DeadPool)
-    with pytest.raises(ValueError, match=r"was killed .*lower shapes.batch_size"):
-        measure_memory(make_case(make_shape()), OURS)
+    assert report.facts["liger"].startswith("left out: ")

@@ -1,4 +1,4 @@
-"""The matrix products of a step: what is seen of them, and what is replayed."""
+"""Recording and replay of the matrix products of a step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def test_a_linear_layer_has_three_products() -> None:
     weight = torch.randn(5, 4, requires_grad=True)
     x = torch.randn(7, 4, requires_grad=True)
     products = StepProducts.of(lambda: F.linear(x, weight).square().sum().backward())
-    plain = torch.float32
+    dtype = torch.float32
     assert dict(products.plain) == {
-        MatrixProduct(MatrixSpec((7, 4), False, plain), MatrixSpec((4, 5), True, plain)): 1,
-        MatrixProduct(MatrixSpec((5, 7), True, plain), MatrixSpec((7, 4), False, plain)): 1,
-        MatrixProduct(MatrixSpec((7, 5), False, plain), MatrixSpec((5, 4), False, plain)): 1,
+        MatrixProduct(MatrixSpec((7, 4), False, dtype), MatrixSpec((4, 5), True, dtype)): 1,
+        MatrixProduct(MatrixSpec((5, 7), True, dtype), MatrixSpec((7, 4), False, dtype)): 1,
+        MatrixProduct(MatrixSpec((7, 5), False, dtype), MatrixSpec((5, 4), False, dtype)): 1,
     }
     assert not products.attention
     assert products.flops == 3 * 2 * 7 * 4 * 5
@@ -69,15 +69,15 @@ def test_the_products_of_a_step_are_those_that_torch_counts() -> None:
 
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize("batch", [(), (3,)])
-def test_what_is_replayed_has_shape_layout_and_dtype(batch: tuple[int, ...], is_added: bool) -> None:
+def test_a_replayed_product_has_shape_layout_and_dtype(batch: tuple[int, ...], is_added: bool) -> None:
     first = MatrixSpec((*batch, 2, 4), True, torch.bfloat16)
-    made = first.make("cpu")
-    assert MatrixSpec.of(made) == first and made.abs().max() > 0
+    tensor = first.make("cpu")
+    assert MatrixSpec.of(tensor) == first and tensor.abs().max() > 0
     product = MatrixProduct(first, MatrixSpec((*batch, 4, 5), False, torch.bfloat16), is_added)
     call = product.prepare("cpu")
     before = call().clone()
     assert before.shape == (*batch, 2, 5) and before.dtype == torch.bfloat16
-    # What is added to grows, what is written stays.
+    # A second call changes the output only if the product is added to it.
     assert torch.equal(call(), before) is not is_added
     again = StepProducts.of(call)
     assert dict(again.plain) == {product: 1}

@@ -1,4 +1,4 @@
-"""The contestants of the training benchmark: what they train, and that it is the same."""
+"""The implementations of the training benchmark take the same optimizer step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarking.bench_train import BUILDERS
 from benchmarking.implementations import training as module
-from benchmarking.implementations.training import (
-    BUILDERS,
-    OURS,
-    TrainCase,
-    TrainImplementation,
-    build_ours,
-    build_transformers,
-)
+from benchmarking.implementations.peers import IGNORE_INDEX, build_noise, build_transformers
+from benchmarking.implementations.training import OURS, TrainCase, TrainImplementation, build_ours
 from config.bench_train import BenchShape, Precision
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from diffusionlm.models.patterns import Bidirectional
@@ -74,40 +69,40 @@ def same_weights(case: TrainCase) -> tuple[TrainImplementation, TrainImplementat
 def test_a_step_trains(name: str, precision: Precision, objective: ObjectiveConfig) -> None:
     if name != OURS:
         pytest.importorskip(name)
-    contestant = BUILDERS[name](make_case(precision, objective))
-    before = {key: parameter.detach().clone() for key, parameter in contestant.model.named_parameters()}
-    losses = [contestant.step().item() for _ in range(2)]
+    implementation = BUILDERS[name](make_case(precision, objective))
+    before = {key: parameter.detach().clone() for key, parameter in implementation.model.named_parameters()}
+    losses = [implementation.step().item() for _ in range(2)]
     assert all(math.isfinite(loss) and loss > 0 for loss in losses)
-    for key, parameter in contestant.model.named_parameters():
+    for key, parameter in implementation.model.named_parameters():
         assert parameter.dtype == torch.float32 and parameter.grad is None
         assert not torch.equal(parameter, before[key]), key
 
 
 def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    real = module.train_step
+    original = module.train_step
 
     def spy(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
         steps.append(batch.step)
         [noised_batch] = batch.noised_batches
         assert noised_batch.inputs_BS.shape == (4, 32) and state.optimizers.learning_rates()["hidden"] == 1e-4
-        return real(state, loader, batch, *args)
+        return original(state, loader, batch, *args)
 
     monkeypatch.setattr(module, "train_step", spy)
-    contestant = build_ours(make_case())
-    contestant.step()
-    contestant.step()
+    implementation = build_ours(make_case())
+    implementation.step()
+    implementation.step()
     assert steps == [0, 1]
 
 
-def test_the_loss_starts_at_that_of_a_uniform_guess() -> None:
+def test_the_first_loss_is_that_of_a_uniform_distribution() -> None:
     torch.manual_seed(0)
-    contestant = build_ours(make_case(shape=make_shape(batch_size=32)))
-    assert contestant.step().item() == pytest.approx(math.log(63), rel=0.02)
+    implementation = build_ours(make_case(shape=make_shape(batch_size=32)))
+    assert implementation.step().item() == pytest.approx(math.log(63), rel=0.02)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_contestants_have_the_same_parameters(tied: bool) -> None:
+def test_implementations_have_the_same_parameters(tied: bool) -> None:
     pytest.importorskip("transformers")
     case = make_case(shape=make_shape(tie_word_embeddings=tied, num_hidden_layers=2))
     ours, theirs = build_ours(case).model, build_transformers(case).model
@@ -115,51 +110,51 @@ def test_contestants_have_the_same_parameters(tied: bool) -> None:
     assert shapes[0] == shapes[1]
 
 
-def test_all_contestants_get_the_same_tokens() -> None:
+def test_tokens_are_the_same_on_every_call() -> None:
     case = make_case()
     assert torch.equal(case.tokens(), case.tokens())
     assert case.tokens().shape == (4, 32) and int(case.tokens().max()) < case.shape.mask_token
 
 
-def test_next_token_is_the_same_loss() -> None:
-    """It has no chance in it."""
+def test_next_token_losses_are_equal() -> None:
+    """The objective has no noise."""
     ours, theirs = same_weights(make_case(objective=NextTokenConfig()))
     assert ours.step().item() == pytest.approx(theirs.step().item(), rel=1e-2)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES[:2], ids=lambda objective: objective.kind)
-def test_the_peer_sees_what_ours_sees(objective: ObjectiveConfig) -> None:
+def test_the_peer_computes_our_logits(objective: ObjectiveConfig) -> None:
     case = make_case(objective=objective)
     ours, theirs = same_weights(case)
-    given, labels_BL, weights_BL, scored = module._build_peer_inputs(case, case.tokens())()
-    inputs, L = given["input_ids"], 32
+    peer = build_noise(case, case.tokens())()
+    inputs, L = peer.arguments["input_ids"], 32
     masked_BL = inputs[:, :L] == case.shape.mask_token
-    assert torch.equal(masked_BL, labels_BL != module.IGNORE_INDEX)
-    assert torch.equal(labels_BL[masked_BL], case.tokens()[masked_BL])
+    assert torch.equal(masked_BL, peer.labels_BL != IGNORE_INDEX)
+    assert torch.equal(peer.labels_BL[masked_BL], case.tokens()[masked_BL])
     is_block = isinstance(objective, BlockDiffusionConfig)
-    assert inputs.shape == (4, 2 * L if is_block else L) and scored == (L if is_block else None)
-    levels = {len(set(row.tolist())) for row in weights_BL}
-    assert levels == {4 if is_block else 1}, "a noise level for each block, or for the row"
+    assert inputs.shape == (4, 2 * L if is_block else L) and peer.num_outputs == (L if is_block else None)
+    levels = {len(set(row.tolist())) for row in peer.weights_BL}
+    assert levels == {4 if is_block else 1}, "one noise level per block, or per sequence"
     pattern = BlockDiffusionPattern(8) if is_block else Bidirectional()
     with torch.no_grad():
         expected = ours.model(inputs, pattern=pattern)
-        found = theirs.model(**given, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        logits = theirs.model(**peer.arguments, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 class Liger(ModuleType):
-    """What the benchmark uses of liger_kernel.transformers, in plain torch."""
+    """The part of liger_kernel.transformers that the benchmark uses, in plain torch."""
 
     def __init__(self, modeling: Any) -> None:
         super().__init__("liger_kernel.transformers")
         self.modeling, self.rotated, self.labels = modeling, 0, torch.empty(0)
 
     def apply_liger_kernel_to_qwen3(self, *, model: Any) -> None:
-        plain = self.modeling.apply_rotary_pos_emb
+        original = self.modeling.apply_rotary_pos_emb
 
         def rotary(*args: Any, **kwargs: Any) -> Any:
             self.rotated += 1
-            return plain(*args, **kwargs)
+            return original(*args, **kwargs)
 
         self.modeling.apply_rotary_pos_emb = rotary
 
@@ -185,7 +180,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Liger]:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.kind)
-def test_liger_is_for_its_own_model_alone(liger: Liger, objective: ObjectiveConfig) -> None:
+def test_liger_patches_only_its_own_model(liger: Liger, objective: ObjectiveConfig) -> None:
     case = make_case(objective=objective)
     plain, patched = build_transformers(case), BUILDERS["liger"](case)
     plain.step()
