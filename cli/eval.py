@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command, toml_string
 from config.eval import EvalConfig
+
+if TYPE_CHECKING:
+    from diffusionlm.evaluation.text_likelihood import LikelihoodResult
 
 NAME = "diffusionlm-eval"
 
@@ -17,9 +24,12 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --data README.md
   {NAME} --model runs/quickstart --data README.md --set likelihood.kind=sampler \\
       --set likelihood.generation.remasking_strategy=entropy"""
 
+PROGRESS_DELAY_SECONDS = 3.0
+UNITS_OF_PHASES = {"reading": "rows", "scoring": "forwards", "decoding": "tokens"}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, load the config, evaluate, print."""
+    """Parse the arguments, evaluate, print the result as a table or as JSON."""
     config, _ = parse_command(
         EvalConfig,
         name=NAME,
@@ -34,23 +44,80 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{NAME}: error: {problem}", file=sys.stderr)
         raise SystemExit(2)
     with friendly_errors(NAME):
-        # Only now, so that --help and config errors do not wait for torch.
-        from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
+        result = _evaluate(config)
+        print(format_json(result) if config.output.format == "json" else format_table(result))
 
-        result = evaluate_likelihood(config)
-        print(result.to_json() if config.output.format == "json" else result.to_text())
+
+def format_json(result: LikelihoodResult) -> str:
+    """Format as one JSON object on one line; numbers that are not finite are null."""
+    values = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(result).items()
+    }
+    return json.dumps(values, allow_nan=False)
+
+
+def format_table(result: LikelihoodResult) -> str:
+    """Format as a table."""
+    sign = "" if result.is_exact else "<= "
+    nats = _format_with_error(result.nats_per_token, result.nats_per_token_standard_error)
+    perplexity = _format_with_error(result.perplexity, result.perplexity_standard_error)
+    bits = _format_with_error(result.bits_per_byte, result.bits_per_byte_standard_error)
+    lines = [
+        (result.method, f"{sign}{nats} nats per token"),
+        ("", f"{sign}{perplexity} perplexity"),
+        ("", f"{sign}{bits} bits per byte"),
+        ("scored", f"{result.num_tokens:,} tokens, {result.num_bytes:,} bytes"),
+        ("rows", f"{result.num_rows:,} of up to {result.row_length:,} tokens"),
+    ]
+    if result.num_unscored_tokens:
+        why = "the model cannot predict the first token of a document"
+        lines.append(("not scored", f"{result.num_unscored_tokens:,} tokens: {why}; see data.begin_with_eos"))
+    if result.num_forwards is not None:
+        tokens_per_forward = result.num_tokens / result.num_forwards
+        lines.append(("forwards", f"{result.num_forwards:,} of one document, {tokens_per_forward:.2f} tokens each"))
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in result.skipped_documents.items())
+    lines.append(("documents skipped", reasons or "none"))
+    if result.by_masked_fraction:
+        group = "row" if result.block_length is None else "block"
+        lines.append(("cross-entropy by", f"masked fraction of the {group}, nats per masked token"))
+    lines += [(f"  {low:.0%} - {high:.0%}", f"{value:.3f}") for low, high, value in result.by_masked_fraction]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _evaluate(config: EvalConfig) -> LikelihoodResult:
+    """Evaluate with progress on stderr."""
+    # Imported here so that --help and config errors do not wait for torch.
+    from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
+    from logger.progress import ProgressMeter
+
+    phases: list[str] = []
+    with closing(ProgressMeter(sys.stderr, delay_seconds=PROGRESS_DELAY_SECONDS, leave=False)) as meter:
+
+        def show_progress(phase: str, done: int, total: int | None) -> None:
+            if phase not in phases:
+                phases.append(phase)
+                meter.begin(phase, UNITS_OF_PHASES[phase], total)
+            meter.set(done)
+
+        return evaluate_likelihood(config, show_progress)
+
+
+def _format_with_error(value: float, error: float) -> str:
+    return f"{value:.3f} (no error: a single row)" if math.isinf(error) else f"{value:.3f} +- {error:.3f}"
 
 
 def _find_missing_option(config: EvalConfig) -> str | None:
     if config.model.path is None:
-        return "no model given: add --model DIR, or path to [model] of the config"
+        return "no model: add --model DIR, or path to [model] of the config"
     if config.data.source is None:
-        return "no data given: add --data FILE, or source to [data] of the config"
+        return "no data: add --data FILE, or source to [data] of the config"
     return None
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
-    """Arguments that stand for overrides, so that --print-config shows what they do."""
+    """Add arguments that stand for overrides, so that --print-config shows their effect."""
     group = parser.add_argument_group("shorthands for --set")
     group.add_argument(
         "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="model, checkpoint or run"
@@ -60,7 +127,7 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
 
 
 class _FilesShorthand(argparse.Action):
-    """A source of files, in place of the config's."""
+    """Replace the source of the config by a files source."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         source = ("data.source=files", f"data.source.paths=[{toml_string(values)}]", 'data.split="all"')

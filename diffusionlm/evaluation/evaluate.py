@@ -1,77 +1,31 @@
-"""What a trained model is worth: the bound, how well it fills holes, and the company it keeps.
+"""Evaluate a model on held-out rows: likelihood bound, bits per byte, mask-filling accuracy.
 
-Shapes: B rows, L positions, V vocabulary, R masked positions.
+Shapes: B rows, L tokens of a row, N masked positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ddp.process_group import World
+from ddp.map_over_ranks import SINGLE_PROCESS_MAP, MapOverRanks
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.rng import RngStream
-from diffusionlm.evaluation.nelbo import NelboEstimator, choose_masked_per_sequence, ratio_with_standard_error
+from diffusionlm.evaluation.nelbo import NelboEstimator, choose_masked_per_sequence
+from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes, entropy
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 from tokenizer import Tokenizer
 
 FILL_FRACTIONS = (0.15, 0.50)
-
+"""Masked fractions at which mask-filling accuracy is measured."""
 VALIDATION_SEED = 0
-"""The rows and draws of a validation are the same whatever the run's seed, so that runs compare."""
-
-T = TypeVar("T")
-
-
-class MapForwards(Protocol):
-    """Who computes ``work(0)`` ... ``work(count - 1)``, each a forward and what is made of it; returns all of them."""
-
-    def __call__(self, count: int, work: Callable[[int], T]) -> list[T]:
-        """Raises ValueError where ``work`` does."""
-
-
-def map_locally(count: int, work: Callable[[int], T]) -> list[T]:
-    """This process does it all."""
-    return [work(index) for index in range(count)]
-
-
-@dataclass(frozen=True)
-class MapOverRanks:
-    """Each rank computes its share, and all have all results: those of one process, since the forwards are the same."""
-
-    world: World
-    is_collective: bool = False
-    """Whether a forward takes all ranks (FSDP), so that all make equally many; what is too much is dropped."""
-
-    def __call__(self, count: int, work: Callable[[int], T]) -> list[T]:
-        """An error of any rank is raised on all, once all have made their forwards."""
-        size = self.world.size
-        own: list[tuple[list[T], str]] = []
-        for index in range(self.world.rank, -(-count // size) * size, size):
-            if index >= count and not self.is_collective:
-                continue
-            try:
-                own.append(([work(min(index, count - 1))], ""))
-            except ValueError as error:
-                own.append(([], str(error)))
-        gathered = self.world.all_gather_objects(own)
-        results: list[T] = []
-        for index in range(count):
-            result, problem = gathered[index % size][index // size]
-            if problem:
-                raise ValueError(problem)
-            results += result
-        return results
+"""Rows and masks of a validation do not depend on the run's seed, so that runs compare."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +33,7 @@ class FillAccuracy:
     """Accuracy on masked held-out tokens, as shares of the masked tokens."""
 
     fraction: float
-    """Share of each row that is masked."""
+    """Fraction of each row's tokens that is masked."""
     top1_accuracy: float
     top5_accuracy: float
     majority_baseline: float | None
@@ -88,25 +42,23 @@ class FillAccuracy:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The table at the end of a run."""
+    """Result of `evaluate`; the fields are keys of summary.json."""
 
     nats_per_token: float
     standard_error: float
     bits_per_byte: float
     bits_per_byte_standard_error: float
     unigram_entropy: float
-    """Of the validation tokens themselves, in nats per token."""
+    """Entropy of the validation tokens' own frequencies, in nats per token."""
     num_tokens: int
     num_bytes: int
     by_masked_fraction: tuple[tuple[float, float, float], ...]
+    """See `NelboReport`."""
     fills: tuple[FillAccuracy, ...]
+    """Empty unless the evaluation is bidirectional."""
     block_length: int | None
-    """Of block diffusion; 1: exact, from left to right. None: bidirectional."""
+    """Block length of block diffusion; 1: exact, token by token. None: bidirectional."""
     num_rows: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers, for files."""
-        return asdict(self)
 
 
 def evaluate(
@@ -118,23 +70,23 @@ def evaluate(
     batch_size: int,
     block_length: int | None = None,
     majority_token: int | None = None,
-    map_forwards: MapForwards = map_locally,
+    map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> EvaluationResult:
-    """The evaluation of validation rows on a fixed grid of draws.
+    """Evaluate rows on a fixed grid of masks.
 
     Args:
         rows: validation rows; padding is not counted.
-        block_length: of block diffusion; None: bidirectional, and only then the fill test is made.
         num_mc_samples: masked versions of each row.
-        batch_size: rows of one forward.
+        batch_size: rows per forward.
+        block_length: of block diffusion; None: bidirectional, which includes mask-filling accuracy.
         majority_token: the most frequent training token, if known.
-        spread: who makes the forwards.
+        map_forwards: shares the forwards among the ranks.
 
     Raises:
-        ValueError: no token to score, or a model whose numbers are not finite.
+        ValueError: no token can be scored, or the model's probabilities are not finite.
     """
     batch = collate_rows(rows)
-    forwards = NelboEstimator.of(
+    estimator = NelboEstimator.from_arguments(
         model.config,
         batch.tokens_BL,
         batch.loss_mask_BL,
@@ -144,12 +96,17 @@ def evaluate(
         document_BL=batch.document_BL,
         batch_size=batch_size,
     )
-    report = forwards.report(map_forwards(forwards.count, lambda index: forwards.run(model, index)))
-    layout = InputLayout.from_config(model.config, block_length)
-    maskable_BL = layout.maskable(batch)
-    tokens = batch.tokens_BL.numpy()[maskable_BL]
-    bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), maskable_BL)
+    report = estimator.build_report(
+        map_forwards(estimator.num_forwards, lambda index: estimator.run_forward(model, index))
+    )
+    tokens = batch.tokens_BL.numpy()[estimator.maskable_BL]
+    bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), estimator.maskable_BL)
     bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
+    fills = [
+        measure_fill_accuracy(model, batch, fraction, batch_size, majority_token, map_forwards)
+        for fraction in FILL_FRACTIONS
+        if block_length is None
+    ]
     return EvaluationResult(
         nats_per_token=report.nats_per_token,
         standard_error=report.standard_error,
@@ -159,36 +116,10 @@ def evaluate(
         num_tokens=report.num_tokens,
         num_bytes=int(bytes_B.sum()),
         by_masked_fraction=report.by_masked_fraction,
-        fills=tuple(
-            measure_fill_accuracy(model, batch, fraction, batch_size, majority_token, map_forwards)
-            for fraction in FILL_FRACTIONS
-            if block_length is None
-        ),
+        fills=tuple(fills),
         block_length=block_length,
         num_rows=len(rows),
     )
-
-
-def count_row_bytes(
-    tokenizer: Tokenizer, tokens_BL: NDArray[np.integer[Any]], is_scored_BL: NDArray[np.bool_]
-) -> NDArray[np.int64]:
-    """Bytes of text behind the scored tokens of each row, [B]; special tokens have none."""
-    bytes_B: NDArray[np.int64] = np.where(is_scored_BL, tokenizer.byte_lengths()[tokens_BL], 0).sum(axis=1)
-    return bytes_B
-
-
-def bits_per_byte(row_nats: Sequence[float], bytes_B: NDArray[np.int64]) -> tuple[float, float]:
-    """Bits for each byte of the text, and their standard error over rows; infinite where there is no byte at all."""
-    if not bytes_B.any():
-        return math.inf, math.inf
-    nats, error = ratio_with_standard_error(np.array(row_nats), bytes_B)
-    return nats / math.log(2), error / math.log(2)
-
-
-def entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy in nats of the distribution with these counts."""
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
 
 
 @torch.no_grad()
@@ -198,32 +129,29 @@ def measure_fill_accuracy(
     fraction: float,
     batch_size: int,
     majority_token: int | None,
-    map_forwards: MapForwards = map_locally,
+    map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> FillAccuracy:
-    """Mask a share of each row's tokens, once; count how many are the model's first or among its five most probable tokens."""
+    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them."""
     layout = InputLayout.from_config(model.config, None)
     maskable_BL = layout.maskable(batch)
     counts_B = np.ceil(fraction * maskable_BL.sum(axis=1)).astype(np.int64)
     masked_BL = choose_masked_per_sequence(
         maskable_BL, counts_B, VALIDATION_SEED, RngStream.FILL_MASKS, round(1000 * fraction)
     )
-    mask_token = model.config.mask_token
 
-    def count(index: int) -> tuple[int, int, int, int]:
-        """Numbers of top-1 hits, top-5 hits, majority tokens and masked tokens of one batch of rows."""
-        some = slice(index * batch_size, (index + 1) * batch_size)
-        masked = masked_BL[some]
-        draw = layout.build_noised_batch(
-            batch.select(some), masked, np.ones(masked.shape), num_targets=0, denominator=0.0
-        )
-        draw = draw.to(model.lm_head.weight.device)
+    def count_hits(index: int) -> tuple[int, int, int, int]:
+        """Numbers of top-1 hits, top-5 hits, majority tokens and masked tokens in one batch of rows."""
+        rows = slice(index * batch_size, (index + 1) * batch_size)
+        noised = layout.build_noised_batch(
+            batch.select(rows), masked_BL[rows], np.ones(masked_BL[rows].shape), num_targets=0, denominator=0.0
+        ).to(model.lm_head.weight.device)
         with nvtx.range("filling: forward"):
-            logits_RV = model(draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N).float()
-        logits_RV[:, mask_token] = float("-inf")
-        hits_R5 = logits_RV.topk(min(5, logits_RV.shape[1]), dim=1).indices == draw.targets_N[:, None]
-        common = 0 if majority_token is None else int((draw.targets_N == majority_token).sum())
-        return int(hits_R5[:, 0].sum()), int(hits_R5.sum()), common, len(draw.targets_N)
+            logits_NV = model(noised.inputs_BS, pattern=noised.pattern, output_positions=noised.positions_N).float()
+        logits_NV[:, model.config.mask_token] = float("-inf")
+        is_hit_N5 = logits_NV.topk(min(5, logits_NV.shape[1]), dim=1).indices == noised.targets_N[:, None]
+        num_majority = 0 if majority_token is None else int((noised.targets_N == majority_token).sum())
+        return int(is_hit_N5[:, 0].sum()), int(is_hit_N5.sum()), num_majority, len(noised.targets_N)
 
-    counts = map_forwards(-(-len(maskable_BL) // batch_size), count)
-    right, among, common, total = (sum(column) for column in zip(*counts, strict=True))
-    return FillAccuracy(fraction, right / total, among / total, None if majority_token is None else common / total)
+    counts = map_forwards(-(-len(maskable_BL) // batch_size), count_hits)
+    top1, top5, majority, total = (sum(column) for column in zip(*counts, strict=True))
+    return FillAccuracy(fraction, top1 / total, top5 / total, None if majority_token is None else majority / total)

@@ -1,6 +1,7 @@
-"""Likelihood of text under a model: bounds and exact values, with their standard errors.
+"""Likelihood of text under a model: the NELBO, which is exact for blocks of one token, with standard errors.
 
-Shapes: B rows, L tokens, U units of a row (the row, or its blocks), K draws, R scored outputs.
+Shapes: B rows, L tokens, G noise groups of a row (the row itself, or its blocks), K Monte Carlo samples, N masked
+positions.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from diffusionlm.diffusion.corruption import assign_noise_groups, choose_masked_
 from diffusionlm.diffusion.layout import InputLayout, target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.evaluation.statistics import ratio_with_standard_error
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
@@ -27,33 +29,33 @@ NUM_FRACTION_BINS = 10
 
 @dataclass(frozen=True)
 class NelboReport:
-    """A bound on the negative log-likelihood, and what it is made of."""
+    """An upper bound on the negative log-likelihood of text, in nats."""
 
     nats_per_token: float
     """Mean over target tokens."""
     standard_error: float
-    """Of `nats_per_token`, over draws and rows; infinite for a single row."""
+    """Standard error of `nats_per_token` over rows and Monte Carlo samples; infinite for a single row."""
     num_tokens: int
-    """Target tokens, each counted once."""
+    """Number of target tokens."""
     nats: float
     """Sum over target tokens."""
     by_masked_fraction: tuple[tuple[float, float, float], ...]
-    """(low, high, mean cross-entropy in nats of a masked token) for shares of masked tokens in (low, high]; of the
-    block's tokens, where there are blocks."""
+    """(low, high, mean cross-entropy of a masked token) for each bin (low, high] of the masked fraction of a noise group:
+    of the block in block diffusion, else of the row."""
     row_nats: tuple[float, ...]
-    """The sum of each row."""
+    """Sum over each row."""
 
 
 @dataclass(frozen=True)
 class LikelihoodEstimate:
-    """Log-likelihood of an answer after its prompt."""
+    """Log-likelihood of an answer given its prompt."""
 
     log_likelihood: float
-    """Sum over the answer's tokens in nats, at most 0; minus the NELBO, or exact."""
+    """Sum over the answer's tokens in nats, at most 0: minus the NELBO, or exact."""
     standard_error: float
-    """Over draws; 0 where it is exact."""
+    """Standard error over Monte Carlo samples; 0 if the value is exact."""
     num_tokens: int
-    """Tokens of the answer."""
+    """Number of tokens in the answer."""
 
 
 @torch.no_grad()
@@ -68,30 +70,30 @@ def nelbo(
     document_BL: Tensor | None = None,
     batch_size: int = 32,
 ) -> NelboReport:
-    """Negative evidence lower bound of masked or block diffusion, unbiased, by masked counts.
+    """Estimate the negative evidence lower bound of masked or block diffusion without bias.
 
-    Each unit (row or block) of n target tokens is masked ``num_mc_samples`` times; its counts k are spread evenly over
-    1 ... n, the offsets over units and rows; an estimate is n / k times the sum of cross-entropies (Nie et al. 2025,
-    eq. 6; Arriola et al. 2025, eq. 8). The grid depends on the seed and the rows' places alone, so two models are
-    compared on the same draws. With blocks of one token the value is exact, and with shifted outputs it is that of the
-    autoregressive model.
+    Each noise group (a row or block) of n target tokens is masked ``num_mc_samples`` times. The counts k of masked tokens
+    are spread evenly over 1 ... n, with offsets that are spread over groups and rows. An estimate is n / k times the sum
+    of cross-entropies (Nie et al. 2025, eq. 6; Arriola et al. 2025, eq. 8). The masks depend only on the seed and the
+    row's index, so that models are compared on the same masks. With blocks of one token the value is exact; with shifted
+    outputs it is then the autoregressive model's.
 
     Args:
         tokens_BL: clean token ids.
-        loss_mask_BL: tokens that are masked and counted; all if None. A mask token in the data is never one, and with
-            shifted outputs nor is the first token of a document.
-        block_length: tokens of a block, counted from each document's start; None: bidirectional, the whole row. A
-            document that is shorter is one block.
+        loss_mask_BL: target tokens, which are masked and counted; None: all. A mask token in the data is never a target,
+            and with shifted outputs neither is the first token of a document.
+        block_length: tokens per block, counted from each document's start; a shorter document is one block. None:
+            bidirectional, the whole row.
         num_mc_samples: masked versions of each row.
-        seed: of the grid.
-        document_BL: document of each position; positions see only their own.
-        batch_size: rows of one forward.
+        seed: of the masks.
+        document_BL: document id of each position; a position attends to its own document only.
+        batch_size: rows per forward.
 
     Raises:
-        ValueError: no target token at all, ``num_mc_samples`` or ``block_length`` below 1, or a model without a mask token
-            where one is needed.
+        ValueError: there is no target token, an argument is below 1, the model needs a mask token and has none, or its
+            probabilities are not finite.
     """
-    forwards = NelboEstimator.of(
+    estimator = NelboEstimator.from_arguments(
         model.config,
         tokens_BL,
         loss_mask_BL,
@@ -101,22 +103,22 @@ def nelbo(
         document_BL=document_BL,
         batch_size=batch_size,
     )
-    return forwards.report([forwards.run(model, index) for index in range(forwards.count)])
+    return estimator.build_report([estimator.run_forward(model, index) for index in range(estimator.num_forwards)])
 
 
 @dataclass(frozen=True)
 class NelboForwardSums:
-    """What one forward adds to a bound; small."""
+    """Contribution of one forward to a `NelboReport`."""
 
     sums_B: NDArray[np.float64]
-    """Weighted cross-entropies of its rows, in nats."""
+    """Weighted sum of cross-entropies of each row, in nats."""
     bin_sums: NDArray[np.float64]
     bin_counts: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class NelboEstimator:
-    """The forwards that `nelbo` is made of, one by one: they may run anywhere and in any order."""
+    """The forwards of `nelbo`. They are independent, so they may run on any rank and in any order."""
 
     layout: InputLayout
     batch: CleanBatch
@@ -127,7 +129,7 @@ class NelboEstimator:
     batch_size: int
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         config: ModelConfig,
         tokens_BL: Tensor,
@@ -139,7 +141,7 @@ class NelboEstimator:
         document_BL: Tensor | None,
         batch_size: int,
     ) -> NelboEstimator:
-        """Arguments and errors are those of `nelbo`; ``config`` is the model's."""
+        """Take the arguments of `nelbo`, with the model's config, and raise its errors."""
         for name, value in (
             ("num_mc_samples", num_mc_samples),
             ("block_length", block_length),
@@ -153,38 +155,39 @@ class NelboEstimator:
         layout = InputLayout.from_config(config, block_length)
         maskable_BL = layout.maskable(batch)
         if not maskable_BL.any():
-            raise ValueError("no target token: loss_mask_BL is false wherever a token could be predicted")
+            raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
         group_ids_BL = assign_noise_groups(batch, maskable_BL, "row" if block_length is None else "block", block_length)
-        draws = 1 if block_length == 1 else num_mc_samples  # blocks of one token leave nothing to chance
-        return cls(layout, batch, maskable_BL, group_ids_BL, draws, seed, batch_size)
+        if block_length == 1:
+            num_mc_samples = 1  # the only token of a block is always masked
+        return cls(layout, batch, maskable_BL, group_ids_BL, num_mc_samples, seed, batch_size)
 
     @property
-    def count(self) -> int:
-        """All batches of rows, for each draw."""
+    def num_forwards(self) -> int:
+        """Number of forwards: every batch of rows once for each Monte Carlo sample."""
         return self.num_mc_samples * self._num_row_batches
 
     @torch.no_grad()
-    def run(self, model: Transformer, index: int) -> NelboForwardSums:
-        """One of them, from 0.
+    def run_forward(self, model: Transformer, index: int) -> NelboForwardSums:
+        """Run forward ``index`` of 0 ... `num_forwards` - 1.
 
         Raises:
-            ValueError: the model's own numbers are not.
+            ValueError: the model's probabilities are not finite.
         """
-        some, draw = self._locate_forward(index)
+        rows, sample = self._locate_forward(index)
         masked_BL, weights_BL, fractions_BL = _build_mask_grid(
-            self.group_ids_BL, self.seed, draw, self.num_mc_samples, some
+            self.group_ids_BL, self.seed, sample, self.num_mc_samples, rows
         )
-        nll_BL = compute_masked_nll(model, self.layout, self.batch.select(some), masked_BL)
+        nll_BL = compute_masked_nll(model, self.layout, self.batch.select(rows), masked_BL)
         return NelboForwardSums(np.nansum(nll_BL * weights_BL, axis=1), *_bin_by_masked_fraction(nll_BL, fractions_BL))
 
-    def report(self, parts: Sequence[NelboForwardSums]) -> NelboReport:
-        """The bound, of the parts in order."""
+    def build_report(self, forward_sums: Sequence[NelboForwardSums]) -> NelboReport:
+        """Combine the results of all forwards, in order."""
         sums_BK = np.zeros((len(self.group_ids_BL), self.num_mc_samples))
         bin_sums, bin_counts = np.zeros(NUM_FRACTION_BINS), np.zeros(NUM_FRACTION_BINS)
-        for index, part in enumerate(parts):
-            sums_BK[self._locate_forward(index)] = part.sums_B
-            bin_sums += part.bin_sums
-            bin_counts += part.bin_counts
+        for index, sums in enumerate(forward_sums):
+            sums_BK[self._locate_forward(index)] = sums.sums_B
+            bin_sums += sums.bin_sums
+            bin_counts += sums.bin_counts
         sizes_B, nats_B = self.maskable_BL.sum(axis=1), sums_BK.mean(axis=1)
         mean, error = ratio_with_standard_error(nats_B, sizes_B)
         curve = tuple(
@@ -199,10 +202,10 @@ class NelboEstimator:
         return -(-len(self.group_ids_BL) // self.batch_size)
 
     def _locate_forward(self, index: int) -> tuple[slice, int]:
-        """Rows and draw of a forward."""
-        draw, batch = divmod(index, self._num_row_batches)
-        first = batch * self.batch_size
-        return slice(first, first + self.batch_size), draw
+        """Rows and Monte Carlo sample of a forward."""
+        sample, row_batch = divmod(index, self._num_row_batches)
+        start = row_batch * self.batch_size
+        return slice(start, start + self.batch_size), sample
 
 
 def conditional_likelihood(
@@ -215,125 +218,115 @@ def conditional_likelihood(
     seed: int = 0,
     batch_size: int = 32,
 ) -> LikelihoodEstimate:
-    """Log-likelihood of an answer given a clean prompt: LLaDA's Monte-Carlo protocol (Nie et al. 2025, appendix B.5).
+    """Estimate the log-likelihood of an answer given a clean prompt, as LLaDA does (Nie et al. 2025, appendix B.5).
 
-    Counts of masked answer tokens are spread over ``num_mc_samples`` copies of the row. The published code rounds its
-    spread counts half to even, so that they are not uniform and its mean is off by tenths of a nat; here they are.
-    One-token answers and blocks of one token are exact and take a single forward.
+    The counts of masked answer tokens are spread over ``num_mc_samples`` copies of the row. They are uniform; LLaDA's code
+    rounds them half to even, which shifts its mean by tenths of a nat. An answer of one token and blocks of one token are
+    exact and take a single forward.
 
     Raises:
-        ValueError: an empty answer, one with a token that the model cannot predict, or what `nelbo` raises.
+        ValueError: the answer is empty or has a token that the model cannot predict, or `nelbo` raises.
     """
     if not answer:
         raise ValueError("an empty answer has no likelihood: give at least one token")
     if num_mc_samples < 1:
         raise ValueError(f"num_mc_samples = {num_mc_samples} must be at least 1")
-    exact = len(answer) == 1 or block_length == 1
-    copies = 1 if exact else num_mc_samples
+    is_exact = len(answer) == 1 or block_length == 1
+    num_copies = 1 if is_exact else num_mc_samples
     row = torch.tensor([*prompt, *answer])
     is_answer = torch.arange(len(row)) >= len(prompt)
     report = nelbo(
         model,
-        row.repeat(copies, 1),
-        is_answer.repeat(copies, 1),
+        row.repeat(num_copies, 1),
+        is_answer.repeat(num_copies, 1),
         block_length,
         num_mc_samples=1,
         seed=seed,
         batch_size=batch_size,
     )
-    tokens = report.num_tokens // copies
-    if tokens < len(answer):
+    num_tokens = report.num_tokens // num_copies
+    if num_tokens < len(answer):
         raise ValueError(
-            f"{len(answer) - tokens} of the answer's {len(answer)} tokens cannot be predicted: a mask token never is, "
-            "and with shifted outputs nor is the first token of a text: give a prompt"
+            f"{len(answer) - num_tokens} of the answer's {len(answer)} tokens cannot be predicted: mask tokens never are, "
+            "and with shifted outputs neither is the first token of a text: pass a prompt"
         )
-    error = 0.0 if exact else report.standard_error * tokens
-    return LikelihoodEstimate(-report.nats / copies, error, tokens)
+    error = 0.0 if is_exact else report.standard_error * num_tokens
+    return LikelihoodEstimate(-report.nats / num_copies, error, num_tokens)
 
 
 def compute_masked_nll(
     model: Transformer, layout: InputLayout, batch: CleanBatch, masked_BL: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Negative log-likelihood in nats of the masked tokens given what the layout lets them see, [B, L]; NaN where not
-    masked.
+    """Negative log-likelihood in nats of each masked token given what the layout shows it, [B, L]; NaN if not masked.
 
     Raises:
-        ValueError: the model's own numbers are not.
+        ValueError: the model's probabilities are not finite.
     """
-    ones_BL = np.ones(masked_BL.shape)
-    draw = layout.build_noised_batch(batch, masked_BL, ones_BL, num_targets=0, denominator=0.0)
-    places_R = target_positions(draw, layout.alignment).numpy()
-    draw = draw.to(model.lm_head.weight.device)
-    loss_inputs = LossInputs(draw.targets_N, draw.weights_N, excluded_token=layout.mask_token)
+    weights_BL = np.ones(masked_BL.shape)
+    noised = layout.build_noised_batch(batch, masked_BL, weights_BL, num_targets=0, denominator=0.0)
+    target_positions_N = target_positions(noised, layout.alignment).numpy()
+    noised = noised.to(model.lm_head.weight.device)
+    loss_inputs = LossInputs(noised.targets_N, noised.weights_N, excluded_token=layout.mask_token)
     with nvtx.range("likelihood: forward"):
-        scored = model(draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs)
-    nll_N = scored.nll_N.double().cpu().numpy()
+        output = model(
+            noised.inputs_BS, pattern=noised.pattern, output_positions=noised.positions_N, loss_inputs=loss_inputs
+        )
+    nll_N = output.nll_N.double().cpu().numpy()
     if np.isnan(nll_N).any():
         raise ValueError(
-            "the model's probabilities are not finite: its weights may be damaged, or its numbers overflow in this "
-            'dtype; try dtype = "float32"'
+            "the model's probabilities are not finite: its weights are damaged, or it overflows in this dtype; try "
+            'dtype = "float32"'
         )
     nll_BL = np.full(masked_BL.size, np.nan)
-    nll_BL[places_R] = nll_N
+    nll_BL[target_positions_N] = nll_N
     return nll_BL.reshape(masked_BL.shape)
 
 
 def choose_masked_per_sequence(
     maskable_BL: NDArray[np.bool_], counts_B: NDArray[np.int64], seed: int, stream: RngStream, *key: int
 ) -> NDArray[np.bool_]:
-    """So many of each row's eligible positions, uniformly; keyed by (``key``, row)."""
+    """Choose ``counts_B[b]`` of the maskable positions of each row uniformly; the RNG is keyed by (``key``, row)."""
     masked_BL = np.zeros_like(maskable_BL)
     for row, count in enumerate(counts_B):
-        places = np.flatnonzero(maskable_BL[row])
-        masked_BL[row, keyed_rng(seed, stream, *key, row).permutation(places)[:count]] = True
+        positions = np.flatnonzero(maskable_BL[row])
+        masked_BL[row, keyed_rng(seed, stream, *key, row).permutation(positions)[:count]] = True
     return masked_BL
 
 
 def _build_mask_grid(
-    group_ids_BL: NDArray[np.int64], seed: int, draw: int, draws: int, some: slice
+    group_ids_BL: NDArray[np.int64], seed: int, sample: int, num_samples: int, rows: slice
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
-    """Masked positions, weights n / k, and masked shares k / n of the units, of some rows of one draw of the grid; each
-    [B, L] of those rows."""
-    rows = len(group_ids_BL)
+    """Masks, weights n / k and masked fractions k / n of the noise groups, each [B, L], for one sample of some rows."""
+    num_rows = len(group_ids_BL)
     rng = keyed_rng(seed, RngStream.LIKELIHOOD_LEVELS)
-    offsets_B = (rng.permutation(rows) + rng.random(rows)) / rows
-    shape = group_ids_BL[some].shape
+    offsets_B = (rng.permutation(num_rows) + rng.random(num_rows)) / num_rows
+    shape = group_ids_BL[rows].shape
     masked_BL, weights_BL, fractions_BL = np.zeros(shape, dtype=np.bool_), np.zeros(shape), np.zeros(shape)
-    for own, row in enumerate(range(rows)[some]):
-        places = np.flatnonzero(group_ids_BL[row] >= 0)
-        if len(places) == 0:
+    for index, row in enumerate(range(num_rows)[rows]):
+        positions = np.flatnonzero(group_ids_BL[row] >= 0)
+        if len(positions) == 0:
             continue
-        group_ids = group_ids_BL[row, places]
-        group_sizes_G = np.bincount(group_ids)
-        order_U = keyed_rng(seed, RngStream.LIKELIHOOD_LEVELS, row).permutation(len(group_sizes_G))
-        levels_U = ((order_U + offsets_B[row]) / len(group_sizes_G) + draw / draws) % 1.0
-        counts_G = masked_counts_at_levels(levels_U, group_sizes_G)
-        masked_BL[own, places] = choose_masked_in_groups(
-            group_ids, counts_G, keyed_rng(seed, RngStream.LIKELIHOOD_MASKS, draw, row)
+        group_ids = group_ids_BL[row, positions]
+        sizes_G = np.bincount(group_ids)
+        order_G = keyed_rng(seed, RngStream.LIKELIHOOD_LEVELS, row).permutation(len(sizes_G))
+        levels_G = ((order_G + offsets_B[row]) / len(sizes_G) + sample / num_samples) % 1.0
+        counts_G = masked_counts_at_levels(levels_G, sizes_G)
+        masked_BL[index, positions] = choose_masked_in_groups(
+            group_ids, counts_G, keyed_rng(seed, RngStream.LIKELIHOOD_MASKS, sample, row)
         )
-        weights_BL[own, places] = (group_sizes_G / counts_G)[group_ids]
-        fractions_BL[own, places] = (counts_G / group_sizes_G)[group_ids]
+        weights_BL[index, positions] = (sizes_G / counts_G)[group_ids]
+        fractions_BL[index, positions] = (counts_G / sizes_G)[group_ids]
     return masked_BL, weights_BL, fractions_BL
 
 
 def _bin_by_masked_fraction(
     nll_BL: NDArray[np.float64], fractions_BL: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sums of cross-entropies of masked tokens, and their counts, by the share of their unit that is masked."""
-    scored = ~np.isnan(nll_BL)
-    index = np.ceil(fractions_BL[scored] * NUM_FRACTION_BINS - 1e-9).astype(int) - 1
-    index = np.clip(index, 0, NUM_FRACTION_BINS - 1)
+    """Sums of the masked tokens' cross-entropies, and their counts, by bin of the masked fraction."""
+    is_scored_BL = ~np.isnan(nll_BL)
+    bins_N = np.ceil(fractions_BL[is_scored_BL] * NUM_FRACTION_BINS - 1e-9).astype(int) - 1
+    bins_N = np.clip(bins_N, 0, NUM_FRACTION_BINS - 1)
     sums, counts = np.zeros(NUM_FRACTION_BINS), np.zeros(NUM_FRACTION_BINS)
-    np.add.at(sums, index, nll_BL[scored])
-    np.add.at(counts, index, 1)
+    np.add.at(sums, bins_N, nll_BL[is_scored_BL])
+    np.add.at(counts, bins_N, 1)
     return sums, counts
-
-
-def ratio_with_standard_error(sums_B: NDArray[np.float64], sizes_B: NDArray[np.int64]) -> tuple[float, float]:
-    """Ratio of sums over rows, and its standard error from the rows' residuals, since what is within a row is not
-    independent; infinite for a single row."""
-    total, rows = int(sizes_B.sum()), len(sizes_B)
-    mean = float(sums_B.sum()) / total
-    residuals_B = sums_B - mean * sizes_B
-    error = np.sqrt(rows / (rows - 1) * (residuals_B**2).sum()) / total if rows > 1 else np.inf
-    return mean, float(error)

@@ -1,4 +1,4 @@
-"""n-gram models of the training tokens: honest company for a small diffusion model's bound."""
+"""n-gram language models of the training tokens, as baselines for a small diffusion model's bound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DISCOUNT = 0.75
-"""Taken from every seen count and given to the shorter context."""
+"""Subtracted from every count above zero; its probability goes to the shorter context."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -16,21 +16,22 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _OrderCounts:
-    """Counts of one order: contexts are numbered by their place among the sorted keys."""
+    """Counts of the n-grams of one order. Contexts and n-grams are sorted codes of `_encode_ngrams`."""
 
     contexts: Ints
     totals_per_context: Floats
     continuations_per_context: Floats
-    grams: Ints
-    counts_per_gram: Floats
+    ngrams: Ints
+    counts_per_ngram: Floats
 
 
 class NgramModel:
-    """Interpolated absolute discounting (Ney et al. 1994).
+    """n-gram model with interpolated absolute discounting (Ney et al. 1994).
 
-    p(w | c) = max(n(cw) - d, 0) / n(c) + d kinds(c) / n(c) p(w | c'), down to unigrams with one added to every count.
+    p(w | c) = max(n(cw) - d, 0) / n(c) + d continuations(c) / n(c) p(w | c'), down to unigrams with add-one counts. c' is
+    c without its first token, d is `DISCOUNT`.
 
-    Contexts reach over document ends; the end-of-text token is one like the others.
+    Contexts cross document boundaries; the end-of-text token is one like the others.
     """
 
     def __init__(self, tokens: Ints, order: int, vocab_size: int) -> None:
@@ -41,46 +42,44 @@ class NgramModel:
             _count_ngrams(_encode_ngrams(tokens, length, vocab_size), vocab_size) for length in range(2, order + 1)
         ]
 
-    def nats_per_token(self, tokens: Ints) -> float:
-        """Cross-entropy of a text, each token given up to ``order - 1`` before it."""
-        return float(-np.log(self.probabilities(tokens)).mean())
-
     def probabilities(self, tokens: Ints) -> Floats:
-        """Probability of each token given those before it."""
+        """Probability of each token given the up to ``order - 1`` tokens before it."""
         result: Floats = self.unigram[tokens]
         for length, order in zip(range(2, self.order + 1), self._orders, strict=True):
-            keys = _encode_ngrams(tokens, length, self.vocab_size)
-            context, known = _look_up(order.contexts, keys // self.vocab_size)
-            gram, seen = _look_up(order.grams, keys)
+            codes = _encode_ngrams(tokens, length, self.vocab_size)
+            context, has_context = _look_up(order.contexts, codes // self.vocab_size)
+            ngram, has_ngram = _look_up(order.ngrams, codes)
             total = order.totals_per_context[context]
-            direct = np.where(seen, order.counts_per_gram[gram] - DISCOUNT, 0.0) / total
-            backed = DISCOUNT * order.continuations_per_context[context] / total
+            discounted = np.where(has_ngram, order.counts_per_ngram[ngram] - DISCOUNT, 0.0) / total
+            backoff_weight = DISCOUNT * order.continuations_per_context[context] / total
             shorter = result[length - 1 :]
-            result[length - 1 :] = np.where(known, direct + backed * shorter, shorter)
+            result[length - 1 :] = np.where(has_context, discounted + backoff_weight * shorter, shorter)
         return result
 
 
 def max_order(vocab_size: int) -> int:
-    """Longest n-gram, up to 4, whose number fits 63 bits."""
+    """Largest order, up to 4, whose n-gram codes fit into 63 bits."""
     return min(4, int(63 / np.log2(vocab_size)))
 
 
 def _encode_ngrams(tokens: Ints, length: int, vocab_size: int) -> Ints:
-    """Number of the n-gram that ends at each place from length - 1 on; its context is the number // vocab_size."""
-    keys = np.zeros(max(0, len(tokens) - length + 1), dtype=np.int64)
+    """Code of the n-gram that ends at each position from length - 1 on; code // vocab_size is its context's code."""
+    codes = np.zeros(max(0, len(tokens) - length + 1), dtype=np.int64)
     for offset in range(length):
-        keys = keys * vocab_size + tokens[offset : offset + len(keys)]
-    return keys
+        codes = codes * vocab_size + tokens[offset : offset + len(codes)]
+    return codes
 
 
-def _count_ngrams(keys: Ints, vocab_size: int) -> _OrderCounts:
-    grams, counts = np.unique(keys, return_counts=True)
-    contexts, first, kinds = np.unique(grams // vocab_size, return_index=True, return_counts=True)
-    totals = np.add.reduceat(counts, first) if len(first) else counts
-    return _OrderCounts(contexts, totals.astype(np.float64), kinds.astype(np.float64), grams, counts.astype(np.float64))
+def _count_ngrams(codes: Ints, vocab_size: int) -> _OrderCounts:
+    ngrams, counts = np.unique(codes, return_counts=True)
+    contexts, starts, continuations = np.unique(ngrams // vocab_size, return_index=True, return_counts=True)
+    totals = np.add.reduceat(counts, starts) if len(starts) else counts
+    return _OrderCounts(
+        contexts, totals.astype(np.float64), continuations.astype(np.float64), ngrams, counts.astype(np.float64)
+    )
 
 
-def _look_up(table: Ints, keys: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Place of each key in a sorted table (any place where it is not there), and whether it is there."""
-    places = np.minimum(np.searchsorted(table, keys), len(table) - 1)
-    return places, table[places] == keys
+def _look_up(table: Ints, codes: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Index of each code in a sorted table (any index if it is absent), and whether it is present."""
+    indices = np.minimum(np.searchsorted(table, codes), len(table) - 1)
+    return indices, table[indices] == codes

@@ -18,7 +18,7 @@ from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
 from config.model import ModelConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
-from diffusionlm.evaluation.nelbo import ratio_with_standard_error
+from diffusionlm.evaluation.statistics import ratio_with_standard_error
 from diffusionlm.inference.blocks import (
     DecodingBlock,
     block_causal_length,

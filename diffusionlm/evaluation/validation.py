@@ -8,23 +8,23 @@ import numpy as np
 
 from config.parallel import FSDP
 from config.train import TrainConfig
+from ddp.map_over_ranks import MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components, read_training_tokens
 from diffusionlm.data.reader import KnownEntropy
-from diffusionlm.evaluation.evaluate import VALIDATION_SEED, EvaluationResult, MapOverRanks, evaluate, map_locally
+from diffusionlm.evaluation.evaluate import VALIDATION_SEED, EvaluationResult, evaluate
 from diffusionlm.evaluation.ngram import NgramModel, max_order
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
 MAX_NGRAM_TOKENS = 10_000_000
-"""n-gram models count at most so many training tokens."""
+"""Number of training tokens that the n-gram models count at most."""
 
 
 @dataclass(frozen=True)
 class Validator:
-    """The validation rows of a run, and how they are evaluated; every rank has them all, and makes its share of the
-    forwards."""
+    """Evaluates a run on its validation rows. Every rank has all rows and runs its share of the forwards."""
 
     config: TrainConfig
     tokenizer: Tokenizer
@@ -40,38 +40,38 @@ class Validator:
         training_parts: list[MixtureComponent],
         world: World = SINGLE_PROCESS,
     ) -> Validator:
-        """Read the rows once: a shuffled choice of the validation documents.
+        """Read the rows once, from shuffled validation documents.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no validation documents.
         """
         parts = open_components(config.data, "validation")
-        rows = build_row_reader(parts, config.data, tokenizer, config.row_length, VALIDATION_SEED, repeat=False)
-        most = max(config.validation.rows, config.validation.final_rows)
-        chosen, _ = rows.read(0, None, most)
-        if not chosen:
+        reader = build_row_reader(parts, config.data, tokenizer, config.row_length, VALIDATION_SEED, repeat=False)
+        rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
+        if not rows:
             raise ValueError("data.source has no validation documents; give some, or a larger validation_fraction")
-        return cls(config, tokenizer, training_parts, chosen, world)
+        return cls(config, tokenizer, training_parts, rows, world)
 
     @property
     def block_lengths(self) -> list[int | None]:
-        """All that the objective trains for, the one that the model is made for first."""
+        """Block lengths of the objective; the first is that of the trained model, None is bidirectional."""
         objective = self.config.objective
         return list(dict.fromkeys([objective.final_block_length, *objective.block_lengths]))
 
     @property
     def source_entropy(self) -> float | None:
-        """Exact floor of the bound in nats per document, where the source knows it and each row is one whole document.
+        """Entropy of a document in nats, which the bound cannot fall below; None if it is not known.
 
-        A bidirectional model sees how long a document is; where lengths differ, nothing is said of the models between
-        that and next-token prediction.
+        It is known for a single synthetic source whose rows are whole documents. A bidirectional model sees the length of
+        a document, so the entropy of the lengths is subtracted; for block diffusion of documents of different lengths it
+        is not known.
         """
         data = self.config.data
         source = self.training_parts[0].source if len(self.training_parts) == 1 else None
         if not isinstance(source, KnownEntropy) or data.rows != "padded":
             return None
         if self.config.model.logit_alignment == "shifted" and not data.begin_with_eos:
-            return None  # nothing predicts the first token
+            return None  # the first token is not scored
         if source.max_length + data.begin_with_eos + data.end_with_eos > self.config.row_length:
             return None
         if self.block_lengths[0] is None:
@@ -89,26 +89,24 @@ class Validator:
         return [self._evaluate(model, rows, length, majority_token) for length in self.block_lengths], ngrams
 
     def _compute_baselines(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
-        """The most frequent training token, and the n-gram models' cross-entropy of the rows in nats per token."""
-        read = read_training_tokens(
+        """The most frequent training token, and the cross-entropy of n-gram models by name, in nats per token."""
+        tokens = read_training_tokens(
             self.training_parts, self.tokenizer, MAX_NGRAM_TOKENS, self.config.data.end_with_eos
-        )
-        tokens = read.astype(np.int64)
+        ).astype(np.int64)
         vocab_size = self.tokenizer.vocab_size
         ngrams: dict[str, float] = {}
         if self.config.validation.ngrams:
             for order in sorted({2, max_order(vocab_size)}):
-                counts = NgramModel(tokens, order, vocab_size)
-                # A row starts without context, for the n-gram as for the model.
-                logs = [np.log(counts.probabilities(row.tokens_L[row.loss_mask_L].astype(np.int64))) for row in rows]
-                ngrams[f"{order}-gram, left to right"] = float(-np.concatenate(logs).mean())
+                model = NgramModel(tokens, order, vocab_size)
+                # A row starts without context, for the n-gram model as for the diffusion model.
+                logprobs = [np.log(model.probabilities(row.tokens_L[row.loss_mask_L].astype(np.int64))) for row in rows]
+                ngrams[f"{order}-gram, left to right"] = float(-np.concatenate(logprobs).mean())
         return int(np.bincount(tokens).argmax()), ngrams
 
     def _evaluate(
         self, model: Transformer, rows: list[Row], block_length: int | None, majority_token: int | None
     ) -> EvaluationResult:
         settings = self.config.validation
-        is_collective = isinstance(self.config.parallel, FSDP)
         return evaluate(
             model,
             self.tokenizer,
@@ -117,5 +115,5 @@ class Validator:
             batch_size=settings.batch_size,
             block_length=block_length,
             majority_token=majority_token,
-            map_forwards=map_locally if self.world.is_single_process else MapOverRanks(self.world, is_collective),
+            map_forwards=MapOverRanks(self.world, is_collective=isinstance(self.config.parallel, FSDP)),
         )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from ddp.map_over_ranks import SINGLE_PROCESS_MAP, MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row
-from diffusionlm.evaluation.evaluate import EvaluationResult, MapOverRanks, evaluate, map_locally
+from diffusionlm.evaluation.evaluate import EvaluationResult, evaluate
 from diffusionlm.models.transformer import Transformer
 from tests.distributed.forked import run_ranks
 from tokenizer import Tokenizer, train_bpe
@@ -43,7 +42,6 @@ def test_ranks_find_the_numbers_of_one(
     def judged(world: World) -> tuple[list[EvaluationResult], int]:
         """Of a bidirectional model, and in blocks of 4: 3 batches x 3 draws + 2 x 3 fills, and 3 x 3."""
         forwards.clear()
-        map_forwards: Any = map_locally if world.is_single_process else MapOverRanks(world, is_collective)
         found = [
             evaluate(
                 model,
@@ -53,7 +51,7 @@ def test_ranks_find_the_numbers_of_one(
                 batch_size=3,
                 block_length=length,
                 majority_token=5,
-                map_forwards=map_forwards,
+                map_forwards=MapOverRanks(world, is_collective),
             )
             for length in (None, 4)
         ]
@@ -85,8 +83,9 @@ def test_an_error_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
         return str(caught.value), computed, map_forwards(3, lambda index: index * index)
 
     first, second = run_ranks(act, tmp_path)
-    assert first == ("forward 1 is not finite", [0, 2, 4], [0, 1, 4])
-    assert second == ("forward 1 is not finite", [1, 3], [0, 1, 4])
+    assert "forward 1 is not finite" in first[0] and first[0] == second[0]
+    assert first[1:] == ([0, 2, 4], [0, 1, 4])
+    assert second[1:] == ([1], [0, 1, 4])
 
 
 def test_more_ranks_than_forwards(tmp_path: Path) -> None:
@@ -96,4 +95,4 @@ def test_more_ranks_than_forwards(tmp_path: Path) -> None:
         return [*results, *made]
 
     assert run_ranks(act, tmp_path, world_size=3) == [[7, 0]] * 3
-    assert MapOverRanks(replace(SINGLE_PROCESS))(2, lambda index: index) == [0, 1]
+    assert SINGLE_PROCESS_MAP(2, lambda index: index) == [0, 1]

@@ -24,9 +24,9 @@ from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import build_row_reader, open_components
-from diffusionlm.evaluation.evaluate import bits_per_byte, count_row_bytes
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
+from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
@@ -279,8 +279,8 @@ def test_what_an_autoregressive_model_refuses(
     assert evaluated(capsys, *common)["method"] == "exact, next token"
     assert evaluated(capsys, *common, "--set", "likelihood.block_length=1")["method"] == "exact, next token"
     for setting, words in (
-        ("likelihood.block_length=4", "likelihood: block_length = 4 is not for this autoregressive model"),
-        ("likelihood.bidirectional=true", "likelihood: bidirectional attention is not for this autoregressive model"),
+        ("likelihood.block_length=4", "likelihood: block_length = 4 does not fit an autoregressive model"),
+        ("likelihood.bidirectional=true", "likelihood: bidirectional attention does not fit an autoregressive model"),
     ):
         assert words in failure(capsys, *common, "--set", setting)
     sampler = (*common, "--set", "likelihood.kind=sampler")
@@ -288,7 +288,7 @@ def test_what_an_autoregressive_model_refuses(
         evaluated(capsys, *common)["nats_per_token"], abs=1e-5
     )
     message = failure(capsys, *sampler, "--set", "likelihood.generation.attention=bidirectional")
-    assert "likelihood.generation: bidirectional attention is not for" in message
+    assert "likelihood.generation: bidirectional attention does not fit" in message
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path) -> None:
@@ -301,7 +301,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Pa
     assert lines[2].endswith(" bits per byte")
     assert lines[3].startswith("scored                ")
     assert "documents skipped     1 empty" in lines
-    assert "cross-entropy by      masked share of the row, nats per masked token" in lines
+    assert "cross-entropy by      masked fraction of the row, nats per masked token" in lines
     assert any(line.startswith("  90% - 100%  ") for line in lines)
     run("--model", model_dir, "--data", data, "--set", "data.max_rows=1")
     assert "(no error: a single row) nats per token" in capsys.readouterr().out
@@ -327,7 +327,7 @@ def test_what_takes_long_shows_progress(
 ) -> None:
     run("--model", model_dir, "--data", data)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("diffusionlm.evaluation.text_likelihood.PROGRESS_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr("logger.progress.SECONDS_BETWEEN_LINES", -1.0)
     run("--model", model_dir, "--data", data, "--json")
     output = capsys.readouterr()
     assert "reading:" in output.err
@@ -357,9 +357,9 @@ def test_errors(
     capsys: pytest.CaptureFixture[str], model_dir: Path, make_dir: MakeDirectory, data: Path, tmp_path: Path
 ) -> None:
     assert failure(capsys, "--data", data, code=2) == (
-        "diffusionlm-eval: error: no model given: add --model DIR, or path to [model] of the config\n"
+        "diffusionlm-eval: error: no model: add --model DIR, or path to [model] of the config\n"
     )
-    assert "no data given: add --data FILE" in failure(capsys, "--model", model_dir, code=2)
+    assert "no data: add --data FILE" in failure(capsys, "--model", model_dir, code=2)
     assert "no model at" in failure(capsys, "--model", tmp_path / "none", "--data", data)
     message = failure(capsys, "--model", model_dir, "--data", tmp_path / "none.txt")
     assert "data.source.paths: " in message

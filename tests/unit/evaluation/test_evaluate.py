@@ -11,7 +11,8 @@ import torch
 
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.evaluation.evaluate import entropy, evaluate, measure_fill_accuracy
+from diffusionlm.evaluation.evaluate import evaluate, measure_fill_accuracy
+from diffusionlm.evaluation.statistics import entropy
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
 

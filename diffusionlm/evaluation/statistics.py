@@ -1,0 +1,46 @@
+"""Statistics of token counts and log-likelihoods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenizer import Tokenizer
+
+
+def ratio_with_standard_error(sums_B: NDArray[np.float64], sizes_B: NDArray[np.int64]) -> tuple[float, float]:
+    """Ratio of the sums over rows, and its standard error; infinite for a single row.
+
+    The error is computed from the residuals of whole rows, since tokens of one row are not independent.
+    """
+    total, num_rows = int(sizes_B.sum()), len(sizes_B)
+    mean = float(sums_B.sum()) / total
+    residuals_B = sums_B - mean * sizes_B
+    error = np.sqrt(num_rows / (num_rows - 1) * (residuals_B**2).sum()) / total if num_rows > 1 else np.inf
+    return mean, float(error)
+
+
+def count_row_bytes(
+    tokenizer: Tokenizer, tokens_BL: NDArray[np.integer[Any]], is_scored_BL: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Bytes of text in the scored tokens of each row, [B]. Special tokens have none."""
+    bytes_B: NDArray[np.int64] = np.where(is_scored_BL, tokenizer.byte_lengths()[tokens_BL], 0).sum(axis=1)
+    return bytes_B
+
+
+def bits_per_byte(row_nats: Sequence[float], bytes_B: NDArray[np.int64]) -> tuple[float, float]:
+    """Bits per byte of text, and their standard error over rows; both infinite if there are no bytes."""
+    if not bytes_B.any():
+        return math.inf, math.inf
+    nats, error = ratio_with_standard_error(np.array(row_nats), bytes_B)
+    return nats / math.log(2), error / math.log(2)
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """Entropy in nats of the empirical distribution with these counts."""
+    probabilities = counts[counts > 0] / counts.sum()
+    return float(-(probabilities * np.log(probabilities)).sum())
