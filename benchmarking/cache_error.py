@@ -55,7 +55,7 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
     requests = prepare_prompts(model, prompts, config)
     exact_runner = ModelRunner(model, config.model_copy(update={"cache": "none"}), requests)
     cached_runner = ModelRunner(model, config, requests)
-    forbidden_token_ids = torch.tensor([model.config.mask_token])
+    forbidden_token_ids = torch.tensor([model.config.required_mask_token_id])
     token_sampler = TokenSampler(config, strategy, forbidden_token_ids)
     kl, same_top1, positions, input_share, forwards = 0.0, 0, 0, 0.0, 0
     while True:

@@ -54,7 +54,9 @@ def complete_puzzles(
     prefix_ids = model.config.prefix_ids
     canvases = []
     for text in puzzle_set.puzzles:
-        cells = [[model.config.mask_token] if cell == EMPTY_CELL else tokenizer.encode(cell) for cell in text]
+        cells = [
+            [model.config.required_mask_token_id] if cell == EMPTY_CELL else tokenizer.encode(cell) for cell in text
+        ]
         canvases.append([*prefix_ids, *(token for cell in cells for token in cell)])
     grids: list[str] = []
     for start in range(0, len(canvases), BATCH_SIZE):

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         nodes = Nodes(arguments.nodes, arguments.rendezvous or "localhost:0", str(config.run.directory))
         local_ranks = count_local_ranks(config.parallel, config.run.device)
-        config.rows_per_rank(local_ranks * nodes.count)
+        config.sequences_per_rank(local_ranks * nodes.count)
         restarts = config.parallel.max_restarts
         act = partial(train_as_rank, config.to_train_config())
         with redirect_stderr(resilient(sys.stderr)):  # the ranks go on where nobody listens

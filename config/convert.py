@@ -1,4 +1,4 @@
-"""The whole config of ``diffusionlm-convert``."""
+"""The whole configs of ``diffusionlm-convert`` and ``diffusionlm-analyze``."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from config.families.registry import FAMILIES
 
 
 class DiffusionSection(Section):
-    """``[diffusion]``: what makes a diffusion language model of an autoregressive one. Weights stay as they are; it
-    learns to fill masks in training that goes on (`model.init_from`)."""
+    """``[diffusion]``: convert an autoregressive model to a diffusion model. Its weights do not change; continue training
+    (`model.init_from`) to let it learn to fill in masked tokens."""
 
     mask_token: NonEmptyStr = "<|mask|>"
-    """Text of the token that stands for noise; added to the tokenizer if it is not there."""
+    """Text of the mask token, added to the tokenizer if it has none of this name."""
     mask_token_id: NonNegativeInt | None = None
-    """Its id. None: the id it has; else the first row of the embedding that no token uses; else a new row."""
+    """Id of the mask token. None: its id in the tokenizer, else the first unused row of the embedding, else a new row."""
     block_length: PositiveInt | None = None
-    """Blocks that the model will be trained to fill one after the other. None: the whole sequence at once."""
+    """Tokens of a block in block diffusion. None: one block for the whole sequence."""
     logit_alignment: Literal["keep", "same_position", "shifted"] = "keep"
-    """Which output predicts token i: i, or i - 1. keep: as in the source; autoregressive models are shifted."""
+    """Output that predicts token i: i, or i - 1 (shifted). keep: as in the source; autoregressive models are shifted."""
     untie_head: bool = False
-    """Give the head weights of its own, a copy of the embedding's (SDAR)."""
+    """Give the output head its own weights, a copy of the embedding (SDAR)."""
 
 
 class ConvertConfig(Section):
-    """One call of ``diffusionlm-convert``."""
+    """The whole config of ``diffusionlm-convert``."""
 
     source: ConfigPath | None = None
     """A model directory, a checkpoint or a run directory; required, here or as --source."""
     target: ConfigPath | None = None
-    """The directory that is written; must not exist. Required, here or as --target."""
+    """Directory to write; must not exist. Required, here or as --target."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
-    """Of the weights that are written. keep: the source's, the widest one where they differ."""
+    """Dtype of the weights. keep: that of the source; of several, the narrowest that holds all of them."""
     model_type: NonEmptyStr | None = None
-    """Family in whose keys and names the target is written, such as "sdar" or "qwen3". None: the source's."""
+    """Model family, whose config keys and tensor names the target has, such as "sdar" or "qwen3". None: the source's."""
     max_shard_gigabytes: PositiveFloat = 5.0
-    """Largest weight file, in 10^9 bytes."""
+    """Size limit of a weight file, in 10^9 bytes."""
     diffusion: DiffusionSection | None = None
-    """None: the model stays what it is."""
+    """None: no conversion to a diffusion model."""
 
     @field_validator("model_type")
     @classmethod
@@ -51,15 +51,15 @@ class ConvertConfig(Section):
 
 
 class AnalyzeConfig(Section):
-    """Two model directories, side by side."""
+    """The whole config of ``diffusionlm-analyze``."""
 
     a: ConfigPath | None = None
     """A model directory, a checkpoint or a run directory; required, here or as the first argument."""
     b: ConfigPath | None = None
-    """The other one; None: only the first one is described."""
+    """Directory to compare with. None: only describe the first one."""
     values: bool = True
-    """Compare the values of tensors that belong together, too; else only names, shapes and dtypes."""
+    """Compare the values of tensors; otherwise only names, shapes and dtypes."""
     max_rows: NonNegativeInt = 40
-    """Rows of each table that are shown; 0: all."""
+    """Rows of each table at most; 0: all."""
     format: Literal["text", "json"] = "text"
     """text: tables. json: one JSON object."""

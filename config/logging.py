@@ -1,4 +1,4 @@
-"""What a run writes while it goes, and where."""
+"""``[logging]`` of a training config."""
 
 from __future__ import annotations
 
@@ -10,46 +10,45 @@ Artifact = Literal["checkpoints", "tokenizer", "samples"]
 
 
 class WandbConfig(Section):
-    """``[logging.wandb]``: a copy of the metrics at Weights & Biases; on where this table is there. It never ends a
-    run: what goes wrong with it is said once."""
+    """``[logging.wandb]``: a copy of the metrics at Weights & Biases, on if this table exists. Its errors are reported
+    once and never end a run."""
 
     project: NonEmptyStr = "diffusionlm"
-    """Of Weights & Biases."""
+    """Project at Weights & Biases."""
     entity: NonEmptyStr | None = None
-    """User or team. None: the key's."""
+    """User or team. None: the default of the API key."""
     name: NonEmptyStr | None = None
-    """Of the run. None: that of its directory."""
+    """Name of the run. None: the name of the run directory."""
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: WANDB_MODE where it is set, else online where there is a key, else offline."""
+    """auto: WANDB_MODE if it is set, else online if there is an API key, else offline."""
     tags: StrTuple = ()
-    """Of the run."""
+    """Tags of the run."""
     artifacts: TupleOf[Artifact] = ()
-    """What is uploaded at the end: the newest checkpoint, the tokenizer, a table of the samples. A checkpoint takes its
-    size once more on this machine's disk meanwhile."""
+    """Uploads at the end: the newest checkpoint, the tokenizer, a table of the samples. A checkpoint temporarily needs
+    its size once more on the disk."""
     timeout_seconds: PositiveFloat = 60.0
-    """So long the service may take to begin the run, and so long the end of a run waits for what is still on its way:
-    `wandb sync` sends it later."""
+    """Timeout for starting the W&B run, and for the last uploads at its end. `wandb sync` uploads the rest."""
 
 
 class TensorBoardConfig(Section):
     """``[logging.tensorboard]``: a copy of the metrics for TensorBoard, in ``tensorboard/`` of the run directory."""
 
     enabled: bool = False
-    """Write it."""
+    """Write the event files."""
 
 
 class LoggingConfig(Section):
-    """``[logging]``: what is written while it runs. The record is metrics.jsonl; all else is a copy."""
+    """``[logging]``: metrics and progress. metrics.jsonl is the record of a run; the other sinks are copies."""
 
     every_steps: PositiveInt = 10
     """Steps between lines of metrics.jsonl."""
     norms_every_steps: NonNegativeInt = 0
-    """Steps between norms of weights and activations, which are lines of their own; 0: none."""
+    """Steps between lines with norms of weights and activations; 0: none."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """What standard error shows to people. auto: a bar in a terminal, plain lines elsewhere."""
+    """Progress on standard error. auto: a bar in a terminal, else lines."""
     console: Literal["none", "json"] = "none"
-    """What standard output has beside the table at the end. json: the metrics alone, a JSON object a line, for ``jq``
-    and other programs; the table goes to standard error."""
+    """Metrics on standard output. json: one JSON object per line, for ``jq`` and other programs; the final table then
+    goes to standard error. none: only the final table."""
     wandb: WandbConfig | None = None
-    """None: no Weights & Biases."""
+    """None: nothing is sent to Weights & Biases."""
     tensorboard: TensorBoardConfig = TensorBoardConfig()

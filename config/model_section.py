@@ -12,50 +12,51 @@ from config.families.model_directory import read_model_config, resolve_model_dir
 from config.model import Architecture, ModelConfig
 
 CHANGEABLE_OPTIONS = ("max_position_embeddings", "initializer_range", "logit_alignment", "router_aux_loss_coef")
-"""What a model may have otherwise than the one that its weights come from."""
+"""Options that may differ from those of the model whose weights training starts from."""
 
 
 class ModelSection(Architecture):
-    """``[model]`` of a training config: the architecture; the tokenizer brings the vocabulary."""
+    """``[model]`` of a training config: the architecture. The vocabulary is the tokenizer's."""
 
     init_from: ConfigPath | None = None
-    """A model or run directory whose weights (and tokenizer) training starts from, instead of random ones. Options
-    that are not given are those of its config.json."""
+    """Model or run directory with the weights (and tokenizer) to start training from. None: random weights. Options of
+    [model] that are not set are those of its config.json."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _fill_from_checkpoint(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Take what is not given from the checkpoint; a complete section, as a run keeps it, needs none for that."""
+        """Fill in missing options from the checkpoint. A complete section, as in a run directory, does not read it."""
         start = values.get("init_from") if isinstance(values, dict) else None
-        always = {name for name, field in Architecture.model_fields.items() if field.get_default() is not None}
-        if not isinstance(start, str | Path) or always <= values.keys():
+        has_value = {name for name, field in Architecture.model_fields.items() if field.get_default() is not None}
+        if not isinstance(start, str | Path) or has_value <= values.keys():
             return handler(values)
         try:
             checkpoint_config = read_model_config(resolve_model_directory(start))
         except ValueError as error:
             raise ValueError(
-                f"init_from = {start}: {error}; what [model] leaves out is read there: correct the path, or set all of "
-                "[model]"
+                f"init_from = {start}: {error}; the options that [model] does not set are read there: correct the path, "
+                "or set all options"
             ) from error
-        there = {name: getattr(checkpoint_config, name) for name in Architecture.model_fields}
-        section = handler({name: value for name, value in there.items() if value is not None} | values)
+        options = {name: getattr(checkpoint_config, name) for name in Architecture.model_fields}
+        section = handler({name: value for name, value in options.items() if value is not None} | values)
         section.check_same_architecture(checkpoint_config)
         return section
 
     def check_same_architecture(self, checkpoint_config: ModelConfig) -> None:
-        """Compare the architecture with that of the model that the weights come from.
+        """Check that the weights of a checkpoint fit this architecture.
 
         Raises:
-            ValueError: it is another one; lists what differs.
+            ValueError: an option differs; lists all of them.
         """
         differing = [
-            f"model.{name} = {getattr(self, name)!r}, there {getattr(checkpoint_config, name)!r}"
+            f"model.{name} = {getattr(self, name)!r} (checkpoint: {getattr(checkpoint_config, name)!r})"
             for name in Architecture.model_fields
             if name not in CHANGEABLE_OPTIONS and getattr(self, name) != getattr(checkpoint_config, name)
         ]
         if differing:
             raise ValueError(
-                f"model.init_from = {self.init_from} is another architecture than [model]: {'; '.join(differing)}"
+                f"model.init_from = {self.init_from} has another architecture than [model]: {'; '.join(differing)}; remove "
+                "these keys"
             )
 
     def to_model_config(
@@ -69,7 +70,7 @@ class ModelSection(Architecture):
         block_length: int | None = None,
         begin_with_eos: bool = False,
     ) -> ModelConfig:
-        """The complete model config for a tokenizer's vocabulary, the objective's blocks and the rows' beginning."""
+        """Build the complete model config, with the token ids of a tokenizer and the block length of an objective."""
         return ModelConfig(
             **self.model_dump(exclude={"init_from"}),
             vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""How a run is spread over ranks: processes that train one model together."""
+"""``[parallel]`` of a training config: distribution over ranks (processes that train one model)."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class SingleProcess(Section):
-    """One process, one device."""
+    """One process on one device."""
 
     strategy: Literal["single"] = "single"
 
 
 class MultiProcessOptions(Section):
-    """What is common to the strategies of several ranks."""
+    """Options of all strategies with several ranks."""
 
     local_ranks: Literal["auto"] | PositiveInt = "auto"
-    """Ranks that ``diffusionlm-train-ddp`` starts on this machine. auto: one for each GPU, or 2 without one. Of no
-    meaning under torchrun, which starts its own."""
+    """Ranks that ``diffusionlm-train-ddp`` starts on this machine. auto: one per GPU, or 2 without a GPU. torchrun
+    ignores it."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Of collectives on the training device. auto: NCCL on CUDA, gloo on a CPU."""
+    """Backend of collectives. auto: NCCL on CUDA, gloo on a CPU."""
     timeout_seconds: PositiveFloat = 600.0
-    """A collective that takes longer ends the run: a rank hangs or is gone."""
+    """A collective that takes longer ends the run, because a rank hangs or died."""
     max_restarts: NonNegativeInt = 0
-    """How often ``diffusionlm-train-ddp`` starts all ranks anew, from the newest checkpoint, after one of them died."""
+    """Times that ``diffusionlm-train-ddp`` restarts all ranks from the newest checkpoint after one of them died."""
 
 
 class DDP(MultiProcessOptions):
-    """Each rank has the whole model, and gradients are summed while the backward runs."""
+    """Data parallelism: each rank has the whole model, and gradients are reduced during the backward."""
 
     strategy: Literal["ddp"] = "ddp"
     shard_optimizer: bool = True
-    """Each rank keeps and updates 1 / ranks of the optimizer's state: gradients are reduce-scattered, weights
-    all-gathered while the next step begins (ZeRO, Rajbhandari et al. 2020, stage 1)."""
+    """ZeRO stage 1 (Rajbhandari et al. 2020): each rank keeps and updates 1 / world size of the optimizer state;
+    gradients are reduce-scattered, and weights are all-gathered at the beginning of the next step."""
     bucket_mib: PositiveFloat = 32.0
-    """Size of the buckets in which gradients travel, in MiB."""
+    """Size of a bucket of gradients in one collective, in MiB."""
 
 
 class FSDP(MultiProcessOptions):
-    """Each rank keeps 1 / ranks of weights, gradients and optimizer state, and gathers a block's weights when it runs
-    (torch's FSDP2): for what does not fit otherwise."""
+    """Fully sharded data parallelism (torch's FSDP2): each rank keeps 1 / world size of weights, gradients and optimizer
+    state, and gathers the weights of a block when it runs. For models that do not fit otherwise."""
 
     strategy: Literal["fsdp"] = "fsdp"
     reshard_after_forward: bool = True
-    """Whether a block's gathered weights are dropped between forward and backward: less memory, more traffic."""
+    """Free the gathered weights of a block between forward and backward: less memory, more communication."""
 
 
 Parallel = Annotated[SingleProcess | DDP | FSDP, Field(discriminator="strategy")]

@@ -1,4 +1,4 @@
-"""How a training step is computed, and what is recorded of where its time goes."""
+"""``[runtime]`` and ``[profiler]`` of a training config."""
 
 from __future__ import annotations
 
@@ -14,49 +14,48 @@ on CUDA. auto: the fastest for device, dtype, length and pattern."""
 
 
 class RuntimeConfig(Section):
-    """``[runtime]``: how a step is computed. The defaults are the fast way, and change nothing but rounding."""
+    """``[runtime]``: how a step is computed. The options change results by rounding only; the defaults are fast."""
 
     compile: Literal["auto", "none", "blocks"] = "auto"
-    """blocks: torch.compile for the blocks of the model, each alone. auto: blocks on CUDA; none on a CPU, where it
-    gains nothing, and where activations are kept selectively, which a compiled block does by itself."""
+    """blocks: compile each transformer block with torch.compile. auto: blocks on CUDA; none on a CPU, where it is not
+    faster, and with selective activation checkpointing, which a compiled block does by itself."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What of a block's activations is kept for the backward. selective: results of its projections and of fused
-    attention, the rest is computed again. full: what goes into the block, all else is computed again."""
+    """Activations of a block that are recomputed in the backward. none: no recomputation. selective: all except the
+    outputs of projections and of fused attention. full: all except the input of the block."""
     attention_backend: AttentionBackend = "auto"
     """Implementation of attention. auto: the fastest for device, dtype, length and pattern. eager and sdpa use a dense
     mask. tiled skips hidden keys on a CPU, flex on CUDA."""
     weights: Literal["float32", "bfloat16_with_master"] = "float32"
-    """Of the blocks' matrices. bfloat16_with_master: bfloat16 for forward and backward; beside it 16 bits with which
-    they are float32 again for the optimizer, in checkpoints and where the model is judged. Embedding, head, norms and
-    biases stay float32."""
+    """Dtype of the blocks' matrices. bfloat16_with_master: bfloat16 in forward and backward, plus 16 extra bits each, so
+    that the optimizer, checkpoints and evaluation use exact float32 values. Embedding, head, norms and biases are
+    float32."""
     prefetch: bool = True
-    """On CUDA, the next step's batch is copied from pinned memory while the present step is computed."""
+    """On CUDA, copy the next batch from pinned memory during the current step."""
     keep_freed_memory: bool = True
-    """On a CPU with glibc, memory that a step frees stays with the process for the next one: else the system clears the
-    same pages again in each step."""
+    """On a CPU with glibc, keep freed memory in the process for the next step, so that the system does not clear the
+    same pages in every step."""
     garbage_collection: NonNegativeInt = 50
-    """Steps between runs of Python's garbage collector, which would else stop the loop at any time; 0: as Python does
-    it."""
+    """Steps between runs of Python's garbage collector, which otherwise may interrupt any step; 0: Python decides."""
 
     @model_validator(mode="after")
     def _check_compile(self) -> Self:
         if self.compile == "blocks" and self.activation_checkpointing == "selective":
             raise ValueError(
-                'compile = "blocks" with activation_checkpointing = "selective": a compiled block chooses by itself '
-                'what it keeps; set compile = "none" or "auto", or activation_checkpointing = "none" or "full"'
+                'compile = "blocks" does not combine with activation_checkpointing = "selective", which a compiled block '
+                'does by itself: set compile = "none" or "auto", or activation_checkpointing = "none" or "full"'
             )
         return self
 
 
 class ProfilerConfig(Section):
-    """``[profiler]``: torch.profiler over some steps. Traces, and tables of where a step goes, lie in ``profile/`` of
+    """``[profiler]``: torch.profiler over some steps. Traces and tables of a step's time are written to ``profile/`` in
     the run directory."""
 
     active: NonNegativeInt = 0
-    """Recorded steps of a cycle; 0: nothing is recorded."""
+    """Recorded steps of a cycle; 0: the profiler is off."""
     wait: NonNegativeInt = 5
     """Steps of a cycle before its warm-up."""
     warmup: NonNegativeInt = 2
-    """Steps that are traced and dropped, since the first ones cost more."""
+    """Traced steps of a cycle that are dropped, because the first ones are slower."""
     repeat: PositiveInt = 1
-    """Cycles, each with a trace of its own."""
+    """Cycles; each writes a trace."""

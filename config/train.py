@@ -21,7 +21,7 @@ from config.validation import SamplesConfig, ValidationConfig
 
 
 class TrainConfig(Section):
-    """A training run. The resolved config lies in its run directory as config.toml."""
+    """The whole config of ``diffusionlm-train``. A run directory holds it, with all defaults, as config.toml."""
 
     run: RunConfig
     model: ModelSection
@@ -41,29 +41,29 @@ class TrainConfig(Section):
 
     @property
     def row_length(self) -> int:
-        """Tokens of a row."""
+        """Tokens of a training sequence."""
         return self.data.row_length or self.model.max_position_embeddings
 
-    def rows_per_rank(self, ranks: int) -> int:
-        """Rows of a step that each of so many ranks computes.
+    def sequences_per_rank(self, world_size: int) -> int:
+        """Return the number of sequences of a step that each rank computes.
 
         Raises:
-            ValueError: they cannot be shared out evenly.
+            ValueError: the batch cannot be divided evenly among the ranks and their micro-batches.
         """
         batch_size, micro = self.training.batch_size, self.training.micro_batch_size
-        if batch_size % (ranks * (micro or 1)):
-            shared = "" if micro is None else f" in parts of training.micro_batch_size = {micro}"
+        if batch_size % (world_size * (micro or 1)):
+            in_parts = "" if micro is None else f" with training.micro_batch_size = {micro}"
             raise ValueError(
-                f"training.batch_size = {batch_size} rows cannot be shared by {ranks} ranks{shared}: choose a "
-                f"multiple of {ranks * (micro or 1)}"
+                f"training.batch_size = {batch_size} cannot be divided among {world_size} ranks{in_parts}: set a "
+                f"multiple of {world_size * (micro or 1)}"
             )
-        return batch_size // ranks
+        return batch_size // world_size
 
     @model_validator(mode="after")
     def _check_sections_agree(self) -> Self:
         if self.row_length > self.model.max_position_embeddings:
             raise ValueError(
-                f"data.row_length = {self.row_length} is longer than the model's context, "
+                f"data.row_length = {self.row_length} must be at most the model's context, "
                 f"model.max_position_embeddings = {self.model.max_position_embeddings}"
             )
         warmup = self.schedule.warmup_steps
@@ -80,8 +80,8 @@ class TrainConfig(Section):
             )
         if self.runtime.weights == "bfloat16_with_master" and self.training.precision == "float32":
             raise ValueError(
-                'runtime.weights = "bfloat16_with_master" makes bfloat16 products, and training.precision = "float32" '
-                'asks for others: set training.precision = "bfloat16", or runtime.weights = "float32"'
+                'runtime.weights = "bfloat16_with_master" does not combine with training.precision = "float32": set '
+                'training.precision = "bfloat16", or runtime.weights = "float32"'
             )
         return self
 
@@ -93,13 +93,13 @@ class TrainConfig(Section):
             if block_length is not None and block_length > self.row_length:
                 key = "objective.stages: block_length" if stages else "objective.block_length"
                 raise ValueError(
-                    f"{key} = {block_length} is longer than a row of {self.row_length} tokens "
-                    "(data.row_length or model.max_position_embeddings): lower it, or choose objective.kind = "
-                    '"masked_diffusion", which is one block for the whole row'
+                    f"{key} = {block_length} is more than the {self.row_length} tokens of a sequence (data.row_length or "
+                    'model.max_position_embeddings): lower it, or set objective.kind = "masked_diffusion", which has one '
+                    "block for the whole sequence"
                 )
         if stages and max_steps is not None and stages[-1].from_step >= max_steps:
             raise ValueError(
-                f"objective.stages: from_step = {stages[-1].from_step} is never reached, since training.max_steps = "
+                f"objective.stages: from_step = {stages[-1].from_step} must be less than training.max_steps = "
                 f"{max_steps}"
             )
         if isinstance(objective, NextTokenConfig) and self.model.logit_alignment != "shifted":
@@ -115,25 +115,24 @@ class TrainConfig(Section):
             return self
         if parallel.backend == "nccl" and self.run.device == "cpu":
             raise ValueError(
-                'parallel.backend = "nccl" joins GPUs, and run.device = "cpu": set parallel.backend = "auto" or "gloo"'
+                'parallel.backend = "nccl" needs GPUs, and run.device = "cpu": set parallel.backend = "auto" or "gloo"'
             )
         if self.runtime.weights != "float32":
             raise ValueError(
-                f'runtime.weights = "{self.runtime.weights}" is for one rank, and parallel.strategy = '
-                f'"{parallel.strategy}": set runtime.weights = "float32"; with parallel.strategy = "fsdp" blocks are '
-                "gathered in the precision of their products"
+                f'runtime.weights = "{self.runtime.weights}" needs one rank, and parallel.strategy = '
+                f'"{parallel.strategy}": set runtime.weights = "float32"'
             )
         if isinstance(parallel, FSDP) and self.optimizer.is_quantized:
             raise ValueError(
-                f'optimizer.kind = "{self.optimizer.kind}" has one scale for a block of elements, which '
-                'parallel.strategy = "fsdp" may cut: choose optimizer.kind = "adamw", "lion" or "muon", or '
-                'parallel.strategy = "ddp", which keeps matrices whole'
+                f'optimizer.kind = "{self.optimizer.kind}" has one scale per block of elements, and '
+                'parallel.strategy = "fsdp" may split such a block: set optimizer.kind = "adamw", "lion" or "muon", or '
+                'parallel.strategy = "ddp", which does not split matrices'
             )
         return self
 
 
 class DistributedTrainConfig(TrainConfig):
-    """What `diffusionlm-train-ddp` takes: a training run of several ranks, ``ddp`` where nothing is said of it."""
+    """The whole config of ``diffusionlm-train-ddp``: a run of several ranks, by default with ``ddp``."""
 
     parallel: Annotated[DDP | FSDP, Field(discriminator="strategy")] = DDP()
 
@@ -149,7 +148,7 @@ class DistributedTrainConfig(TrainConfig):
         return values
 
     def to_train_config(self) -> TrainConfig:
-        """The same as the loop takes it, and as a run directory keeps it."""
+        """Convert to the config that training takes and a run directory holds."""
         return TrainConfig(**dict(self))
 
 

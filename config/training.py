@@ -1,4 +1,4 @@
-"""The run and its loop."""
+"""``[run]`` and ``[training]`` of a training config."""
 
 from __future__ import annotations
 
@@ -17,48 +17,49 @@ from config.base import (
 
 
 class RunConfig(Section):
-    """``[run]``: where, on what, with which chance."""
+    """``[run]``: run directory, seed, device and CPU threads."""
 
     directory: ConfigPath
-    """Everything of the run lies here: config, tokenizer, checkpoints, metrics.jsonl, summary."""
+    """Directory of everything the run writes: config, tokenizer, checkpoints, metrics.jsonl, summary."""
     seed: NonNegativeInt = 0
-    """Of initial weights, order of the data and noise."""
+    """Seed of the initial weights, the order of the data, and the noise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one."""
+    """auto: CUDA if there is a device, else the CPU."""
     threads: PositiveInt | None = None
-    """CPU threads of torch. None: one for each core that the process may use, or that
-    its control group grants; shared by the ranks on this machine."""
+    """CPU threads of torch. None: one per core that the process (or its control group) may use, divided among the ranks
+    on this machine."""
 
 
 class TrainingConfig(Section):
-    """``[training]``: the loop."""
+    """``[training]``: batch size, length, precision and stability of the training loop."""
 
     batch_size: PositiveInt
-    """Rows of one optimizer step."""
+    """Sequences of an optimizer step, over all ranks."""
     micro_batch_size: PositiveInt | None = None
-    """Rows of one forward; gradients are accumulated over the step. None: the whole batch."""
+    """Sequences of a forward on a rank; gradients are accumulated over the step. None: no accumulation."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps of the run; or give `epochs`."""
+    """Optimizer steps of the run. Alternative to `epochs`."""
     epochs: PositiveInt | None = None
-    """Passes over the training rows; the rows are counted first. Or give `max_steps`."""
+    """Passes over the training sequences, which are counted first. Alternative to `max_steps`."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Clip gradients to this global L2 norm."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of matrix products (autocast); weights and losses are float32. auto: bfloat16 where the processor has it."""
+    """Dtype of matrix products (autocast); weights and losses are float32. auto: bfloat16 if the hardware supports it."""
     ema_decay: HalfOpenFraction = 0.0
-    """Per step, of the averaged weights that validation, samples and model.safetensors then use; 0: none."""
+    """Decay per step of an exponential moving average of the weights, which validation, samples and model.safetensors
+    then use. 0: no average."""
     max_nonfinite_steps: PositiveInt = 5
-    """A step with a non-finite loss or gradient, or a spike, is skipped; this many in a row end the run."""
+    """A step with a non-finite loss or gradient, or a spike, is skipped. This many in a row end the run."""
     max_spike_deviations: PositiveFloat | None = None
-    """A step whose loss or gradient norm is more than so many standard deviations above the mean of the last steps is
-    a spike, and is skipped; 6 is usual. None: no step is a spike."""
+    """A step is a spike, and is skipped, if its loss or gradient norm is more than this many standard deviations above
+    the mean of the last steps; 6 is usual. None: no step is a spike."""
     spike_window: Annotated[int, Field(ge=2)] = 128
-    """Steps of that mean and deviation, skipped ones left out; none is a spike before half of them are there."""
+    """Steps of that mean and deviation, without skipped ones. No step is a spike before half of them are complete."""
 
     @model_validator(mode="after")
     def _check_run_length(self) -> Self:
         if (self.max_steps is None) == (self.epochs is None):
-            raise ValueError("give either max_steps or epochs")
+            raise ValueError("max_steps and epochs are alternatives: set one of them")
         micro = self.micro_batch_size
         if micro is not None and self.batch_size % micro:
             raise ValueError(f"batch_size = {self.batch_size} must be a multiple of micro_batch_size = {micro}")

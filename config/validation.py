@@ -10,32 +10,32 @@ from config.base import NonNegativeInt, PositiveInt, Section, TupleOf
 
 
 class ValidationConfig(Section):
-    """``[validation]``: evaluation on a fixed grid of rows and masks, so that runs compare."""
+    """``[validation]``: evaluation on a fixed grid of sequences and masks, so that runs can be compared."""
 
     every_steps: NonNegativeInt = 500
     """Steps between validations during the run; 0: only at the end."""
     rows: PositiveInt = 256
-    """Rows of a validation during the run."""
+    """Sequences of a validation during the run."""
     final_rows: PositiveInt = 1_024
-    """Rows of the validation at the end."""
+    """Sequences of the validation at the end."""
     num_mc_samples: PositiveInt = 4
-    """Masked versions of each row, with counts spread evenly."""
+    """Random masks of each sequence, with evenly spaced numbers of masked tokens."""
     batch_size: PositiveInt = 32
-    """Rows of one forward."""
+    """Sequences of a forward."""
     ngrams: bool = True
-    """Compare with n-gram models of the training tokens at the end."""
+    """At the end, compare with n-gram models of the training tokens."""
 
 
 def _check_masked_span(text: str) -> str:
     if "[MASK:" not in text:
-        raise ValueError("has no hole: write [MASK:n] where n tokens are to be filled in")
+        raise ValueError("has no masked span: write [MASK:n] in place of n tokens to fill in")
     return text
 
 
 class SamplesConfig(Section):
-    """``[samples]``: holes filled during the run, for the eye."""
+    """``[samples]``: texts whose masked spans are filled in during the run, to read."""
 
     every_steps: NonNegativeInt = 500
-    """Steps between samples; 0: none."""
+    """Steps between samples; 0: no samples."""
     infills: TupleOf[Annotated[str, AfterValidator(_check_masked_span)]] = ()
     """Texts with [MASK:n] spans."""

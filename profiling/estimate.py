@@ -18,7 +18,7 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         ValueError: the rows of a step cannot be shared out evenly.
     """
     training, row_length = config.training, config.row_length
-    micro_batch_size = training.micro_batch_size or config.rows_per_rank(ranks)
+    micro_batch_size = training.micro_batch_size or config.sequences_per_rank(ranks)
     plan = estimate_resources(
         config.model,
         config.tokenizer.vocab_size,

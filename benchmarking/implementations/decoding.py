@@ -76,7 +76,7 @@ def decode_without_cache(
 ) -> list[list[int]]:
     """Greedy block diffusion without a cache: each step computes the whole canvas and commits the most confident
     tokens of the current block. The prompts have one length, a multiple of the block length."""
-    mask, prompt_length = model.config.mask_token, len(prompts[0])
+    mask, prompt_length = model.config.required_mask_token_id, len(prompts[0])
     length = prompt_length + new_tokens
     assert prompt_length % block_length == 0 and new_tokens % block_length == 0
     canvas_BL = torch.tensor([[*prompt, *[mask] * new_tokens] for prompt in prompts])

@@ -47,7 +47,7 @@ class InputLayout:
         """
         layout = cls(block_length, config.logit_alignment, config.mask_token_id)
         if not layout.is_autoregressive:
-            _ = config.mask_token
+            _ = config.required_mask_token_id
         return layout
 
     @property

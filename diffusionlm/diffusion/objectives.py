@@ -124,7 +124,7 @@ def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
                 f' (it is "{model.logit_alignment}")'
             )
         return NextTokenObjective(config, InputLayout.from_config(model, 1))
-    _ = model.mask_token
+    _ = model.required_mask_token_id
     block_length = config.final_block_length if isinstance(config, BlockDiffusionConfig) else None
     return DiffusionObjective(config, InputLayout.from_config(model, block_length), model.vocab_size)
 

@@ -147,7 +147,7 @@ def measure_fill_accuracy(
         ).to(model.lm_head.weight.device)
         with nvtx.range("filling: forward"):
             logits_NV = model(noised.inputs_BS, pattern=noised.pattern, output_positions=noised.positions_N).float()
-        logits_NV[:, model.config.mask_token] = float("-inf")
+        logits_NV[:, model.config.required_mask_token_id] = float("-inf")
         is_hit_N5 = logits_NV.topk(min(5, logits_NV.shape[1]), dim=1).indices == noised.targets_N[:, None]
         num_majority = 0 if majority_token is None else int((noised.targets_N == majority_token).sum())
         return int(is_hit_N5[:, 0].sum()), int(is_hit_N5.sum()), num_majority, len(noised.targets_N)

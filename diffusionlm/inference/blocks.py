@@ -88,7 +88,7 @@ def placeholder_token_id(config: GenerationConfig, model: ModelConfig) -> int:
             "the model has no mask token, so that it can only generate left to right, token by token: leave "
             "generation.attention and generation.block_length out"
         )
-    return model.mask_token
+    return model.required_mask_token_id
 
 
 def round_if_uniform_canvas(confidence_M: NDArray[np.float64], tokens_L: NDArray[np.int64]) -> NDArray[np.float64]:

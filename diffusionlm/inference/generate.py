@@ -226,7 +226,7 @@ def prepare_infills(
     for index, canvas in enumerate(canvases):
         _check_length(len(canvas), model, f"canvas {index}", "shorten the text or its holes")
     tokens = [np.array(canvas, dtype=np.int64) for canvas in canvases]
-    masked_positions = [np.flatnonzero(canvas == model.config.mask_token) for canvas in tokens]
+    masked_positions = [np.flatnonzero(canvas == model.config.required_mask_token_id) for canvas in tokens]
     return _build_requests(model, tokens, masked_positions, [len(canvas) for canvas in tokens], config, seeds)
 
 

@@ -180,7 +180,7 @@ def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transfor
     Raises:
         ValueError: ``training.batch_size`` is not divisible by the number of ranks.
     """
-    rows_per_rank = config.rows_per_rank(world.size)
+    sequences_per_rank = config.sequences_per_rank(world.size)
     return LoaderSpec(
         config.data,
         tokenizer,
@@ -188,7 +188,7 @@ def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transfor
         config.objective,
         model.config,
         config.training.batch_size,
-        config.training.micro_batch_size or rows_per_rank,
+        config.training.micro_batch_size or sequences_per_rank,
         config.run.seed,
         world.rank,
         world.size,

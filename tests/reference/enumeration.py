@@ -148,7 +148,7 @@ def exact_units(
     loss_mask_L: Tensor | None = None,
 ) -> list[Unit]:
     """Every block of a row under every mask: one stream, each time only up to the block's end, and no earlier noise."""
-    plain, units, mask_token = PlainModel(model), [], model.config.mask_token
+    plain, units, mask_token = PlainModel(model), [], model.config.required_mask_token_id
     shifted = int(model.config.logit_alignment == "shifted")
     for start, end in spans(document_ids_L, len(tokens_L)):
         length = block_length or end - start

@@ -65,7 +65,9 @@ def cached_log_probabilities(model: Transformer, x_L: Tensor, masked_L: Tensor, 
     for first in range(0, len(x_L), block_length):
         block = slice(first, first + block_length)
         positions = torch.arange(first, first + len(x_L[block]))
-        noisy, _ = plain(torch.where(masked_L, model.config.mask_token, x_L)[None, block], positions, past=past)
+        noisy, _ = plain(
+            torch.where(masked_L, model.config.required_mask_token_id, x_L)[None, block], positions, past=past
+        )
         clean, past = plain(x_L[None, block], positions, past=past)
         if model.config.logit_alignment == "shifted":
             head = torch.full_like(noisy[:, :1], torch.nan) if before is None else before

@@ -52,7 +52,7 @@ def test_an_explicit_single_is_refused_with_the_remedy(capsys: pytest.CaptureFix
 
 def test_ranks_that_do_not_fit_are_refused_before_any_starts(capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, "--config", SINGLE, "--set", "parallel.local_ranks=3", "--set", "run.device=cpu", code=1)
-    assert "training.batch_size = 16 rows cannot be shared by 3 ranks: choose a multiple of 3" in text
+    assert "training.batch_size = 16" in text and "multiple of 3" in text
     text = refused(capsys, "--config", RESOURCE, "--nodes", "2", code=1)
     assert "add --rendezvous HOST:PORT" in text
     assert "--nodes 0 must be at least 1" in refused(capsys, "--config", RESOURCE, "--nodes", "0", code=1)

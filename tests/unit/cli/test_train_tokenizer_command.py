@@ -182,7 +182,7 @@ def test_an_interrupted_write_leaves_nothing(texts: Path, tmp_path: Path, monkey
         (["source.kind=shards", "source.path=x"], "name the source that they were made from"),
         (["tokenizer.vocab_size=257"], "set at least 258"),
         (["tokenizer.vocab_size=0"], "must be greater than 256"),
-        (["tokenizer.special_tokens=[a,b,a]"], "'a' is there twice"),
+        (["tokenizer.special_tokens=[a,b,a]"], "special_tokens: 'a'"),
         (["tokenizer.special_tokens=[]"], "must not be empty"),
         (["tokenizer.mask_token=[MASK]"], "mask_token = '[MASK]' is not among special_tokens"),
         (["tokenizer.eos_token=<|mask|>"], "mask_token and eos_token are both '<|mask|>'"),

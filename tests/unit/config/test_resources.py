@@ -86,7 +86,7 @@ def test_a_run_with_a_given_tokenizer_comes_back(tmp_path: Path) -> None:
     printed = tmp_path / "config.toml"
     printed.write_text(to_toml(config), encoding="utf-8")
     assert load_config(TrainConfig, printed) == config
-    with pytest.raises(ConfigError, match="path names a finished tokenizer, so vocab_size cannot be set as well"):
+    with pytest.raises(ConfigError, match=r"path = 'somewhere' .* remove vocab_size"):
         load_config(TrainConfig, RESOURCES / "train.toml", ["tokenizer.path=somewhere"])
 
 
@@ -113,7 +113,7 @@ def test_the_architecture_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: 
 def test_another_architecture_than_the_checkpoints_is_listed(checkpoint: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(TrainConfig, RECIPE, ["model.rope_theta=1e4", "model.num_hidden_layers=3"])
-    for part in ("1 problem", "num_hidden_layers = 3, there 28", "rope_theta = 10000.0, there 1000000.0"):
+    for part in ("1 problem", "num_hidden_layers = 3 (checkpoint: 28)", "rope_theta = 10000.0 (checkpoint: 1000000.0)"):
         assert part in str(caught.value)
     assert "hidden_size" not in str(caught.value)
 
@@ -156,10 +156,10 @@ def test_keys_of_relatives_are_answered(key: str, tmp_path: Path) -> None:
         ("training.micro_batch_size=5", "must be a multiple of micro_batch_size = 5"),
         ("optimizer.learning_rate=inf", "must be a finite number"),
         ("data.source=python-stdlibs", "python-stdlib"),
-        ("data.row_length=4096", "is longer than the model's context"),
+        ("data.row_length=4096", "model.max_position_embeddings = 128"),
         ("tokenizer.vocab_size=100", "258"),
         ("model.num_key_value_heads=3", "must be a multiple of"),
-        ("training.epochs=2", "give either max_steps or epochs"),
+        ("training.epochs=2", "max_steps and epochs"),
         ("schedule.warmup_steps=99999", "must be less than training.max_steps"),
         ("optimizer.rest.betas=[0.9, 1.0]", "must lie in [0, 1)"),
         ("objectiv.kind=x", "objective"),

@@ -175,6 +175,6 @@ def test_a_model_without_mask_token(
     if (block, alignment) == (1, "shifted"):
         assert InputLayout.from_config(config, block) == InputLayout(1, "shifted", None)
     else:
-        with pytest.raises(ValueError, match=r"no mask token.*config\.json names no mask_token_id"):
+        with pytest.raises(ValueError, match="mask_token_id"):
             InputLayout.from_config(config, block)
     assert InputLayout.from_config(make_config(logit_alignment=alignment), block) == InputLayout(block, alignment, 18)

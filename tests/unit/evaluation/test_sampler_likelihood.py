@@ -119,7 +119,7 @@ def test_probabilities_sum_to_one_with_shifted_outputs(
 
 def by_hand(model: Transformer, text: list[int], order: list[list[int]], pattern: Any) -> float:
     """Nats of a text revealed in groups of positions."""
-    mask, nats = model.config.mask_token, 0.0
+    mask, nats = model.config.required_mask_token_id, 0.0
     hidden = {place for group in order for place in group}
     for group in order:
         canvas = [mask if place in hidden else token for place, token in enumerate(text)]

@@ -218,7 +218,7 @@ def test_a_model_without_mask_token_only_goes_left_to_right(
             generate(autoregressive, [[1]], settings(**values))
     for changes in ({"block_length": 4}, {"block_length": None}, {"logit_alignment": "same_position"}):
         other = like(**{"block_length": 1, "logit_alignment": "shifted", **changes, "mask_token_id": None})
-        with pytest.raises(ValueError, match=r"no mask token.*config\.json names no mask_token_id"):
+        with pytest.raises(ValueError, match="mask_token_id"):
             generate(other, [[1]], settings())
 
 

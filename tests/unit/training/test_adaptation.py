@@ -115,7 +115,7 @@ def test_with_shifted_outputs_and_blocks_of_one_the_loss_is_that_of_the_source(q
         0, None, 8
     )
     peer = transformers.AutoModelForCausalLM.from_pretrained(qwen3)
-    mask = load_model(tmp_path / "mask").config.mask_token
+    mask = load_model(tmp_path / "mask").config.required_mask_token_id
     nats, targets = 0.0, 0
     for row in rows:
         for number in range(int(row.document_ids_L.max()) + 1):

@@ -181,7 +181,7 @@ def test_a_sample_tells_the_forward_and_the_probability_of_each_token(config: Tr
     canvas = parse_infill(told["given"], tokenizer)
     [result] = infill(model, [canvas], GenerationConfig())
     assert "".join(told["tokens"]) == told["filled"] == tokenizer.decode(result.token_ids)
-    first = canvas.index(model.config.mask_token)
+    first = canvas.index(model.config.required_mask_token_id)
     rest = [None] * (len(canvas) - first - 2)
     assert told["step_map"] == [*[None] * first, *result.step_map, *rest] and sorted(result.step_map) == [1, 2]
     assert told["logprobs"][first : first + 2] == pytest.approx(result.logprobs, abs=1e-6)
