@@ -114,7 +114,7 @@ def bench_data(
         output = MakeDataOutputConfig(directory=Path(folder) / "shards", workers=0)
         tokenizer_config = TokenizerConfig(vocab_size=MODEL.vocab_size)
         make_data(MakeDataConfig(source=source, tokenizer=tokenizer_config, output=output), print_message)
-        documents = ShardDocuments.open(Shards(path=output.directory), "train")
+        documents = ShardDocuments.open(Shards(path=output.directory), "train", "data.source")
         tokenizer = load_tokenizer(documents.tokenizer_directory)
 
         calls: dict[str, Callable[[], float]] = {}

@@ -29,7 +29,7 @@ from benchmarking.harness import (
     is_installed,
 )
 from config.bench_tokenizer import BenchTokenizerConfig, BenchTokenizerSection
-from diffusionlm.data.reader import first_documents
+from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
 from tokenizer import PATTERNS, Tokenizer, train_bpe
 from tokenizer.byte_alphabet import bytes_to_chars
@@ -108,8 +108,8 @@ class Corpus:
         Raises:
             ValueError: there are none.
         """
-        source = open_source(config.source, "train")
-        texts = list(first_documents(source, config.bench.max_bytes))
+        source = open_source(config.source, "train", "source")
+        texts = list(read_first_documents(source, config.bench.max_bytes))
         if not texts:
             raise ValueError(f"[source] has no training documents ({source.provenance}); choose one that contains text")
         return cls(texts, sum(len(text.encode()) for text in texts))

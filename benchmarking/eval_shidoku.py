@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message
 from config.generation import GenerationConfig, RemaskingStrategy
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
-from diffusionlm.data.synthetic import EMPTY_CELL, find_solutions, is_shidoku, puzzle, shidoku_grids
+from diffusionlm.data.synthetic import EMPTY_CELL, find_solutions, is_shidoku, make_puzzle, shidoku_grids
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.generate import infill
 from diffusionlm.models.transformer import Transformer
@@ -36,7 +36,7 @@ def build_puzzle_sets(count: int, givens: int) -> list[PuzzleSet]:
     """Build empty grids, puzzles with one solution and puzzles with several."""
     rng = keyed_rng(0, RngStream.SYNTHETIC, givens)
     grids = shidoku_grids()
-    puzzles = [puzzle(grids[rng.integers(len(grids))], givens, rng) for _ in range(count)]
+    puzzles = [make_puzzle(grids[rng.integers(len(grids))], givens, rng) for _ in range(count)]
     unique = [text for text in puzzles if len(find_solutions(text)) == 1]
     ambiguous = [text for text in puzzles if len(find_solutions(text)) > 1]
     return [

@@ -1,12 +1,20 @@
-"""``diffusionlm-make-data``: text to files of tokens."""
+"""``diffusionlm-make-data``: tokenize text into a directory of shards."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cli.arguments import friendly_errors, parse_command
 from config.make_data import MakeDataConfig
+
+if TYPE_CHECKING:
+    from diffusionlm.data.shard_index import ShardIndex
+    from logger.progress import ProgressMeter
 
 NAME = "diffusionlm-make-data"
 
@@ -16,21 +24,69 @@ EXAMPLE = f"""  {NAME} --config config/resources/make_data.toml
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, load the config, tokenise, print what there is."""
+    """Parse the arguments, make the data, print a summary."""
     config, _ = parse_command(
         MakeDataConfig,
         name=NAME,
-        description="Tokenise text once, for training at the speed of memory. The same command goes on where it was "
-        "interrupted, and checks a directory that is complete.",
+        description="Tokenize text once, for training at the speed of memory. Repeat the command to continue after an "
+        "interruption, or to check a complete directory.",
         example=EXAMPLE,
         argv=argv,
     )
     with friendly_errors(NAME):
-        # Only now, so that --help and config errors do not wait for what it needs.
-        from diffusionlm.data.make_data import make_data, report
+        # Imported here so that --help and config errors do not wait.
+        from diffusionlm.data.make_data import make_data
+        from logger.progress import ProgressMeter
 
-        index = make_data(config, lambda text: print(text, file=sys.stderr, flush=True), sys.stderr)
-        print(report(index, config.output.directory))
+        with closing(ProgressMeter(sys.stderr)) as meter:
+            index = make_data(config, meter.log, _ProgressReporter(meter))
+        print(format_summary(index, config.output.directory))
+
+
+class _ProgressReporter:
+    """Shows the progress of `make_data`: one phase of the meter for each split."""
+
+    def __init__(self, meter: ProgressMeter) -> None:
+        self._meter = meter
+        self._split: str | None = None
+
+    def __call__(self, split: str, num_documents: int, num_tokens: int, text_bytes: int) -> None:
+        if split != self._split:
+            self._split = split
+            self._meter.begin(split, "bytes")
+        self._meter.set_postfix(f"{num_documents:,} documents, {num_tokens:,} tokens")
+        self._meter.set(text_bytes)
+
+
+def format_summary(index: ShardIndex, directory: Path) -> str:
+    """Format a table of the splits, and the command that trains on them."""
+    from diffusionlm.data.make_data import format_skip_counts
+    from diffusionlm.data.shard_index import INDEX_FILE
+
+    rows = [["", "documents", "tokens", "bytes of text", "bytes/token", "files", "MiB"]]
+    skipped = []
+    for name, split in sorted(index.splits.items()):
+        ratio = f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-"
+        counts = (f"{count:,}" for count in (split.documents, split.tokens, split.text_bytes))
+        rows.append([name, *counts, ratio, str(len(split.file_sizes)), f"{split.bytes_on_disk / 2**20:,.1f}"])
+        skipped.append(f"left out or mended, {name}: {format_skip_counts(split.skipped)}")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    return "\n".join(
+        [
+            *table,
+            *skipped,
+            f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists the files",
+            "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
+            f"    --set {shlex.quote(f'data.source.path={directory}')} "
+            f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",
+        ]
+    )
 
 
 if __name__ == "__main__":

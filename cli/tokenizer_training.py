@@ -14,7 +14,7 @@ from config.data import PythonStdlib
 from config.dump import to_toml
 from config.tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import write_directory_atomically
-from diffusionlm.data.reader import DocumentSource, first_documents
+from diffusionlm.data.reader import DocumentSource, read_first_documents
 from diffusionlm.data.sources import open_source
 from logger.progress import ProgressMeter
 from profiling.cores import usable_cores
@@ -99,16 +99,14 @@ def train_tokenizer(config: TrainTokenizerConfig, stream: TextIO) -> TokenizerRe
         ValueError: nothing to read, or a directory that holds something or cannot be written; names the key.
     """
     check_output(config.output.directory)
-    try:
-        source, held_out = open_source(config.source, "train"), open_source(config.source, "validation")
-        training_text, measured = TextVolume(), TextVolume()
-        tokenizer = _train_on_documents(config, source, training_text, stream)
-        tokens = 0
-        for text in first_documents(held_out, MAX_HELD_OUT_BYTES):
-            measured.add(text)
-            tokens += len(tokenizer.encode(text))
-    except ValueError as error:  # sources name their keys as a training config has them
-        raise ValueError(str(error).replace("data.source", "source")) from error
+    source = open_source(config.source, "train", "source")
+    held_out = open_source(config.source, "validation", "source")
+    training_text, measured = TextVolume(), TextVolume()
+    tokenizer = _train_on_documents(config, source, training_text, stream)
+    tokens = 0
+    for text in read_first_documents(held_out, MAX_HELD_OUT_BYTES):
+        measured.add(text)
+        tokens += len(tokenizer.encode(text))
 
     def write(folder: Path) -> None:
         save_tokenizer(tokenizer, folder)
@@ -144,7 +142,7 @@ def _train_on_documents(
     wanted = config.tokenizer
     workers = config.output.workers
     num_merges = wanted.vocab_size - 256 - len(wanted.special_tokens)
-    texts = first_documents(source, wanted.max_training_bytes)
+    texts = read_first_documents(source, wanted.max_training_bytes)
     first = next(texts, None)
     if first is None:
         raise ValueError(f"[source] has no training documents ({source.provenance}); give it text to learn from")

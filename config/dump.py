@@ -28,7 +28,7 @@ def to_toml(config: Section) -> str:
     return tomli_w.dumps(to_toml_values(config, config.__class__.__name__))
 
 
-def list_differences(a: Section, b: Section) -> list[str]:
+def list_differences(a: Section | dict[str, Any], b: Section | dict[str, Any]) -> list[str]:
     """List the values that differ between two configs, one line `section.key: old -> new` each."""
     old, new = _flatten(to_toml_values(a, "a")), _flatten(to_toml_values(b, "b"))
     lines = []

@@ -1,4 +1,4 @@
-"""Records of plain-text, JSON and Parquet files; files as streams of bytes, decompressed on the way."""
+"""Read the records of plain-text, JSON and Parquet files from any offset, decompressing text and JSON on the way."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import zstandard
 
+from config.data import SampleBy
 from diffusionlm.data.record_source import (
-    BYTE_ORDER_MARK,
     MAX_SHOWN_CHARACTERS,
     SURROGATES,
     BadRecord,
     ParsedRecord,
-    SampleBy,
     decode_utf8,
     shorten_repr,
     validate_text,
@@ -32,29 +31,34 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-CHUNK = 1 << 20
-"""Bytes that a stream holds at once."""
-
-
+BUFFER_BYTES = 1 << 20
 COMPRESSED_BLOCK = 1 << 16
-"""Compressed bytes that are read at once. Lines that were read depend on it where an archive is damaged."""
-
+"""Compressed bytes per read. It decides how many lines before a corrupt place are still read."""
 
 MAX_ZSTD_WINDOW = 1 << 31
-"""Memory that a .zst may ask for, as `zstd --long=31` does."""
+"""Memory limit of a .zst file, for archives made with `zstd --long=31`."""
+
+PARQUET_BATCH_BYTES = 4 << 20
+"""Text that is decoded at once, if all rows of a row group have the same size."""
+MAX_PARQUET_BATCH_ROWS = 1_024
+
+BYTE_ORDER_MARK = "\ufeff"
+WHITESPACE = re.compile(r"[ \t\n\r]*")
+MAX_SHOWN_FIELDS = 20
+"""Number of field names in an error message."""
 
 
 class CorruptFileError(Exception):
-    """What is left of a file cannot be read; the message says why, and what to do."""
+    """The rest of a file cannot be read. All records before the corrupt place were returned."""
 
-    def __init__(self, reason: str, found: str) -> None:
-        super().__init__(f"{reason}: {found}")
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
         self.reason = reason
-        self.found = found
+        self.detail = detail
 
 
 class Decompressor(Protocol):
-    """What zlib, bz2, lzma and zstandard have in common."""
+    """The common interface of zlib, bz2, lzma and zstandard."""
 
     @property
     def eof(self) -> bool: ...
@@ -79,66 +83,66 @@ DECOMPRESSORS: dict[str, Callable[[], Decompressor]] = {
     ".xz": lzma.LZMADecompressor,
     ".zst": _zstd,
 }
-"""By the ending of a file."""
+"""File name extension -> decompressor."""
 
 
 def detect_compression(path: Path) -> str | None:
-    """The ending that says how a file is compressed; None: it is not."""
-    ending = path.suffix.lower()
-    return ending if ending in DECOMPRESSORS else None
+    """Return the extension that names the compression of a file; None: it is not compressed."""
+    extension = path.suffix.lower()
+    return extension if extension in DECOMPRESSORS else None
 
 
 def open_bytes(path: Path, offset: int = 0) -> BinaryIO:
-    """What a file holds from ``offset`` on, a place in the decompressed bytes. Archives are decompressed up to there.
+    """Open a file for reading from ``offset``, which counts decompressed bytes. Archives are decompressed up to there.
 
     Raises:
-        ValueError: the file ends before.
-        CorruptFileError: while it is read; the archive is cut off, or is none. All that could be read was given.
+        ValueError: the file is shorter than ``offset``.
+        CorruptFileError: (while reading) the archive is truncated or damaged.
     """
-    ending = detect_compression(path)
-    if ending is None:
-        plain = path.open("rb", buffering=CHUNK)
-        if offset > plain.seek(0, os.SEEK_END):
+    extension = detect_compression(path)
+    if extension is None:
+        file = path.open("rb", buffering=BUFFER_BYTES)
+        if offset > file.seek(0, os.SEEK_END):
             raise _offset_beyond_end_error(path, offset)
-        plain.seek(offset)
-        return plain
-    stream = io.BufferedReader(_DecompressedFile(path, DECOMPRESSORS[ending]), CHUNK)
-    left = offset
-    while left > 0:
-        skipped = len(stream.read(min(CHUNK, left)))
-        if not skipped:
+        file.seek(offset)
+        return file
+    stream = io.BufferedReader(_DecompressedFile(path, DECOMPRESSORS[extension]), BUFFER_BYTES)
+    num_left = offset
+    while num_left > 0:
+        num_skipped = len(stream.read(min(BUFFER_BYTES, num_left)))
+        if not num_skipped:
             raise _offset_beyond_end_error(path, offset)
-        left -= skipped
+        num_left -= num_skipped
     return stream
 
 
 def _offset_beyond_end_error(path: Path, offset: int) -> ValueError:
     return ValueError(
-        f"{path} ends before byte {offset:,}, where reading is to go on: it is not the file that was read before; put "
-        "that one back, or start a new run"
+        f"{path} has no byte {offset:,}, where reading continues: it is not the file that was read before; restore "
+        "that file, or start a new run"
     )
 
 
 class _DecompressedFile(io.RawIOBase):
-    """Decompresses a file as it is read. Everything before a damaged place is given before the error is raised."""
+    """Decompresses a file while it is read. Data before a corrupt place is returned before the error is raised."""
 
-    def __init__(self, path: Path, new: Callable[[], Decompressor]) -> None:
+    def __init__(self, path: Path, open_decompressor: Callable[[], Decompressor]) -> None:
         self._file = path.open("rb")
-        self._pieces = _decompress(self._file, new)
-        self._piece = memoryview(b"")
+        self._chunks = _decompress(self._file, open_decompressor)
+        self._chunk = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        while not self._piece:
-            piece = next(self._pieces, None)
-            if piece is None:
+        while not self._chunk:
+            chunk = next(self._chunks, None)
+            if chunk is None:
                 return 0
-            self._piece = memoryview(piece)
-        size = min(len(buffer), len(self._piece))
-        buffer[:size] = self._piece[:size]
-        self._piece = self._piece[size:]
+            self._chunk = memoryview(chunk)
+        size = min(len(buffer), len(self._chunk))
+        buffer[:size] = self._chunk[:size]
+        self._chunk = self._chunk[size:]
         return size
 
     def close(self) -> None:
@@ -146,36 +150,36 @@ class _DecompressedFile(io.RawIOBase):
         super().close()
 
 
-def _decompress(file: BinaryIO, new: Callable[[], Decompressor]) -> Iterator[bytes]:
-    """The members or frames of an archive, one behind the other, with any zeros between them left out."""
-    decompressor = new()
+def _decompress(file: BinaryIO, open_decompressor: Callable[[], Decompressor]) -> Iterator[bytes]:
+    """Decompress all members or frames of an archive, ignoring zero bytes between them."""
+    decompressor = open_decompressor()
     while block := file.read(COMPRESSED_BLOCK):
         while block:
             if decompressor.eof:
                 block = block.lstrip(b"\0")
                 if not block:
                     break
-                decompressor = new()
+                decompressor = open_decompressor()
             try:
-                piece = decompressor.decompress(block)
+                chunk = decompressor.decompress(block)
             except (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError) as error:
                 raise CorruptFileError("damaged archive", f"{error}; download or copy it again") from error
-            yield piece
+            yield chunk
             block = decompressor.unused_data
     if not decompressor.eof:
         raise CorruptFileError("truncated archive", "it ends in the middle; download or copy it again")
 
 
-def read_plain_records(path: Path, sample_by: SampleBy, at: int, line: int) -> Iterator[ParsedRecord]:
-    """The documents of a plain text file; places are bytes.
+def read_plain_records(path: Path, sample_by: SampleBy, offset: int, line: int) -> Iterator[ParsedRecord]:
+    """Read the documents of a plain-text file; offsets are bytes.
 
-    Paragraphs are between blank lines, and blank lines are no documents. The line break at the end of a line or a
-    paragraph is left out. Line breaks of Windows become plain ones, and a byte order mark at the beginning goes.
+    Paragraphs are separated by blank lines; blank lines are no documents. The line break at the end of a line or
+    paragraph is removed, ``\\r\\n`` becomes ``\\n``, and a byte order mark at the start of the file is removed.
     """
-    with open_bytes(path, at) as stream:
-        for content, behind, count in DOCUMENT_SPLITTERS[sample_by](stream, at, line):
-            yield _parse_plain_text(content, is_first=at == 0), behind, count
-            at = behind
+    with open_bytes(path, offset) as stream:
+        for content, next_offset, next_line in DOCUMENT_SPLITTERS[sample_by](stream, offset, line):
+            yield _parse_plain_text(content, is_first=offset == 0), next_offset, next_line
+            offset = next_offset
 
 
 def _parse_plain_text(content: bytes, *, is_first: bool) -> str | BadRecord:
@@ -183,7 +187,7 @@ def _parse_plain_text(content: bytes, *, is_first: bool) -> str | BadRecord:
         return BadRecord("binary data", f"a byte 0 in {shorten_repr(content)}; plain text in UTF-8 has none")
     text = decode_utf8(content)
     if isinstance(text, BadRecord):
-        assert text.repaired_text is not None, "bytes can always be mended"
+        assert text.repaired_text is not None, "bytes can always be decoded with replacement characters"
         return BadRecord(text.reason, text.detail, _normalize_line_breaks(text.repaired_text, is_first=is_first))
     return _normalize_line_breaks(text, is_first=is_first)
 
@@ -195,35 +199,35 @@ def _normalize_line_breaks(text: str, *, is_first: bool) -> str:
 
 
 DocumentBytes = tuple[bytes, int, int]
-"""Bytes of a document, the place behind it, and the lines up to there."""
+"""(bytes of a document, next offset, number of lines up to there)."""
 
 
-def _read_whole_file(stream: BinaryIO, at: int, line: int) -> Iterator[DocumentBytes]:
+def _read_whole_file(stream: BinaryIO, offset: int, line: int) -> Iterator[DocumentBytes]:
     content = stream.read()
-    if content or at == 0:
-        yield content, at + len(content), line
+    if content or offset == 0:
+        yield content, offset + len(content), line
 
 
-def _read_paragraphs(stream: BinaryIO, at: int, line: int) -> Iterator[DocumentBytes]:
+def _read_paragraphs(stream: BinaryIO, offset: int, line: int) -> Iterator[DocumentBytes]:
     lines: list[bytes] = []
-    for raw in stream:
-        at += len(raw)
+    for raw_line in stream:
+        offset += len(raw_line)
         line += 1
-        if raw.strip():
-            lines.append(raw)
+        if raw_line.strip():
+            lines.append(raw_line)
         elif lines:
-            yield _strip_line_break(b"".join(lines)), at, line
+            yield _strip_line_break(b"".join(lines)), offset, line
             lines = []
     if lines:
-        yield _strip_line_break(b"".join(lines)), at, line
+        yield _strip_line_break(b"".join(lines)), offset, line
 
 
-def _read_lines(stream: BinaryIO, at: int, line: int) -> Iterator[DocumentBytes]:
-    for raw in stream:
-        at += len(raw)
+def _read_lines(stream: BinaryIO, offset: int, line: int) -> Iterator[DocumentBytes]:
+    for raw_line in stream:
+        offset += len(raw_line)
         line += 1
-        if raw.strip():
-            yield _strip_line_break(raw), at, line
+        if raw_line.strip():
+            yield _strip_line_break(raw_line), offset, line
 
 
 def _strip_line_break(content: bytes) -> bytes:
@@ -237,25 +241,19 @@ DOCUMENT_SPLITTERS: dict[SampleBy, Callable[[BinaryIO, int, int], Iterator[Docum
 }
 
 
-WHITESPACE = re.compile(r"[ \t\n\r]*")
+def read_json_records(path: Path, field: str, offset: int, line: int) -> Iterator[ParsedRecord]:
+    """Read the texts under a field of JSON objects: one object per line, one array of objects, or one object.
 
-
-MAX_SHOWN_FIELDS = 20
-"""Names of fields that a message shows."""
-
-
-def json_records(path: Path, field: str, at: int, line: int) -> Iterator[ParsedRecord]:
-    """The texts under a key; places are bytes where each line is an object, and characters otherwise.
-
-    Only a file that is one value is held in memory. Of a key that an object has twice, the last one counts.
+    Offsets are bytes if each line is an object, else characters. Only a file that is one JSON value is held in memory.
+    If an object has a field twice, the last one counts.
     """
-    if _has_lines(path):
-        return _read_json_lines(path, field, at, line)
-    return _read_json_array(path, field, at, line)
+    if _has_json_lines(path):
+        return _read_json_lines(path, field, offset, line)
+    return _read_json_array(path, field, offset, line)
 
 
-def _has_lines(path: Path) -> bool:
-    """Whether each line is a value of its own: the name tells, or the first line."""
+def _has_json_lines(path: Path) -> bool:
+    """Decide by the file name or the first line whether each line is a JSON value of its own."""
     if {".jsonl", ".ndjson"} & {suffix.lower() for suffix in path.suffixes}:
         return True
     with open_bytes(path) as stream:
@@ -265,8 +263,8 @@ def _has_lines(path: Path) -> bool:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        goes_on = error.pos == len(text) > 0  # nothing is wrong but that the line ends
-        return not goes_on
+        continues_on_next_line = error.pos == len(text) > 0  # the only error is that the line ends
+        return not continues_on_next_line
     except (ValueError, RecursionError):
         return True
     return True
@@ -276,44 +274,44 @@ def _decode_and_strip(line: bytes) -> str:
     return line.decode("utf-8", "replace").removeprefix(BYTE_ORDER_MARK).strip()
 
 
-def _read_json_lines(path: Path, field: str, at: int, line: int) -> Iterator[ParsedRecord]:
+def _read_json_lines(path: Path, field: str, offset: int, line: int) -> Iterator[ParsedRecord]:
     parse = json.JSONDecoder().raw_decode
     content: Any
-    with open_bytes(path, at) as stream:
-        for raw in stream:
-            at += len(raw)
+    with open_bytes(path, offset) as stream:
+        for raw_line in stream:
+            offset += len(raw_line)
             line += 1
             try:
-                text = raw.decode()
-                row, end = parse(text)
-                content = row[field]
+                text = raw_line.decode()
+                value, end = parse(text)
+                content = value[field]
                 content.encode()
                 is_text = text[end:].isspace()
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 is_text = False
-            if not is_text:  # find out why, slowly
-                content = parse_json_text(raw, field)
+            if not is_text:  # the slow path finds the reason
+                content = parse_json_text(raw_line, field)
             if content is not None:
-                yield content, at, line
+                yield content, offset, line
 
 
 class _NumberText(str):
-    """A number as it is written: 1e3 and 1.50 would be others as numbers."""
+    """A JSON number as it is spelled: parsing 1e3 or 1.50 would change the text."""
 
 
 def parse_json_text(source: bytes, field: str) -> str | BadRecord | None:
-    """The text of an object, or what is wrong with it; None for a blank line."""
+    """Return the text of a JSON object, or the reason why there is none; None for a blank line."""
     text = _decode_and_strip(source)
     if not text:
         return None
     line = decode_utf8(source)
     content: str | BadRecord
     try:
-        row = json.loads(text, parse_int=_NumberText, parse_float=_NumberText)
-        content = _text_of_field(row, field)
+        value = json.loads(text, parse_int=_NumberText, parse_float=_NumberText)
+        content = _text_of_field(value, field)
     except json.JSONDecodeError as error:
-        cut_off = "" if source.endswith(b"\n") else "; is the file cut off?"
-        content = BadRecord("malformed JSON", f"{error.msg} at character {error.pos} of {shorten_repr(text)}{cut_off}")
+        hint = "" if source.endswith(b"\n") else "; is the file cut off?"
+        content = BadRecord("malformed JSON", f"{error.msg} at character {error.pos} of {shorten_repr(text)}{hint}")
     except RecursionError:
         content = BadRecord("malformed JSON", f"nested too deeply: {shorten_repr(text)}")
     if isinstance(line, str):
@@ -321,20 +319,20 @@ def parse_json_text(source: bytes, field: str) -> str | BadRecord | None:
     return replace(line, repaired_text=content if isinstance(content, str) else content.repaired_text)
 
 
-def _text_of_field(row: Any, field: str) -> str | BadRecord:
-    if not isinstance(row, dict):
-        return BadRecord("not an object", shorten_repr(row))
-    if field not in row:
-        fields = ", ".join(map(repr, list(row)[:MAX_SHOWN_FIELDS]))
+def _text_of_field(value: Any, field: str) -> str | BadRecord:
+    if not isinstance(value, dict):
+        return BadRecord("not an object", shorten_repr(value))
+    if field not in value:
+        fields = ", ".join(map(repr, list(value)[:MAX_SHOWN_FIELDS]))
         return BadRecord(f"no field {field!r}", f"its fields are {fields}", is_field_error=True)
-    value = row[field]
-    if isinstance(value, _NumberText):
-        return BadRecord("number instead of text", value[:MAX_SHOWN_CHARACTERS], str(value), is_field_error=True)
-    return validate_text(value)
+    text = value[field]
+    if isinstance(text, _NumberText):
+        return BadRecord("number instead of text", text[:MAX_SHOWN_CHARACTERS], str(text), is_field_error=True)
+    return validate_text(text)
 
 
-def _read_json_array(path: Path, field: str, at: int, line: int) -> Iterator[ParsedRecord]:
-    """The objects of an array; one object alone is read as an array of it."""
+def _read_json_array(path: Path, field: str, offset: int, line: int) -> Iterator[ParsedRecord]:
+    """Read the objects of an array; a single object is read as an array of one."""
     with open_bytes(path) as stream:
         content = stream.read()
     text = content.decode("utf-8-sig", "surrogateescape").rstrip()
@@ -343,91 +341,87 @@ def _read_json_array(path: Path, field: str, at: int, line: int) -> Iterator[Par
         text = f"[{text}]"
     parse = json.JSONDecoder(parse_int=_NumberText, parse_float=_NumberText).raw_decode
     while True:
-        is_first, before = at == 0, at
-        mark = _skip_whitespace(text, at)
-        start = _skip_whitespace(text, mark + 1)
-        end = start if is_first else mark
+        is_first, previous_offset = offset == 0, offset
+        separator = _skip_whitespace(text, offset)
+        start = _skip_whitespace(text, separator + 1)
+        end = start if is_first else separator
         if text.startswith("]", end) and end + 1 == len(text):
             return
         try:
-            if not text.startswith("[" if is_first else ",", mark):
-                raise json.JSONDecodeError("Expecting ',' or the end of the array", text, mark)
-            value, at = parse(text, start)
+            if not text.startswith("[" if is_first else ",", separator):
+                raise json.JSONDecodeError("Expecting ',' or the end of the array", text, separator)
+            value, offset = parse(text, start)
         except (ValueError, RecursionError) as error:
-            detail = f"{error}: {shorten_repr(text[start : start + MAX_SHOWN_CHARACTERS])}; what follows in the array is lost"
-            yield BadRecord("malformed JSON", detail), len(text), line
+            excerpt = shorten_repr(text[start : start + MAX_SHOWN_CHARACTERS])
+            yield BadRecord("malformed JSON", f"{error}: {excerpt}; the rest of the array is lost"), len(text), line
             return
-        line = max(1, line) + text.count("\n", before, at)
-        text_of_row: str | BadRecord | None
+        line = max(1, line) + text.count("\n", previous_offset, offset)
+        record: str | BadRecord | None
         if is_utf8 and type(value) is dict and type(value.get(field)) is str:
-            text_of_row = validate_text(value[field])
+            record = validate_text(value[field])
         else:
-            text_of_row = parse_json_text(text[start:at].encode("utf-8", "surrogateescape"), field)
-        assert text_of_row is not None, "a value is not blank"
-        yield text_of_row, at, line
+            record = parse_json_text(text[start:offset].encode("utf-8", "surrogateescape"), field)
+        assert record is not None, "a JSON value is not blank"
+        yield record, offset, line
 
 
-def _skip_whitespace(text: str, place: int) -> int:
-    blanks = WHITESPACE.match(text, place)
-    assert blanks is not None, "it matches nothing, too"
-    return blanks.end()
+def _skip_whitespace(text: str, start: int) -> int:
+    match = WHITESPACE.match(text, start)
+    assert match is not None, "the pattern also matches the empty string"
+    return match.end()
 
 
-BATCH_BYTES = 4 << 20
-"""Text that is decoded at once, where the rows of a group are alike."""
+def read_parquet_records(path: Path, column: str, start_row: int, column_key: str) -> Iterator[ParsedRecord]:
+    """Read the cells of one column from ``start_row`` on; other columns are not read. Offsets are rows.
 
-
-MOST_BATCH_ROWS = 1_024
-
-
-def parquet_records(path: Path, column: str, at: int) -> Iterator[ParsedRecord]:
-    """The cells of a column; places are rows. Other columns are not read.
+    Args:
+        column_key: config key of the column, for the error message.
 
     Raises:
-        ValueError: there is no such column; lists those there are.
-        CorruptFileError: the file is none, or cannot be read on.
+        ValueError: there is no such column.
+        CorruptFileError: the file is not Parquet, or reading cannot continue.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    row = start_row
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if column not in names:
                 raise ValueError(
-                    f"data.source.text_field = {column!r} is no column of {path}; "
-                    f"its columns are {', '.join(map(repr, names))}"
+                    f"{column_key} = {column!r} is no column of {path}; its columns are {', '.join(map(repr, names))}"
                 )
-            for value in _read_column(file, column, at):
-                at += 1
-                yield validate_text(value), at, at
+            for value in _read_column(file, column, start_row):
+                row += 1
+                yield validate_text(value), row, row
     except (FileNotFoundError, PermissionError):
         raise
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError("damaged Parquet", f"{error}; download or copy it again") from error
 
 
-def _read_column(file: pq.ParquetFile, column: str, start: int) -> Iterator[object]:
-    """The cells from row ``start`` on; text as bytes, because nothing has checked that it is UTF-8."""
-    first = 0
+def _read_column(file: pq.ParquetFile, column: str, start_row: int) -> Iterator[object]:
+    """Yield the cells from ``start_row`` on; text as bytes, because Parquet does not check that it is UTF-8."""
+    first_row = 0
     for group in range(file.metadata.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        if start < first + rows:
-            size = _batch_rows(file, column, group)
-            skipped = max(0, start - first)
-            for batch in file.iter_batches(size, [group], [column], use_threads=False):
-                if skipped < len(batch):
-                    yield from _to_python(batch.column(0).slice(skipped))
-                skipped = max(0, skipped - len(batch))
-        first += rows
+        num_rows = file.metadata.row_group(group).num_rows
+        if start_row < first_row + num_rows:
+            batch_rows = _choose_batch_rows(file, column, group)
+            num_skipped = max(0, start_row - first_row)
+            for batch in file.iter_batches(batch_rows, [group], [column], use_threads=False):
+                if num_skipped < len(batch):
+                    yield from _to_python(batch.column(0).slice(num_skipped))
+                num_skipped = max(0, num_skipped - len(batch))
+        first_row += num_rows
 
 
-def _batch_rows(file: pq.ParquetFile, column: str, group: int) -> int:
+def _choose_batch_rows(file: pq.ParquetFile, column: str, group: int) -> int:
     metadata = file.metadata.row_group(group)
     chunks = [metadata.column(index) for index in range(metadata.num_columns)]
     size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
-    rows: int = BATCH_BYTES * metadata.num_rows // max(1, size)
-    return max(1, min(MOST_BATCH_ROWS, rows))
+    num_rows: int = PARQUET_BATCH_BYTES * metadata.num_rows // max(1, size)
+    return max(1, min(MAX_PARQUET_BATCH_ROWS, num_rows))
 
 
 def _to_python(values: pa.Array) -> list[object]:
@@ -435,8 +429,8 @@ def _to_python(values: pa.Array) -> list[object]:
 
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
-    kind = values.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    arrow_type = values.type
+    if pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type) or pa.types.is_string_view(arrow_type):
         values = values.cast(pa.large_binary())
     cells: list[object] = values.to_pylist()
     return cells

@@ -1,4 +1,8 @@
-"""Rows in, draws out: the loader of a training run, exactly resumable."""
+"""Build the noised micro-batches of each optimizer step, in this process or ahead of time in workers.
+
+The first worker runs the loader; further ones tokenize for it. Batches and states do not depend on the number of
+workers. The state of a loader is small and resumes exactly.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -23,15 +26,18 @@ from config.objective import ObjectiveConfig
 from diffusionlm.data.packing import Row, split_row_randomly
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
 from diffusionlm.data.reader import ReaderPosition, ResumableReader
-from diffusionlm.data.tokenization import TextEncoder, TokenizerPool, block_signals
+from diffusionlm.data.tokenization import SPAWN_CONTEXT, TextEncoder, block_signals, open_text_encoder
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import Objective, build_objective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from tokenizer import Tokenizer
 
+ROWS_PER_READ = 1_024
+SECONDS_TO_JOIN = 5.0
+
 
 def collate_rows(rows: Sequence[Row]) -> CleanBatch:
-    """Rows, stacked."""
+    """Stack B rows of L tokens into tensors of shape [B, L]."""
     return CleanBatch(
         tokens_BL=torch.from_numpy(np.stack([row.tokens_L for row in rows])).long(),
         loss_mask_BL=torch.from_numpy(np.stack([row.loss_mask_L for row in rows])),
@@ -39,76 +45,81 @@ def collate_rows(rows: Sequence[Row]) -> CleanBatch:
     )
 
 
-def count_rows(rows: ResumableReader[Row]) -> int:
-    """Rows of one epoch, by reading it."""
-    total, position = 0, None
+def count_rows(reader: ResumableReader[Row]) -> int:
+    """Count the rows of one epoch by reading it."""
+    count, position = 0, None
     while True:
-        some, position = rows.read(0, position, 1_024)
-        total += len(some)
+        rows, position = reader.read(0, position, ROWS_PER_READ)
+        count += len(rows)
         if position is None:
-            return total
+            return count
 
 
 @dataclass(frozen=True)
 class LoaderMetrics:
-    """How the loader is doing."""
+    """State and speed of the loader after a step. The field names are metric keys under ``data/``."""
 
     epoch: int
     padding_share: float
-    """Share of the places of the rows so far that hold padding."""
+    """Share of the positions so far that hold padding."""
     skipped: int
-    """Documents that were left out by this process so far; a run that resumes reads some again."""
+    """Documents this process left out so far; a resumed run counts some again."""
     tokens_per_second: float
-    """Tokens of rows, padding not counted, by the time that reading, packing and drawing took."""
+    """Tokens without padding, per second of reading, packing and drawing noise."""
     wait_seconds: float
-    """What the last step waited for its draws."""
+    """Time that the last step waited for its batches."""
     buffered_steps: int
-    """Steps that workers had ready when the last one was asked for; 0 without workers."""
+    """Steps that the workers had ready when the last one was requested; 0 without workers."""
 
 
 class StepLoader(Protocol):
-    """Where a run's draws come from: this process or workers."""
+    """Source of a run's noised batches: `Loader` in this process, `WorkerLoader` with workers."""
 
     def next_step(self, step: int) -> list[NoisedBatch]:
-        """The micro-batches of a step, in order."""
+        """Return this rank's micro-batches of a step, in order.
+
+        Raises:
+            ValueError: the sources cannot be read, or have no documents.
+            ChildProcessError: a worker ended.
+        """
 
     def prefetch(self, step: int) -> None:
         """Prepare the next step while the device computes, if the loader can."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next step reads; JSON."""
+        """Return a JSON value that says where the next step reads."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; before the first step."""
+        """Continue from a state; before the first step only."""
 
     def metrics(self) -> LoaderMetrics:
-        """After a step."""
+        """Return the metrics after the last step that was returned."""
 
     def close(self) -> None:
-        """No more steps are asked for."""
+        """End the workers; no more steps are requested."""
 
 
 @dataclass
 class Loader:
-    """The draws of each optimizer step, epoch after epoch, made when they are asked for.
+    """Builds the batches of a step when it is requested, epoch after epoch; a `StepLoader`.
 
-    All ranks read the same rows, and each keeps its part of every step: so rows and draws are the same for any number
+    All ranks read the same rows, and each keeps its part of every step. So rows and noise are the same for any number
     of ranks, and a state serves any number of them.
     """
 
     rows: ResumableReader[Row]
     objective: Objective
     batch_size: int
-    """Rows of a step, over all ranks."""
+    """Rows of a step over all ranks."""
     micro_batch_size: int
     """Rows of one forward."""
     seed: int
     random_length_probability: float = 0.0
-    """Of a step whose rows are cut at random places."""
+    """Probability that the rows of a step are split at random positions."""
     rank: int = 0
     world_size: int = 1
-    parts: Sequence[MixtureComponent] = ()
-    """The sources behind the rows, for their counters."""
+    components: Sequence[MixtureComponent] = ()
+    """The sources of the rows, for their skip counts."""
 
     def __post_init__(self) -> None:
         if self.batch_size % self.world_size:
@@ -124,26 +135,22 @@ class Loader:
         self._last_seconds = 0.0
 
     def next_step(self, step: int) -> list[NoisedBatch]:
-        """The micro-batches of a step: this rank's.
-
-        Raises:
-            ValueError: the source has no rows at all.
-        """
         started = time.perf_counter()
-        own = self.batch_size // self.world_size
-        first_own = self.rank * own
-        rows = self._next_rows()
-        self._count_positions(rows)
-        rows = rows[first_own : first_own + own]
+        rows_per_rank = self.batch_size // self.world_size
+        first_row = self.rank * rows_per_rank
+        all_rows = self._next_rows()
+        self._count_positions(all_rows)
+        rows = all_rows[first_row : first_row + rows_per_rank]
         if keyed_rng(self.seed, RngStream.RANDOM_LENGTH, step).random() < self.random_length_probability:
-            chances = (keyed_rng(self.seed, RngStream.RANDOM_LENGTH, step, first_own + row) for row in range(own))
-            rows = [split_row_randomly(row, rng) for row, rng in zip(rows, chances, strict=True)]
+            rows = [
+                split_row_randomly(row, keyed_rng(self.seed, RngStream.RANDOM_LENGTH, step, first_row + index))
+                for index, row in enumerate(rows)
+            ]
         noised_batches = []
-        for first in range(0, own, self.micro_batch_size):
-            key = NoiseKey(self.seed, step, first_own + first, self.batch_size)
-            noised_batches.append(
-                self.objective.build_noised_batch(collate_rows(rows[first : first + self.micro_batch_size]), key)
-            )
+        for start in range(0, rows_per_rank, self.micro_batch_size):
+            batch = collate_rows(rows[start : start + self.micro_batch_size])
+            key = NoiseKey(self.seed, step, first_row + start, self.batch_size)
+            noised_batches.append(self.objective.build_noised_batch(batch, key))
         self._last_seconds = time.perf_counter() - started
         self._seconds += self._last_seconds
         return noised_batches
@@ -154,35 +161,33 @@ class Loader:
     def _next_rows(self) -> list[Row]:
         rows: list[Row] = []
         while len(rows) < self.batch_size:
-            started = self.position is None
-            some, self.position = self.rows.read(self.epoch, self.position, self.batch_size - len(rows))
-            if started and not some:
-                raise ValueError("data.source has no documents to train on")
-            rows += some
+            is_epoch_start = self.position is None
+            new_rows, self.position = self.rows.read(self.epoch, self.position, self.batch_size - len(rows))
+            if is_epoch_start and not new_rows:
+                raise ValueError("[data]: the sources have no documents to train on; check their paths and limits")
+            rows += new_rows
             if self.position is None:
                 self.epoch += 1
         return rows
 
     def _count_positions(self, rows: list[Row]) -> None:
-        places = sum(len(row.document_ids_L) for row in rows)
-        padding = sum(int((row.document_ids_L < 0).sum()) for row in rows)
-        self._num_positions += places
-        self._num_padding += padding
-        self._num_timed_tokens += places - padding
+        num_positions = sum(len(row.document_ids_L) for row in rows)
+        num_padding = sum(int((row.document_ids_L < 0).sum()) for row in rows)
+        self._num_positions += num_positions
+        self._num_padding += num_padding
+        self._num_timed_tokens += num_positions - num_padding
 
     def metrics(self) -> LoaderMetrics:
-        """Of the steps so far."""
         return LoaderMetrics(
             epoch=self.epoch,
             padding_share=self._num_padding / max(1, self._num_positions),
-            skipped=sum(part.num_skipped for part in self.parts),
+            skipped=sum(component.num_skipped for component in self.components),
             tokens_per_second=self._num_timed_tokens / self._seconds if self._seconds else 0.0,
             wait_seconds=self._last_seconds,
             buffered_steps=0,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next step reads; JSON."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -191,17 +196,16 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self.epoch, self.position = state["epoch"], state["position"]
         self._num_positions, self._num_padding = state["places"], state["padding"]
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there are no workers."""
 
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """Everything that a loader is made of; can be sent to another process."""
+    """The configuration of a loader; it can be sent to another process."""
 
     data: DataConfig
     tokenizer: Tokenizer
@@ -214,40 +218,33 @@ class LoaderSpec:
     rank: int = 0
     world_size: int = 1
 
-    def open(self, parts: list[MixtureComponent] | None = None, encoder: TextEncoder | None = None) -> Loader:
-        """The loader.
+    def open(self, components: list[MixtureComponent] | None = None, encoder: TextEncoder | None = None) -> Loader:
+        """Build the loader.
 
         Args:
-            parts: the sources, where they are open already.
-            encoder: who tokenises; None: this process.
+            components: the training sources, if they are open already.
+            encoder: None: tokenize in this process.
 
         Raises:
-            ValueError: nothing to read, or rows that do not fit.
+            ValueError: the sources cannot be read, or the rows or ranks do not fit.
         """
-        parts = open_components(self.data, "train") if parts is None else parts
+        components = open_components(self.data, "train") if components is None else components
         return Loader(
-            build_row_reader(parts, self.data, self.tokenizer, self.row_length, self.seed, encoder=encoder),
-            build_objective(self.objective, self.model),
-            self.batch_size,
-            self.micro_batch_size,
-            self.seed,
-            self.data.random_length_probability,
-            self.rank,
-            self.world_size,
-            parts,
+            rows=build_row_reader(components, self.data, self.tokenizer, self.row_length, self.seed, encoder=encoder),
+            objective=build_objective(self.objective, self.model),
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            seed=self.seed,
+            random_length_probability=self.data.random_length_probability,
+            rank=self.rank,
+            world_size=self.world_size,
+            components=components,
         )
-
-
-SPAWN_CONTEXT = get_context("spawn")
-"""Forked children of a process with threads may hang, and CUDA does not survive a fork."""
-
-
-SECONDS_TO_JOIN = 5.0
 
 
 @dataclass(frozen=True)
 class _StepMessage:
-    """What the loader's process sends of a step."""
+    """The loader process sends one of these per step."""
 
     noised_batches: list[NoisedBatch]
     state: dict[str, Any]
@@ -256,13 +253,16 @@ class _StepMessage:
 
 @dataclass(frozen=True)
 class _FailureMessage:
-    """What it sends in place of a step, as its last word."""
+    """The loader process sends this instead of a step, and ends."""
 
     error: Exception
 
 
 class WorkerLoader:
-    """A loader in another process, some steps ahead."""
+    """A `StepLoader` whose loader runs in another process, up to `data.prefetch_steps` ahead.
+
+    The process ends when its pipe closes, so that none outlives the training.
+    """
 
     def __init__(self, spec: LoaderSpec) -> None:
         if spec.data.workers < 1:
@@ -278,104 +278,97 @@ class WorkerLoader:
         self._closed = False
 
     def next_step(self, step: int) -> list[NoisedBatch]:
-        """The micro-batches of a step; steps come one after the other.
-
-        Raises:
-            ValueError: as the loader does.
-            ChildProcessError: the process ended before its work did.
-        """
         if self._process is None:
             self._start(step)
-        assert step == self._next_step, "workers draw the steps in order"
-        started, buffered = time.perf_counter(), self._ready.qsize()
+        assert step == self._next_step, "workers build the steps in order"
+        started, num_buffered = time.perf_counter(), self._ready.qsize()
         received = self._ready.get()
         message = received if isinstance(received, Exception) else pickle.loads(received)
         if not isinstance(message, _StepMessage):
             error = message.error if isinstance(message, _FailureMessage) else message
             self.close()
             raise error
-        waited = time.perf_counter() - started
+        wait_seconds = time.perf_counter() - started
         self._next_step, self._state = step + 1, message.state
-        self._metrics = replace(message.metrics, wait_seconds=waited, buffered_steps=buffered)
+        self._metrics = replace(message.metrics, wait_seconds=wait_seconds, buffered_steps=num_buffered)
         return message.noised_batches
 
     def prefetch(self, step: int) -> None:
         pass  # the worker process is ahead already
 
     def metrics(self) -> LoaderMetrics:
-        """Of the last step that was asked for."""
-        assert self._metrics is not None, "there was no step yet"
+        assert self._metrics is not None, "no step was requested yet"
         return self._metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Behind the last step that was asked for, not behind the last one that was drawn."""
-        assert self._state is not None, "there was no step yet"
+        """Return the state after the last step that was returned, not after the last one that was built."""
+        assert self._state is not None, "no step was requested yet"
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; before the first step."""
         assert self._process is None, "the workers have started already"
         self._state = state
 
     def close(self) -> None:
-        """End the processes; what they had ready is dropped."""
+        """Kill the workers and drop the steps that they had ready."""
         self._closed = True
         if self._process is None:
             return
         assert self._connection is not None and self._receiver is not None
         self._process.kill()
-        while self._receiver.is_alive():  # it may wait for room
+        while self._receiver.is_alive():  # it may be waiting for space in the queue
             with contextlib.suppress(queue.Empty):
                 self._ready.get(timeout=0.05)
         self._process.join()
         self._connection.close()
 
     def _start(self, step: int) -> None:
-        ours, theirs = SPAWN_CONTEXT.Pipe()
-        # Not a daemon: those may have no processes of their own.
-        self._process = SPAWN_CONTEXT.Process(target=_run_loader, args=(theirs,), name="diffusionlm loader")
-        with block_signals():  # the training makes its last step with what it gets from here
+        self._connection, child_connection = SPAWN_CONTEXT.Pipe()
+        # Not a daemon: daemons must not have child processes, and this one starts tokenizers.
+        self._process = SPAWN_CONTEXT.Process(target=_run_loader, args=(child_connection,), name="diffusionlm loader")
+        with block_signals():  # after SIGTERM the training still finishes its last step with batches from here
             self._process.start()
-        theirs.close()
-        self._connection, self._next_step = ours, step
-        work = pickle.dumps((self._spec, self._state, step), pickle.HIGHEST_PROTOCOL)
-        self._receiver = threading.Thread(target=self._receive, args=(work,), daemon=True)
+        child_connection.close()
+        self._next_step = step
+        job = pickle.dumps((self._spec, self._state, step), pickle.HIGHEST_PROTOCOL)
+        self._receiver = threading.Thread(target=self._receive, args=(job,), daemon=True)
         self._receiver.start()
 
-    def _receive(self, work: bytes) -> None:
-        """Hand over the work (to a process that ends while it starts, one would write for ever), and keep the queue
-        filled; memory is bounded by its size."""
+    def _receive(self, job: bytes) -> None:
+        """Send the job and fill the queue, which bounds the memory.
+
+        The job is sent from this thread because the write would hang if the process ends while it starts.
+        """
         assert self._connection is not None
-        with contextlib.suppress(OSError):  # what comes back tells
-            self._connection.send_bytes(work)
+        with contextlib.suppress(OSError):  # the read below reports that the process ended
+            self._connection.send_bytes(job)
         while not self._closed:
             try:
                 self._ready.put(self._connection.recv_bytes())
             except (EOFError, OSError):
                 self._process.join(SECONDS_TO_JOIN)
-                self._ready.put(_process_ended_error("loads data", self._process.exitcode))
+                self._ready.put(
+                    ChildProcessError(
+                        f"the process that loads data ended (exit code {self._process.exitcode}); if the system ran "
+                        "out of memory, lower data.prefetch_steps, data.document_shuffle_window or "
+                        "data.row_shuffle_window"
+                    )
+                )
                 return
 
 
-def _process_ended_error(what: str, code: int | None) -> ChildProcessError:
-    return ChildProcessError(
-        f"the process that {what} ended (exit code {code}); if the system ran out of memory, lower "
-        "data.prefetch_steps, data.document_shuffle_window or data.row_shuffle_window"
-    )
-
-
 def _run_loader(connection: Connection) -> None:
-    """The first worker."""
+    """Run the loader in a child process and send step after step."""
     torch.set_num_threads(1)
     try:
         spec, state, step = pickle.loads(connection.recv_bytes())
-        with TokenizerPool(spec.tokenizer, spec.data.workers - 1) as encoder:
+        with open_text_encoder(spec.tokenizer, spec.data.workers - 1) as encoder:
             loader = spec.open(encoder=encoder)
             if state is not None:
                 loader.load_state_dict(state)
             while True:
-                sent = _StepMessage(loader.next_step(step), loader.state_dict(), loader.metrics())
-                connection.send_bytes(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+                message = _StepMessage(loader.next_step(step), loader.state_dict(), loader.metrics())
+                connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
                 step += 1
     except (BrokenPipeError, ConnectionResetError, EOFError):
         return  # the training ended
@@ -385,7 +378,7 @@ def _run_loader(connection: Connection) -> None:
 
 
 def _picklable_error(error: Exception) -> Exception:
-    """The error itself where it is the user's; else one with its place in the text."""
+    """Return a ValueError as it is; any other error with its traceback as text."""
     if isinstance(error, ValueError):
         return ValueError(str(error))
     return RuntimeError("the process that loads data failed:\n" + "".join(traceback.format_exception(error)))

@@ -1,72 +1,148 @@
-"""Make a directory of tokens from the documents of a source: what ``diffusionlm-make-data`` does.
+"""Make a directory of tokens from the documents of a source: the work of ``diffusionlm-make-data``.
 
-After each shard ``progress.json`` is replaced, so that a process that is killed loses at most a shard's work. The files
-depend on the source, the tokenizer and ``[output]`` alone: not on interruptions or the number of processes.
+After each shard ``progress.json`` is replaced, so that a process that is killed loses at most one shard's work. The
+files depend on the source, the tokenizer and ``[output]`` only: not on interruptions or the number of processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
+import re
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from config.dump import format_value, to_toml_values
+from config.dump import list_differences, to_toml_values
 from config.make_data import MakeDataConfig
-from diffusionlm.data.reader import DocumentSource, ItemsFuture, ReaderPosition, Split, Tokens, first_documents
+from diffusionlm.data.reader import (
+    DocumentSource,
+    ItemsFuture,
+    ReaderPosition,
+    Split,
+    Tokens,
+    read_first_documents,
+)
 from diffusionlm.data.shard_index import (
     INDEX_FILE,
     PROGRESS_FILE,
     TOKENIZER_DIRECTORY,
+    MakeDataProgress,
     ShardDtype,
     ShardEntry,
     ShardIndex,
     SplitIndex,
+    SplitProgress,
     check_checksums,
     check_sizes,
     read_index,
     read_json_model,
 )
 from diffusionlm.data.shard_writers import (
-    SHARD_FILE_PATTERN,
-    MakeDataProgress,
+    PARTIAL_SUFFIX,
     ShardWriter,
-    SplitProgress,
-    lock_output_directory,
     open_writer,
     partial_path,
     protect_write,
     rename_dat_file,
 )
 from diffusionlm.data.sources import open_source
-from diffusionlm.data.tokenization import TokenizerPool
+from diffusionlm.data.tokenization import TextEncoder, open_text_encoder
 from files.atomic import remove_temporary_paths, sync_to_disk, write_text_atomic
-from files.lock import LOCK_FILE
-from logger.progress import ProgressMeter
+from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 
+SPLITS: tuple[Split, ...] = ("validation", "train")
+"""The small split first: its problems show at once."""
 
-def content_config(config: MakeDataConfig) -> dict[str, Any]:
-    """What of a config decides the contents: all but the directory and the number of workers."""
-    values: dict[str, Any] = to_toml_values(config, "config")
-    output = {key: value for key, value in values["output"].items() if key not in ("directory", "workers")}
-    return {**values, "output": output}
+SHARD_FILE_PATTERN = re.compile(r"(train|validation)(-\d{5,}\.(bin|idx|parquet)|\.dat)(\.tmp)?")
+"""Names of the files of shards, complete or partial."""
+
+CHUNK_CHARACTERS = 1 << 18
+"""Text that a process tokenizes at once: a tenth of a second's work."""
+
+CHUNK_READ_DOCUMENTS = 16
+"""Documents that are read before the size of a chunk is checked."""
+
+Log = Callable[[str], None]
+
+OnProgress = Callable[[Split, int, int, int], None]
+"""(split, documents, tokens, bytes of text): what this call has tokenized of a split so far."""
 
 
-def load_or_create_progress(
-    config: MakeDataConfig, sources: Mapping[Split, DocumentSource], provided_tokenizer: Tokenizer | None
-) -> MakeDataProgress:
-    """What is done so far; what a killed process left half done is removed.
+def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None = None) -> ShardIndex:
+    """Make the directory, or continue it; check it if it is complete.
+
+    Args:
+        log: called with each message.
+        on_progress: called at the start of a split and after each chunk.
 
     Raises:
-        ValueError: the directory holds something else, data that is made otherwise, or not what it should.
+        ValueError: the source has no documents, the tokenizer has no end-of-text token, the directory holds something
+            else or cannot be written, or a file is damaged.
+    """
+    directory = config.output.directory
+    sources = {split: open_source(config.source, split, "source") for split in SPLITS}
+    provided_tokenizer = None if config.tokenizer.path is None else _load_tokenizer(config.tokenizer.path)
+    with _lock_output_directory(directory):
+        if (directory / INDEX_FILE).is_file():
+            return _check_complete(config, sources, provided_tokenizer, log)
+        with protect_write(directory):
+            progress = _load_or_create_progress(config, sources, provided_tokenizer)
+        job = _MakeDataJob(config, sources, progress, log, on_progress)
+        try:
+            return job.run(provided_tokenizer)
+        except KeyboardInterrupt:
+            log(f"stopped; {job.num_shards} shards are complete. Repeat the command to continue")
+            raise
+
+
+@contextlib.contextmanager
+def _lock_output_directory(directory: Path) -> Iterator[None]:
+    """Create and lock the directory.
+
+    Raises:
+        ValueError: it cannot be created, or another process holds the lock.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_directory(directory))
+        except DirectoryInUseError as error:
+            raise ValueError(
+                f"output.directory = {directory} is in use by another process; wait for it or stop it"
+            ) from error
+        except OSError as error:
+            raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
+        yield
+
+
+def _check_complete(
+    config: MakeDataConfig, sources: Mapping[Split, DocumentSource], provided_tokenizer: Tokenizer | None, log: Log
+) -> ShardIndex:
+    """Check the inputs and the checksums of a complete directory, and return its index."""
+    directory = config.output.directory
+    index = read_index(directory, "output.directory")
+    identities = {split: split_index.identity for split, split_index in index.splits.items()}
+    _check_same_inputs(config, sources, provided_tokenizer, index.config, identities, index.tokenizer_fingerprint)
+    log(f"{directory} is complete; comparing its files with their checksums ...")
+    for split_index in index.splits.values():
+        check_checksums(directory, split_index)
+    (directory / PROGRESS_FILE).unlink(missing_ok=True)
+    return index
+
+
+def _load_or_create_progress(
+    config: MakeDataConfig, sources: Mapping[Split, DocumentSource], provided_tokenizer: Tokenizer | None
+) -> MakeDataProgress:
+    """Load the progress, and remove the partial files of a killed process.
+
+    Raises:
+        ValueError: the directory holds something else, data from other inputs, or damaged files.
     """
     directory = config.output.directory
     path = directory / PROGRESS_FILE
@@ -83,18 +159,19 @@ def load_or_create_progress(
             split: SplitProgress(index=SplitIndex(identity=source.identity, provenance=source.provenance))
             for split, source in sources.items()
         }
-        progress = MakeDataProgress(config=content_config(config), splits=splits)
-        progress.save(directory)
+        progress = MakeDataProgress(config=_content_config(config), splits=splits)
+        save_progress(progress, directory)
         return progress
     remove_temporary_paths(directory)
-    progress = read_json_model(MakeDataProgress, path, "remove the directory and begin again")
+    progress = read_json_model(MakeDataProgress, path, "remove the directory and start again")
     identities = {split: state.index.identity for split, state in progress.splits.items()}
-    check_same_inputs(config, sources, provided_tokenizer, progress.config, identities, progress.tokenizer_fingerprint)
-    listed = {name for state in progress.splits.values() for name in state.index.sizes}
-    for each in directory.iterdir():
-        if SHARD_FILE_PATTERN.fullmatch(each.name) and not {each.name, each.name.removesuffix(".tmp")} & listed:
-            each.unlink()
-    if config.output.format != "dat":  # whose file is checked when it is written on
+    _check_same_inputs(config, sources, provided_tokenizer, progress.config, identities, progress.tokenizer_fingerprint)
+    finished_files = {name for state in progress.splits.values() for name in state.index.file_sizes}
+    for file in directory.iterdir():
+        is_finished = not finished_files.isdisjoint({file.name, file.name.removesuffix(PARTIAL_SUFFIX)})
+        if SHARD_FILE_PATTERN.fullmatch(file.name) and not is_finished:
+            file.unlink()
+    if config.output.format != "dat":  # the size of a dat file is checked when it is opened for writing
         for state in progress.splits.values():
             check_sizes(directory, state.index)
     if progress.tokenizer_fingerprint is None:
@@ -102,7 +179,19 @@ def load_or_create_progress(
     return progress
 
 
-def check_same_inputs(
+def save_progress(progress: MakeDataProgress, directory: Path) -> None:
+    """Replace ``progress.json``."""
+    write_text_atomic(directory / PROGRESS_FILE, progress.model_dump_json(indent=1) + "\n")
+
+
+def _content_config(config: MakeDataConfig) -> dict[str, Any]:
+    """Return the config values that decide the contents: all but the directory and the number of workers."""
+    values: dict[str, Any] = to_toml_values(config, "config")
+    output = {key: value for key, value in values["output"].items() if key not in ("directory", "workers")}
+    return {**values, "output": output}
+
+
+def _check_same_inputs(
     config: MakeDataConfig,
     sources: Mapping[Split, DocumentSource],
     provided_tokenizer: Tokenizer | None,
@@ -110,122 +199,85 @@ def check_same_inputs(
     saved_identities: Mapping[Split, str],
     saved_fingerprint: str | None,
 ) -> None:
-    """See that what a directory holds was made from the same.
+    """Check that a directory was made from the same config, documents and tokenizer.
 
     Raises:
-        ValueError: it was not; lists what differs.
+        ValueError: lists the differences.
     """
-    before, now = _flatten_config(saved_config), _flatten_config(content_config(config))
-    changes = [
-        f"{key}: {_format_value(before, key)} -> {_format_value(now, key)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
+    differences = list_differences(saved_config, _content_config(config))
     for split, source in sources.items():
         if saved_identities.get(split) != source.identity:
-            changes.append(f"the {split} documents: {saved_identities.get(split)} -> {source.identity}")
+            differences.append(f"the {split} documents: {saved_identities.get(split)} -> {source.identity}")
     if provided_tokenizer is not None and saved_fingerprint not in (None, provided_tokenizer.fingerprint):
-        changes.append(f"the tokenizer in {config.tokenizer.path}: its fingerprint is another one now")
-    if changes:
-        listed = "\n  ".join(changes)
+        differences.append(f"the tokenizer in {config.tokenizer.path}: it has another fingerprint now")
+    if differences:
+        lines = "\n  ".join(differences)
         raise ValueError(
-            f"output.directory = {config.output.directory} holds data that was made otherwise:\n  {listed}\n"
+            f"output.directory = {config.output.directory} holds data from other inputs:\n  {lines}\n"
             "name another directory, or remove this one"
         )
 
 
-def _flatten_config(value: Any, path: str = "") -> dict[str, Any]:
-    """Every value that is no table, by its dotted path."""
-    if not isinstance(value, dict):
-        return {path: value}
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        found |= _flatten_config(item, f"{path}.{key}" if path else key)
-    return found
-
-
-def _format_value(leaves: dict[str, Any], key: str) -> str:
-    return format_value(leaves[key], limit=200) if key in leaves else "(not set)"
-
-
-SPLITS: tuple[Split, ...] = ("validation", "train")
-"""The small one first: what is wrong with it shows at once."""
-
-
-CHUNK_CHARACTERS = 1 << 18
-"""Text that is handed to a process at once: a tenth of a second's work."""
-
-DOCUMENTS_AT_ONCE = 16
-"""Are read before their length is looked at."""
-
-
-def make_data(config: MakeDataConfig, log: Callable[[str], None], terminal: TextIO | None = None) -> ShardIndex:
-    """Make the directory, or the rest of it; check it if it is complete already.
-
-    ``log`` gets messages and, unless ``terminal`` is a terminal and shows a bar, progress.
-
-    Raises:
-        ValueError: nothing to read, a tokenizer that does not do, a directory that holds something else or cannot be
-            written, or a damaged file.
-    """
-    directory, meter = config.output.directory, ProgressMeter(terminal, log)
-    with _keys_of_this_config():
-        sources = {split: open_source(config.source, split) for split in SPLITS}
-    provided_tokenizer = None if config.tokenizer.path is None else _load_tokenizer(config.tokenizer.path)
-    with lock_output_directory(directory):
-        if (directory / INDEX_FILE).is_file():
-            return _check_complete(config, sources, provided_tokenizer, meter)
-        with protect_write(directory):
-            progress = load_or_create_progress(config, sources, provided_tokenizer)
-        job = _MakeDataJob(config, sources, meter, progress)
-        try:
-            return job.run(provided_tokenizer)
-        except KeyboardInterrupt:
-            meter.log(f"stopped; {job.num_shards_done} shards are complete. The same command goes on from there")
-            raise
-        finally:
-            meter.close()
-
-
-def report(index: ShardIndex, directory: Path) -> str:
-    """A table of what there is, and the command that trains on it."""
-    rows = [["", "documents", "tokens", "bytes of text", "bytes/token", "files", "MiB"]]
-    skipped = []
-    for split, held in sorted(index.splits.items()):
-        ratio = f"{held.text_bytes / held.tokens:.2f}" if held.tokens else "-"
-        counts = (f"{count:,}" for count in (held.documents, held.tokens, held.text_bytes))
-        rows.append([split, *counts, ratio, str(len(held.sizes)), f"{held.bytes_on_disk / 2**20:,.1f}"])
-        skipped.append(f"left out or mended, {split}: {_format_counts(held.skipped)}")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    return "\n".join(
-        [
-            *table,
-            *skipped,
-            f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists the files",
-            "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
-            f"    --set {shlex.quote(f'data.source.path={directory}')} "
-            f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",
-        ]
-    )
-
-
 @dataclass(frozen=True)
 class _DocumentChunk:
-    """Documents that are tokenised together."""
+    """Documents that are tokenized together."""
 
     texts: list[str]
     position: ReaderPosition
-    """Where they were read."""
-    past: int
-    """Documents from there on that are not among them, as they are done."""
+    """Position in the source from which they were read."""
+    num_past: int
+    """Number of documents after ``position`` that were dropped, because finished shards hold them."""
     skipped: dict[str, int]
-    """What the source had left out before them."""
+    """Records of the source left out before ``position``, by reason."""
+
+
+class _ResumedSource:
+    """The documents of a source that are in no finished shard, and the skip counts over all calls."""
+
+    def __init__(self, source: DocumentSource, state: SplitProgress) -> None:
+        self._source, self._state = source, state
+        # Records that are left out while a source is opened were counted in the first call.
+        self._already_counted = dict(source.skipped) if state.index.shards else {}
+
+    def skipped(self) -> dict[str, int]:
+        """Return the records left out so far, by reason."""
+        counts = Counter(self._source.skipped)
+        counts.subtract(self._already_counted)
+        counts.update(self._state.index.skipped)
+        return {reason: count for reason, count in sorted(counts.items()) if count}
+
+    def chunks(self) -> Iterator[_DocumentChunk]:
+        """Yield the documents in order. The chunk size changes the speed only."""
+        position, num_past = self._state.position, self._state.past
+        while True:
+            start, skipped = position, self.skipped()
+            texts: list[str] = []
+            num_characters = 0
+            while num_characters < CHUNK_CHARACTERS:
+                documents, position = self._source.read(0, position, CHUNK_READ_DOCUMENTS)
+                texts += documents
+                num_characters += sum(map(len, documents))
+                if position is None:
+                    break
+            if num_past < len(texts):
+                yield _DocumentChunk(texts[num_past:], start, num_past, skipped)
+            num_past = max(0, num_past - len(texts))
+            if position is None:
+                return
+
+
+def _tokenize_chunks(
+    chunks: Iterator[_DocumentChunk], encoder: TextEncoder
+) -> Iterator[tuple[_DocumentChunk, list[Tokens]]]:
+    """Yield each chunk with its tokens, in order, with as many chunks in flight as the encoder has use for."""
+    in_flight: deque[tuple[_DocumentChunk, ItemsFuture[Tokens]]] = deque()
+    for chunk in chunks:
+        in_flight.append((chunk, encoder.submit(chunk.texts)))
+        if len(in_flight) > encoder.prefetch_depth:
+            first, future = in_flight.popleft()
+            yield first, future()
+    for first, future in in_flight:
+        yield first, future()
 
 
 class _ShardBuilder:
@@ -234,61 +286,65 @@ class _ShardBuilder:
     def __init__(self, writer: ShardWriter, target_tokens: int) -> None:
         self.writer = writer
         self._target_tokens = target_tokens
-        self.documents = self.tokens = self.text_bytes = 0
+        self._num_documents = self._num_tokens = self._text_bytes = 0
 
     @property
     def is_full(self) -> bool:
-        return self.tokens >= self._target_tokens
+        return self._num_tokens >= self._target_tokens
 
     def add_documents(self, documents: list[Tokens], text_bytes: list[int]) -> int:
-        """Write the first documents, up to the one that fills the shard; how many these were."""
+        """Write the first documents, up to the one that fills the shard, and return their number."""
         count = 0
         for document in documents:
             count += 1
-            self.tokens += len(document)
+            self._num_tokens += len(document)
             if self.is_full:
                 break
-        self.documents += count
-        self.text_bytes += sum(text_bytes[:count])
+        self._num_documents += count
+        self._text_bytes += sum(text_bytes[:count])
         self.writer.add(documents[:count])
         return count
 
     def finish(self) -> ShardEntry:
         parts = self.writer.finish()
-        return ShardEntry(documents=self.documents, tokens=self.tokens, text_bytes=self.text_bytes, parts=parts)
+        return ShardEntry(
+            documents=self._num_documents, tokens=self._num_tokens, text_bytes=self._text_bytes, parts=parts
+        )
 
 
 class _MakeDataJob:
-    """The making of one directory."""
+    """Makes one directory."""
 
     def __init__(
         self,
         config: MakeDataConfig,
         sources: Mapping[Split, DocumentSource],
-        meter: ProgressMeter,
         progress: MakeDataProgress,
+        log: Log,
+        on_progress: OnProgress | None,
     ) -> None:
-        self._config, self._sources, self._meter, self._progress = config, sources, meter, progress
+        self._config, self._sources, self._progress = config, sources, progress
+        self._log, self._on_progress = log, on_progress
         self._directory = config.output.directory
 
     @property
-    def num_shards_done(self) -> int:
+    def num_shards(self) -> int:
         return sum(len(state.index.shards) for state in self._progress.splits.values())
 
     def run(self, provided_tokenizer: Tokenizer | None) -> ShardIndex:
         tokenizer = self._prepare_tokenizer(provided_tokenizer)
         eos_token_id = tokenizer.eos_token_id
-        assert eos_token_id is not None, "a tokenizer without it was refused"
+        assert eos_token_id is not None, "_prepare_tokenizer rejects tokenizers without it"
         dtype: ShardDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         if self._config.output.format == "parquet":
             dtype = "int32"
-        if self.num_shards_done:
-            self._meter.log(f"{self._directory}: going on behind {self.num_shards_done} complete shards")
-        left = [split for split in SPLITS if not self._progress.splits[split].done]
-        processes = _choose_num_processes(self._config.output.workers) if left else 0
-        with TokenizerPool(tokenizer, processes) as tokenizer_pool, _keys_of_this_config():
-            for split in left:
-                self._make_split(split, tokenizer_pool, dtype, eos_token_id)
+        if self.num_shards:
+            self._log(f"{self._directory}: continuing after {self.num_shards} complete shards")
+        open_splits = [split for split in SPLITS if not self._progress.splits[split].done]
+        num_processes = _choose_num_processes(self._config.output.workers) if open_splits else 0
+        with open_text_encoder(tokenizer, num_processes) as encoder:
+            for split in open_splits:
+                self._make_split(split, encoder, dtype, eos_token_id)
         index = ShardIndex(
             format=self._config.output.format,
             dtype=dtype,
@@ -300,27 +356,27 @@ class _MakeDataJob:
         )
         with protect_write(self._directory):
             for split, split_index in index.splits.items():
-                rename_dat_file(self._directory, split, index.format)
+                rename_dat_file(self._directory, split)
                 check_sizes(self._directory, split_index)
             write_text_atomic(self._directory / INDEX_FILE, index.model_dump_json(indent=1) + "\n")
             (self._directory / PROGRESS_FILE).unlink()
         return index
 
     def _prepare_tokenizer(self, provided_tokenizer: Tokenizer | None) -> Tokenizer:
-        """The tokenizer of the directory; put there if there is none yet."""
+        """Return the directory's tokenizer; if there is none yet, save the provided or a trained one there."""
         folder, fingerprint = self._directory / TOKENIZER_DIRECTORY, self._progress.tokenizer_fingerprint
         if fingerprint is not None:
             tokenizer = load_tokenizer(folder)
             if tokenizer.fingerprint != fingerprint:
                 raise ValueError(
-                    f"{folder} is not the tokenizer that was used so far: remove the directory, begin again"
+                    f"{folder} is not the tokenizer that was used so far; remove the directory and start again"
                 )
             return tokenizer
-        tokenizer = provided_tokenizer or _train_tokenizer(self._config, self._meter)
+        tokenizer = provided_tokenizer or _train_tokenizer(self._config, self._log)
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer.path = {self._config.tokenizer.path}: the tokenizer has no end-of-text token, which "
-                "documents end in; name one in its special_tokens.json or tokenizer_config.json"
+                "ends documents; name one in its special_tokens.json or tokenizer_config.json"
             )
         with protect_write(self._directory):
             shutil.rmtree(partial_path(folder), ignore_errors=True)
@@ -328,31 +384,30 @@ class _MakeDataJob:
             sync_to_disk(partial_path(folder))
             os.rename(partial_path(folder), folder)
             sync_to_disk(self._directory)
-            self._save_progress(self._progress.model_copy(update={"tokenizer_fingerprint": tokenizer.fingerprint}))
+            self._save(self._progress.model_copy(update={"tokenizer_fingerprint": tokenizer.fingerprint}))
         return tokenizer
 
-    def _make_split(self, split: Split, tokenizer_pool: TokenizerPool, dtype: ShardDtype, eos_token_id: int) -> None:
-        """The rest of a split."""
-        state = self._progress.splits[split]
-        self._meter.begin(split, "bytes")
-        num_documents = num_tokens = 0
-        source = _ResumedSource(self._sources[split], state)
+    def _make_split(self, split: Split, encoder: TextEncoder, dtype: ShardDtype, eos_token_id: int) -> None:
+        """Write the remaining shards of a split."""
+        source = _ResumedSource(self._sources[split], self._progress.splits[split])
         shard: _ShardBuilder | None = None
+        totals = (0, 0, 0)
+        self._report_progress(split, totals)
         try:
-            for chunk, documents in _in_order(source.chunks(), tokenizer_pool):
+            for chunk, documents in _tokenize_chunks(source.chunks(), encoder):
                 text_bytes = [len(text.encode()) for text in chunk.texts]
-                taken = 0
-                while taken < len(documents):
+                num_written = 0
+                while num_written < len(documents):
                     with protect_write(self._directory):
                         shard = shard or self._open_shard(split, dtype, eos_token_id)
-                        taken += shard.add_documents(documents[taken:], text_bytes[taken:])
+                        num_written += shard.add_documents(documents[num_written:], text_bytes[num_written:])
                         if shard.is_full:
-                            behind = {"position": chunk.position, "past": chunk.past + taken}
-                            self._commit_shard(split, shard, chunk.skipped, behind)
+                            resume_point = {"position": chunk.position, "past": chunk.num_past + num_written}
+                            self._commit_shard(split, shard, chunk.skipped, resume_point)
                             shard = None
-                num_documents, num_tokens = num_documents + len(documents), num_tokens + sum(map(len, documents))
-                self._meter.set_postfix(f"{num_documents:,} documents, {num_tokens:,} tokens")
-                self._meter.advance(sum(text_bytes))
+                num_tokens = sum(map(len, documents))
+                totals = (totals[0] + len(documents), totals[1] + num_tokens, totals[2] + sum(text_bytes))
+                self._report_progress(split, totals)
             with protect_write(self._directory):
                 self._commit_shard(split, shard, source.skipped(), {"done": True})
         except BaseException:
@@ -360,141 +415,69 @@ class _MakeDataJob:
                 shard.writer.discard()
             raise
 
+    def _report_progress(self, split: Split, totals: tuple[int, int, int]) -> None:
+        if self._on_progress is not None:
+            self._on_progress(split, *totals)
+
     def _open_shard(self, split: Split, dtype: ShardDtype, eos_token_id: int) -> _ShardBuilder:
-        shards = self._progress.splits[split].index.shards
+        index = self._progress.splits[split].index
         output = self._config.output
-        start = sum(part.bytes for shard in shards for part in shard.parts)
-        writer = open_writer(output.format, self._directory, split, len(shards), start, dtype, eos_token_id)
+        start = index.bytes_on_disk if output.format == "dat" else 0
+        writer = open_writer(output.format, self._directory, split, len(index.shards), start, dtype, eos_token_id)
         return _ShardBuilder(writer, output.shard_tokens)
 
     def _commit_shard(
         self, split: Split, shard: _ShardBuilder | None, skipped: dict[str, int], update: dict[str, object]
     ) -> None:
-        """Make a shard count."""
+        """Finish a shard (None: the last one was full) and record it and the new progress of its split."""
         state = self._progress.splits[split]
         shards = (*state.index.shards, *([shard.finish()] if shard is not None else []))
         if not shards:
             raise _no_documents_error(split, state.index.provenance, skipped)
         index = state.index.model_copy(update={"shards": shards, "skipped": skipped})
         splits = {**self._progress.splits, split: state.model_copy(update={"index": index, **update})}
-        self._save_progress(self._progress.model_copy(update={"splits": splits}))
+        self._save(self._progress.model_copy(update={"splits": splits}))
 
-    def _save_progress(self, progress: MakeDataProgress) -> None:
-        progress.save(self._directory)
+    def _save(self, progress: MakeDataProgress) -> None:
+        save_progress(progress, self._directory)
         self._progress = progress
 
 
-class _ResumedSource:
-    """What is left of a source, and what was left out of it, the earlier parts of the job included."""
-
-    def __init__(self, source: DocumentSource, state: SplitProgress) -> None:
-        self._source, self._state = source, state
-        # Rows that are left out when a source is opened were counted the first time.
-        self._already_counted = dict(source.skipped) if state.index.shards else {}
-
-    def skipped(self) -> dict[str, int]:
-        """Rows left out so far, counted by reason."""
-        counts = Counter(self._source.skipped)
-        counts.subtract(self._already_counted)
-        counts.update(self._state.index.skipped)
-        return {reason: count for reason, count in sorted(counts.items()) if count}
-
-    def chunks(self) -> Iterator[_DocumentChunk]:
-        """The documents that are not in shards yet, in order. How they are cut changes nothing but the speed."""
-        position, past = self._state.position, self._state.past
-        while True:
-            start, skipped = position, self.skipped()
-            texts: list[str] = []
-            size = 0
-            while size < CHUNK_CHARACTERS:
-                some, position = self._source.read(0, position, DOCUMENTS_AT_ONCE)
-                texts += some
-                size += sum(map(len, some))
-                if position is None:
-                    break
-            if past < len(texts):
-                yield _DocumentChunk(texts[past:], start, past, skipped)
-            past = max(0, past - len(texts))
-            if position is None:
-                return
-
-
-def _in_order(
-    chunks: Iterator[_DocumentChunk], tokenizer_pool: TokenizerPool
-) -> Iterator[tuple[_DocumentChunk, list[Tokens]]]:
-    """Each chunk with its tokens; as many are in flight as the processes need."""
-    waiting: deque[tuple[_DocumentChunk, ItemsFuture[Tokens]]] = deque()
-    for chunk in chunks:
-        waiting.append((chunk, tokenizer_pool.submit(chunk.texts)))
-        if len(waiting) > tokenizer_pool.prefetch_depth:
-            first, future = waiting.popleft()
-            yield first, future()
-    for first, future in waiting:
-        yield first, future()
-
-
-def _train_tokenizer(config: MakeDataConfig, meter: ProgressMeter) -> Tokenizer:
-    wanted = config.tokenizer
-    meter.log(f"training a byte-level BPE tokenizer of {wanted.vocab_size:,} tokens ...")
-    with _keys_of_this_config():
-        source = open_source(config.source, "train")
-        texts = first_documents(source, wanted.max_training_bytes)
-        first = next(texts, None)
-        if first is None:
-            raise _no_documents_error("train", source.provenance, source.skipped)
-        tokenizer = train_bpe(chain([first], texts), vocab_size=wanted.vocab_size, pattern=wanted.pattern)
-    if tokenizer.vocab_size < wanted.vocab_size:
-        meter.log(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
+def _train_tokenizer(config: MakeDataConfig, log: Log) -> Tokenizer:
+    options = config.tokenizer
+    log(f"training a byte-level BPE tokenizer of {options.vocab_size:,} tokens ...")
+    source = open_source(config.source, "train", "source")  # a second one, so that no skipped record is counted twice
+    texts = read_first_documents(source, options.max_training_bytes)
+    first = next(texts, None)
+    if first is None:
+        raise _no_documents_error("train", source.provenance, source.skipped)
+    tokenizer = train_bpe(chain([first], texts), vocab_size=options.vocab_size, pattern=options.pattern)
+    if tokenizer.vocab_size < options.vocab_size:
+        log(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
     return tokenizer
 
 
-def _no_documents_error(split: Split, provenance: str, skipped: dict[str, int]) -> ValueError:
-    left_out = _format_counts(skipped)
-    return ValueError(
-        f"[source] has no {split} documents ({provenance}; left out: {left_out}); add text for this split"
-    )
-
-
-def _format_counts(skipped: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "nothing"
-
-
 def _load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in a directory, or in the one of a run or of other shards."""
+    """Load the tokenizer in a directory, or in the one of a run or of other shards."""
     inside = Path(path) / TOKENIZER_DIRECTORY
     return load_tokenizer(inside if inside.is_dir() else path)
 
 
-def _check_complete(
-    config: MakeDataConfig,
-    sources: Mapping[Split, DocumentSource],
-    provided_tokenizer: Tokenizer | None,
-    meter: ProgressMeter,
-) -> ShardIndex:
-    """The index of a directory that was made from the same, every file of it compared with its checksum."""
-    directory = config.output.directory
-    index = read_index(directory, "output.directory")
-    identities = {split: split_index.identity for split, split_index in index.splits.items()}
-    check_same_inputs(config, sources, provided_tokenizer, index.config, identities, index.tokenizer_fingerprint)
-    meter.log(f"{directory} is complete; comparing its files with their checksums ...")
-    for split_index in index.splits.values():
-        check_checksums(directory, split_index)
-    (directory / PROGRESS_FILE).unlink(missing_ok=True)
-    return index
-
-
 def _choose_num_processes(workers: int | None) -> int:
-    """None: one for each core that this process may use; not every system tells."""
-    cores = usable_cores()
-    return workers if workers is not None else cores if cores > 1 else 0
+    """Return ``output.workers``; by default one process per core, or none if there is one core."""
+    if workers is not None:
+        return workers
+    num_cores = usable_cores()
+    return num_cores if num_cores > 1 else 0
 
 
-@contextlib.contextmanager
-def _keys_of_this_config() -> Iterator[None]:
-    """Sources name their keys as a training config has them, in ``[data]``."""
-    try:
-        yield
-    except ValueError as error:
-        if "data.source" not in str(error):
-            raise
-        raise ValueError(str(error).replace("data.source", "source")) from error
+def _no_documents_error(split: Split, provenance: str, skipped: dict[str, int]) -> ValueError:
+    return ValueError(
+        f"[source] has no {split} documents ({provenance}; left out: {format_skip_counts(skipped)}); add text for this "
+        "split"
+    )
+
+
+def format_skip_counts(skipped: Mapping[str, int]) -> str:
+    """Format the counts of `DocumentSource.skipped`, such as ``3 empty, 1 not UTF-8``."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "nothing"

@@ -1,4 +1,4 @@
-"""Documents of text that people wrote: bad records answered, splits taken, the first so many read."""
+"""A document source over records (lines, rows, files): handles bad records, selects the split, limits the count."""
 
 from __future__ import annotations
 
@@ -12,54 +12,148 @@ from typing import Any, Literal, Protocol
 from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition
 
 MAX_SHOWN_CHARACTERS = 60
-"""Characters of a bad record that messages show."""
-
-
-BYTE_ORDER_MARK = "\ufeff"
-
+"""Length to which error messages shorten a value."""
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """Why a record is no text."""
+    """A record without usable text."""
 
     reason: str
-    """In a few words, under which it is counted."""
+    """A short phrase; skipped records are counted by it."""
     detail: str
-    """What is there, shortened."""
+    """The value that was read, shortened, for error messages."""
     repaired_text: str | None = None
-    """The text that can be made of it; None: there is none."""
+    """None: the record cannot be repaired."""
     is_field_error: bool = False
-    """The record is sound, but has no text under this name; under another it may."""
+    """The record is valid, but its text field is missing or holds no text."""
 
 
 ParsedRecord = tuple[str | BadRecord, int, int]
-"""What a record holds; the place behind it, in units of its format; and the lines or rows up to there, 0 where they
-say nothing."""
+"""(content, next offset, line) of a record in a file. The offset after it counts bytes, characters or rows, as its
+format does; the line is the number of lines or rows up to here, 0 if unknown."""
 
 
-SampleBy = Literal["document", "paragraph", "line"]
+class RecordCursor(Protocol):
+    """Iterates over records and knows its position. The methods refer to the last record that was yielded."""
+
+    def __iter__(self) -> Iterator[str | BadRecord]:
+        """Iterate over the records from the cursor's position on.
+
+        Raises:
+            ValueError: reading cannot continue, whatever `on_bad_row` says.
+        """
+
+    def position(self) -> Any:
+        """A JSON value: where to continue after the record."""
+
+    def sort_key(self) -> tuple[int, ...]:
+        """A key that increases with each record of an epoch."""
+
+    def location(self) -> str:
+        """The record's place for people, such as a file and a line."""
 
 
-def shorten_repr(value: object) -> str:
-    """The beginning of a value, as messages show it."""
-    shown = repr(value[:MAX_SHOWN_CHARACTERS] if isinstance(value, str | bytes | list) else value)
-    whole = len(shown) <= MAX_SHOWN_CHARACTERS and not (
-        isinstance(value, str | bytes | list) and len(value) > MAX_SHOWN_CHARACTERS
-    )
-    return shown if whole else f"{shown[:MAX_SHOWN_CHARACTERS]}..."
+class RecordStore(Protocol):
+    """Records in a fixed order."""
+
+    def cursor(self, position: Any) -> RecordCursor:
+        """Start at a position of an earlier cursor; None: at the first record."""
+
+    def error_key(self, *, is_field_error: bool) -> str:
+        """The config key (and value) of the text field, or of the paths or dataset, for error messages."""
+
+
+@dataclass
+class RecordSource:
+    """The documents of one split; a `DocumentSource`."""
+
+    records: RecordStore
+    identity: str
+    provenance: str
+    key: str
+    """Config key of the source's section."""
+    on_bad_row: Literal["raise", "skip", "replace"]
+    max_documents: int | None
+    validation_fraction: float | None
+    """Share of the records that form the validation split, selected by a hash of their text. None: use all records."""
+    is_validation: bool
+    """Read the validation share; otherwise the rest."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Records left out or repaired in the first epoch, by reason."""
+
+    def __post_init__(self) -> None:
+        self._next_position: ReaderPosition = None
+        self._cursor = self.records.cursor(None)
+        self._remaining_records = iter(self._cursor)
+        self._last_counted: tuple[int, ...] = ()
+
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
+        """Read documents. Continuing at the last returned position costs no seek.
+
+        Raises:
+            ValueError: a bad record while `on_bad_row` is "raise", or a file or dataset that cannot be read.
+        """
+        num_read = 0 if position is None else position["given"]
+        if position is None or position != self._next_position:
+            self._cursor = self.records.cursor(position and position["place"])
+            self._remaining_records = iter(self._cursor)
+        self._next_position = None  # after an error the cursor has moved on, so the next read seeks
+        max_here = limit if self.max_documents is None else min(limit, self.max_documents - num_read)
+        documents: list[str] = []
+        while len(documents) < max_here:
+            record = next(self._remaining_records, None)
+            if record is None:
+                return documents, None
+            text = record if isinstance(record, str) else self._handle_bad_record(record, epoch)
+            if text == "":
+                self._count_skipped("empty", epoch)
+            elif text is not None and self._is_in_split(text):
+                documents.append(text)
+        num_read += len(documents)
+        if num_read == self.max_documents:
+            return documents, None
+        self._next_position = {"place": self._cursor.position(), "given": num_read}
+        return documents, self._next_position
+
+    def _handle_bad_record(self, record: BadRecord, epoch: int) -> str | None:
+        """Return the repaired text, or None to leave the record out."""
+        if self.on_bad_row == "raise":
+            remedy = f'set {self.key}.on_bad_row = "skip" to leave such records out and count them'
+            if record.repaired_text is not None:
+                remedy += ', or "replace" to repair them'
+            key = self.records.error_key(is_field_error=record.is_field_error)
+            raise ValueError(f"{key}: {self._cursor.location()}: {record.reason}: {record.detail}; {remedy}")
+        if self.on_bad_row == "skip" or record.repaired_text is None:
+            self._count_skipped(record.reason, epoch)
+            return None
+        self._count_skipped(f"{REPAIRED_PREFIX}{record.reason}", epoch)
+        return record.repaired_text
+
+    def _count_skipped(self, reason: str, epoch: int) -> None:
+        """Count a record once, however often the first epoch is read."""
+        sort_key = self._cursor.sort_key()
+        if epoch == 0 and sort_key > self._last_counted:
+            self._last_counted = sort_key
+            self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+    def _is_in_split(self, text: str) -> bool:
+        if self.validation_fraction is None:
+            return True
+        uniform = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+        return (uniform < self.validation_fraction) == self.is_validation
 
 
 def validate_text(value: object) -> str | BadRecord:
-    """The text that a value of JSON or Arrow is."""
+    """Check that a JSON or Arrow value is text that UTF-8 can encode."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            near = value[max(0, error.start - 20) : error.end + 20]
-            return BadRecord("lone surrogate", shorten_repr(near), SURROGATES.sub("\ufffd", value))
+            excerpt = value[max(0, error.start - 20) : error.end + 20]
+            return BadRecord("lone surrogate", shorten_repr(excerpt), SURROGATES.sub("\ufffd", value))
         return value
     if isinstance(value, bytes):
         return decode_utf8(value)
@@ -70,124 +164,23 @@ def validate_text(value: object) -> str | BadRecord:
         return BadRecord("number instead of text", str(value), digits, is_field_error=True)
     if value is None:
         return BadRecord("null instead of text", "null", is_field_error=True)
-    kind = "object" if isinstance(value, dict) else type(value).__name__
-    return BadRecord(f"{kind} instead of text", shorten_repr(value), is_field_error=True)
+    type_name = "object" if isinstance(value, dict) else type(value).__name__
+    return BadRecord(f"{type_name} instead of text", shorten_repr(value), is_field_error=True)
 
 
 def decode_utf8(content: bytes) -> str | BadRecord:
-    """The text that UTF-8 stands for."""
+    """Decode UTF-8; the repaired text has U+FFFD in place of invalid bytes."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        near = content[max(0, error.start - 10) : error.end + 10]
-        detail = f"{shorten_repr(near)}, byte {error.start} of it"
+        excerpt = content[max(0, error.start - 10) : error.end + 10]
+        detail = f"{shorten_repr(excerpt)}, byte {error.start} of it"
         return BadRecord("not UTF-8", detail, content.decode("utf-8", "replace"))
 
 
-class RecordCursor(Protocol):
-    """Reads records one after the other, and knows where it is."""
-
-    def __iter__(self) -> Iterator[str | BadRecord]:
-        """The records from here on; the other methods speak of the one given last.
-
-        Raises:
-            ValueError: what is read cannot be read on, whatever is done about bad records.
-        """
-
-    def place(self) -> Any:
-        """Where to read on, behind it: a JSON value."""
-
-    def sort_key(self) -> tuple[int, ...]:
-        """Grows with each record of an epoch."""
-
-    def location(self) -> str:
-        """What people call its place, such as a file and a line."""
-
-
-class RecordStore(Protocol):
-    """What a source holds, in an order that is always the same."""
-
-    def cursor(self, place: Any) -> RecordCursor:
-        """Reads on from there; None: from the start."""
-
-    def key(self, *, is_field_error: bool) -> str:
-        """Of the config: names the text field, or what is read, with its value."""
-
-
-@dataclass
-class RecordSource:
-    """Documents of one split."""
-
-    records: RecordStore
-    identity: str
-    provenance: str
-    on_bad_row: Literal["raise", "skip", "replace"] = "raise"
-    max_documents: int | None = None
-    validation_fraction: float | None = None
-    """Share of the documents that is for validation, chosen by a hash of their text; None: they are not shared."""
-    is_validation: bool = False
-    """Which share this is."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Records of the first epoch that were left out or mended, each counted once."""
-
-    def __post_init__(self) -> None:
-        self._next_position: ReaderPosition = None
-        self._cursor = self.records.cursor(None)
-        self._remaining_records = iter(self._cursor)
-        self._last_counted: tuple[int, ...] = ()
-
-    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
-        """Documents from a position on; going on where the last call stopped costs no seek.
-
-        Raises:
-            ValueError: a record that is no text, unless `on_bad_row` says otherwise, or a file or dataset that cannot
-                be read; names them.
-        """
-        given = 0 if position is None else position["given"]
-        if position is None or position != self._next_position:
-            self._cursor = self.records.cursor(position and position["place"])
-            self._remaining_records = iter(self._cursor)
-        self._next_position = None  # a reader that fails has gone too far
-        most = limit if self.max_documents is None else min(limit, self.max_documents - given)
-        documents: list[str] = []
-        while len(documents) < most:
-            record = next(self._remaining_records, None)
-            if record is None:
-                return documents, None
-            text = record if isinstance(record, str) else self._handle_bad_record(record, epoch)
-            if text == "":
-                self._count_skipped("empty", epoch)
-            elif text is not None and self._is_in_split(text):
-                documents.append(text)
-        given += len(documents)
-        if given == self.max_documents:
-            return documents, None
-        self._next_position = {"place": self._cursor.place(), "given": given}
-        return documents, self._next_position
-
-    def _handle_bad_record(self, bad_record: BadRecord, epoch: int) -> str | None:
-        """What is read in place of a bad record; None: nothing."""
-        if self.on_bad_row == "raise":
-            remedy = 'set data.source.on_bad_row = "skip" to leave such rows out and count them'
-            if bad_record.repaired_text is not None:
-                remedy += ', or "replace" to mend them'
-            key = self.records.key(is_field_error=bad_record.is_field_error)
-            raise ValueError(f"{key}: {self._cursor.location()}: {bad_record.reason}: {bad_record.detail}; {remedy}")
-        if self.on_bad_row == "skip" or bad_record.repaired_text is None:
-            self._count_skipped(bad_record.reason, epoch)
-            return None
-        self._count_skipped(f"{REPAIRED_PREFIX}{bad_record.reason}", epoch)
-        return bad_record.repaired_text
-
-    def _count_skipped(self, reason: str, epoch: int) -> None:
-        """Once for each record, however often the first epoch is read."""
-        sort_key = self._cursor.sort_key()
-        if epoch == 0 and sort_key > self._last_counted:
-            self._last_counted = sort_key
-            self.skipped[reason] = self.skipped.get(reason, 0) + 1
-
-    def _is_in_split(self, text: str) -> bool:
-        if self.validation_fraction is None:
-            return True
-        place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
-        return (place < self.validation_fraction) == self.is_validation
+def shorten_repr(value: object) -> str:
+    """Return ``repr(value)``, cut to ``MAX_SHOWN_CHARACTERS``, with "..." if something was cut."""
+    excerpt = value[:MAX_SHOWN_CHARACTERS] if isinstance(value, str | bytes | list) else value
+    text = repr(excerpt)
+    is_cut = len(text) > MAX_SHOWN_CHARACTERS or excerpt != value
+    return f"{text[:MAX_SHOWN_CHARACTERS]}..." if is_cut else text

@@ -1,10 +1,11 @@
-"""Documents that ``diffusionlm-make-data`` tokenised, memory-mapped, in any order.
+"""Read the documents that ``diffusionlm-make-data`` tokenized: memory-mapped, in any order.
 
-The files are described in `diffusionlm.data.shard_index`.
+`diffusionlm.data.shard_index` describes the files.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import mmap
@@ -28,294 +29,177 @@ from diffusionlm.data.shard_index import (
     ShardIndex,
     SplitIndex,
     check_sizes,
+    little_endian_dtype,
     read_index,
 )
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
-PATH_KEY = "data.source.path"
-
-
 LOOK_AHEAD_DOCUMENTS = 1_024
-
-
 LOOK_AHEAD_TOKENS = 1 << 20
-"""`ShardReader` fetches about so many at once, whichever is less: one by one costs ten times as much."""
+"""`ShardReader` fetches about this much at once, the smaller of the two: one by one costs ten times as much."""
 
+MAX_PARQUET_TOKENS = 1 << 30
+"""Parquet is read into memory, 4 bytes per token, in each process that reads."""
 
-MOST_PARQUET_TOKENS = 1 << 30
-"""Parquet is read into memory, 4 bytes a token, by each process that reads."""
+SCAN_TOKENS = 1 << 24
+"""Tokens per step when a ``dat`` file is searched for document ends."""
 
+FEISTEL_ROUNDS = 16
+"""4 are enough for large sets (Luby and Rackoff 1988); small sets mix more slowly. It must be even, so that both halves
+end in their places."""
 
-TokenIdArray = NDArray[Any]
+_MULTIPLIERS = tuple(map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
+"""Constants of the SplitMix64 finalizer (Steele, Lea and Flood 2014)."""
 
 
 @dataclass(frozen=True)
 class _ShardFile:
-    """Documents that lie one behind the other."""
+    """The documents of one file."""
 
-    ids: TokenIdArray
+    token_ids: NDArray[Any]
     offsets: Sequence[int]
-    """Where each document starts in ``ids``, and the end of the last one."""
+    """Start of each document in ``token_ids``, and the end of the last one."""
 
 
 @dataclass(frozen=True)
 class ShardDocuments:
-    """The documents of one split, by their number."""
+    """The documents of one split, by index."""
 
     identity: str
-    """Changes when the tokens do."""
+    """A string that changes when the tokens change."""
     provenance: str
-    """What there is, and what it was made from, for people."""
+    """Size, location and origin of the tokens, for people."""
     tokenizer_directory: Path
     tokenizer_fingerprint: str
     num_tokens: int
-    """Of all documents, without end-of-text tokens."""
+    """Tokens of all documents, without end-of-text tokens."""
     num_documents: int
     vocab_size: int
-    _path: Path
+    _setting: str
+    """Config key and value of the directory, for errors."""
     _files: list[_ShardFile]
     _first_document_F: NDArray[np.int64]
-    """Number of the first document of each file."""
+    """Index of the first document of each of the F files."""
     _num_separator_tokens: int
-    """Tokens between two documents: the end-of-text tokens of ``dat``."""
+    """Tokens between two documents: the end-of-text token of ``dat``."""
 
     @classmethod
-    def open(cls, config: Shards, split: Split) -> ShardDocuments:
-        """The shards of a split; sizes are checked, contents are not (``diffusionlm-make-data`` does, given again).
+    def open(cls, config: Shards, split: Split, key: str) -> ShardDocuments:
+        """Open the shards of a split. Sizes are checked; ``diffusionlm-make-data`` checks the contents.
+
+        Args:
+            key: the config key of the section, for errors.
 
         Raises:
-            ValueError: the directory is missing, not complete or damaged, or too large to be read as Parquet; names
-                the file, and says what to do.
+            ValueError: the directory is missing, incomplete or damaged, or too large to be read as Parquet.
         """
-        index = read_index(config.path, PATH_KEY)
+        directory = config.path
+        setting = f"{key}.path = {directory}"
+        index = read_index(directory, f"{key}.path")
         split_index = index.splits.get(split)
         if split_index is None or not split_index.documents:
-            raise ValueError(f"{PATH_KEY} = {config.path} has no {split} documents: make the data again")
-        check_sizes(config.path, split_index)
-        if not (config.path / TOKENIZER_DIRECTORY).is_dir():
-            raise ValueError(f"{config.path / TOKENIZER_DIRECTORY} is missing: copy it again, or make the data again")
-        files = _open_shard_files(config.path, index, split_index)
-        most = config.max_documents if split == "train" else None
-        firsts = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
-        count = min(int(firsts[-1]), most or sys.maxsize)
-        gap = int(index.format == "dat")
-        cut = "" if count == split_index.documents else f"the first {count:,} of "
+            raise ValueError(f"{setting} has no {split} documents; make the data again")
+        check_sizes(directory, split_index)
+        if not (directory / TOKENIZER_DIRECTORY).is_dir():
+            raise ValueError(f"{directory / TOKENIZER_DIRECTORY} is missing; copy it again, or make the data again")
+        files = _open_shard_files(directory, index, split_index, setting)
+        limit = config.max_documents if split == "train" else None
+        first_documents = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
+        num_documents = min(int(first_documents[-1]), limit or sys.maxsize)
+        num_separators = int(index.format == "dat")
+        prefix = "" if num_documents == split_index.documents else f"the first {num_documents:,} of "
         on_disk = f"{split_index.bytes_on_disk / 2**20:,.1f} MiB of {index.format}"
         in_memory = f", {split_index.tokens * 4 / 2**20:,.1f} MiB in memory" if index.format == "parquet" else ""
         return cls(
-            identity=_compute_identity(index, split_index, split, count),
-            provenance=f"{cut}{split_index.documents:,} documents, {split_index.tokens:,} tokens, {on_disk} in "
-            f"{config.path}{in_memory}, made from {split_index.provenance}",
-            tokenizer_directory=config.path / TOKENIZER_DIRECTORY,
+            identity=_compute_identity(index, split_index, split, num_documents),
+            provenance=f"{prefix}{split_index.documents:,} documents, {split_index.tokens:,} tokens, {on_disk} in "
+            f"{directory}{in_memory}, made from {split_index.provenance}",
+            tokenizer_directory=directory / TOKENIZER_DIRECTORY,
             tokenizer_fingerprint=index.tokenizer_fingerprint,
-            num_tokens=_count_tokens(files, firsts, count, gap),
-            num_documents=count,
+            num_tokens=_count_tokens(files, first_documents, num_documents, num_separators),
+            num_documents=num_documents,
             vocab_size=index.vocab_size,
-            _path=config.path,
+            _setting=setting,
             _files=files,
-            _first_document_F=firsts[:-1],
-            _num_separator_tokens=gap,
+            _first_document_F=first_documents[:-1],
+            _num_separator_tokens=num_separators,
         )
 
     def __len__(self) -> int:
         return self.num_documents
 
-    def tokens(self, index: int) -> Tokens:
-        """Ids of one document; for many, `documents` is faster."""
-        return self.documents(np.array([index]))[0]
-
     def documents(self, indices: NDArray[np.int64]) -> list[Tokens]:
-        """Ids of these documents. They share their memory: a document that is kept keeps all of them.
+        """Return the token ids of these documents. They share one array, so keeping one keeps all in memory.
 
         Raises:
-            ValueError: an id is outside of the vocabulary; names the directory.
+            ValueError: a token id is outside the vocabulary.
         """
         if not indices.size:
             return []
-        assert 0 <= int(indices.min()) <= int(indices.max()) < len(self), "documents are 0 to len - 1"
+        assert 0 <= int(indices.min()) <= int(indices.max()) < len(self), "document indices are 0 to len - 1"
         file_of = np.searchsorted(self._first_document_F, indices, side="right") - 1
-        within = indices - self._first_document_F[file_of]
-        files, gap = self._files, self._num_separator_tokens
+        index_in_file = indices - self._first_document_F[file_of]
+        files, num_separators = self._files, self._num_separator_tokens
         pieces = []
-        for number, document in zip(file_of.tolist(), within.tolist(), strict=True):
-            file = files[number]
-            pieces.append(file.ids[file.offsets[document] : file.offsets[document + 1] - gap])
-        together: Tokens = np.concatenate(pieces, dtype=np.int32, casting="same_kind")
-        # Without signs, so that an id of 2 ** 31 or more is large too.
-        if together.size and int(together.view(np.uint32).max()) >= self.vocab_size:
+        for file_index, document in zip(file_of.tolist(), index_in_file.tolist(), strict=True):
+            file = files[file_index]
+            pieces.append(file.token_ids[file.offsets[document] : file.offsets[document + 1] - num_separators])
+        tokens: Tokens = np.concatenate(pieces, dtype=np.int32, casting="same_kind")
+        # Viewed as unsigned, an id of 2 ** 31 or more is too large, not negative.
+        if tokens.size and int(tokens.view(np.uint32).max()) >= self.vocab_size:
             raise ValueError(
-                f"{PATH_KEY} = {self._path} is damaged: it has the token id {int(together.view(np.uint32).max())}, and the "
+                f"{self._setting} is damaged: it has the token id {int(tokens.view(np.uint32).max())}, and the "
                 f"vocabulary has {self.vocab_size}; repeat the diffusionlm-make-data command to find the file"
             )
         ends = np.cumsum([len(piece) for piece in pieces]).tolist()
-        return [together[start:end] for start, end in pairwise([0, *ends])]
+        return [tokens[start:end] for start, end in pairwise([0, *ends])]
 
 
 @dataclass
 class ShardReader:
-    """All documents of each epoch, in an order that is a function of (seed, epoch); a position is a number.
+    """A reader of all documents, in an order that is a function of (seed, key, epoch); a position is an integer.
 
-    The order takes no memory, and reading may begin anywhere in it.
+    The order takes no memory, and reading may start anywhere in it.
     """
 
     documents: ShardDocuments
     seed: int
     is_shuffled: bool
-    """Else in the order of the shards, each epoch alike."""
+    """False: the order of the shards, in each epoch."""
     key: tuple[int, ...] = ()
-    """Of the order, beside the epoch: two readers of one run do not share theirs."""
+    """RNG key of the order, beside the epoch, so that two readers of a run have different orders."""
 
     def __post_init__(self) -> None:
-        mean = max(1, self.documents.num_tokens // len(self.documents))
-        self._fetch_size = min(LOOK_AHEAD_DOCUMENTS, max(1, LOOK_AHEAD_TOKENS // mean))
+        mean_tokens = max(1, self.documents.num_tokens // len(self.documents))
+        self._fetch_size = min(LOOK_AHEAD_DOCUMENTS, max(1, LOOK_AHEAD_TOKENS // mean_tokens))
         self._cached: tuple[int, int, list[Tokens]] = (0, 0, [])
         self._order: tuple[int, KeyedPermutation] | None = None
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Tokens], ReaderPosition]:
-        """Up to ``limit`` documents, and the position behind them."""
         start: int = position or 0
         stop = min(start + limit, len(self.documents))
-        held_epoch, first, held = self._cached
-        if held_epoch != epoch or start < first or stop > first + len(held):
-            first, held = start, self._fetch(epoch, start, max(limit, self._fetch_size))
-            self._cached = (epoch, first, held)
-        documents = held[start - first : stop - first]
+        cached_epoch, first, cached = self._cached
+        if cached_epoch != epoch or start < first or stop > first + len(cached):
+            first, cached = start, self._fetch(epoch, start, max(limit, self._fetch_size))
+            self._cached = (epoch, first, cached)
+        documents = cached[start - first : stop - first]
         return documents, stop if len(documents) == limit else None
 
     def _fetch(self, epoch: int, start: int, count: int) -> list[Tokens]:
-        places = np.arange(start, min(start + count, len(self.documents)))
+        indices = np.arange(start, min(start + count, len(self.documents)))
         if not self.is_shuffled:
-            return self.documents.documents(places)
+            return self.documents.documents(indices)
         if self._order is None or self._order[0] != epoch:
-            self._order = (
-                epoch,
-                KeyedPermutation(len(self.documents), self.seed, RngStream.DOCUMENT_ORDER, *self.key, epoch),
-            )
-        return self.documents.documents(self._order[1](places))
-
-
-def _compute_identity(index: ShardIndex, split_index: SplitIndex, split: Split, count: int) -> str:
-    sums = " ".join(part.sha256 for shard in split_index.shards for part in shard.parts)
-    digest = hashlib.sha256(f"{index.tokenizer_fingerprint} {count} {sums}".encode()).hexdigest()
-    return f"shards/{split}/{digest[:16]}"
-
-
-def _open_shard_files(directory: Path, index: ShardIndex, split_index: SplitIndex) -> list[_ShardFile]:
-    match index.format:
-        case "bin":
-            return [_open_bin(directory, shard, index.dtype) for shard in split_index.shards]
-        case "dat":
-            return [_open_dat(directory / name, index, split_index) for name in split_index.sizes]
-        case "parquet":
-            if split_index.tokens > MOST_PARQUET_TOKENS:
-                raise ValueError(
-                    f"{PATH_KEY} = {directory} is Parquet, whose {split_index.tokens:,} tokens would take "
-                    f"{split_index.tokens * 4 / 2**30:.1f} GiB in memory; at most {MOST_PARQUET_TOKENS * 4 / 2**30:.0f} "
-                    'are read: make the data with output.format = "bin", which is for training'
-                )
-            names = [directory / name for name in split_index.sizes]
-            return [_read_parquet(*each) for each in zip(names, split_index.shards, strict=True)]
-
-
-def _open_bin(directory: Path, shard: ShardEntry, dtype: str) -> _ShardFile:
-    ids, path = (directory / part.file for part in shard.parts)
-    offsets = _memory_map(path, OFFSET_DTYPE)
-    whole = len(offsets) == shard.documents + 1 and offsets[0] == 0 and offsets[-1] == shard.tokens
-    if not whole or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError(
-            f"{path} is damaged: it does not cut {shard.tokens:,} tokens into {shard.documents:,} documents; copy it "
-            "again, or make the data again"
-        )
-    return _ShardFile(_memory_map(ids, _little_endian(dtype)), _as_int_sequence(offsets))
-
-
-def _open_dat(path: Path, index: ShardIndex, split_index: SplitIndex) -> _ShardFile:
-    """The file is read once, to find where documents end; that takes 8 bytes of memory for each."""
-    ids = _memory_map(path, _little_endian(index.dtype))
-    block = 1 << 24
-    ends = [np.flatnonzero(ids[at : at + block] == index.eos_token_id) + at for at in range(0, len(ids), block)]
-    offsets = np.concatenate([[0], *(each + 1 for each in ends)])
-    if len(offsets) != split_index.documents + 1 or offsets[-1] != len(ids):
-        raise ValueError(
-            f"{path} is damaged: {len(offsets) - 1:,} documents end in it, not {split_index.documents:,}, or it goes on "
-            "behind the last one; copy it again, or make the data again"
-        )
-    return _ShardFile(ids, _as_int_sequence(offsets))
-
-
-def _as_int_sequence(offsets: NDArray[np.int64]) -> Sequence[int]:
-    """The same as Python's integers, several times faster to get at than those of an array."""
-    return memoryview(offsets)  # type: ignore[arg-type]
-
-
-def _little_endian(dtype: str) -> str:
-    return np.dtype(dtype).newbyteorder("<").str
-
-
-def _memory_map(path: Path, dtype: str) -> TokenIdArray:
-    """A file as an array that is read when it is used."""
-    try:
-        with path.open("rb") as file:
-            if path.stat().st_size == 0:  # documents without tokens; an empty file cannot be mapped
-                return np.empty(0, dtype)
-            return np.frombuffer(_map(file.fileno()), dtype)
-    except OSError as error:
-        many = "; raise the limit of open files (ulimit -n), or make the data with a larger output.shard_tokens"
-        raise ValueError(f"{path} cannot be read: {error.strerror}{many if error.errno == 24 else ''}") from error
-
-
-def _map(descriptor: int) -> mmap.mmap:
-    if sys.version_info >= (3, 13):  # else the map holds the file open, and there may be thousands of them
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ, trackfd=False)
-    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-
-
-def _read_parquet(path: Path, shard: ShardEntry) -> _ShardFile:
-    """The file in memory."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    ids, offsets = np.empty(shard.tokens, np.int32), np.zeros(shard.documents + 1, np.int64)
-    document = token = 0
-    try:
-        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(columns=[PARQUET_COLUMN]):
-            lists = batch.column(0)
-            values, lengths = lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
-            ids[token : token + len(values)] = values
-            offsets[document + 1 : document + 1 + len(lengths)] = lengths
-            document, token = document + len(lengths), token + len(values)
-    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: more rows or ids than there should be
-        raise ValueError(f"{path} is damaged ({error}): copy it again, or make the data again") from error
-    np.cumsum(offsets, out=offsets)
-    if (document, token, offsets[-1]) != (shard.documents, shard.tokens, shard.tokens):
-        raise ValueError(
-            f"{path} is damaged: it has {document:,} documents of {token:,} tokens, not {shard.documents:,} of "
-            f"{shard.tokens:,}; copy it again, or make the data again"
-        )
-    return _ShardFile(ids, _as_int_sequence(offsets))
-
-
-def _count_tokens(files: list[_ShardFile], firsts: NDArray[np.int64], count: int, gap: int) -> int:
-    """Tokens of the first ``count`` documents."""
-    taken = [min(len(file.offsets) - 1, max(0, count - int(first))) for file, first in zip(files, firsts, strict=False)]
-    return sum(file.offsets[number] - gap * number for file, number in zip(files, taken, strict=True))
-
-
-ROUNDS = 16
-"""Four suffice for large sets (Luby and Rackoff 1988); a handful of items mixes more slowly. Even, so
-that both halves end where they began."""
-
-
-_MULTIPLIERS = tuple(map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
-"""Of the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+            permutation = KeyedPermutation(len(self.documents), self.seed, RngStream.DOCUMENT_ORDER, *self.key, epoch)
+            self._order = (epoch, permutation)
+        return self.documents.documents(self._order[1](indices))
 
 
 class KeyedPermutation:
-    """A permutation of 0 to n - 1 that is a function of (n, seed, stream, key) alone and takes no memory.
+    """A permutation of 0 to n - 1 that is a function of (n, seed, stream, key) and takes no memory.
 
-    A Feistel network over pairs (left, right) with left < a, right < b and a * b barely larger than n; what falls
-    outside of n goes through it again until it is inside (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains").
+    A Feistel network over pairs (left, right) with left < a, right < b and a * b barely larger than n. Results outside
+    of n go through it again (cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
 
     Raises:
         ValueError: n is not between 1 and 2 ** 62.
@@ -323,36 +207,147 @@ class KeyedPermutation:
 
     def __init__(self, n: int, seed: int, stream: RngStream, *key: int) -> None:
         if not 1 <= n <= 1 << 62:
-            raise ValueError(f"a permutation of {n} places: there must be 1 to 2 ** 62")
+            raise ValueError(f"n = {n}: a permutation needs 1 to 2 ** 62 items")
         self.n = n
         left = math.isqrt(n - 1) + 1
         self._sizes = (np.uint64(left), np.uint64(-(-n // left)))
         # Raw output of the bit generator is the same in every version of NumPy.
-        self._keys = keyed_rng(seed, stream, *key).bit_generator.random_raw(ROUNDS)
+        self._keys = keyed_rng(seed, stream, *key).bit_generator.random_raw(FEISTEL_ROUNDS)
 
-    def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The item at each of these places, all within 0 to n - 1; the shape is kept."""
-        assert places.size == 0 or 0 <= int(places.min()) <= int(places.max()) < self.n, "places are 0 to n - 1"
-        items = self._permute_pairs(places.astype(np.uint64))
-        while (outside := items >= self.n).any():
-            items[outside] = self._permute_pairs(items[outside])
-        return items.astype(np.int64)
+    def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Map indices, all within 0 to n - 1, to their images; the shape is kept."""
+        assert indices.size == 0 or 0 <= int(indices.min()) <= int(indices.max()) < self.n, "indices are 0 to n - 1"
+        images = self._permute_pairs(indices.astype(np.uint64))
+        while (is_outside := images >= self.n).any():
+            images[is_outside] = self._permute_pairs(images[is_outside])
+        return images.astype(np.int64)
 
-    def _permute_pairs(self, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """A permutation of all pairs, each as left + a * right."""
+    def _permute_pairs(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Permute all pairs, each encoded as left + a * right."""
         first, second = self._sizes
-        left, right = places % first, places // first
+        left, right = indices % first, indices // first
         for key in self._keys:
-            moved = left + _hash_below(first, right, key)
-            # Modulo a: where nothing is to be taken off, the difference wraps around and is the larger one.
-            left, right = right, np.minimum(moved, moved - first)
+            shifted = left + _hash_below(first, right, key)
+            # Modulo a: if shifted < a, the difference wraps around and is the larger one.
+            left, right = right, np.minimum(shifted, shifted - first)
             first, second = second, first
         return left + first * right
 
 
 def _hash_below(size: np.uint64, values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Numbers from 0 to size - 1, as if random; size <= 2 ** 31."""
+    """Hash values to 0 to size - 1; size <= 2 ** 31."""
     bits = (values + key) * _MULTIPLIERS[0]
     bits = (bits ^ (bits >> np.uint64(30))) * _MULTIPLIERS[1]
     bits = (bits ^ (bits >> np.uint64(27))) * _MULTIPLIERS[2]
     return ((bits >> np.uint64(32)) * size) >> np.uint64(32)
+
+
+def _compute_identity(index: ShardIndex, split_index: SplitIndex, split: Split, num_documents: int) -> str:
+    checksums = " ".join(part.sha256 for shard in split_index.shards for part in shard.parts)
+    digest = hashlib.sha256(f"{index.tokenizer_fingerprint} {num_documents} {checksums}".encode()).hexdigest()
+    return f"shards/{split}/{digest[:16]}"
+
+
+def _open_shard_files(directory: Path, index: ShardIndex, split_index: SplitIndex, setting: str) -> list[_ShardFile]:
+    paths = [directory / name for name in split_index.file_sizes]
+    match index.format:
+        case "bin":
+            return [_open_bin(directory, shard, index) for shard in split_index.shards]
+        case "dat":
+            return [_open_dat(path, index, split_index) for path in paths]
+        case "parquet":
+            if split_index.tokens > MAX_PARQUET_TOKENS:
+                raise ValueError(
+                    f"{setting} is Parquet, whose {split_index.tokens:,} tokens would take "
+                    f"{split_index.tokens * 4 / 2**30:.1f} GiB in memory; the limit is "
+                    f'{MAX_PARQUET_TOKENS * 4 / 2**30:.0f}: make the data with output.format = "bin", which is for '
+                    "training"
+                )
+            return [_read_parquet(path, shard) for path, shard in zip(paths, split_index.shards, strict=True)]
+
+
+def _open_bin(directory: Path, shard: ShardEntry, index: ShardIndex) -> _ShardFile:
+    ids_path, offsets_path = (directory / part.file for part in shard.parts)
+    offsets = _memory_map(offsets_path, np.dtype(OFFSET_DTYPE))
+    is_valid = len(offsets) == shard.documents + 1 and offsets[0] == 0 and offsets[-1] == shard.tokens
+    if not is_valid or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(
+            f"{offsets_path} is damaged: it does not split {shard.tokens:,} tokens into {shard.documents:,} documents; "
+            "copy it again, or make the data again"
+        )
+    return _ShardFile(_memory_map(ids_path, little_endian_dtype(index.dtype)), _as_int_sequence(offsets))
+
+
+def _open_dat(path: Path, index: ShardIndex, split_index: SplitIndex) -> _ShardFile:
+    """Open a ``dat`` file. It is read once to find the ends of the documents, 8 bytes of memory each."""
+    token_ids = _memory_map(path, little_endian_dtype(index.dtype))
+    ends = [
+        np.flatnonzero(token_ids[start : start + SCAN_TOKENS] == index.eos_token_id) + start + 1
+        for start in range(0, len(token_ids), SCAN_TOKENS)
+    ]
+    offsets = np.concatenate([[0], *ends])
+    if len(offsets) != split_index.documents + 1 or offsets[-1] != len(token_ids):
+        raise ValueError(
+            f"{path} is damaged: it has {len(offsets) - 1:,} documents, not {split_index.documents:,}, or data after "
+            "the last one; copy it again, or make the data again"
+        )
+    return _ShardFile(token_ids, _as_int_sequence(offsets))
+
+
+def _as_int_sequence(offsets: NDArray[np.int64]) -> Sequence[int]:
+    """View the array as Python integers: access is several times faster than to an array's elements."""
+    return memoryview(offsets)  # type: ignore[arg-type]
+
+
+def _memory_map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:  # documents without tokens; an empty file cannot be mapped
+                return np.empty(0, dtype)
+            return np.frombuffer(_map(file.fileno()), dtype)
+    except OSError as error:
+        remedy = "raise the limit of open files (ulimit -n), or make the data with a larger output.shard_tokens"
+        hint = f"; {remedy}" if error.errno == errno.EMFILE else ""
+        raise ValueError(f"{path} cannot be read: {error.strerror}{hint}") from error
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):  # older versions keep the file open, and there may be thousands
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ, trackfd=False)
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+
+
+def _read_parquet(path: Path, shard: ShardEntry) -> _ShardFile:
+    """Read a Parquet file into memory."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    token_ids, offsets = np.empty(shard.tokens, np.int32), np.zeros(shard.documents + 1, np.int64)
+    num_documents = num_tokens = 0
+    try:
+        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(columns=[PARQUET_COLUMN]):
+            lists = batch.column(0)
+            values, lengths = lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
+            token_ids[num_tokens : num_tokens + len(values)] = values
+            offsets[num_documents + 1 : num_documents + 1 + len(lengths)] = lengths
+            num_documents, num_tokens = num_documents + len(lengths), num_tokens + len(values)
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: more rows or ids than in the index
+        raise ValueError(f"{path} is damaged ({error}); copy it again, or make the data again") from error
+    np.cumsum(offsets, out=offsets)
+    if (num_documents, num_tokens, offsets[-1]) != (shard.documents, shard.tokens, shard.tokens):
+        raise ValueError(
+            f"{path} is damaged: it has {num_documents:,} documents of {num_tokens:,} tokens, not "
+            f"{shard.documents:,} of {shard.tokens:,}; copy it again, or make the data again"
+        )
+    return _ShardFile(token_ids, _as_int_sequence(offsets))
+
+
+def _count_tokens(
+    files: list[_ShardFile], first_documents: NDArray[np.int64], num_documents: int, num_separators: int
+) -> int:
+    """Count the tokens of the first ``num_documents`` documents."""
+    total = 0
+    for file, first in zip(files, first_documents.tolist(), strict=False):
+        count = min(len(file.offsets) - 1, max(0, num_documents - first))
+        total += file.offsets[count] - num_separators * count
+    return total

@@ -1,4 +1,4 @@
-"""Open the document source that a config section describes."""
+"""Open the document source that a config section describes. Modules are imported when they are needed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from config.data import HubDataset, LocalFiles, PythonStdlib, Synthetic, TextSou
 from diffusionlm.data.reader import DocumentSource, Split
 
 
-def open_source(config: TextSource, split: Split) -> DocumentSource:
-    """The documents of a config section.
+def open_source(config: TextSource, split: Split, key: str) -> DocumentSource:
+    """Open the documents of one split.
+
+    Args:
+        key: the config key of the section, such as ``data.source``; errors name it.
 
     Raises:
-        ValueError: nothing to read; names the path or dataset.
+        ValueError: a path or dataset cannot be read or holds no documents.
     """
     match config:
         case PythonStdlib():
-            from diffusionlm.data.local_files import StdlibSource
+            from diffusionlm.data.local_files import open_stdlib
 
-            return StdlibSource.open(config, split)
+            return open_stdlib(config, split, key)
         case LocalFiles():
             from diffusionlm.data.local_files import open_local_files
 
-            return open_local_files(config, split)
+            return open_local_files(config, split, key)
         case HubDataset():
             from diffusionlm.data.hub import open_hub
 
-            return open_hub(config, split)
+            return open_hub(config, split, key)
         case Synthetic():
-            from diffusionlm.data.synthetic import SyntheticSource
+            from diffusionlm.data.synthetic import open_synthetic
 
-            return SyntheticSource.open(config, split)
+            return open_synthetic(config, split)
         case _:
             assert_never(config)

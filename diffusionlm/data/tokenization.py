@@ -1,4 +1,4 @@
-"""Processes that do nothing but tokenise. No torch, so that they are small and start at once."""
+"""Tokenize documents chunk by chunk, in this process or in others. No torch, so that the processes start fast."""
 
 from __future__ import annotations
 
@@ -19,59 +19,62 @@ from numpy.typing import NDArray
 from diffusionlm.data.reader import ItemsFuture, ResumableReader, Tokens, WindowedReader
 from tokenizer import Tokenizer
 
-CHUNK = 64
-"""Documents that are tokenised together; a run that resumes does at most so many again."""
+CHUNK_DOCUMENTS = 64
+"""Documents that are tokenized together. A resumed run tokenizes at most this many again."""
 
+CHUNKS_PER_PROCESS = 2
+"""Chunks in flight for each process: one in work, one waiting."""
 
-EncodeFunction = Callable[[str], list[int]]
+SPAWN_CONTEXT = get_context("spawn")
+"""Forked children of a process with threads may hang, and CUDA does not survive a fork."""
 
 
 class TextEncoder(Protocol):
-    """Who tokenises."""
+    """Tokenizes chunks of documents, possibly in other processes."""
 
     @property
     def prefetch_depth(self) -> int:
-        """Chunks that are worth handing over before they are needed."""
+        """Number of chunks to submit ahead of time."""
 
     def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
-        """Take over a chunk. What comes back waits for its tokens."""
+        """Start to tokenize a chunk. Call the result to wait for the tokens."""
 
 
 class InlineTextEncoder:
-    """Tokenises in this process, when the tokens are asked for."""
+    """Tokenizes in this process, when the tokens are requested."""
 
     prefetch_depth = 0
 
-    def __init__(self, encode: EncodeFunction) -> None:
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self._encode = encode
 
     def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
-        """Nothing yet."""
-        return lambda: encode_texts(self._encode, texts)
-
-
-def encode_texts(encode: EncodeFunction, texts: list[str]) -> list[Tokens]:
-    """Tokens of each text."""
-    return [np.array(encode(text), dtype=np.int32) for text in texts]
+        return lambda: [np.array(self._encode(text), dtype=np.int32) for text in texts]
 
 
 def tokenize_reader(upstream: ResumableReader[str], encoder: TextEncoder) -> WindowedReader[str, Tokens]:
-    """The documents of a reader, tokenised."""
-    return WindowedReader(upstream, CHUNK, lambda _epoch, _number, texts: encoder.submit(texts), encoder.prefetch_depth)
+    """Tokenize the documents of a reader."""
+
+    def submit(_epoch: int, _index: int, texts: list[str]) -> ItemsFuture[Tokens]:
+        return encoder.submit(texts)
+
+    return WindowedReader(upstream, CHUNK_DOCUMENTS, submit, encoder.prefetch_depth)
 
 
-SPAWN_CONTEXT = get_context("spawn")
-"""Forked children of a process with threads may hang."""
-
-
-CHUNKS_AHEAD = 2
-"""Chunks in flight for each process: one in work, one waiting."""
+@contextlib.contextmanager
+def open_text_encoder(tokenizer: Tokenizer, num_processes: int) -> Iterator[TextEncoder]:
+    """Yield an encoder with this many processes (0: this process), and end them afterwards."""
+    if not num_processes:
+        yield InlineTextEncoder(tokenizer.encode)
+        return
+    with TokenizerPool(tokenizer, num_processes) as pool:
+        yield pool
 
 
 class TokenizerPool:
-    """An `TextEncoder` of some processes, or without any, of this one; a context, which ends them.
+    """A `TextEncoder` with several processes; a context manager.
 
-    They end with the pipe to them as well, so that none outlives this process, whatever ends it.
+    A process also ends when the pipe to it closes, so that none outlives this process.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_processes: int) -> None:
@@ -79,13 +82,12 @@ class TokenizerPool:
         self._num_processes = num_processes
         self._workers: list[tuple[Any, Connection]] = []
         self._idle: queue.SimpleQueue[tuple[Any, Connection]] = queue.SimpleQueue()
-        # A thread for each process: both ends of a pipe may be busy writing to each other.
-        self._threads = ThreadPoolExecutor(max(1, num_processes))
+        # One thread per process: both ends of a pipe may be busy writing to each other.
+        self._threads = ThreadPoolExecutor(num_processes)
 
     @property
     def prefetch_depth(self) -> int:
-        """Chunks that are worth handing over before they are needed."""
-        return CHUNKS_AHEAD * self._num_processes
+        return CHUNKS_PER_PROCESS * self._num_processes
 
     def __enter__(self) -> TokenizerPool:
         try:
@@ -99,7 +101,7 @@ class TokenizerPool:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process, _connection in self._workers:
-            process.kill()  # they have nothing to lose, and hold back gentler signals
+            process.kill()  # they have nothing to save, and they block gentler signals
         for process, _connection in self._workers:
             process.join()
         self._threads.shutdown()
@@ -107,31 +109,29 @@ class TokenizerPool:
             connection.close()
 
     def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
-        """Take over a chunk. What comes back waits for its tokens.
+        """Start to tokenize a chunk.
 
         Raises:
-            ValueError: (when waiting) a text that has no UTF-8 form, or the process was killed.
+            ValueError: (when waiting) a text has no UTF-8 form, or the process ended.
         """
-        if not self._num_processes:
-            return lambda: _split_by_length(*_encode_flat(self._tokenizer, texts))
         return self._threads.submit(self._encode_in_process, texts).result
 
     def _start(self) -> None:
-        for number in range(self._num_processes):
-            ours, theirs = SPAWN_CONTEXT.Pipe()
+        for index in range(self._num_processes):
+            connection, child_connection = SPAWN_CONTEXT.Pipe()
             process = SPAWN_CONTEXT.Process(
-                target=_run_tokenizer, args=(theirs,), name=f"tokeniser {number}", daemon=True
+                target=_run_tokenizer, args=(child_connection,), name=f"tokenizer {index}", daemon=True
             )
             process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            child_connection.close()
+            self._workers.append((process, connection))
         tokenizer = pickle.dumps(self._tokenizer, pickle.HIGHEST_PROTOCOL)
         for process, connection in self._workers:
             self._threads.submit(self._send_tokenizer, process, connection, tokenizer)
 
     def _send_tokenizer(self, process: Any, connection: Connection, tokenizer: bytes) -> None:
-        """Not as an argument of the process: to one that ends while it starts, `start` would write for ever."""
-        with contextlib.suppress(OSError):  # its first chunk tells
+        """Send the tokenizer from a thread: as a process argument, `start` would hang if the process ends early."""
+        with contextlib.suppress(OSError):  # the first chunk reports that the process ended
             connection.send_bytes(tokenizer)
         self._idle.put((process, connection))
 
@@ -143,19 +143,20 @@ class TokenizerPool:
         except (EOFError, OSError):
             process.join()
             raise ValueError(
-                f"a process that tokenises ended (exit code {process.exitcode}); if the system ran out of memory, "
+                f"a tokenizer process ended (exit code {process.exitcode}); if the system ran out of memory, "
                 "use fewer workers"
             ) from None
         finally:
             self._idle.put((process, connection))
         if isinstance(answer, Exception):
             raise answer
-        return _split_by_length(*answer)
+        token_ids, lengths = answer
+        return [token_ids[start:end] for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
 
 
 def _run_tokenizer(connection: Connection) -> None:
-    """What a process does."""
-    with contextlib.suppress(EOFError, OSError):  # nobody is there any more
+    """Tokenize chunks in a child process until the pipe closes."""
+    with contextlib.suppress(EOFError, OSError):
         tokenizer: Tokenizer = connection.recv()
         while True:
             texts = connection.recv()
@@ -166,23 +167,22 @@ def _run_tokenizer(connection: Connection) -> None:
 
 
 def _encode_flat(tokenizer: Tokenizer, texts: list[str]) -> tuple[Tokens, NDArray[np.int64]]:
-    """Ids of all texts, and how many each has: two arrays are sent faster than one for each text."""
+    """Return the token ids of all texts and the length of each: two arrays are sent faster than one per text."""
     documents = [tokenizer.encode(text) for text in texts]
     lengths = np.fromiter(map(len, documents), np.int64, len(documents))
     return np.fromiter(chain.from_iterable(documents), np.int32, int(lengths.sum())), lengths
 
 
-def _split_by_length(ids: Tokens, lengths: NDArray[np.int64]) -> list[Tokens]:
-    return [ids[start:end] for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
-
-
 @contextlib.contextmanager
 def block_signals() -> Iterator[None]:
-    """Processes that start now never see Ctrl-C, SIGTERM and SIGUSR1, which reach the whole group of processes: whoever
-    started them decides when they end. This process sees them behind the block."""
-    resource_tracker.ensure_running()  # else the first process to start brings it along, and that lets signals through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM})
+    """Block SIGINT, SIGTERM and SIGUSR1 while child processes start; they inherit the mask.
+
+    These signals reach the whole process group, but the parent decides when its children end. The parent receives
+    signals after the block.
+    """
+    resource_tracker.ensure_running()  # started with the first process, it would unblock the signals
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)

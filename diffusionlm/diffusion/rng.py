@@ -1,4 +1,4 @@
-"""Keyed random numbers: they depend on (seed, stream, key) only, never on what was drawn before."""
+"""Keyed chance: a number is a function of (seed, stream, key), never of what was drawn before it."""
 
 from __future__ import annotations
 
@@ -8,39 +8,36 @@ import numpy as np
 
 
 class RngStream(IntEnum):
-    """Purpose of random numbers: the first part of every key, so that purposes never share numbers.
-
-    The docstring of each member names the rest of its key.
-    """
+    """What a draw is for. The first part of every key, so that no two purposes share their chance."""
 
     NOISE_LEVELS = 0
-    """(step): offsets of the noise levels of all sequences."""
+    """(step): offsets of the rows' noise levels."""
     MASKS = 1
-    """(step, sequence in the step): masks of one sequence."""
+    """(step, row of the step): noise of one row."""
     REPLACEMENT_TOKENS = 3
-    """(step, sequence in the step): random tokens in place of masked ones."""
+    """(step, row of the step): random tokens in place of noised ones."""
     BLOCK_LENGTH = 2
-    """(step): block length of the step, if there are several."""
+    """(step): block length of the step, where there are several."""
     DOCUMENT_ORDER = 10
-    """(epoch, window), for shards (epoch); in a mixture preceded by the component."""
+    """(epoch, window), of shards (epoch); in a mixture with the part before it."""
     SEQUENCE_ORDER = 11
-    """(epoch, window); in a mixture preceded by the component."""
+    """(epoch, window); in a mixture with the part before it."""
     RANDOM_LENGTH = 12
-    """(step): whether the step's sequences are cut; (step, sequence in the step): where."""
+    """(step) whether the rows are cut, (step, row of the step) where."""
     SYNTHETIC = 13
     """(split, epoch, block of documents): text of a synthetic source."""
     LIKELIHOOD_LEVELS = 20
-    """(): offsets of the sequences of an evaluation; (sequence): order of its blocks."""
+    """(): offsets of the rows of an evaluation, (row): order of its blocks."""
     LIKELIHOOD_MASKS = 21
-    """(Monte Carlo sample, sequence): masks of an evaluation."""
+    """(draw, row): masks of an evaluation."""
     FILL_MASKS = 22
-    """(masked share in thousandths, sequence): masks of the fill test."""
+    """(share in thousandths, row): masks of the fill test."""
     TOKEN_SAMPLING = 30
-    """(forward): tokens that a request samples."""
+    """(forward): a request's choice of tokens."""
     POSITION_ORDER = 31
-    """(forward): positions that a request selects."""
+    """(forward): a request's choice of positions."""
 
 
 def keyed_rng(seed: int, stream: RngStream, *key: int) -> np.random.Generator:
-    """Counter-based generator (Philox) for a key of non-negative integers."""
+    """Counter-based chance for a key of non-negative integers: equal keys give equal numbers, anywhere."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy=seed, spawn_key=(stream, *key))))

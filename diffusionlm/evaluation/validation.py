@@ -12,7 +12,7 @@ from ddp.map_over_ranks import MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components, read_training_tokens
-from diffusionlm.data.reader import KnownEntropy
+from diffusionlm.data.synthetic import SyntheticSource
 from diffusionlm.evaluation.evaluate import VALIDATION_SEED, EvaluationResult, evaluate
 from diffusionlm.evaluation.ngram import NgramModel, max_order
 from diffusionlm.models.transformer import Transformer
@@ -49,7 +49,7 @@ class Validator:
         reader = build_row_reader(parts, config.data, tokenizer, config.row_length, VALIDATION_SEED, repeat=False)
         rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
         if not rows:
-            raise ValueError("data.source has no validation documents; give some, or a larger validation_fraction")
+            raise ValueError("[data]: the sources have no validation documents; add some, or raise validation_fraction")
         return cls(config, tokenizer, training_parts, rows, world)
 
     @property
@@ -68,15 +68,16 @@ class Validator:
         """
         data = self.config.data
         source = self.training_parts[0].source if len(self.training_parts) == 1 else None
-        if not isinstance(source, KnownEntropy) or data.rows != "padded":
+        if not isinstance(source, SyntheticSource) or data.rows != "padded":
             return None
         if self.config.model.logit_alignment == "shifted" and not data.begin_with_eos:
             return None  # the first token is not scored
-        if source.max_length + data.begin_with_eos + data.end_with_eos > self.config.row_length:
+        distribution = source.distribution
+        if distribution.max_length + data.begin_with_eos + data.end_with_eos > self.config.row_length:
             return None
         if self.block_lengths[0] is None:
-            return source.entropy_nats - source.length_entropy_nats
-        return source.entropy_nats if source.length_entropy_nats == 0.0 else None
+            return distribution.entropy_nats - distribution.length_entropy_nats
+        return distribution.entropy_nats if distribution.length_entropy_nats == 0.0 else None
 
     def evaluate_quick(self, model: Transformer) -> EvaluationResult:
         """Evaluate during the run, for the model's first block length."""

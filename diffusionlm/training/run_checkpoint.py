@@ -163,7 +163,7 @@ def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:
                 component.weight / total_weight,
                 section.source.dataset if isinstance(section.source, HubDataset) else None,
             )
-            for component, section in zip(run.components, config.data.parts, strict=True)
+            for component, section in zip(run.components, config.data.components, strict=True)
         ),
         objective=to_toml(config.objective),
         optimizer=config.optimizer.kind,

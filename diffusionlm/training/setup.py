@@ -24,7 +24,7 @@ from diffusionlm.checkpoints.huggingface import build_config_json, load_model_wi
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
 from diffusionlm.checkpoints.weights import load_weights
 from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
-from diffusionlm.data.reader import first_documents
+from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
@@ -95,7 +95,9 @@ def _train_tokenizer(config: TokenizerConfig, components: list[MixtureComponent]
         text
         for component in components
         if not isinstance(component.source, ShardDocuments)
-        for text in first_documents(component.source, int(config.max_training_bytes * component.weight / total_weight))
+        for text in read_first_documents(
+            component.source, int(config.max_training_bytes * component.weight / total_weight)
+        )
     )
     tokenizer = train_bpe(texts, vocab_size=config.vocab_size, pattern=config.pattern)
     if tokenizer.vocab_size < config.vocab_size:

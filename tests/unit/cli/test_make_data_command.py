@@ -1,9 +1,8 @@
-"""``diffusionlm-make-data``: what it prints, how it ends, and that it goes on."""
+"""``diffusionlm-make-data``: output, exit codes, interruption and continuation."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -23,19 +22,38 @@ from config.train import TrainConfig
 
 ROOT = Path(__file__).parents[3]
 RESOURCES = ROOT / "config" / "resources"
-COMMAND = [sys.executable, "-m", "cli.make_data"]
 MARKOV = [
     "source=markov",
     "source.documents_per_epoch=300",
     "source.validation_documents=40",
     "tokenizer.vocab_size=258",
 ]
-MANY = ["source.documents_per_epoch=40000", "output.shard_tokens=20000"]
-"""More than is done before it is interrupted."""
+SHARDS = ["output.shard_tokens=1000"]
+"""Ten shards for the 9,600 training tokens."""
+
+GATED_COMMAND = """
+import sys, time
+from pathlib import Path
+import cli.make_data
+from diffusionlm.data import make_data
+
+directory, num_shards, gate = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+make_data.CHUNK_CHARACTERS = 700
+report = cli.make_data._ProgressReporter.__call__
+
+def report_and_wait(*arguments):
+    report(*arguments)
+    if len(list(directory.glob("train-*.idx"))) >= num_shards:
+        gate.touch()
+        time.sleep(300)
+
+cli.make_data._ProgressReporter.__call__ = report_and_wait
+cli.make_data.main(sys.argv[4:])
+"""
+"""The command in small chunks. Once it has written so many shards it creates a file and waits to be killed."""
 
 
 def arguments(directory: Path, *overrides: str) -> list[str]:
-    """With a source that is made up at once."""
     values = [*MARKOV, f"output.directory={directory}", "output.workers=0", *overrides]
     return [part for value in values for part in ("--set", value)]
 
@@ -50,7 +68,7 @@ def test_the_shipped_config() -> None:
     assert (config.output.format, config.output.shard_tokens, config.output.workers) == ("bin", 100_000_000, None)
 
 
-def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "with space"
     main(["--config", str(RESOURCES / "make_data.toml"), *arguments(directory)])
     shown = capsys.readouterr()
@@ -60,8 +78,11 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert lines[2].split() == ["validation", "40", "1,280", "1,280", "1.00", "2", "0.0"]
     assert lines[3:5] == ["left out or mended, train: nothing", "left out or mended, validation: nothing"]
     assert lines[5] == f"written to {directory}: bin, uint16, 258 ids; index.json lists the files"
-    assert shown.err == "training a byte-level BPE tokenizer of 258 tokens ...\n"
-    # The next command is one.
+    progress = shown.err.splitlines()
+    assert progress[0] == "training a byte-level BPE tokenizer of 258 tokens ..."
+    assert progress[1].startswith("validation: 1,280 bytes, ") and progress[1].endswith(", 40 documents, 1,280 tokens")
+    assert progress[2].startswith("train: 9,600 bytes, ") and progress[2].endswith(", 300 documents, 9,600 tokens")
+    # The suggested command is valid.
     command, *words = shlex.split("\n".join(lines[6:]).removeprefix("next: uv run ").replace("\\\n", ""))
     assert command == "diffusionlm-train"
     monkeypatch.chdir(ROOT)
@@ -78,7 +99,7 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
 @pytest.mark.parametrize(
     ("overrides", "code", "words"),
     [
-        (["source=shards"], 2, 'kind = "shards" has tokens already, and no text'),
+        (["source=shards"], 2, 'kind = "shards" has tokens, not text'),
         (["source=nothing"], 2, '"python-stdlib", "files", "hub", "markov"'),
         (["output.format=arrow"], 2, '"bin", "parquet" or "dat"'),
         (["output.shard_tokens=0"], 2, "must be greater than 0"),
@@ -92,7 +113,7 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
         ),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_errors(
     overrides: list[str],
     code: int,
     words: str,
@@ -101,11 +122,11 @@ def test_what_is_wrong_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    wanted = ["source=markov", f"output.directory={tmp_path / 'made'}", *overrides]
-    if any(override.startswith("source") for override in overrides):
-        wanted = wanted[1:]
+    values = [f"output.directory={tmp_path / 'made'}", *overrides]
+    if not any(override.startswith("source") for override in overrides):
+        values = ["source=markov", *values]
     with pytest.raises(SystemExit) as caught:
-        main(["--config", os.devnull, *(part for value in wanted for part in ("--set", value))])
+        main(["--config", os.devnull, *(part for value in values for part in ("--set", value))])
     shown = capsys.readouterr()
     assert caught.value.code == code
     assert shown.err.startswith("diffusionlm-make-data: error: ")
@@ -113,7 +134,7 @@ def test_what_is_wrong_is_said(
     assert not (tmp_path / "made").exists()
 
 
-def test_help_and_config_errors_wait_for_nothing() -> None:
+def test_help_and_config_errors_import_little() -> None:
     code = (
         "import sys, contextlib, cli.make_data\n"
         "for argv in (['--help'], ['--set', 'a.b=1', '--config', '/dev/null'], ['--schema'], []):\n"
@@ -126,27 +147,31 @@ def test_help_and_config_errors_wait_for_nothing() -> None:
     assert "diffusionlm-make-data --config config/resources/make_data.toml" in done.stdout
 
 
-def test_making_needs_no_torch(tmp_path: Path) -> None:
-    """Neither here nor in the processes that tokenise, of which there may be many."""
+def test_no_torch(tmp_path: Path) -> None:
+    """Neither the command nor its tokenizer processes import torch."""
     code = "import sys, cli.make_data\ncli.make_data.main(sys.argv[1:])\nassert 'torch' not in sys.modules"
     words = ["--config", os.devnull, *arguments(tmp_path / "made")]
     subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, check=True, timeout=60)
 
 
 @contextlib.contextmanager
-def running(directory: Path, until: int) -> Iterator[subprocess.Popen[str]]:
-    """The command with two processes, once it has finished the shard with this number."""
-    words = ["--config", os.devnull, *arguments(directory, *MANY, "output.workers=2")]
+def command_at_gate(directory: Path, num_shards: int, gate: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command with two workers, which waits after ``num_shards`` shards."""
+    options = ["--config", os.devnull, *arguments(directory, *SHARDS, "output.workers=2")]
     process = subprocess.Popen(
-        [*COMMAND, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", GATED_COMMAND, str(directory), str(num_shards), str(gate), *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
-            if (directory / f"train-{until:05}.idx").exists():
-                break
-            time.sleep(0.005)
-        assert process.poll() is None, process.communicate()
+        deadline = time.monotonic() + 120
+        while not gate.exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -167,7 +192,7 @@ def group_members(group: int) -> list[int]:
 
 
 def wait_until_alone(group: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while group_members(group):
         assert time.monotonic() < deadline, group_members(group)
         time.sleep(0.02)
@@ -175,26 +200,25 @@ def wait_until_alone(group: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted in /proc")
 def test_ctrl_c_and_kill(tmp_path: Path) -> None:
-    """Neither leaves processes behind, and what is made in the end is what an undisturbed command makes."""
+    """Neither leaves processes behind, and the files are those of an uninterrupted command."""
     directory = tmp_path / "made"
-    with running(directory, until=1) as process:
+    with command_at_gate(directory, 2, tmp_path / "gate") as process:
         assert len(group_members(process.pid)) >= 3
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        out, err = process.communicate(timeout=30)
+        os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C in a terminal
+        out, err = process.communicate(timeout=60)
         assert process.returncode == 130
         assert out == ""
         assert "Traceback" not in err
-        assert err.endswith("The same command goes on from there\ndiffusionlm-make-data: interrupted\n")
+        assert "stopped; 4 shards are complete. Repeat the command to continue\n" in err
+        assert err.endswith("diffusionlm-make-data: interrupted\n")
         wait_until_alone(process.pid)
     assert not list(directory.glob("*-*.tmp"))
-    done = json.loads((directory / "progress.json").read_text())["splits"]["train"]["index"]["shards"]
-    assert len(done) >= 1
-    with running(directory, until=len(done) + 1) as process:
+    with command_at_gate(directory, 5, tmp_path / "gate again") as process:
         assert len(group_members(process.pid)) >= 3
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         assert process.returncode == -signal.SIGKILL
         wait_until_alone(process.pid)
-    main(["--config", os.devnull, *arguments(directory, *MANY)])
-    main(["--config", os.devnull, *arguments(tmp_path / "undisturbed", *MANY)])
-    assert digest(directory) == digest(tmp_path / "undisturbed")
+    main(["--config", os.devnull, *arguments(directory, *SHARDS)])
+    main(["--config", os.devnull, *arguments(tmp_path / "uninterrupted", *SHARDS)])
+    assert digest(directory) == digest(tmp_path / "uninterrupted")

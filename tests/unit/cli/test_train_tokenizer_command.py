@@ -65,8 +65,8 @@ def test_it_learns_measures_and_writes(texts: Path, tmp_path: Path, capsys: pyte
     main(options(texts, directory))
     output = capsys.readouterr()
     config = LocalFiles(paths=(str(texts),), validation_fraction=0.1)
-    train, _ = open_source(config, "train").read(0, None, 1000)
-    held_out, _ = open_source(config, "validation").read(0, None, 1000)
+    train, _ = open_source(config, "train", "source").read(0, None, 1000)
+    held_out, _ = open_source(config, "validation", "source").read(0, None, 1000)
     assert len(train) + len(held_out) == 300 and held_out
 
     tokenizer = load_tokenizer(directory)

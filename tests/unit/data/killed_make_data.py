@@ -15,7 +15,7 @@ from diffusionlm.data import make_data as module
 from diffusionlm.data.shard_writers import HashedFile
 
 values, reference = json.loads(sys.argv[1]), Path(sys.argv[2])
-module.CHUNK_CHARACTERS, module.DOCUMENTS_AT_ONCE = 700, 3
+module.CHUNK_CHARACTERS, module.CHUNK_READ_DOCUMENTS = 700, 3
 config = MakeDataConfig.model_validate(values)
 directory = config.output.directory
 # Also loads what is loaded when it is needed, once for all children.

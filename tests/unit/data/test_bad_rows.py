@@ -30,7 +30,7 @@ def opened(path: Path, on_bad_row: str, **options: Any) -> DocumentSource:
     config = LocalFiles.model_validate(
         {"paths": (str(path),), "validation_paths": ("unused",), "on_bad_row": on_bad_row, **options}
     )
-    return open_source(config, "train")
+    return open_source(config, "train", "data.source")
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def test_long_and_last_rows(tmp_path: Path, drain: Drain) -> None:
 def test_array_that_breaks_off(end: bytes, tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'[{"text": "a"},\n\n{"text": "b"}' + end)
-    with pytest.raises(ValueError, match=r"a\.json, line 3: malformed JSON: .*what follows in the array is lost"):
+    with pytest.raises(ValueError, match=r"a\.json, line 3: malformed JSON: .*the rest of the array is lost"):
         drain(opened(path, "raise"))
     for policy in ("skip", "replace"):
         source = opened(path, policy)
@@ -238,7 +238,7 @@ def test_empty_files(tmp_path: Path, drain: Drain) -> None:
         opened(tmp_path, "raise")
     source = opened(tmp_path, "skip")
     assert drain(source) == drain(source) == ["b"] and source.skipped == {"empty file": 1}
-    with pytest.raises(ValueError, match=r"empty file .*a\.jsonl; remove it, name others$"):
+    with pytest.raises(ValueError, match=r"empty file .*a\.jsonl; remove it, name other files$"):
         opened(tmp_path / "a.jsonl", "skip")
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.py").touch()
@@ -253,7 +253,7 @@ ARCHIVES = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".
 @pytest.mark.parametrize("ending", ARCHIVES)
 def test_truncated_archive(ending: str, tmp_path: Path, drain: Drain, monkeypatch: pytest.MonkeyPatch) -> None:
     """All whole rows before the end are there; how many are lost nobody knows."""
-    monkeypatch.setattr("diffusionlm.data.file_formats.CHUNK", 100)
+    monkeypatch.setattr("diffusionlm.data.file_formats.BUFFER_BYTES", 100)
     texts = [f"{number}" for number in range(200)]
     rows = [f'{{"text": "{text}"}}\n'.encode() for text in texts]
     first, second = ARCHIVES[ending](b"".join(rows[:150])), ARCHIVES[ending](b"".join(rows[150:]))

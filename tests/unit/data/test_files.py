@@ -42,7 +42,7 @@ KINDS = [(form, ending) for form in FORMATS for ending in COMPRESS if form != "p
 
 def opened(*paths: Path | str, split: Split = "train", **options: Any) -> DocumentSource:
     options.setdefault("validation_paths", ("unused",))  # so that no document is kept for validation
-    return open_source(LocalFiles(paths=tuple(map(str, paths)), **options), split)
+    return open_source(LocalFiles(paths=tuple(map(str, paths)), **options), split, "data.source")
 
 
 def json_lines(texts: list[str]) -> str:
@@ -115,9 +115,9 @@ def options_of(form: str) -> dict[str, str]:
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks end in the middle of lines, of characters and of row groups."""
-    monkeypatch.setattr(file_formats, "CHUNK", 61)
+    monkeypatch.setattr(file_formats, "BUFFER_BYTES", 61)
     monkeypatch.setattr(file_formats, "COMPRESSED_BLOCK", 37)
-    monkeypatch.setattr(file_formats, "MOST_BATCH_ROWS", 3)
+    monkeypatch.setattr(file_formats, "MAX_PARQUET_BATCH_ROWS", 3)
 
 
 @pytest.mark.parametrize(("form", "ending"), KINDS)
@@ -354,7 +354,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.source\.paths: .*002\.jsonl has changed .*start a new run"):
         source.read(0, behind, 100)
     last.unlink()
-    with pytest.raises(ValueError, match=r"002\.jsonl was there, and cannot be read now \(No such file"):
+    with pytest.raises(ValueError, match=r"002\.jsonl can no longer be read \(No such file"):
         other.read(0, None, 100)
 
 
@@ -365,7 +365,7 @@ def test_a_place_behind_the_end_of_a_file(ending: str, tmp_path: Path) -> None:
     path.write_bytes(COMPRESS[ending](json_lines(TEXTS).encode()))
     _, position = opened(path).read(0, None, 30)
     path.write_bytes(COMPRESS[ending](json_lines(TEXTS[:9]).encode()))
-    with pytest.raises(ValueError, match=r"a\.jsonl.* ends before byte [\d,]+, where reading is to go on"):
+    with pytest.raises(ValueError, match=r"a\.jsonl.* has no byte [\d,]+, where reading continues"):
         opened(path).read(0, position, 1)
 
 
@@ -395,7 +395,7 @@ def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Path, "open", refusing)
     with pytest.raises(ValueError, match=r"data\.source\.paths: .*001\.jsonl cannot be read \(Permission denied\)"):
         opened(folder)
-    with pytest.raises(ValueError, match=r"data\.source\.paths: .*001\.jsonl cannot be read on \(Permission denied\)"):
+    with pytest.raises(ValueError, match=r"data\.source\.paths: .*001\.jsonl cannot be read \(Permission denied\)"):
         source.read(0, None, 100)
 
 
@@ -406,7 +406,7 @@ def test_formats_that_cannot_be_told(tmp_path: Path) -> None:
     (tmp_path / "d.parquet.gz").write_bytes(b"d")
     with pytest.raises(ValueError, match=r"b\.txt is plain text and .*a\.jsonl is json; .*\[\[data\.mixture\]\]"):
         opened(tmp_path / "a.jsonl", tmp_path / "b.txt")
-    with pytest.raises(ValueError, match=r"c\.dat by its ending; .*data\.source\.format"):
+    with pytest.raises(ValueError, match=r"c\.dat does not tell its format; .*data\.source\.format"):
         opened(tmp_path / "c.dat")
     with pytest.raises(ValueError, match=r"d\.parquet\.gz .*unpack it"):
         opened(tmp_path / "d.parquet.gz")

@@ -33,7 +33,7 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(dataset: Path | str, split: Split = "train", **options: Any) -> DocumentSource:
     options.setdefault("validation_split", "test")  # so that no document is kept for validation
-    return open_source(HubDataset(dataset=str(dataset), **options), split)
+    return open_source(HubDataset(dataset=str(dataset), **options), split, "data.source")
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_damage_ends_the_stream_with_an_error(tmp_path: Path, drain: Drain) -> N
     rows = [{"text": text} for text in TEXTS]
     folder = json_directory(tmp_path / "lines", rows)
     (folder / "train-1.jsonl").write_text('{"text": "a"}\n{"text": broken}\n')
-    with pytest.raises(ValueError, match=r"data\.source\.dataset = .*cannot be read on behind row 57.*kind = "):
+    with pytest.raises(ValueError, match=r"data\.source\.dataset = .*cannot be read after row 57.*kind = "):
         drain(opened(folder, on_bad_row="skip"))
 
 

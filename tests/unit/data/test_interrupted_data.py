@@ -77,7 +77,7 @@ def test_a_run_over_bad_rows_resumes_exactly(policy: str, tmp_path: Path, byte_t
     config = LocalFiles.model_validate({"paths": (str(path),), "validation_paths": ("unused",), "on_bad_row": policy})
 
     def make() -> Loader:
-        return loader_of(open_source(config, "train"), "packed", 4, byte_tokenizer)
+        return loader_of(open_source(config, "train", "data.source"), "packed", 4, byte_tokenizer)
 
     loader = make()
     states, steps = [], []
@@ -102,7 +102,7 @@ def test_an_epoch_that_ends_exactly_at_a_checkpoint(
 
     def make() -> Loader:
         config = LocalFiles(paths=(str(path),), validation_paths=("unused",))
-        source = open_source(config, "train") if kind == "file" else list_reader(documents)
+        source = open_source(config, "train", "data.source") if kind == "file" else list_reader(documents)
         return loader_of(source, "padded", 4, byte_tokenizer)
 
     loader = make()

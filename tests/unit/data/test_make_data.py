@@ -20,7 +20,7 @@ from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from config.tokenizer import TokenizerConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data import shard_writers
-from diffusionlm.data.make_data import make_data, report
+from diffusionlm.data.make_data import make_data
 from diffusionlm.data.reader import Split
 from diffusionlm.data.shard_index import ShardFormat
 from diffusionlm.data.shards import ShardDocuments
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are many."""
     monkeypatch.setattr(module, "CHUNK_CHARACTERS", 700)
-    monkeypatch.setattr(module, "DOCUMENTS_AT_ONCE", 3)
+    monkeypatch.setattr(module, "CHUNK_READ_DOCUMENTS", 3)
 
 
 def config_of(folder: Path, directory: Path, tokenizer: str | None = "given", **output: Any) -> MakeDataConfig:
@@ -80,7 +80,7 @@ def digest(directory: Path) -> dict[str, str]:
 
 
 def read(directory: Path, split: Split) -> list[list[int]]:
-    documents = ShardDocuments.open(Shards(path=directory), split)
+    documents = ShardDocuments.open(Shards(path=directory), split, "data.source")
     return [each.tolist() for each in documents.documents(np.arange(len(documents)))]
 
 
@@ -159,7 +159,7 @@ def test_files_do_not_depend_on_workers_or_chunks(
     made = []
     for workers, characters, documents in ((0, 700, 3), (1, 700, 3), (2, 90, 1), (0, 1 << 18, 16)):
         monkeypatch.setattr(module, "CHUNK_CHARACTERS", characters)
-        monkeypatch.setattr(module, "DOCUMENTS_AT_ONCE", documents)
+        monkeypatch.setattr(module, "CHUNK_READ_DOCUMENTS", documents)
         directory = tmp_path / str(len(made))
         make_data(config_of(folder, directory, format=kind, workers=workers), silent)
         made.append(digest(directory))
@@ -177,7 +177,7 @@ def test_an_interruption_after_any_chunk(
 ) -> None:
     reference = tmp_path / "reference"
     make_data(config_of(folder, reference, format=kind), silent)
-    in_order = module._in_order
+    in_order = module._tokenize_chunks
 
     def stopping_after(count: int) -> Callable[..., Any]:
         left = [count]
@@ -195,7 +195,7 @@ def test_an_interruption_after_any_chunk(
     config = config_of(folder, directory, format=kind)
     interruptions = 0
     for count in range(1, 100):
-        monkeypatch.setattr(module, "_in_order", stopping_after(count))
+        monkeypatch.setattr(module, "_tokenize_chunks", stopping_after(count))
         try:
             make_data(config, silent)
             break
@@ -203,7 +203,7 @@ def test_an_interruption_after_any_chunk(
             interruptions += 1
             assert not list(directory.glob("*-*.tmp"))  # half a shard is removed
         if count % 3 == 0:  # else it goes on where the last one stopped, which with few chunks is at the same place
-            monkeypatch.setattr(module, "_in_order", stopping_after(10))
+            monkeypatch.setattr(module, "_tokenize_chunks", stopping_after(10))
             with pytest.raises(Stopped):
                 make_data(config, silent)
     assert interruptions >= 5
@@ -256,13 +256,13 @@ def test_what_was_left_out_is_counted_once_whatever_happens(
     assert skipped["empty"] == 13
     assert sum(skipped.values()) == 39  # of the first 159 rows, one in four
     parts = whole.model_copy(update={"output": whole.output.model_copy(update={"directory": tmp_path / "parts"})})
-    save = module.MakeDataProgress.save
+    save = module.save_progress
 
-    def once(self: Any, directory: Path) -> None:
-        save(self, directory)
+    def save_once(progress: Any, directory: Path) -> None:
+        save(progress, directory)
         raise Stopped
 
-    monkeypatch.setattr(module.MakeDataProgress, "save", once)
+    monkeypatch.setattr(module, "save_progress", save_once)
     for _ in range(100):
         try:
             make_data(parts, silent)
@@ -270,8 +270,6 @@ def test_what_was_left_out_is_counted_once_whatever_happens(
         except Stopped:
             continue
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
-    assert "left out or mended, train: " in report(index, tmp_path)
-    assert "13 empty" in report(index, tmp_path)
 
 
 def test_a_complete_directory_is_checked(folder: Path, tmp_path: Path) -> None:
@@ -291,7 +289,7 @@ def test_a_complete_directory_is_checked(folder: Path, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(data)
-    assert f"{path} is damaged: its checksum is not the index's" in failure(config)
+    assert f"{path} is damaged: its checksum is not the one in index.json" in failure(config)
     path.unlink()
     assert f"{path} is missing" in failure(config)
 
@@ -311,14 +309,14 @@ def test_what_was_made_otherwise_is_refused(
         make_data(config, silent)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "write_text_atomic", stopping)  # the index is about to be written
+            patch.setattr(module, "rename_dat_file", stopping)  # before the index is written
             with pytest.raises(Stopped):
                 make_data(config, silent)
     before = digest(directory)
 
     def differs(other: MakeDataConfig, line: str) -> None:
         message = failure(other)
-        assert message.startswith(f"output.directory = {directory} holds data that was made otherwise:\n  ")
+        assert message.startswith(f"output.directory = {directory} holds data from other inputs:\n  ")
         assert message.endswith("\nname another directory, or remove this one")
         assert f"\n  {line}" in message
         assert digest(directory) == before
@@ -332,7 +330,7 @@ def test_what_was_made_otherwise_is_refused(
     differs(config, "the train documents: files/")
     jsonl(text / "train.jsonl", TRAIN)
     save_tokenizer(train_bpe(["other"], vocab_size=260), text / "given")
-    differs(config, f"the tokenizer in {text / 'given'}: its fingerprint is another one now\n")
+    differs(config, f"the tokenizer in {text / 'given'}: it has another fingerprint now\n")
     save_tokenizer(load_tokenizer(folder / "given"), text / "given")
     make_data(config, silent)
     assert read(directory, "validation")
@@ -357,7 +355,7 @@ def test_directories_that_are_not_ours(folder: Path, tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
-    from diffusionlm.data.shard_writers import lock_directory
+    from files.lock import lock_directory
 
     with lock_directory(tmp_path / "made"):
         message = failure(config_of(folder, tmp_path / "made"))
@@ -406,7 +404,7 @@ def test_a_full_disk(
         patch.setattr(shard_writers.HashedFile, "write", limited)
         message = failure(config)
     assert message.startswith(f"output.directory = {tmp_path / 'made'} could not be written: No space left on device (")
-    assert message.endswith("MiB are free there). What was complete is kept: make room, and repeat the command")
+    assert message.endswith("MiB are free there). Finished shards are kept: free some space, and repeat the command")
     progress = json.loads((tmp_path / "made/progress.json").read_text())
     done = [shard for split in progress["splits"].values() for shard in split["index"]["shards"]]
     assert bool(done) == (room > 0)
@@ -420,16 +418,16 @@ def test_a_full_disk_when_the_progress_is_written(
 ) -> None:
     make_data(config_of(folder, tmp_path / "reference"), silent)
     config = config_of(folder, tmp_path / "made")
-    save, left = module.MakeDataProgress.save, [4]
+    save, num_left = module.save_progress, [4]
 
-    def limited(self: Any, directory: Path) -> None:
-        left[0] -= 1
-        if left[0] < 0:
+    def save_on_small_disk(progress: Any, directory: Path) -> None:
+        num_left[0] -= 1
+        if num_left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(self, directory)
+        save(progress, directory)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.MakeDataProgress, "save", limited)
+        patch.setattr(module, "save_progress", save_on_small_disk)
         assert "No space left on device" in failure(config)
     make_data(config, silent)
     assert digest(tmp_path / "made") == digest(tmp_path / "reference")
@@ -468,7 +466,7 @@ def test_tokenizers_that_do_not_do(folder: Path, tmp_path: Path) -> None:
     plain = load_tokenizer(folder / "given")
     save_tokenizer(Tokenizer(plain.vocab, plain.merges, {}, plain.pattern), tmp_path / "given")
     config = config_of(tmp_path, tmp_path / "made").model_copy(update=_source_of(folder))
-    assert "the tokenizer has no end-of-text token, which documents end in" in failure(config)
+    assert "the tokenizer has no end-of-text token, which ends documents" in failure(config)
     config = config_of(tmp_path, tmp_path / "made", tokenizer="none").model_copy(update=_source_of(folder))
     assert f"{tmp_path / 'none'}: holds no tokenizer" in failure(config)
 
@@ -485,18 +483,6 @@ def test_a_process_that_is_killed_is_told(folder: Path, tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(TokenizerPool, "submit", killing)
         message = failure(config_of(folder, tmp_path / "made", workers=1))
-    assert (
-        "a process that tokenises ended (exit code -9); if the system ran out of memory, use fewer workers" in message
-    )
+    assert "a tokenizer process ended (exit code -9); if the system ran out of memory, use fewer workers" in message
     make_data(config_of(folder, tmp_path / "made", workers=1), silent)
     assert len(read(tmp_path / "made", "train")) == len(TRAIN)
-
-
-def test_progress(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("logger.progress.SECONDS_BETWEEN_LINES", 0.0)
-    lines: list[str] = []
-    index = make_data(config_of(folder, tmp_path / "made"), lines.append)
-    last = [line for line in lines if line.startswith("train: ")][-1]
-    held = index.splits["train"]
-    assert last.startswith(f"train: {held.text_bytes:,} bytes, ")
-    assert last.endswith(f"{held.documents:,} documents, {held.tokens:,} tokens")

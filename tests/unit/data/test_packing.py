@@ -290,7 +290,7 @@ def test_best_fit_keeps_every_document_whole_where_it_fits(
 ) -> None:
     def make() -> Any:
         texts = tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode))
-        return pack_best_fit(texts, row_format(length, begin, end), window=25)
+        return pack_best_fit(texts, row_format(length, begin, end), window_size=25)
 
     rows = drain(make())
     longest = length - begin

@@ -55,7 +55,7 @@ def write_shards(
             writer.add(documents[first : first + 7])
         tokens = sum(map(len, documents))
         made.append(ShardEntry(documents=len(documents), tokens=tokens, text_bytes=3 * tokens, parts=writer.finish()))
-    rename_dat_file(folder, split, kind)
+    rename_dat_file(folder, split)
     split_index = SplitIndex(identity="source/1", provenance="7 files of 1,234 bytes", shards=tuple(made))
     index = ShardIndex(
         format=kind,
@@ -71,7 +71,11 @@ def write_shards(
 
 
 def opened(folder: Path, max_documents: int | None = None, split: Split = "train") -> ShardDocuments:
-    return ShardDocuments.open(Shards(path=folder, max_documents=max_documents), split)
+    return ShardDocuments.open(Shards(path=folder, max_documents=max_documents), split, "data.source")
+
+
+def read_document(documents: ShardDocuments, index: int) -> Tokens:
+    return documents.documents(np.array([index]))[0]
 
 
 def same(found: list[Tokens], expected: list[Tokens]) -> bool:
@@ -100,13 +104,13 @@ def test_every_token_comes_back(tmp_path: Path, kind: ShardFormat, vocab_size: i
     order = np.random.default_rng(1).integers(0, 300, 1_000)
     assert same(found.documents(order), [documents[index] for index in order])
     for index in (0, 1, 7, 8, 299):
-        assert np.array_equal(found.tokens(index), documents[index])
-        assert found.tokens(index).dtype == np.int32
+        assert np.array_equal(read_document(found, index), documents[index])
+        assert read_document(found, index).dtype == np.int32
     assert found.documents(np.array([], dtype=np.int64)) == []
     with pytest.raises(AssertionError):
-        found.tokens(300)
+        read_document(found, 300)
     with pytest.raises(AssertionError):
-        found.tokens(-1)
+        read_document(found, -1)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -187,7 +191,7 @@ def test_only_the_first_documents(tmp_path: Path, kind: ShardFormat) -> None:
         assert found.num_tokens == sum(map(len, documents[:count]))
         assert same(found.documents(np.arange(count)), documents[:count])
         with pytest.raises(AssertionError):
-            found.tokens(count)
+            read_document(found, count)
     assert len(opened(folder, 1_000)) == 100
     held_out = write_shards(tmp_path / "validation", [documents], kind, split="validation")
     assert len(opened(held_out, 5, "validation")) == 100  # it is about training documents
@@ -262,10 +266,10 @@ def refused(folder: Path, split: Split = "train") -> str:
 def test_what_is_no_directory_of_shards(tmp_path: Path, three: tuple[Path, list[Tokens]]) -> None:
     folder, _ = three
     missing = tmp_path / "none"
-    assert refused(missing) == f"data.source.path = {missing} is not a directory; diffusionlm-make-data makes one"
-    assert "has no index.json: name a directory that diffusionlm-make-data wrote" in refused(tmp_path)
+    assert refused(missing) == f"data.source.path = {missing} is not a directory; make one with diffusionlm-make-data"
+    assert "has no index.json; name a directory that diffusionlm-make-data wrote" in refused(tmp_path)
     (tmp_path / "progress.json").write_text("{}")
-    assert "is not complete: repeat the diffusionlm-make-data command" in refused(tmp_path)
+    assert "is incomplete; repeat the diffusionlm-make-data command" in refused(tmp_path)
     assert f"data.source.path = {folder} has no validation documents" in refused(folder, "validation")
     path = folder / "index.json"
     text = path.read_text()
@@ -292,7 +296,7 @@ def test_missing_and_short_files(tmp_path: Path, kind: ShardFormat) -> None:
         whole = path.read_bytes()
         path.write_bytes(whole[:-1])
         assert refused(folder) == (
-            f"{path} has {len(whole) - 1:,} bytes, not {len(whole):,}: copy it again, or make the data again"
+            f"{path} has {len(whole) - 1:,} bytes, not {len(whole):,}; copy it again, or make the data again"
         )
         path.write_bytes(whole + b"\0")
         assert f"{path} has {len(whole) + 1:,} bytes" in refused(folder)
@@ -311,10 +315,10 @@ def flip(path: Path, place: int) -> None:
 def test_damage_of_the_same_length(tmp_path: Path) -> None:
     documents = [np.full(5, 7, dtype=np.int32)] * 10
     for kind, name, place, words in (
-        ("bin", "train-00000.idx", 0, "does not cut 50 tokens into 10 documents"),
-        ("bin", "train-00000.idx", 24, "does not cut"),
-        ("bin", "train-00000.idx", -8, "does not cut"),
-        ("dat", "train.dat", -2, "9 documents end in it, not 10"),
+        ("bin", "train-00000.idx", 0, "does not split 50 tokens into 10 documents"),
+        ("bin", "train-00000.idx", 24, "does not split"),
+        ("bin", "train-00000.idx", -8, "does not split"),
+        ("dat", "train.dat", -2, "it has 9 documents, not 10"),
         ("parquet", "train-00000.parquet", -1, "is damaged"),
         ("parquet", "train-00000.parquet", 30, "is damaged"),
     ):
@@ -323,7 +327,7 @@ def test_damage_of_the_same_length(tmp_path: Path) -> None:
         message = refused(folder)
         assert message.startswith(f"{folder / name} is damaged")
         assert words in message
-        with pytest.raises(ValueError, match="its checksum is not the index's"):
+        with pytest.raises(ValueError, match=r"its checksum is not the one in index\.json"):
             check_checksums(folder, read_index(folder, "key").splits["train"])
 
 
@@ -333,9 +337,9 @@ def test_ids_outside_of_the_vocabulary_are_found_when_they_are_read(tmp_path: Pa
         folder = write_shards(tmp_path / str(vocab_size), [documents], vocab_size=vocab_size)
         flip(folder / "train-00000.bin", place)
         damaged = opened(folder)
-        assert damaged.tokens(0).tolist() == [7] * 5
+        assert read_document(damaged, 0).tolist() == [7] * 5
         with pytest.raises(ValueError, match=f"has the token id {found}, and the vocabulary has {vocab_size};"):
-            damaged.tokens(1)
+            read_document(damaged, 1)
 
 
 def test_checksums_find_what_cannot_be_seen_otherwise(tmp_path: Path) -> None:
@@ -346,7 +350,7 @@ def test_checksums_find_what_cannot_be_seen_otherwise(tmp_path: Path) -> None:
         check_checksums(folder, split_index)
         for path in sorted(folder.glob("train*")):
             flip(path, 40)
-            with pytest.raises(ValueError, match=f"{path.name} is damaged: its checksum is not the index's"):
+            with pytest.raises(ValueError, match=f"{path.name} is damaged: its checksum is not the one in index.json"):
                 check_checksums(folder, split_index)
             flip(path, 40)
         check_checksums(folder, split_index)
@@ -354,11 +358,11 @@ def test_checksums_find_what_cannot_be_seen_otherwise(tmp_path: Path) -> None:
 
 def test_too_much_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_shards(tmp_path, [[np.full(6, 7, dtype=np.int32)] * 10], "parquet")
-    monkeypatch.setattr(shards_module, "MOST_PARQUET_TOKENS", 59)
+    monkeypatch.setattr(shards_module, "MAX_PARQUET_TOKENS", 59)
     message = refused(folder)
     assert "is Parquet, whose 60 tokens would take" in message
     assert 'make the data with output.format = "bin", which is for training' in message
-    monkeypatch.setattr(shards_module, "MOST_PARQUET_TOKENS", 60)
+    monkeypatch.setattr(shards_module, "MAX_PARQUET_TOKENS", 60)
     assert len(opened(folder)) == 10
 
 
@@ -385,5 +389,5 @@ def test_a_file_of_a_writer_that_was_interrupted_is_cut_back(tmp_path: Path) -> 
     third.add([np.array([8], dtype=np.int32)])
     third.discard()
     assert path.stat().st_size == 10
-    with pytest.raises(ValueError, match=r"train\.dat\.tmp is shorter than 12 bytes, which were there"):
+    with pytest.raises(ValueError, match=r"train\.dat\.tmp is shorter than the 12 bytes"):
         open_writer("dat", tmp_path, "train", 2, 12, "uint16", EOS)

@@ -35,7 +35,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def both(share: int = 5) -> tuple[DocumentSource, DocumentSource]:
     config = PythonStdlib(validation_share=share)
-    return open_source(config, "train"), open_source(config, "validation")
+    return open_source(config, "train", "data.source"), open_source(config, "validation", "data.source")
 
 
 def names(source: DocumentSource, root: Path) -> list[str]:
@@ -93,9 +93,9 @@ def test_nothing_to_read_is_an_error(library: Path) -> None:
     for path in library.rglob("*.py"):
         path.unlink()
     with pytest.raises(ValueError, match=r"python-stdlib.*train"):
-        open_source(PythonStdlib(), "train")
+        open_source(PythonStdlib(), "train", "data.source")
 
 
 def test_the_real_library_is_there() -> None:
-    source = open_source(PythonStdlib(), "validation")
+    source = open_source(PythonStdlib(), "validation", "data.source")
     assert len(source.read(0, None, 3)[0]) == 3

@@ -1,10 +1,11 @@
-"""Made-up text: what is said of its distribution is exact, and every document is where it was."""
+"""Synthetic text: entropies are exact, and documents are the same from every position."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,25 +18,29 @@ from config.data import (
     DataConfig,
     MarkovChain,
     NestedExpressions,
-    PythonStdlib,
     ReversedAddition,
     ShidokuGrids,
     SyntheticText,
 )
-from diffusionlm.data import synthetic
 from diffusionlm.data.loader import Loader, collate_rows
 from diffusionlm.data.pipeline import build_row_reader, open_components
-from diffusionlm.data.reader import KnownEntropy
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.synthetic import (
+    DIGITS,
     DOCUMENTS_PER_BLOCK,
+    NESTING_PROBABILITY,
+    OPERATORS,
+    AdditionDistribution,
+    CopyDistribution,
     GrammarDistribution,
     MarkovDistribution,
+    ShidokuDistribution,
     SyntheticSource,
+    TextDistribution,
     build_distribution,
     find_solutions,
     is_shidoku,
-    puzzle,
+    make_puzzle,
     shidoku_grids,
 )
 from tokenizer import train_bpe
@@ -68,29 +73,70 @@ def of_size(config: SyntheticText, size: int, **changes: Any) -> SyntheticText:
 
 
 def open_train(config: SyntheticText) -> SyntheticSource:
-    source = open_source(config, "train")
+    source = open_source(config, "train", "data.source")
     assert isinstance(source, SyntheticSource)
     return source
 
 
-def test_the_sample_has_the_entropy_that_is_claimed(config: SyntheticText) -> None:
-    source = open_train(config)
-    documents, _ = source.read(0, None, 10_000)
-    surprises = -np.array([source.log_probability(text) for text in documents])
-    error = surprises.std(ddof=1) / math.sqrt(len(surprises))
-    assert abs(surprises.mean() - source.entropy_nats) <= 4 * error + 1e-9
+def log_probability(distribution: TextDistribution, text: str) -> float:
+    """Return ln p(text) in nats; AssertionError if the probability is 0."""
+    match distribution:
+        case MarkovDistribution(symbols, length, stay):
+            assert len(text) == length and set(text) <= set(symbols)
+            num_stays = sum(a == b for a, b in itertools.pairwise(text))
+            num_moves = length - 1 - num_stays
+            p_move = (1.0 - stay) / (len(symbols) - 1)
+            return -math.log(len(symbols)) + _power_log(stay, num_stays) + _power_log(p_move, num_moves)
+        case CopyDistribution(symbols, length):
+            assert len(text) == 2 * length and text[:length] == text[length:] and set(text) <= set(symbols)
+            return -length * math.log(len(symbols))
+        case AdditionDistribution(digits):
+            form = rf"([0-9]{{{digits}}})\+([0-9]{{{digits}}})=([0-9]{{{digits + 1}}})"
+            match = re.fullmatch(form, text)
+            assert match is not None
+            a, b, total = (int(number[::-1]) for number in match.groups())
+            assert a + b == total
+            return -2 * digits * math.log(10)
+        case ShidokuDistribution():
+            assert is_shidoku(text)
+            return -math.log(288)
+        case GrammarDistribution(depth):
+            value, end = _parse_expression(text, 0, depth)
+            assert end == len(text)
+            return value
+    raise AssertionError(f"unknown distribution {distribution}")
 
 
-def test_lengths_are_as_they_are_said_to_be(config: SyntheticText) -> None:
+def _power_log(probability: float, exponent: int) -> float:
+    return exponent * math.log(probability) if exponent else 0.0
+
+
+def _parse_expression(text: str, start: int, depth: int) -> tuple[float, int]:
+    """Return the log-probability of the expression that starts here, and its end."""
+    if text[start] in DIGITS:
+        return -math.log(len(DIGITS)) + (math.log(1.0 - NESTING_PROBABILITY) if depth else 0.0), start + 1
+    assert text[start] == "(" and depth > 0
+    left, middle = _parse_expression(text, start + 1, depth - 1)
+    assert text[middle] in OPERATORS
+    right, end = _parse_expression(text, middle + 1, depth - 1)
+    assert text[end] == ")"
+    return math.log(NESTING_PROBABILITY) - math.log(len(OPERATORS)) + left + right, end + 1
+
+
+def test_samples_have_the_stated_entropy_and_lengths(config: SyntheticText) -> None:
     source = open_train(config)
+    distribution = source.distribution
     documents, _ = source.read(0, None, 10_000)
+    information = -np.array([log_probability(distribution, text) for text in documents])
+    standard_error = information.std(ddof=1) / math.sqrt(len(information))
+    assert abs(information.mean() - distribution.entropy_nats) <= 4 * standard_error + 1e-9
     counts = Counter(map(len, documents))
-    assert max(counts) <= source.max_length
+    assert max(counts) <= distribution.max_length
     shares = np.array(list(counts.values())) / len(documents)
-    # The plug-in estimate is a little too low: half a nat in 10,000 for each length.
-    assert -(shares * np.log(shares)).sum() == pytest.approx(source.length_entropy_nats, abs=0.05)
-    if source.length_entropy_nats == 0.0:
-        assert set(counts) == {source.max_length}
+    # The plug-in estimate is biased down by about half a nat in 10,000 for each length.
+    assert -(shares * np.log(shares)).sum() == pytest.approx(distribution.length_entropy_nats, abs=0.05)
+    if distribution.length_entropy_nats == 0.0:
+        assert set(counts) == {distribution.max_length}
     assert all(text.isascii() and text.isprintable() for text in documents)
 
 
@@ -107,7 +153,7 @@ def test_lengths_are_as_they_are_said_to_be(config: SyntheticText) -> None:
         (NestedExpressions(depth=0), math.log(10)),
     ],
 )
-def test_entropies_known_from_elsewhere(config: SyntheticText, nats: float) -> None:
+def test_known_entropies(config: SyntheticText, nats: float) -> None:
     assert build_distribution(config).entropy_nats == pytest.approx(nats, abs=5e-7)
 
 
@@ -136,7 +182,7 @@ def derivations(depth: int) -> list[str]:
 )
 def test_probabilities_sum_to_one(config: SyntheticText, texts: list[str]) -> None:
     distribution = build_distribution(config)
-    logs = np.array([distribution.log_probability(text) for text in texts])
+    logs = np.array([log_probability(distribution, text) for text in texts])
     assert len(set(texts)) == len(texts)
     assert np.exp(logs).sum() == pytest.approx(1.0, abs=1e-12)
     assert -(np.exp(logs) * logs).sum() == pytest.approx(distribution.entropy_nats, abs=1e-10)
@@ -145,11 +191,11 @@ def test_probabilities_sum_to_one(config: SyntheticText, texts: list[str]) -> No
     assert of_length == pytest.approx(distribution.length_entropy_nats, abs=1e-10)
 
 
-def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
+def test_sample_frequencies_match_probabilities() -> None:
     distribution = MarkovDistribution("abc", 3, 0.6)
     counts = Counter(distribution.sample(27_000, np.random.default_rng(0)))
     for text in map("".join, itertools.product("abc", repeat=3)):
-        expected = 27_000 * math.exp(distribution.log_probability(text))
+        expected = 27_000 * math.exp(log_probability(distribution, text))
         assert abs(counts[text] - expected) < 5 * math.sqrt(expected)
     grids = Counter(build_distribution(ShidokuGrids()).sample(28_800, np.random.default_rng(0)))
     assert len(grids) == 288
@@ -158,51 +204,21 @@ def test_samples_are_drawn_as_often_as_they_are_likely() -> None:
     assert set(expressions) == set(derivations(1))
 
 
-@pytest.mark.parametrize(
-    ("config", "text", "message"),
-    [
-        (MarkovChain(), "abc", "3 symbols, not 32"),
-        (MarkovChain(length=3), "abz", "holds 'z'"),
-        (MarkovChain(length=3, stay=0.0), "aab", "probability 0"),
-        (MarkovChain(length=3, stay=1.0), "aab", "probability 0"),
-        (ShidokuGrids(), "1234341221434322", "not a 4x4 Sudoku grid"),
-        (CopiedSymbols(length=3), "abcabd", "not a copy"),
-        (CopiedSymbols(length=3), "abab", "4 symbols, not 6"),
-        (ReversedAddition(), "321+654=9751", r"123 \+ 456 is 579, not 1579"),
-        (ReversedAddition(), "21+54=75", "3 digits"),
-        (ReversedAddition(digits=1), "1+1=20\n", "not a sum"),
-        (ReversedAddition(digits=1), "\u0661+1=20", "not a sum"),
-        (NestedExpressions(), "", "unexpected the end at character 0"),
-        (NestedExpressions(), "(1+2", "unexpected the end at character 4"),
-        (NestedExpressions(), "(1", "unexpected the end at character 2"),
-        (NestedExpressions(), "(1-2)", "unexpected '-' at character 2"),
-        (NestedExpressions(), "1+2", r"unexpected '\+' at character 1"),
-        (NestedExpressions(depth=1), "(1+(2*3))", r"at most 1 nested.* unexpected '\(' at character 3"),
-        (NestedExpressions(), "\u0663", "unexpected"),
-    ],
-)
-def test_a_text_of_no_probability_is_an_error(config: SyntheticText, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_distribution(config).log_probability(text)
-
-
 def test_the_shortest_and_the_longest_expression() -> None:
     distribution = GrammarDistribution(3)
     longest = "1"
     for _ in range(3):
         longest = f"({longest}*{longest})"
     assert len(longest) == distribution.max_length == len(distribution.length_probabilities()) - 1
-    # 7 nestings, none of which could not have been, with an operator each, and 8 digits where nothing else may be.
-    expected = 7 * math.log(synthetic.NESTING_PROBABILITY / 2) - 8 * math.log(10)
-    assert distribution.log_probability(longest) == pytest.approx(expected, abs=1e-12)
-    assert distribution.log_probability("7") == pytest.approx(
-        math.log((1 - synthetic.NESTING_PROBABILITY) / 10), abs=1e-12
-    )
+    # 7 nested expressions with an operator each, and 8 digits at the maximum depth.
+    expected = 7 * math.log(NESTING_PROBABILITY / 2) - 8 * math.log(10)
+    assert log_probability(distribution, longest) == pytest.approx(expected, abs=1e-12)
+    assert log_probability(distribution, "7") == pytest.approx(math.log((1 - NESTING_PROBABILITY) / 10), abs=1e-12)
     assert distribution.length_probabilities().sum() == pytest.approx(1.0, abs=1e-12)
     assert np.flatnonzero(distribution.length_probabilities())[:3].tolist() == [1, 5, 9]
 
 
-def test_the_grids_are_all_there_are() -> None:
+def test_all_288_grids_are_valid() -> None:
     grids = shidoku_grids()
     assert len(grids) == len(set(grids)) == 288
     units = [range(row * 4, row * 4 + 4) for row in range(4)]
@@ -218,28 +234,28 @@ def test_puzzles_and_their_solutions() -> None:
     assert find_solutions("." * 16) == list(shidoku_grids())
     assert find_solutions(grid) == [grid]
     assert find_solutions("11" + "." * 14) == []
-    unique = 0
+    num_unique = 0
     for seed in range(50):
-        made = puzzle(grid, 6, np.random.default_rng(seed))
-        assert made.count(".") == 10
-        assert all(digit in (".", right) for digit, right in zip(made, grid, strict=True))
-        assert grid in find_solutions(made)
-        unique += len(find_solutions(made)) == 1
-    assert 0 < unique < 50
-    assert puzzle(grid, 16, np.random.default_rng(0)) == grid
-    assert puzzle(grid, 0, np.random.default_rng(0)) == "." * 16
+        puzzle = make_puzzle(grid, 6, np.random.default_rng(seed))
+        assert puzzle.count(".") == 10
+        assert all(cell in (".", digit) for cell, digit in zip(puzzle, grid, strict=True))
+        assert grid in find_solutions(puzzle)
+        num_unique += len(find_solutions(puzzle)) == 1
+    assert 0 < num_unique < 50
+    assert make_puzzle(grid, 16, np.random.default_rng(0)) == grid
+    assert make_puzzle(grid, 0, np.random.default_rng(0)) == "." * 16
 
 
-def test_what_is_no_puzzle_is_an_error() -> None:
+def test_invalid_puzzles_are_errors() -> None:
     rng = np.random.default_rng(0)
     for text in ("", "." * 15, "5" + "." * 15, "." * 16 + "\n"):
         with pytest.raises(ValueError, match="not a 4x4 puzzle"):
             find_solutions(text)
     for givens in (-1, 17):
-        with pytest.raises(ValueError, match="givens"):
-            puzzle(shidoku_grids()[0], givens, rng)
+        with pytest.raises(ValueError, match="num_givens"):
+            make_puzzle(shidoku_grids()[0], givens, rng)
     with pytest.raises(ValueError, match="not a 4x4 Sudoku grid"):
-        puzzle("1" * 16, 4, rng)
+        make_puzzle("1" * 16, 4, rng)
 
 
 @pytest.mark.parametrize(
@@ -266,15 +282,15 @@ def test_reading_on_from_any_position(size: int, drain: Drain) -> None:
             assert head + drain(open_train(of_size(config, size)), (513,), position=position) == whole
 
 
-def test_all_sources_read_on_as_whole(config: SyntheticText, drain: Drain) -> None:
+def test_all_distributions_read_on_in_any_chunks(config: SyntheticText, drain: Drain) -> None:
     whole = drain(open_train(of_size(config, 3000)))
     assert drain(open_train(of_size(config, 3000)), (1, 1023, 500)) == whole
-    assert drain(open_train(of_size(config, 5000)))[:3000] == whole, "a longer epoch begins alike"
+    assert drain(open_train(of_size(config, 5000)))[:3000] == whole, "a longer epoch starts with the same documents"
 
 
-def test_epochs_splits_and_seeds_have_other_documents(drain: Drain) -> None:
+def test_epochs_splits_and_seeds_differ(drain: Drain) -> None:
     config = MarkovChain(documents_per_epoch=3 * DOCUMENTS_PER_BLOCK, validation_documents=1500)
-    train, validation = open_train(config), open_source(config, "validation")
+    train, validation = open_train(config), open_source(config, "validation", "data.source")
     other = open_train(config.model_copy(update={"seed": 1}))
     groups = [drain(train), drain(train, epoch=1), drain(validation), drain(other)]
     assert [len(group) for group in groups] == [
@@ -285,10 +301,10 @@ def test_epochs_splits_and_seeds_have_other_documents(drain: Drain) -> None:
     ]
     groups += [groups[0][:DOCUMENTS_PER_BLOCK], groups[0][DOCUMENTS_PER_BLOCK:]]
     del groups[0]
-    for one, two in itertools.combinations(groups, 2):
-        # Only the chains that never or hardly ever move are common enough to come twice.
-        assert len(set(one) & set(two)) < 40
-    assert drain(train) == groups[-2] + groups[-1], "an epoch is the same when it is read again"
+    for a, b in itertools.combinations(groups, 2):
+        # Only chains that hardly ever move are likely enough to occur twice.
+        assert len(set(a) & set(b)) < 40
+    assert drain(train) == groups[-2] + groups[-1], "reading an epoch again gives the same documents"
     assert train.identity != validation.identity != other.identity != train.identity
 
 
@@ -310,16 +326,8 @@ def test_identity_changes_with_the_documents_alone() -> None:
     assert len(set(variants)) == len(variants)
 
 
-def test_callers_can_ask_whether_the_entropy_is_known(config: SyntheticText) -> None:
-    source = open_source(config, "validation")
-    assert isinstance(source, KnownEntropy)
-    assert source.entropy_nats == build_distribution(config).entropy_nats
-    assert source.skipped == {}
-    assert not isinstance(open_source(PythonStdlib(), "validation"), KnownEntropy)
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_tokenizer_without_merges_has_one_token_a_character(pattern: str, config: SyntheticText) -> None:
+def test_a_tokenizer_without_merges_has_one_token_per_character(pattern: str, config: SyntheticText) -> None:
     documents, _ = open_train(config).read(0, None, 500)
     tokenizer = train_bpe(documents, vocab_size=258, pattern=pattern)
     assert tokenizer.vocab_size == 258 and tokenizer.merges == ()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusionlm.data.tokenization import TokenizerPool
+from diffusionlm.data.tokenization import open_text_encoder
 from tokenizer import train_bpe
 
 ROOT = Path(__file__).parents[3]
@@ -22,8 +22,8 @@ def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
         "from diffusionlm.data.tokenization import TokenizerPool\n"
         "from tokenizer import Tokenizer\n"
         "many = {f'<special token number {number}>': 256 + number for number in range(10_000)}\n"
-        "with TokenizerPool(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as tokenisers:\n"
-        "    tokenisers.submit(['a'])()\n"
+        "with TokenizerPool(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as pool:\n"
+        "    pool.submit(['a'])()\n"
     )
     done = subprocess.run(
         [sys.executable, script],
@@ -33,14 +33,13 @@ def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 1
-    assert "ValueError: a process that tokenises ended (exit code 1)" in done.stderr
+    assert "ValueError: a tokenizer process ended (exit code 1)" in done.stderr
 
 
 def test_text_without_a_utf8_form_is_an_error_of_its_process_too() -> None:
     tokenizer = train_bpe(["the cat sat on the mat"], vocab_size=262)
-    for processes in (0, 1):
-        with TokenizerPool(tokenizer, processes) as tokenizer_pool:
+    for num_processes in (0, 1):
+        with open_text_encoder(tokenizer, num_processes) as encoder:
             with pytest.raises(ValueError, match="surrogate"):
-                tokenizer_pool.submit(["one", "\ud800"])()
-            assert [len(each) for each in tokenizer_pool.submit(["", "a"])()] == [0, 1]
-        assert not any(process.is_alive() for process, _ in tokenizer_pool._workers)
+                encoder.submit(["one", "\ud800"])()
+            assert [len(each) for each in encoder.submit(["", "a"])()] == [0, 1]

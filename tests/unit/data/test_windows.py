@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diffusionlm.data.reader import ItemsFuture, WindowedReader, shuffle_windows
-from diffusionlm.data.tokenization import CHUNK, InlineTextEncoder, tokenize_reader
+from diffusionlm.data.tokenization import CHUNK_DOCUMENTS, InlineTextEncoder, tokenize_reader
 
 Drain = Callable[..., list[Any]]
 ListReader = Callable[[list[Any]], Any]
@@ -117,7 +117,7 @@ def test_windows_ahead_are_begun_before_the_first_is_asked_for(list_reader: List
 
 
 def test_documents_are_encoded_chunk_by_chunk(list_reader: ListReader, drain: Drain) -> None:
-    texts = [chr(97 + index % 26) * (index % 5) for index in range(CHUNK * 2 + 3)]
+    texts = [chr(97 + index % 26) * (index % 5) for index in range(CHUNK_DOCUMENTS * 2 + 3)]
     seen: list[str] = []
 
     def encode(text: str) -> list[int]:
@@ -130,7 +130,7 @@ def test_documents_are_encoded_chunk_by_chunk(list_reader: ListReader, drain: Dr
     whole = drain(make(), (1,))
     assert [bytes(tokens.tolist()).decode() for tokens in whole] == texts == seen
     assert all(tokens.dtype == "int32" for tokens in whole)
-    for count in (1, CHUNK - 1, CHUNK, CHUNK + 1, len(texts) - 1):
+    for count in (1, CHUNK_DOCUMENTS - 1, CHUNK_DOCUMENTS, CHUNK_DOCUMENTS + 1, len(texts) - 1):
         head, position = make().read(0, None, count)
         tail = drain(make(), (7,), position=position)
         assert [tokens.tolist() for tokens in head + tail] == [tokens.tolist() for tokens in whole]
