@@ -1,4 +1,4 @@
-"""The whole config of ``diffusionlm-eval``."""
+"""Config of ``diffusionlm-eval``."""
 
 from __future__ import annotations
 
@@ -13,61 +13,61 @@ from config.infer import InferModelConfig
 
 
 class EvalDataConfig(Section):
-    """``[data]``: the text, and the rows that are made of it."""
+    """``[data]``: the text, and how it is cut into rows."""
 
     source: SourceOrName | None = None
-    """A `kind` alone, or a table `[data.source]` with its `kind`, as for training; required, here or as --data."""
+    """A `kind`, or a table `[data.source]` with a `kind`, as for training; required, here or as --data."""
     split: Literal["validation", "train", "all"] = "validation"
-    """Which documents of the source: those that a training run validates on, or those that it trains on. all: every
-    document of a files source, which --data implies."""
+    """Documents of the source: those a training run validates on, or those it trains on. all: every document of a files
+    source; --data sets it."""
     rows: Literal["packed", "padded"] = "packed"
-    """packed: documents follow each other without gaps, and see only themselves; one that is cut by the end of a row
-    goes on in the next without what came before. padded: one document a row, cut at the row's length."""
+    """packed: documents follow each other without padding and attend only to themselves; one that is cut by the end of a
+    row continues in the next without its context. padded: one document per row, truncated to the row's length."""
     row_length: PositiveInt | None = None
-    """Tokens of a row. None: the model's context, at most 1024."""
+    """Tokens per row. None: the model's context length, at most 1024."""
     begin_with_eos: bool | None = None
-    """Each document begins with the end-of-text token, which is context and not scored: shifted outputs predict the
-    first token of a text from it. None: as the model was trained (begin_with_eos in its config.json)."""
+    """Start each document with the end-of-text token, which is not scored: shifted outputs predict the first token of the
+    text from it. None: as the model was trained (begin_with_eos in its config.json)."""
     end_with_eos: bool = True
-    """Each document ends in the end-of-text token, which is scored as any other, and has no bytes."""
+    """End each document with the end-of-text token, which is scored like any other and has no bytes."""
     max_rows: NonNegativeInt = 512
-    """Rows that are evaluated; 0: all."""
+    """Number of rows that are evaluated; 0: all."""
     shuffle_window: NonNegativeInt = 10_000
-    """Documents are shuffled within windows of this many before the rows are taken; 0: the first ones."""
+    """Shuffle documents within windows of this many before rows are read; 0: keep their order."""
     seed: NonNegativeInt = 0
-    """Of the shuffling."""
+    """Seed of the shuffling."""
 
     @model_validator(mode="after")
     def _check_split(self) -> Self:
         if self.split == "all" and self.source is not None and self.source.kind != "files":
             raise ValueError(
-                f'split = "all" is for a source of files; choose "validation" or "train" of "{self.source.kind}"'
+                f'split = "all" needs a source of files, but source.kind = "{self.source.kind}": choose "validation" or "train"'
             )
         return self
 
 
 class NelboConfig(Section):
-    """``[likelihood]`` with ``kind = "nelbo"``: the bound of masked or block diffusion; exact for blocks of one token,
-    and so for autoregressive models."""
+    """``[likelihood]`` with ``kind = "nelbo"``: the bound of masked or block diffusion; exact for blocks of one token and
+    for autoregressive models."""
 
     kind: Literal["nelbo"] = "nelbo"
     block_length: PositiveInt | None = None
-    """Tokens of a block, counted from each document's start; a block sees those before it. None: the model's; where it
-    has none, the whole document at once."""
+    """Tokens per block, counted from each document's start; a block attends to those before it. None: the model's block
+    length; if it has none, bidirectional."""
     bidirectional: bool = False
-    """The whole document at once, also for a model of blocks."""
+    """Mask and attend to the whole document, also for a block diffusion model."""
     num_mc_samples: PositiveInt = 4
-    """Masked versions of each row; one is all there is for blocks of one token."""
+    """Masked versions of each row; 1 is used for blocks of one token, which leave nothing random."""
     batch_size: PositiveInt = 32
-    """Rows of one forward."""
+    """Rows per forward."""
     seed: NonNegativeInt = 0
-    """Of the masks: two models are compared on the same ones."""
+    """Seed of the masks; two models with the same seed are compared on the same masks."""
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
         if self.bidirectional and self.block_length is not None:
             raise ValueError(
-                f"bidirectional = true and block_length = {self.block_length} contradict each other: remove one"
+                f"bidirectional = true contradicts block_length = {self.block_length}: remove one of them"
             )
         return self
 
@@ -77,24 +77,24 @@ class SamplerLikelihoodConfig(Section):
 
     kind: Literal["sampler"] = "sampler"
     generation: GenerationConfig = GenerationConfig()
-    """The sampler: blocks, steps, attention, and a remasking_strategy without chance. max_new_tokens and
-    stop_token_ids play no part, and the temperature is 1."""
+    """The sampler: blocks, steps, attention and a deterministic remasking_strategy. max_new_tokens and stop_token_ids are
+    ignored; the temperature is 1."""
     batch_size: PositiveInt = 32
-    """Documents of one forward."""
+    """Documents per forward."""
 
 
 LikelihoodConfig = Annotated[NelboConfig | SamplerLikelihoodConfig, Field(discriminator="kind")]
 
 
 class EvalOutputConfig(Section):
-    """``[output]``: what is printed."""
+    """``[output]``: format of the printed result."""
 
     format: Literal["text", "json"] = "text"
-    """text: a table. json: one object on a line."""
+    """text: a table. json: one object on one line."""
 
 
 class EvalConfig(Section):
-    """One call of ``diffusionlm-eval``."""
+    """All sections of ``diffusionlm-eval``."""
 
     model: InferModelConfig = InferModelConfig()
     data: EvalDataConfig = EvalDataConfig()

@@ -419,9 +419,9 @@ def test_the_config() -> None:
         generation=GenerationConfig(denoising_steps=8)
     )
     for overrides, words in (
-        (["likelihood.bidirectional=true", "likelihood.block_length=4"], "contradict each other"),
+        (["likelihood.bidirectional=true", "likelihood.block_length=4"], "bidirectional = true contradicts"),
         (["likelihood.block_length=0"], "must be greater than 0"),
-        (["data.source=markov", "data.split=all"], 'split = "all" is for a source of files'),
+        (["data.source=markov", "data.split=all"], 'split = "all" needs a source of files'),
         (["likelihood.generation.steps=8"], 'generation needs kind = "sampler"'),
     ):
         with pytest.raises(ValueError, match="EvalConfig") as caught:
