@@ -1,12 +1,18 @@
-"""``diffusionlm-train-tokenizer``: learn a byte-level BPE tokenizer from a source of text."""
+"""``diffusionlm-train-tokenizer``: train a byte-level BPE tokenizer on a source of text."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cli.arguments import friendly_errors, parse_command
+from config.data import PythonStdlib
 from config.tokenizer import TrainTokenizerConfig
+
+if TYPE_CHECKING:
+    from cli.tokenizer_training import TokenizerResult
 
 NAME = "diffusionlm-train-tokenizer"
 
@@ -16,19 +22,53 @@ EXAMPLE = f"""  {NAME} --config config/resources/train_tokenizer.toml
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, load the config, learn, print what there is."""
+    """Parse the arguments, train the tokenizer, print its statistics and the next command."""
     config, _ = parse_command(
         TrainTokenizerConfig,
         name=NAME,
-        description="Learn a byte-level BPE tokenizer, and measure it on documents that it was not learnt from.",
+        description="Train a byte-level BPE tokenizer, and measure it on held-out documents.",
         example=EXAMPLE,
         argv=argv,
     )
     with friendly_errors(NAME):
-        # Only now, so that --help and config errors do not wait for what it needs.
+        # Imported here so that --help and config errors answer at once.
         from cli.tokenizer_training import train_tokenizer
 
-        print(train_tokenizer(config, sys.stderr).to_text())
+        print(format_result(train_tokenizer(config, sys.stderr)))
+
+
+def format_result(result: TokenizerResult) -> str:
+    """Format as a table with the next command."""
+    options, tokenizer = result.config.tokenizer, result.tokenizer
+    size = f"{tokenizer.vocab_size:,} tokens: 256 bytes, {len(tokenizer.merges):,} merges"
+    lines = [("tokenizer", f"{size}, {' '.join(tokenizer.special_tokens)}; pattern {options.pattern}")]
+    num_missing = options.vocab_size - tokenizer.vocab_size
+    if num_missing:
+        lines.append(("", f"{num_missing:,} fewer than tokenizer.vocab_size: the text has no more pairs to merge"))
+    lines.append(("trained on", str(result.training_text)))
+    if result.skipped:
+        lines.append(("skipped", ", ".join(f"{count:,} {reason}" for reason, count in result.skipped.items())))
+    lines += [
+        ("held out", _format_compression(result)),
+        ("written to", str(result.config.output.directory)),
+        ("next", _next_command(result.config)),
+    ]
+    return "\n".join(f"{name:<12}  {value}" for name, value in lines)
+
+
+def _format_compression(result: TokenizerResult) -> str:
+    if result.bytes_per_token is None:
+        return "the source has no validation documents to measure it on"
+    return f"{result.bytes_per_token:.3f} bytes per token, on {result.held_out} of the validation split"
+
+
+def _next_command(config: TrainTokenizerConfig) -> str:
+    directory = config.output.directory
+    overrides = [f"run.directory={directory}-run", f'tokenizer={{path="{directory.as_posix()}"}}']
+    arguments = [part for override in overrides for part in ("--set", override)]
+    command = shlex.join(["uv", "run", "diffusionlm-train", "--config", "config/resources/train.toml", *arguments])
+    uses_same_text = isinstance(config.source, PythonStdlib)
+    return command if uses_same_text else f"{command}, with your text as [data.source]"
 
 
 if __name__ == "__main__":

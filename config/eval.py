@@ -66,9 +66,7 @@ class NelboConfig(Section):
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
         if self.bidirectional and self.block_length is not None:
-            raise ValueError(
-                f"bidirectional = true contradicts block_length = {self.block_length}: remove one of them"
-            )
+            raise ValueError(f"bidirectional = true contradicts block_length = {self.block_length}: remove one of them")
         return self
 
 

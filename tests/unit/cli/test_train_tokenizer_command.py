@@ -79,14 +79,14 @@ def test_it_learns_measures_and_writes(texts: Path, tmp_path: Path, capsys: pyte
     said = lines_of(output.out)
     assert said["tokenizer"] == "280 tokens: 256 bytes, 22 merges, <|endoftext|> <|mask|>; pattern qwen"
     num_bytes = {name: sum(len(text.encode()) for text in some) for name, some in (("t", train), ("h", held_out))}
-    assert said["learnt from"] == f"{num_bytes['t']:,} bytes in {len(train)} documents"
+    assert said["trained on"] == f"{num_bytes['t']:,} bytes in {len(train)} documents"
     per_token = num_bytes["h"] / sum(len(tokenizer.encode(text)) for text in held_out)
     of_what = f"{num_bytes['h']:,} bytes in {len(held_out)} documents of the validation split"
     assert said["held out"] == f"{per_token:.3f} bytes per token, on {of_what}"
     assert said["written to"] == str(directory)
     reading, learning = output.err.splitlines()
     assert reading.startswith(f"reading: {num_bytes['t']:,} bytes, ")
-    assert learning.startswith("learning: 22 of 22 merges, ")
+    assert learning.startswith("training: 22 of 22 merges, ")
 
 
 def test_the_next_command_is_valid(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,8 @@ def test_the_next_command_is_valid(texts: Path, tmp_path: Path, capsys: pytest.C
 def test_the_shipped_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(TrainTokenizerConfig, RESOURCE)
     assert config.source == PythonStdlib()
-    main(["--config", str(RESOURCE), "--set", f"output.directory={tmp_path / 't'}"])
+    overrides = [f"output.directory={tmp_path / 't'}", "tokenizer.max_training_bytes=1000000"]
+    main(["--config", str(RESOURCE), *(part for override in overrides for part in ("--set", override))])
     said = lines_of(capsys.readouterr().out)
     assert load_tokenizer(tmp_path / "t").vocab_size == config.tokenizer.vocab_size == 4096
     assert 3.0 < float(said["held out"].split()[0]) < 4.5
@@ -117,7 +118,7 @@ def test_workers_and_limits(texts: Path, tmp_path: Path, capsys: pytest.CaptureF
         directory = tmp_path / str(workers)
         main(options(texts, directory, **{"output.workers": workers, "tokenizer.max_training_bytes": 1000}))
         fingerprints.add(load_tokenizer(directory).fingerprint)
-        training_text = lines_of(capsys.readouterr().out)["learnt from"]
+        training_text = lines_of(capsys.readouterr().out)["trained on"]
         num_bytes, documents = (int(word.replace(",", "")) for word in training_text.split() if word[0].isdigit())
         assert 1000 <= num_bytes < 1060 and documents <= 25
     assert len(fingerprints) == 1
@@ -131,7 +132,10 @@ def test_tokens_of_ones_own(texts: Path, tmp_path: Path, capsys: pytest.CaptureF
     size = tokenizer.vocab_size
     assert dict(tokenizer.special_tokens) == {"<s>": size - 3, "[M]": size - 2, "</s>": size - 1}
     assert (tokenizer.mask_token, tokenizer.eos_token, tokenizer.pattern) == ("[M]", "</s>", "gpt2")
-    assert f"{2000 - size:,} fewer than asked for: the text has no more pairs to merge" in capsys.readouterr().out
+    assert (
+        f"{2000 - size:,} fewer than tokenizer.vocab_size: the text has no more pairs to merge"
+        in capsys.readouterr().out
+    )
 
 
 def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,12 +145,12 @@ def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.Capt
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
     capsys.readouterr()
     message = failure(capsys, options(texts, directory, **{"tokenizer.vocab_size": 270}))
-    assert f"output.directory = {directory} holds a tokenizer already, which is not overwritten" in message
+    assert f"output.directory = {directory} already holds a tokenizer" in message
     assert f"(rm -r '{directory}')" in message
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
     message = failure(capsys, options(texts, tmp_path))
-    assert "holds something else (a b, texts.jsonl); name another directory" in message and "rm -r" not in message
-    assert f"{texts} is a file; name another directory" in failure(capsys, options(texts, texts))
+    assert "is not empty (a b, texts.jsonl)" in message and "rm -r" not in message
+    assert f"{texts} is a file" in failure(capsys, options(texts, texts))
 
 
 def test_sources_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +182,7 @@ def test_an_interrupted_write_leaves_nothing(texts: Path, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["source=shards"], 'kind = "shards" has tokens already, and no text'),
+        (["source=shards"], 'kind = "shards" has tokens, not text'),
         (["source.kind=shards", "source.path=x"], "name the source that they were made from"),
         (["tokenizer.vocab_size=257"], "set at least 258"),
         (["tokenizer.vocab_size=0"], "must be greater than 256"),
