@@ -42,7 +42,7 @@ bench-ddp *args:
 
 # Estimated memory and time of a step on many GPUs.
 scaling *args:
-    uv run python -m profiling.scaling {{args}}
+    uv run python -m cli.scaling {{args}}
 
 # The mixture of experts, compared with transformers.
 bench-moe *args:

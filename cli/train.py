@@ -13,6 +13,7 @@ from io import StringIO
 from cli.arguments import friendly_errors, parse_command
 from config.train import KEY_HINTS, TrainConfig
 from files.resilient_stream import resilient
+from profiling.estimate import estimate_run, parallel_strategy
 
 NAME = "diffusionlm-train"
 
@@ -37,8 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             argv=argv,
         )
     if arguments.dry_run:
-        from profiling.estimate import format_run_estimate
-
         if is_first_rank():
             print(format_run_estimate(config))
         return 0
@@ -82,6 +81,41 @@ def _report_error_once() -> Iterator[None]:
 def is_first_rank() -> bool:
     """Whether this process is the only one, or rank 0 under torchrun."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def format_run_estimate(config: TrainConfig, ranks: int = 1) -> str:
+    """Format a table of parameters, tokens, FLOPs and memory for ``--dry-run``.
+
+    Raises:
+        ValueError: `training.batch_size` is not a multiple of ``ranks``.
+    """
+    training, row_length, vocab_size = config.training, config.row_length, config.tokenizer.vocab_size
+    estimate = estimate_run(config, ranks)
+    tokens = estimate.tokens
+    is_vocab_known = config.tokenizer.path is None and config.model.init_from is None
+    per_step = training.batch_size * row_length
+    lines = [
+        ("parameters", f"{estimate.parameters:,} ({estimate.embedding_parameters:,} in embedding and head)"),
+        *([("of them active", f"{estimate.active_parameters:,} for each token")] if config.model.num_experts else []),
+        ("vocabulary", f"{vocab_size:,} tokens" + ("" if is_vocab_known else " assumed; the tokenizer decides")),
+        ("tokens per step", f"{per_step:,} ({training.batch_size} sequences of {row_length})"),
+        ("tokens", "by the data: epochs are counted first" if tokens is None else f"{tokens:,}"),
+        ("FLOPs per token", f"{estimate.flops_per_token / 1e6:,.1f} M, forward and backward"),
+    ]
+    if tokens is not None:
+        lines.append(("FLOPs", f"{tokens * estimate.flops_per_token / 1e12:,.1f} T"))
+    if ranks > 1:
+        lines.append(("ranks", f"{ranks}, {parallel_strategy(config)}; memory is that of each"))
+    for name, size, note in (
+        ("memory, weights", estimate.bytes_weights, ""),
+        ("memory, gradients", estimate.bytes_gradients, ""),
+        ("memory, optimizer", estimate.bytes_optimizer, ""),
+        ("memory, activations", estimate.bytes_activations, " (estimate)"),
+        ("memory, together", estimate.bytes_total, " (estimate)"),
+    ):
+        lines.append((name, f"{size / 2**20:,.1f} MiB{note}"))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from contextlib import redirect_stderr
 from functools import partial
 
 from cli.arguments import friendly_errors, parse_command
-from cli.train import add_arguments, train_as_rank
+from cli.train import add_arguments, format_run_estimate, train_as_rank
 from config.train import KEY_HINTS, DistributedTrainConfig
 from files.resilient_stream import resilient
 
@@ -34,8 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with friendly_errors(NAME):
         check_nodes(arguments)
         if arguments.dry_run:
-            from profiling.estimate import format_run_estimate
-
             # Two, where only torch knows how many GPUs there are.
             local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
             print(format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes))

@@ -1,25 +1,61 @@
-"""The plan of a training run, in words: what ``--dry-run`` prints. No torch."""
+"""Parameters, FLOPs and memory of a training run, estimated from its config. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from config.model import Architecture
 from config.objective import BlockDiffusionConfig, NextTokenConfig
 from config.parallel import DDP, FSDP
 from config.train import TrainConfig
-from profiling.flops import AttentionKind, ResourceEstimate, estimate_resources
+from profiling.flops import (
+    AttentionKind,
+    count_idle_parameters,
+    count_parameters,
+    feed_forward_width,
+    flops_per_token,
+)
 from profiling.scaling import ParallelStrategy, TrainingJob, estimate_rank_memory
+
+CheckpointingMode = Literal["none", "selective", "full"]
+"""Values of `runtime.activation_checkpointing`."""
+
+
+@dataclass(frozen=True)
+class ResourceEstimate:
+    """What a run needs. Memory is that of one rank, in bytes, before the first step allocates anything else."""
+
+    parameters: int
+    active_parameters: int
+    """Parameters that one token uses: of a mixture of experts, the router and the experts chosen for it."""
+    embedding_parameters: int
+    """Parameters of embedding and head."""
+    tokens: int | None
+    """Tokens of the whole run; None: unknown before the data is read."""
+    flops_per_token: float
+    """Forward and backward; head, and the last block's queries and feed-forward, on masked tokens only."""
+    bytes_weights: int
+    bytes_gradients: int
+    bytes_optimizer: int
+    bytes_activations: int
+    """Activations that the backward of one micro-batch needs."""
+
+    @property
+    def bytes_total(self) -> int:
+        """Sum of all memory."""
+        return self.bytes_weights + self.bytes_gradients + self.bytes_optimizer + self.bytes_activations
 
 
 def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
-    """What a run will need, on paper; its memory is that of one of the ranks.
+    """Estimate a run's resources; memory is that of one of ``ranks`` ranks.
 
     Raises:
-        ValueError: the rows of a step cannot be shared out evenly.
+        ValueError: `training.batch_size` is not a multiple of ``ranks``.
     """
     training, row_length = config.training, config.row_length
     micro_batch_size = training.micro_batch_size or config.sequences_per_rank(ranks)
-    plan = estimate_resources(
+    estimate = estimate_resources(
         config.model,
         config.tokenizer.vocab_size,
         row_length=row_length,
@@ -30,78 +66,96 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         checkpointing=config.runtime.activation_checkpointing,
     )
     if ranks == 1:
-        return plan
-    parallel, strategy = config.parallel, _parallel_strategy(config)
+        return estimate
+    parallel = config.parallel
     job = TrainingJob(
         config.model,
         config.tokenizer.vocab_size,
         ranks,
-        strategy,
+        parallel_strategy(config),
         batch_size=training.batch_size,
         micro_batch_size=micro_batch_size,
         floats_per_parameter=_optimizer_floats(config),
         reshards_after_forward=not isinstance(parallel, FSDP) or parallel.reshard_after_forward,
     )
-    need = estimate_rank_memory(job)
+    memory = estimate_rank_memory(job)
     return replace(
-        plan,
-        bytes_weights=round(need.weights + need.gathered),
-        bytes_gradients=round(need.gradients),
-        bytes_optimizer=round(need.optimizer),
+        estimate,
+        bytes_weights=round(memory.weights + memory.gathered),
+        bytes_gradients=round(memory.gradients),
+        bytes_optimizer=round(memory.optimizer),
     )
 
 
-def _optimizer_floats(config: TrainConfig) -> float:
-    # The average is one more copy.
-    return config.optimizer.state_floats_per_parameter + (1.0 if config.training.ema_decay else 0.0)
+def estimate_resources(
+    model: Architecture,
+    vocab_size: int,
+    *,
+    row_length: int,
+    micro_batch_size: int,
+    tokens: int | None,
+    floats_per_parameter: float,
+    blocks: tuple[AttentionKind, int] = ("bidirectional", 1),
+    checkpointing: CheckpointingMode = "none",
+) -> ResourceEstimate:
+    """Estimate the resources of training on one device in float32 with eager attention and all logits.
+
+    Args:
+        vocab_size: rows of embedding and head.
+        row_length: tokens of a sequence.
+        micro_batch_size: sequences of one forward.
+        tokens: tokens of the whole run, if known.
+        floats_per_parameter: float32 values that the optimizer keeps for each parameter.
+        blocks: attention kind and block length.
+    """
+    parameters, tables = count_parameters(model, vocab_size)
+    kind, block_length = blocks
+    masked_share = 1.0 if kind == "causal" else 0.5
+    positions = micro_batch_size * row_length * (2 if kind == "block_diffusion" else 1)
+    return ResourceEstimate(
+        parameters=parameters,
+        active_parameters=parameters - count_idle_parameters(model),
+        embedding_parameters=tables,
+        tokens=tokens,
+        flops_per_token=flops_per_token(model, vocab_size, row_length, masked_share, kind, block_length),
+        bytes_weights=4 * parameters,
+        bytes_gradients=4 * parameters,
+        bytes_optimizer=round(4 * floats_per_parameter * parameters),
+        bytes_activations=4 * positions * _activation_width(model, row_length, checkpointing),
+    )
 
 
-def _parallel_strategy(config: TrainConfig) -> ParallelStrategy:
+def parallel_strategy(config: TrainConfig) -> ParallelStrategy:
+    """Return the strategy of a run on several ranks."""
     if isinstance(config.parallel, FSDP):
         return "fsdp"
     return "ddp, sharded" if isinstance(config.parallel, DDP) and config.parallel.shard_optimizer else "ddp"
 
 
-def format_run_estimate(config: TrainConfig, ranks: int = 1) -> str:
-    """Parameters, tokens, FLOPs and memory.
-
-    Raises:
-        ValueError: the rows of a step cannot be shared out evenly.
-    """
-    training, row_length, vocab_size = config.training, config.row_length, config.tokenizer.vocab_size
-    per_step = training.batch_size * row_length
-    plan = estimate_run(config, ranks)
-    tokens = plan.tokens
-    known = config.tokenizer.path is None and config.model.init_from is None
-    lines = [
-        ("parameters", f"{plan.parameters:,} ({plan.embedding_parameters:,} in embedding and head)"),
-        *([("of them active", f"{plan.active_parameters:,} for each token")] if config.model.num_experts else []),
-        ("vocabulary", f"{vocab_size:,} tokens" if known else f"that of the given tokenizer; {vocab_size:,} assumed"),
-        ("tokens per step", f"{per_step:,} ({training.batch_size} rows of {row_length})"),
-        ("tokens", "by the data: epochs are counted first" if tokens is None else f"{tokens:,}"),
-        ("FLOPs per token", f"{plan.flops_per_token / 1e6:,.1f} M, forward and backward"),
-    ]
-    if tokens is not None:
-        lines.append(("FLOPs", f"{tokens * plan.flops_per_token / 1e12:,.1f} T"))
-    if ranks > 1:
-        lines.append(("ranks", f"{ranks}, {_parallel_strategy(config)}; memory is that of each"))
-    for name, size in (
-        ("memory, weights", plan.bytes_weights),
-        ("memory, gradients", plan.bytes_gradients),
-        ("memory, optimizer", plan.bytes_optimizer),
-        ("memory, activations", plan.bytes_activations),
-        ("memory, together", plan.bytes_total),
-    ):
-        lines.append((name, f"{size / 2**20:,.1f} MiB" + (" (estimate)" if "act" in name or "tog" in name else "")))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+def _optimizer_floats(config: TrainConfig) -> float:
+    # The weight average is one more copy.
+    return config.optimizer.state_floats_per_parameter + (1.0 if config.training.ema_decay else 0.0)
 
 
 def _attention_kind(config: TrainConfig) -> tuple[AttentionKind, int]:
-    """Who sees whom, at the end of the run."""
+    """Return attention kind and block length at the end of the run."""
     objective = config.objective
     if isinstance(objective, NextTokenConfig):
         return "causal", 1
     if isinstance(objective, BlockDiffusionConfig) and (length := objective.final_block_length) is not None:
         return ("block_diffusion", length) if length < config.row_length else ("bidirectional", 1)
     return "bidirectional", 1
+
+
+def _activation_width(model: Architecture, row_length: int, checkpointing: CheckpointingMode) -> int:
+    """Estimate the values that one position keeps for the backward.
+
+    `scaling.activation_bytes` differs on purpose: it assumes bfloat16, fused attention and the fused loss of a GPU.
+    """
+    widths = [feed_forward_width(model, layer, model.num_experts_per_tok) for layer in range(model.num_hidden_layers)]
+    all_values = [10 * model.hidden_size + 5 * width + model.num_attention_heads * row_length for width in widths]
+    if checkpointing == "none":
+        return sum(all_values)
+    projections = [0 if checkpointing == "full" else 6 * model.hidden_size + 2 * width for width in widths]
+    # The input of each block is always kept, and one block at a time is recomputed as a whole.
+    return sum(projections) + len(widths) * model.hidden_size + max(all_values)

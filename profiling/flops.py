@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from config.model import Architecture
 
 AttentionKind = Literal["bidirectional", "causal", "block_causal", "block_diffusion"]
 """Who sees whom; block diffusion has two streams, noisy and clean."""
-
-CheckpointingMode = Literal["none", "selective", "full"]
-"""`runtime.activation_checkpointing`."""
 
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
@@ -122,30 +118,6 @@ def step_flops(model: Architecture, vocab_size: int, *, positions: int, scored: 
     return 6.0 * products
 
 
-@dataclass(frozen=True)
-class ResourceEstimate:
-    """What a run will need."""
-
-    parameters: int
-    active_parameters: int
-    """Those that a token meets: of a mixture, the router and the experts that it is sent to."""
-    embedding_parameters: int
-    tokens: int | None
-    """Of the whole run; None where it is not known without reading the data."""
-    flops_per_token: float
-    """Forward and backward, with the head and the last block's queries and feed-forward on masked tokens alone."""
-    bytes_weights: int
-    bytes_gradients: int
-    bytes_optimizer: int
-    bytes_activations: int
-    """Kept for the backward of one micro-batch; an estimate."""
-
-    @property
-    def bytes_total(self) -> int:
-        """All of it."""
-        return self.bytes_weights + self.bytes_gradients + self.bytes_optimizer + self.bytes_activations
-
-
 def count_parameters(model: Architecture, vocab_size: int) -> tuple[int, int]:
     """All parameters, and those of embedding and head."""
     D, H = model.hidden_size, model.head_dim
@@ -169,7 +141,7 @@ def count_idle_parameters(model: Architecture) -> int:
     )
 
 
-def _inner_width(model: Architecture, layer: int, experts: int) -> int:
+def feed_forward_width(model: Architecture, layer: int, experts: int) -> int:
     """Of a layer's feed-forward, or of this many experts together where it has any."""
     if not model.is_sparse(layer):
         return model.intermediate_size
@@ -180,7 +152,7 @@ def _inner_width(model: Architecture, layer: int, experts: int) -> int:
 def _feed_forward(model: Architecture, layer: int, experts: int) -> int:
     """Parameters of a layer's feed-forward, or of its router and this many experts."""
     router = model.num_experts * model.hidden_size if model.is_sparse(layer) else 0
-    return router + 3 * model.hidden_size * _inner_width(model, layer, experts)
+    return router + 3 * model.hidden_size * feed_forward_width(model, layer, experts)
 
 
 def flops_per_token(
@@ -204,54 +176,3 @@ def flops_per_token(
     layers = [*[pairs] * (model.num_hidden_layers - 1), last]
     positions = streams * row_length
     return step_flops(model, vocab_size, positions=positions, scored=scored, pairs=layers) / row_length
-
-
-def estimate_resources(
-    model: Architecture,
-    vocab_size: int,
-    *,
-    row_length: int,
-    micro_batch_size: int,
-    tokens: int | None,
-    floats_per_parameter: float,
-    blocks: tuple[AttentionKind, int] = ("bidirectional", 1),
-    checkpointing: CheckpointingMode = "none",
-) -> ResourceEstimate:
-    """The plan of a run.
-
-    Args:
-        model: the architecture.
-        vocab_size: rows of embedding and head.
-        row_length: tokens of a row.
-        micro_batch_size: rows of one forward.
-        tokens: of the whole run, if that is known.
-        moments: how many fp32 numbers the optimizer keeps for each parameter.
-        blocks: who sees whom, and tokens of a block.
-        kept: `runtime.activation_checkpointing`.
-    """
-    parameters, tables = count_parameters(model, vocab_size)
-    pattern, block_length = blocks
-    share = 1.0 if pattern == "causal" else 0.5
-    places = micro_batch_size * row_length * (2 if pattern == "block_diffusion" else 1)
-    return ResourceEstimate(
-        parameters=parameters,
-        active_parameters=parameters - count_idle_parameters(model),
-        embedding_parameters=tables,
-        tokens=tokens,
-        flops_per_token=flops_per_token(model, vocab_size, row_length, share, pattern, block_length),
-        bytes_weights=4 * parameters,
-        bytes_gradients=4 * parameters,
-        bytes_optimizer=round(4 * floats_per_parameter * parameters),
-        bytes_activations=4 * places * _activation_width(model, row_length, checkpointing),
-    )
-
-
-def _activation_width(model: Architecture, row_length: int, checkpointing: CheckpointingMode) -> int:
-    """Numbers that a position leaves for the backward; an estimate."""
-    inner = [_inner_width(model, layer, model.num_experts_per_tok) for layer in range(model.num_hidden_layers)]
-    whole = [10 * model.hidden_size + 5 * each + model.num_attention_heads * row_length for each in inner]
-    if checkpointing == "none":
-        return sum(whole)
-    projections = [0 if checkpointing == "full" else 6 * model.hidden_size + 2 * each for each in inner]
-    # What goes into each block is always kept, and one block at a time is whole again.
-    return sum(projections) + len(inner) * model.hidden_size + max(whole)

@@ -1,56 +1,58 @@
-"""Ranges for Nsight Systems. ``DIFFUSIONLM_NVTX`` says how many: ``coarse`` (the parts of a training step, and forwards
-that decode or judge), ``fine`` (in training each block as well) or ``verbose`` (attention and feed-forward of each
-block, too).
+"""Named ranges for Nsight Systems and torch's profiler.
 
-Without the variable or without CUDA nothing happens, but for the coarse ranges while torch's profiler records: then
-they are rows of its table.
+The environment variable ``DIFFUSIONLM_NVTX`` sets the level of NVTX ranges: ``coarse`` (the parts of a training step, and
+the forwards of decoding and evaluation), ``fine`` (also each block in training) or ``verbose`` (also attention and
+feed-forward of each block). Without it, or without CUDA, there are none. Coarse ranges are also rows of the table that
+`profiling.trace.StepProfiler` writes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 Level = Literal["coarse", "fine", "verbose"]
 NVTX_VARIABLE = "DIFFUSIONLM_NVTX"
 
+active_profilers: set[object] = set()
+"""Profilers of torch that record now. Without one, a coarse range costs nothing."""
+
 
 def requested_level() -> str | None:
-    """What the variable says; None: nothing.
+    """Return the level of the environment variable; None: it is not set.
 
     Raises:
-        ValueError: it names no level.
+        ValueError: it is not a level.
     """
-    asked = os.environ.get(NVTX_VARIABLE, "")
+    level = os.environ.get(NVTX_VARIABLE, "")
     levels = get_args(Level)
-    if asked and asked not in levels:
-        raise ValueError(f"{NVTX_VARIABLE} = {asked!r} is no level: set it to {', '.join(levels)}, or leave it out")
-    return asked or None
+    if level and level not in levels:
+        raise ValueError(f"{NVTX_VARIABLE} = {level!r} is not a level: set it to {', '.join(levels)}, or unset it")
+    return level or None
 
 
 def enabled(level: Level = "coarse") -> bool:
-    """Whether ranges of this level are recorded.
+    """Return whether NVTX ranges of this level are recorded.
 
     Raises:
-        ValueError: the variable names no level.
+        ValueError: the environment variable is not a level.
     """
-    asked = requested_level()
+    requested = requested_level()
     levels = get_args(Level)
-    if asked is None or levels.index(level) > levels.index(asked):
+    if requested is None or levels.index(level) > levels.index(requested):
         return False
     import torch
 
     return torch.cuda.is_available()
 
 
-def range(name: str, level: Level = "coarse") -> contextlib.AbstractContextManager[Any]:
-    """A named range, for a ``with``."""
+def annotate(name: str, level: Level = "coarse") -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager that names a range, for NVTX or, if coarse, for torch's profiler."""
     if enabled(level):
         return _recorded(name)
-    if level == "coarse" and _is_profiled():
+    if level == "coarse" and active_profilers:
         return _record_function(name)
     return contextlib.nullcontext()
 
@@ -66,14 +68,14 @@ def _recorded(name: str) -> Iterator[None]:
 
 
 def add_module_ranges(modules: dict[str, Any], level: Level) -> None:
-    """Let each call of a module be a range of its name, with hooks; none where the level is off."""
+    """Register hooks that make each call of a module a range, if ``level`` is recorded."""
     if not enabled(level):
         return
     nvtx = _torch_nvtx()
 
     def begin(name: str) -> Callable[[Any, Any], None]:
         def push(module: Any, inputs: Any) -> None:
-            nvtx.range_push(name)  # What it returns would take the place of the inputs.
+            nvtx.range_push(name)  # returns None: another value would replace the inputs
 
         return push
 
@@ -83,11 +85,6 @@ def add_module_ranges(modules: dict[str, Any], level: Level) -> None:
     for name, module in modules.items():
         module.register_forward_pre_hook(begin(name))
         module.register_forward_hook(end, always_call=True)
-
-
-def _is_profiled() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch._C._autograd._profiler_enabled())
 
 
 def _record_function(name: str) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""torch.profiler over some steps of a run: a trace for a viewer, and a table of where the time goes."""
+"""Profile some steps of a run with torch.profiler: a trace for a viewer, and a table of where the time goes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from types import TracebackType
 from typing import Any
 
 from config.runtime import ProfilerConfig
+from profiling import nvtx
 
 ROWS = 40
-"""Of a table."""
+"""Operators in a table."""
 STEP_PARTS = ("data", "forward", "backward", "optimizer")
-"""Of a step, each a range of its own (`profiling.nvtx`)."""
+"""Ranges of a training step (`profiling.nvtx.annotate`)."""
 
 
 class StepProfiler:
     """Profiles cycles of steps: wait, warm-up, active. Without active steps it does nothing.
 
-    What cannot be written is said, once, and never ends a run.
+    A file that cannot be written is logged, once, and never ends a run.
     """
 
     def __init__(
@@ -28,15 +29,14 @@ class StepProfiler:
         directory: Path,
         device: str = "cpu",
         first_step: int = 0,
-        log: Callable[[str], None] = print,
+        *,
+        log: Callable[[str], None],
     ) -> None:
         """
         Args:
-            config: which steps.
-            directory: of the tables and traces; made with the first of them.
-            device: of the run.
+            directory: where tables and traces are written; created with the first of them.
             first_step: steps that the run had made before.
-            tell: is told what was written, what could not be, and that nothing was.
+            log: receives the paths of written files, write errors, and a note if nothing was recorded.
         """
         self.config = config
         self.directory = directory
@@ -45,7 +45,7 @@ class StepProfiler:
         self.log = log
         self._profile: Any = None
         self._recorded_steps: list[int] = []
-        """Of the cycles that are over."""
+        """The last step of each cycle that was written."""
         self._has_logged_failure = False
 
     def __enter__(self) -> StepProfiler:
@@ -56,7 +56,7 @@ class StepProfiler:
             if self.device == "cuda":
                 activities.append(profiler.ProfilerActivity.CUDA)
             config = self.config
-            # Both were asked for: steps without a warm-up, and cycles that have each their own events.
+            # Both are intended: steps without a warm-up, and events per cycle.
             for message in ("Profiler won't be using warmup", "(Warning: )?Profiler clears events"):
                 warnings.filterwarnings("ignore", message)
             schedule = profiler.schedule(
@@ -66,10 +66,11 @@ class StepProfiler:
                 activities=activities, schedule=schedule, on_trace_ready=self._write, profile_memory=True
             )
             self._profile.start()
+            nvtx.active_profilers.add(self)
         return self
 
     def step(self) -> None:
-        """A step is over."""
+        """End a step."""
         if self._profile is not None:
             self._profile.step()
 
@@ -78,29 +79,29 @@ class StepProfiler:
     ) -> None:
         if self._profile is None:
             return
+        nvtx.active_profilers.discard(self)
         try:
             self._profile.stop()
             if not self._recorded_steps and error is None:
                 begin = self.first_step + self.config.wait + self.config.warmup + 1
                 self.log(f"the profiler recorded nothing: the run ended before step {begin}, its first")
         except Exception:
-            if error is None:  # else why the run ended matters more
+            if error is None:  # else the run's own error matters more
                 raise
 
     def _write(self, profile: Any) -> None:
-        """``trace-N.json`` (for Perfetto or chrome://tracing) and ``table-N.txt`` (the parts of a step, then its
-        operators); N is the step of the run behind the cycle."""
+        """Write ``trace-N.json`` (for Perfetto or chrome://tracing) and ``table-N.txt`` after the cycle that ends at step N."""
         number = self.first_step + profile.step_num
         averages = profile.key_averages()
         if number in self._recorded_steps or all(row.key != "step" for row in averages):
-            return  # a cycle that had no whole step yet when the run ended
+            return  # the run ended before the cycle had a whole step
         self._recorded_steps.append(number)
         trace, table = (self.directory / name for name in (f"trace-{number}.json", f"table-{number}.txt"))
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             trace.unlink(missing_ok=True)
             profile.export_chrome_trace(str(trace))
-            if not trace.is_file():  # torch says so to nobody
+            if not trace.is_file():  # torch does not raise
                 raise FileNotFoundError(f"{trace} was not written")
             table.write_text(self._table(averages), encoding="utf-8")
         except OSError as error:
@@ -117,9 +118,9 @@ class StepProfiler:
 
 
 def part_table(averages: Iterable[Any]) -> str:
-    """Where a step goes, by the host's clock; empty if no whole step was recorded.
+    """Format the share of each part of a step, by the host's clock; empty if no whole step was recorded.
 
-    On a GPU the host only asks for the work, so the parts there say where it waits.
+    On a GPU the host only launches kernels, so the parts show where it waits.
 
     Args:
         averages: rows with ``key``, ``count`` and ``cpu_time_total`` in microseconds.

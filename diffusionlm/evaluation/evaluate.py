@@ -145,7 +145,7 @@ def measure_fill_accuracy(
         noised = layout.build_noised_batch(
             batch.select(rows), masked_BL[rows], np.ones(masked_BL[rows].shape), num_targets=0, denominator=0.0
         ).to(model.lm_head.weight.device)
-        with nvtx.range("filling: forward"):
+        with nvtx.annotate("filling: forward"):
             logits_NV = model(noised.inputs_BS, pattern=noised.pattern, output_positions=noised.positions_N).float()
         logits_NV[:, model.config.required_mask_token_id] = float("-inf")
         is_hit_N5 = logits_NV.topk(min(5, logits_NV.shape[1]), dim=1).indices == noised.targets_N[:, None]

@@ -267,7 +267,7 @@ def compute_masked_nll(
     target_positions_N = target_positions(noised, layout.alignment).numpy()
     noised = noised.to(model.lm_head.weight.device)
     loss_inputs = LossInputs(noised.targets_N, noised.weights_N, excluded_token=layout.mask_token)
-    with nvtx.range("likelihood: forward"):
+    with nvtx.annotate("likelihood: forward"):
         output = model(
             noised.inputs_BS, pattern=noised.pattern, output_positions=noised.positions_N, loss_inputs=loss_inputs
         )

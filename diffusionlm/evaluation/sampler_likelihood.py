@@ -111,7 +111,7 @@ def sampler_likelihood(
             active.append(waiting.pop())
         some = _take_within_budget(active, model.config.vocab_size)
         canvases, places = [text.canvas_L for text in some], [text.masked_positions() for text in some]
-        with nvtx.range("likelihood: forward"):
+        with nvtx.annotate("likelihood: forward"):
             logits_NV = masked_position_logits(model, canvases, places, block_length)
         num_scored += reader.read(logits_NV, some)
         active = [*active[len(some) :], *(text for text in some if text.blocks)]

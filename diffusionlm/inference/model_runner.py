@@ -104,7 +104,7 @@ class ModelRunner:
                 for request, input_slice in zip(active, spans, strict=True)
             ]
             spans, read = [*spans, *spans], [*read, *read]
-        with nvtx.range(self._nvtx_label(active, spans)):
+        with nvtx.annotate(self._nvtx_label(active, spans)):
             if self._cache is None:
                 logits_NV = masked_position_logits(self._model, canvases, read, self._block_length)
             else:

@@ -109,7 +109,7 @@ def train_remaining_steps(run: Run, logger: RunLogger, stop: StopRequest) -> Non
     with (
         GarbageCollection(config.runtime.garbage_collection) as garbage,
         StepProfiler(
-            profiler_config, run.directory.path / "profile", device_type, run.progress.step, log_profile
+            profiler_config, run.directory.path / "profile", device_type, run.progress.step, log=log_profile
         ) as profiler,
     ):
         train_steps(run, logger, stop, profiler, garbage)
@@ -127,8 +127,8 @@ def train_steps(
     pending_metrics = StepMetricsQueue()
     while progress.step < settings.max_steps:
         started = time.perf_counter()
-        with nvtx.range("step"):
-            with nvtx.range("data"):
+        with nvtx.annotate("step"):
+            with nvtx.annotate("data"):
                 batch = load_step_batch(run.loader, progress.step, run.world, stop)
             with run.monitor.step(progress.step + 1):
                 device_metrics = train_step(run.state, run.loader, batch, settings, run.monitor)

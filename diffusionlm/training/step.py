@@ -98,7 +98,7 @@ def train_step(
     loss, load_balancing_loss = backward_micro_batches(state, batch, settings, monitor)
     if batch.step + 1 < settings.max_steps:
         loader.prefetch(batch.step + 1)  # before clipping, which may wait for the device
-    with nvtx.range("optimizer"), state.master_weights.as_float32():
+    with nvtx.annotate("optimizer"), state.master_weights.as_float32():
         grad_norm = state.parallel.clip(settings.max_grad_norm)
         is_accepted = state.spike_guard.is_accepted(loss, grad_norm)
         state.spike_guard.update_window(loss, grad_norm, is_accepted)
@@ -125,14 +125,14 @@ def backward_micro_batches(
             load_balancing_weight=load_balancing_weight,
         )
         with state.parallel.backward(is_last=index == num_micro_batches - 1):
-            with nvtx.range("forward"), autocast(settings):
+            with nvtx.annotate("forward"), autocast(settings):
                 output = state.model(
                     noised_batch.inputs_BS,
                     pattern=noised_batch.pattern,
                     output_positions=noised_batch.positions_N,
                     loss_inputs=loss_inputs,
                 )
-            with nvtx.range("backward"):
+            with nvtx.annotate("backward"):
                 output.total_loss.backward()  # type: ignore[no-untyped-call]
         monitor.add_micro_batch(noised_batch, output.nll_N)
         state.master_weights.accumulate_gradients()

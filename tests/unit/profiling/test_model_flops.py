@@ -17,13 +17,11 @@ from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.step_metrics import ThroughputMeter, compute_batch_flops, count_visible_keys
+from profiling.estimate import CheckpointingMode, ResourceEstimate, estimate_resources
 from profiling.flops import (
     PEAK_FLOPS,
     AttentionKind,
-    CheckpointingMode,
-    ResourceEstimate,
     count_visible_pairs,
-    estimate_resources,
     peak_flops,
     step_flops,
 )

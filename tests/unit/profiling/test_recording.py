@@ -35,9 +35,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def record(model: nn.Module) -> None:
     nvtx.add_module_ranges({"layer": model}, "fine")
-    with nvtx.range("step"):
+    with nvtx.annotate("step"):
         assert model(torch.ones(1)).tolist() == [1.0]
-        with nvtx.range("deep", "verbose"):
+        with nvtx.annotate("deep", "verbose"):
             pass
 
 
@@ -69,7 +69,7 @@ def test_no_ranges_without_cuda(calls: Calls, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(nvtx.NVTX_VARIABLE, "loud")
-    with pytest.raises(ValueError, match="DIFFUSIONLM_NVTX = 'loud' is no level: set it to coarse, fine, verbose"):
+    with pytest.raises(ValueError, match=r"DIFFUSIONLM_NVTX = 'loud'.*coarse, fine, verbose"):
         nvtx.enabled()
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from cli.scaling import MODELS, render
 from config.model import Architecture
 from profiling.flops import count_parameters
 from profiling.scaling import (
-    MODELS,
     Cluster,
     TrainingJob,
     activation_bytes,
@@ -17,7 +17,6 @@ from profiling.scaling import (
     estimate_step_time,
     estimate_traffic,
     find_fastest_job,
-    render,
 )
 
 TINY = Architecture(

@@ -22,9 +22,9 @@ class Told(list[str]):
 
 def profile(config: ProfilerConfig, directory: Path, steps: int = 8, first_step: int = 0) -> Told:
     told = Told()
-    with StepProfiler(config, directory, "cpu", first_step, told) as profiler:
+    with StepProfiler(config, directory, "cpu", first_step, log=told) as profiler:
         for _ in range(steps):
-            with nvtx.range("step"):
+            with nvtx.annotate("step"):
                 torch.ones(2).add(1)
             profiler.step()
     return told
@@ -90,10 +90,10 @@ def test_why_a_run_ended_is_not_hidden(tmp_path: Path) -> None:
     def fail() -> None:
         with StepProfiler(ProfilerConfig(active=5, wait=1, warmup=1), tmp_path, log=log) as profiler:
             for _ in range(3):
-                with nvtx.range("step"):
+                with nvtx.annotate("step"):
                     torch.ones(2).add(1)
                 profiler.step()
-            with nvtx.range("step"):
+            with nvtx.annotate("step"):
                 raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
