@@ -1,4 +1,4 @@
-"""Checksums of a directory, and directories that appear whole or not at all."""
+"""Checksums of a directory's files (MANIFEST.json), and directories that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from files.atomic import sync_to_disk, temporary_path
 
 MANIFEST = "MANIFEST.json"
 WRITE_ERRORS = (OSError, SafetensorError)
-"""How a full disk shows itself: safetensors has an error of its own."""
+"""Errors of a full disk. safetensors raises its own."""
 ManifestEntries = dict[str, dict[str, str | int]]
-"""Size in bytes and SHA-256 of files, by their paths in the directory."""
-_THREADS = 4
-"""That hash at once when a directory is verified: a file keeps one core busy, and leaves the others free."""
+"""Path in the directory -> size in bytes and SHA-256."""
+_NUM_THREADS = 4
+"""Files that are hashed at the same time. Hashing one file uses one core."""
 
 
 def write_directory_atomically(target: Path, write: Callable[[Path], None]) -> None:
-    """Make a directory by ``write(folder)``: written aside, fsynced, checksummed, then renamed.
+    """Write a directory by ``write(folder)``: under a temporary name, with fsync and a manifest, then renamed.
 
-    A process killed at any point leaves either no ``target`` or a complete one; what it wrote aside ends in ``.tmp-*``
-    and is removed by `remove_temporary_paths`. On an error the part written is removed at once.
+    A process that is killed leaves no ``target`` or a complete one. The temporary directory ends in ``.tmp-*``;
+    `remove_temporary_paths` removes it after a kill, and this function after an error.
 
     Raises:
-        ValueError: it could not be written (a full disk, say); names the directory and the space left.
+        ValueError: it cannot be written, for example because the disk is full; names the directory and the free space.
     """
     tmp_path = temporary_path(target)
     try:
@@ -44,26 +44,24 @@ def write_directory_atomically(target: Path, write: Callable[[Path], None]) -> N
 
 
 def list_files(folder: Path) -> list[Path]:
-    """All files of a directory and those below it, sorted."""
+    """List all files below a directory, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def make_manifest_entries(folder: Path, files: Collection[Path]) -> ManifestEntries:
-    """What the manifest of a folder says of files in it. They are on the disk then, not only on their way there."""
-
+    """Fsync files of a folder and return their manifest entries."""
     for path in files:
         sync_to_disk(path)
     return {path.relative_to(folder).as_posix(): _make_entry(path) for path in files}
 
 
 def publish_directory(tmp_path: Path, target: Path, entries: ManifestEntries) -> None:
-    """Write the manifest of what lies aside, and give it its name.
+    """Write the manifest of a temporary directory, fsync it, and rename it to ``target``.
 
     Raises:
-        OSError: it could not be written, or there is a ``target``.
+        OSError: it cannot be written, or ``target`` exists.
     """
-    text = json.dumps({"files": dict(sorted(entries.items()))}, indent=1) + "\n"
-    (tmp_path / MANIFEST).write_text(text, encoding="utf-8")
+    (tmp_path / MANIFEST).write_text(format_manifest(entries), encoding="utf-8")
     folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
     for path in [tmp_path / MANIFEST, *folders, tmp_path]:
         sync_to_disk(path)
@@ -71,8 +69,13 @@ def publish_directory(tmp_path: Path, target: Path, entries: ManifestEntries) ->
     sync_to_disk(target.parent)
 
 
+def format_manifest(entries: ManifestEntries) -> str:
+    """Format the text of MANIFEST.json, sorted by path."""
+    return json.dumps({"files": dict(sorted(entries.items()))}, indent=1) + "\n"
+
+
 def format_write_error(error: Exception, target: Path) -> str:
-    """An error of writing, with the space that is left there."""
+    """Format an error of writing ``target``, with the free space of its disk."""
     if not isinstance(error, WRITE_ERRORS):
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     free = shutil.disk_usage(_nearest_existing_parent(target.parent)).free / 2**20
@@ -82,7 +85,12 @@ def format_write_error(error: Exception, target: Path) -> str:
 def verify_directory(
     directory: Path, file_names: Collection[str] | None = None, *, must_have_manifest: bool = False
 ) -> None:
-    """Compare the files with the manifest; a directory without one (from elsewhere) passes, unless it must have one.
+    """Compare files with the manifest of their directory.
+
+    Args:
+        directory: without a manifest, as other programs write it, it passes.
+        file_names: files to verify. None: all that the manifest names.
+        must_have_manifest: reject a directory without a manifest.
 
     Raises:
         ValueError: a file is missing, truncated or changed; names it.
@@ -90,23 +98,23 @@ def verify_directory(
     path = directory / MANIFEST
     if not path.is_file():
         if must_have_manifest:
-            raise ValueError(f"{path} is missing: the directory is not complete")
+            raise ValueError(f"{path} is missing: the directory is incomplete")
         return
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["files"]
-        sums = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: damaged manifest: {error!r}") from error
-    named = {directory / name: says for name, says in sums.items() if file_names is None or name in file_names}
-    for file, (size, _) in named.items():
+    files = {directory / name: entry for name, entry in expected.items() if file_names is None or name in file_names}
+    for file, (size, _) in files.items():
         if not file.is_file():
-            raise ValueError(f"{file} is missing, though the manifest beside it names it")
+            raise ValueError(f"{file} is missing; {MANIFEST} lists it")
         if file.stat().st_size != size:
-            raise ValueError(f"{file} has {file.stat().st_size} bytes, the manifest says {size}")
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for (file, (_, checksum)), found in zip(named.items(), pool.map(_compute_checksum, named), strict=True):
-            if found != checksum:
-                raise ValueError(f"{file} is damaged: its checksum is not the manifest's")
+            raise ValueError(f"{file} has {file.stat().st_size} bytes instead of {size} ({MANIFEST})")
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        for (file, (_, expected_sum)), checksum in zip(files.items(), pool.map(_compute_checksum, files), strict=True):
+            if checksum != expected_sum:
+                raise ValueError(f"{file} is damaged: its SHA-256 differs from the one in {MANIFEST}")
 
 
 def _make_entry(path: Path) -> dict[str, str | int]:

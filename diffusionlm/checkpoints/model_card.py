@@ -1,4 +1,4 @@
-"""README.md beside the weights: what the model is, how it was made, how good it is, and how it is run."""
+"""Write the model card, README.md: architecture, training, validation bound and use of a model."""
 
 from __future__ import annotations
 
@@ -13,65 +13,65 @@ from torch import Tensor
 from config.families.registry import get_family
 from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
-from diffusionlm.checkpoints.manifest import MANIFEST, ManifestEntries, make_manifest_entries
+from diffusionlm.checkpoints.manifest import MANIFEST, ManifestEntries, format_manifest, make_manifest_entries
 from files.atomic import write_text_atomic
 from profiling.flops import count_idle_parameters
 
 CARD_FILE = "README.md"
 TRAINING_HEADING = "## Training"
 _UNLISTED_FILES = (CARD_FILE, MANIFEST, "state.json")
-"""Files that the card says nothing of: they are about it, or not of the model."""
+"""Files that the card does not list."""
 
 
 @dataclass(frozen=True)
 class CardDataSource:
-    """Data that a model was trained on."""
+    """A source of training data."""
 
     name: str
     provenance: str
-    """Where the documents are and how many or how large, for people."""
+    """Where the documents are, and their number or size, in words."""
     identity: str
-    """Changes when the documents do."""
+    """Changes if the documents change."""
     share: float
-    """Of the rows."""
+    """Share of the training sequences."""
     dataset: str | None = None
-    """Its name on the Hugging Face Hub, if it is from there."""
+    """Name on the Hugging Face Hub, if it comes from there."""
 
 
 @dataclass(frozen=True)
 class ValidationBound:
-    """What a validation came to, in nats per token."""
+    """Result of a validation, in nats per token."""
 
     nats_per_token: float
     standard_error: float
     step: int
     is_exact: bool = False
-    """Otherwise the truth is at most this."""
+    """The value is the exact negative log-likelihood. False: an upper bound of it."""
 
 
 @dataclass(frozen=True)
 class CardTraining:
-    """How a model was made. Plain values: the run goes on while its card is written."""
+    """How a model was trained. It holds values, not the run, which continues while the card is written."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     step: int
     max_steps: int
     batch_size: int
-    """Rows of a step."""
+    """Sequences of a step."""
     row_length: int
-    """Tokens of a row."""
+    """Tokens of a sequence."""
     tokens_seen: int
     sources: tuple[CardDataSource, ...]
     objective: str
-    """TOML."""
+    """Section [objective] as TOML."""
     optimizer: str
     command: str
     tokenizer_fingerprint: str
     init_from: str | None = None
-    """The model that the weights began as."""
+    """Model that training started from. None: random weights."""
     ema_decay: float = 0.0
-    """Of the average that the weights are; 0: they are none."""
+    """Decay per step, if the weights are a moving average. 0: they are not."""
     bound: ValidationBound | None = None
 
 
@@ -82,17 +82,17 @@ def write_model_card(
     training: CardTraining | None = None,
     source: Path | None = None,
 ) -> None:
-    """README.md of a model directory, whose other files are all there.
+    """Write README.md of a model directory whose other files are complete.
 
     Args:
-        folder: of the model.
+        folder: the model directory.
         config: of the model.
-        weights: as they were written.
-        training: of the run that made it, where this is known.
-        source: the directory that the model was converted from; what the card there says of training is taken over.
+        weights: as in the weight files.
+        training: of the run that trained the model. None: unknown.
+        source: the directory that the model was converted from. Its card's training section is copied.
 
     Raises:
-        OSError: a file cannot be read, or the card written.
+        OSError: a file cannot be read, or the card cannot be written.
     """
     training_text = "" if training is None else _training_section(training)
     if source is not None:
@@ -100,7 +100,7 @@ def write_model_card(
     name = None if training is None else training.name
     datasets = () if source is None else _parse_datasets(_read_card(source))
     if training is not None:
-        datasets += tuple(each.dataset for each in training.sources if each.dataset)
+        datasets += tuple(data.dataset for data in training.sources if data.dataset)
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _UNLISTED_FILES]
     num_parameters = sum(weight.numel() for weight in weights.values())
     text = _format_card(config, num_parameters, make_manifest_entries(folder, files), training_text, name, datasets)
@@ -108,30 +108,30 @@ def write_model_card(
 
 
 def update_training_section(folder: Path, training: CardTraining) -> None:
-    """Say what became known of a run after its checkpoint was sealed, in the card of that.
+    """Replace the training section in the card of a complete checkpoint.
 
-    Whenever this is interrupted, the checkpoint verifies: the manifest has no entry of the card while it changes.
+    The checkpoint verifies at any time, because the manifest has no entry of the card while the card changes.
 
     Raises:
-        OSError: something cannot be written.
-        ValueError: the card or the manifest are not what was written with the weights; they stay as they are.
+        OSError: a file cannot be written.
+        ValueError: the card or the manifest was changed by others; they stay unchanged.
     """
     card = (folder / CARD_FILE).read_text(encoding="utf-8")
-    found = _find_training_section(card)
+    section = _find_training_section(card)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         others = {name: entry for name, entry in manifest["files"].items() if name != CARD_FILE}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / MANIFEST}: damaged manifest: {error!r}") from error
-    if found is None:
+    if section is None:
         raise ValueError(f"{folder / CARD_FILE} has no {TRAINING_HEADING!r}")
     _write_manifest(folder, others)
-    write_text_atomic(folder / CARD_FILE, card.replace(found, _training_section(training).strip(), 1))
+    write_text_atomic(folder / CARD_FILE, card.replace(section, _training_section(training).strip(), 1))
     _write_manifest(folder, others | make_manifest_entries(folder, [folder / CARD_FILE]))
 
 
 def _write_manifest(folder: Path, entries: ManifestEntries) -> None:
-    write_text_atomic(folder / MANIFEST, json.dumps({"files": dict(sorted(entries.items()))}, indent=1) + "\n")
+    write_text_atomic(folder / MANIFEST, format_manifest(entries))
 
 
 def _format_card(
@@ -144,8 +144,8 @@ def _format_card(
 ) -> str:
     family = get_family(config).model_type
     title = family if name is None else name
-    sums = {each: f"{entry['bytes']:,} bytes, SHA-256 `{entry['sha256']}`" for each, entry in files.items()}
-    unknown = "" if training_text else f"{TRAINING_HEADING}\n\nNothing is known here of how it was made.\n\n"
+    sums = {file: f"{entry['bytes']:,} bytes, SHA-256 `{entry['sha256']}`" for file, entry in files.items()}
+    unknown = "" if training_text else f"{TRAINING_HEADING}\n\nThe training of this model is unknown.\n\n"
     return (
         f"{_front_matter(config, datasets)}\n# {_escape_markdown(title)}, {num_parameters:,} parameters\n\n"
         f"{_describe_model_kind(config)}.\n\n"
@@ -156,7 +156,7 @@ def _format_card(
 
 
 def _front_matter(config: ModelConfig, datasets: tuple[str, ...]) -> str:
-    """What the Hugging Face Hub reads; JSON is YAML."""
+    """Format the YAML metadata that the Hugging Face Hub reads. JSON is valid YAML."""
     kind = "masked-diffusion" if config.block_length is None else "block-diffusion"
     tags = ["text-generation"] if config.is_autoregressive else ["text-generation", kind, "diffusion"]
     lines = ["library_name: diffusionlm", "pipeline_tag: text-generation", "license: unknown"]
@@ -170,8 +170,10 @@ def _describe_model_kind(config: ModelConfig) -> str:
     if config.is_autoregressive:
         return "An autoregressive language model"
     if config.block_length is None:
-        return "A masked diffusion language model, which fills the whole sequence at once"
-    return f"A block diffusion language model, which fills blocks of {config.block_length} tokens one after the other"
+        return "A masked diffusion language model, which fills in the whole sequence at once"
+    return (
+        f"A block diffusion language model, which fills in blocks of {config.block_length} tokens one after the other"
+    )
 
 
 def _architecture_rows(config: ModelConfig, family: str, num_parameters: int) -> dict[str, str]:
@@ -187,47 +189,47 @@ def _architecture_rows(config: ModelConfig, family: str, num_parameters: int) ->
         "rotary base": f"{config.rope_theta:,.0f}",
         "vocabulary": f"{config.vocab_size:,}",
         "embedding and head": "one matrix" if config.tie_word_embeddings else "two matrices",
-        "block length": "the whole row" if config.block_length is None else f"{config.block_length:,}",
+        "block length": "the whole sequence" if config.block_length is None else f"{config.block_length:,}",
         "mask token": "none" if config.mask_token_id is None else config.mask_token_id,
         "output that predicts token i": "i - 1" if config.logit_alignment == "shifted" else "i",
     }
     if config.num_experts:
         active = num_parameters - count_idle_parameters(config)
-        rows["parameters"] = f"{num_parameters:,}, of which a token meets {active:,}"
-        rows["experts"] = f"{config.num_experts_per_tok} of {config.num_experts} for each token"
+        rows["parameters"] = f"{num_parameters:,}, of which {active:,} are active for a token"
+        rows["experts"] = f"{config.num_experts_per_tok} of {config.num_experts} per token"
     return {key: str(value) for key, value in rows.items()}
 
 
 def _feed_forward_size(config: ModelConfig) -> str:
     is_sparse = {config.is_sparse(layer) for layer in range(config.num_hidden_layers)}
-    whole = [str(config.intermediate_size)] if False in is_sparse else []
-    experts = [f"{config.moe_intermediate_size} of each expert"] if True in is_sparse else []
-    return ", ".join(whole + experts)
+    dense = [str(config.intermediate_size)] if False in is_sparse else []
+    experts = [f"{config.moe_intermediate_size} per expert"] if True in is_sparse else []
+    return ", ".join(dense + experts)
 
 
 def _training_section(training: CardTraining) -> str:
-    """Up to the next heading."""
+    """Format the section up to the next heading."""
     bound = training.bound
     rows = {
-        "steps": f"{training.step:,} of {training.max_steps:,}, of {training.batch_size:,} rows of up to "
+        "steps": f"{training.step:,} of {training.max_steps:,}, with {training.batch_size:,} sequences of up to "
         f"{training.row_length:,} tokens",
         "tokens seen": f"{training.tokens_seen:,}",
         "optimizer": training.optimizer,
-        "weights": f"averaged, decay {training.ema_decay:g}" if training.ema_decay else "of the last step",
-        "began as": "random numbers" if training.init_from is None else _escape_markdown(training.init_from),
+        "weights": f"moving average, decay {training.ema_decay:g}" if training.ema_decay else "of the last step",
+        "started from": "random weights" if training.init_from is None else _escape_markdown(training.init_from),
         "tokenizer": f"`{training.tokenizer_fingerprint}`",
-        "validation": "not known" if bound is None else _format_bound(bound),
+        "validation": "unknown" if bound is None else _format_bound(bound),
     }
     data = "\n".join(
-        f"| {_escape_markdown(each.name)} | {_escape_markdown(each.provenance)} | {_escape_markdown(each.identity)} | {each.share:.1%} |"
-        for each in training.sources
+        f"| {' | '.join(map(_escape_markdown, (source.name, source.provenance, source.identity)))} | {source.share:.1%} |"
+        for source in training.sources
     )
     return (
         f"{TRAINING_HEADING}\n\n{_format_table(rows)}\n\n"
         f"Data:\n\n| source | where | identity | share |\n|---|---|---|---|\n{data}\n\n"
         f"Objective:\n\n{_fence_code(training.objective, 'toml')}\n\n"
-        "Made again by this, typed where the run was started, since relative paths begin there; DIR is where the run "
-        f"saved the model and its `config.toml`:\n\n{_fence_code(training.command, 'bash')}\n\n"
+        "To train it again, run this in the directory where the run was started (relative paths begin there); DIR is the "
+        f"checkpoint with the run's `config.toml`:\n\n{_fence_code(training.command, 'bash')}\n\n"
     )
 
 
@@ -237,22 +239,22 @@ def _format_bound(bound: ValidationBound) -> str:
 
 
 def _conversion_section(source: Path) -> str:
-    """What is known of a model that was converted, from the card of the other one."""
+    """Format the training section of a converted model: that of the source's card."""
     card = _read_card(source)
-    there = _find_training_section(card)
-    if there is None:
+    section = _find_training_section(card)
+    if section is None:
         name = _escape_markdown(source.resolve().name)
-        return f"{TRAINING_HEADING}\n\nConverted from {name}, of which no card tells how it was made.\n\n"
-    body = there.removeprefix(TRAINING_HEADING).strip()
+        return f"{TRAINING_HEADING}\n\nConverted from {name}, whose training is unknown.\n\n"
+    body = section.removeprefix(TRAINING_HEADING).strip()
     title = re.search(r"^# (.*)$", card, re.MULTILINE)
     name = title[1] if title else _escape_markdown(source.resolve().name)
-    note = f"Converted from {name}. What follows is said of that model, before it was converted."
-    # Once it was converted more often: the origins stand one above the other.
+    # A model that was converted several times has several of these notes, the newest first.
+    note = f"Converted from {name}. The rest of this section describes that model."
     return f"{TRAINING_HEADING}\n\n{note}\n\n{body}\n\n"
 
 
 def _read_card(source: Path) -> str:
-    """Whosever it is; empty: there is none that can be read."""
+    """Read a directory's card, of any program. Empty: there is none, or it is not text."""
     try:
         return (source / CARD_FILE).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -260,18 +262,18 @@ def _read_card(source: Path) -> str:
 
 
 def _parse_datasets(card: str) -> tuple[str, ...]:
-    """Of the head of a card of ours."""
+    """Read the datasets in the metadata of a card of this program. Empty: another program's card, or no datasets."""
     head = re.match(r"---\nlibrary_name: diffusionlm\n.*?^---$", card, re.DOTALL | re.MULTILINE)
-    named = re.search(r"^datasets: (\[.*\])$", head[0], re.MULTILINE) if head else None
+    match = re.search(r"^datasets: (\[.*\])$", head[0], re.MULTILINE) if head else None
     try:
-        names = json.loads(named[1]) if named else []
-    except ValueError:  # Somebody wrote it anew.
+        names = json.loads(match[1]) if match else []
+    except ValueError:  # it was edited by hand
         return ()
     return tuple(name for name in names if isinstance(name, str))
 
 
 def _find_training_section(card: str) -> str | None:
-    """What a card of ours says of training, from its heading on; None: it is none, or says nothing."""
+    """Find the training section, with its heading, in a card of this program. None: there is none."""
     if "library_name: diffusionlm" not in card:
         return None
     match = re.search(rf"^{TRAINING_HEADING}\n.*?(?=^## Use$)", card, re.DOTALL | re.MULTILINE)
@@ -279,13 +281,13 @@ def _find_training_section(card: str) -> str | None:
 
 
 def _use_section(config: ModelConfig) -> str:
-    """Commands that fit the context, and leave room for a prompt."""
+    """Format commands whose lengths fit the context, with room for a prompt."""
     context = config.max_position_embeddings
-    new = "" if context >= 2 * DEFAULT_NEW_TOKENS else f" --max-new-tokens {max(1, context // 2)}"
-    shell = f'diffusionlm-infer --model . --prompt "..."{new}'
+    length = "" if context >= 2 * DEFAULT_NEW_TOKENS else f" --max-new-tokens {max(1, context // 2)}"
+    shell = f'diffusionlm-infer --model . --prompt "..."{length}'
     if config.block_length is None:
-        hole = "before [MASK:6] after" if context >= 32 else f"a[MASK:{max(1, context // 4)}]b"
-        shell += f'\ndiffusionlm-infer --model . --infill "{hole}"'
+        text = "before [MASK:6] after" if context >= 32 else f"a[MASK:{max(1, context // 4)}]b"
+        shell += f'\ndiffusionlm-infer --model . --infill "{text}"'
     python = (
         'import diffusionlm\n\nmodel = diffusionlm.load_model(".")\ntokenizer = diffusionlm.load_tokenizer(".")\n'
         f"options = diffusionlm.GenerationConfig(max_new_tokens={max(1, min(32, context // 2))})\n"
@@ -298,9 +300,10 @@ def _use_section(config: ModelConfig) -> str:
 def _limits_section(config: ModelConfig) -> str:
     return (
         "## Limits\n\n"
-        f"- A prompt and its answer together have at most {config.max_position_embeddings:,} tokens.\n"
-        "- It says what is likely after its data, true or not; nothing here was done against false or harmful text.\n"
-        "- The licence is not known: it follows from the data, and from the model that the weights began as.\n\n"
+        f"- Prompt and answer together have at most {config.max_position_embeddings:,} tokens.\n"
+        "- Its text is likely under its training data, which does not make it true; nothing prevents false or harmful "
+        "text.\n"
+        "- License unknown: it depends on the data, and on the model that training started from.\n\n"
     )
 
 
@@ -309,12 +312,12 @@ def _format_table(rows: Mapping[str, str]) -> str:
 
 
 def _escape_markdown(text: str) -> str:
-    """Text of others on one line, in which nothing is Markdown or HTML."""
+    """Put a text on one line and escape Markdown and HTML."""
     return re.sub(r"([\\`*_{}\[\]<>|#~$&])", r"\\\1", " ".join(text.split()))
 
 
 def _fence_code(text: str, language: str) -> str:
-    """Text as it is, whatever backticks are in it."""
+    """Format a code block, with a fence that is longer than any backticks in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.strip()}\n{fence}"

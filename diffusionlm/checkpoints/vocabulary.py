@@ -1,17 +1,18 @@
-"""Whether a directory's tokenizer fits its model, from the JSON of its files alone."""
+"""Check that a directory's tokenizer fits its model, by the JSON of its files, without building the tokenizer."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config.families.model_directory import read_json_object
 from config.model import ModelConfig
 
-OWN, TOKENIZER, SLOW = "special_tokens.json", "tokenizer.json", "vocab.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE, VOCAB_FILE = "special_tokens.json", "vocab.json"
+"""Files that this project writes; transformers' slow tokenizers have the second one too."""
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -19,51 +20,45 @@ class Vocabulary:
     """The ids of a tokenizer."""
 
     ordinary_tokens: dict[int, str]
-    """Tokens that text becomes: their spelling in the file, by id."""
+    """Id -> token as spelled in the file, of the tokens that are not special."""
     size: int
-    """Largest id + 1, special tokens included."""
+    """Largest id + 1, with special tokens."""
 
 
 def read_vocabulary(directory: Path) -> Vocabulary | None:
-    """The ids of a directory's tokenizer. None: it has none, or files that only `load_tokenizer` can judge."""
+    """Read the ids of a directory's tokenizer. None: it has none, or `load_tokenizer` has to report what is wrong."""
     try:
-        if (directory / OWN).is_file():
-            special = set(_read_json_object(directory / OWN)["special_tokens"].items())
-            return _build_vocabulary(_read_json_object(directory / SLOW), special)
-        if not (directory / TOKENIZER).is_file() and not (directory / SLOW).is_file():
+        if (directory / SPECIAL_TOKENS_FILE).is_file():
+            special = set(_read_json_or_empty(directory / SPECIAL_TOKENS_FILE)["special_tokens"].items())
+            return _build_vocabulary(_read_json_or_empty(directory / VOCAB_FILE), special)
+        if not (directory / TOKENIZER_FILE).is_file() and not (directory / VOCAB_FILE).is_file():
             return None
-        config = _read_json_object(directory / TOKENIZER_CONFIG)
-        contents = _read_json_object(directory / TOKENIZER)
-        vocab = contents["model"]["vocab"] if contents else _read_json_object(directory / SLOW)
-        if isinstance(vocab, list):  # of SentencePiece's unigrams: text and score, in the order of ids
+        config = _read_json_or_empty(directory / TOKENIZER_CONFIG_FILE)
+        contents = _read_json_or_empty(directory / TOKENIZER_FILE)
+        vocab = contents["model"]["vocab"] if contents else _read_json_or_empty(directory / VOCAB_FILE)
+        if isinstance(vocab, list):  # SentencePiece's unigrams: (text, score), in the order of ids
             vocab = {piece[0]: token_id for token_id, piece in enumerate(vocab)}
         special = {(token["content"], token["id"]) for token in contents.get("added_tokens") or []}
         special |= {(token["content"], int(n)) for n, token in (config.get("added_tokens_decoder") or {}).items()}
-        named = [
-            *_read_role_tokens(config),
-            *_read_role_tokens(_read_json_object(directory / "special_tokens_map.json")),
-        ]
-        special |= set(_read_json_object(directory / "added_tokens.json").items())
-        special |= {(text, vocab[text]) for text in named if text in vocab}
+        special |= set(_read_json_or_empty(directory / "added_tokens.json").items())
+        for file in (config, _read_json_or_empty(directory / "special_tokens_map.json")):
+            special |= {(text, vocab[text]) for text in _read_role_tokens(file) if text in vocab}
         return _build_vocabulary(vocab, special)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
-    contents = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if not isinstance(contents, dict):
-        raise TypeError(f"{path} holds no JSON object")
-    return contents
+def _read_json_or_empty(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _read_role_tokens(config: dict[str, Any]) -> Iterator[str]:
-    """Texts that a file gives a role: transformers makes them special, added tokens or not."""
-    named = [value for key, value in config.items() if key.endswith("_token")]
+    """Read the tokens with a role, such as ``eos_token``. transformers makes all of them special tokens."""
+    tokens = [value for key, value in config.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        more = config.get(key) or []
-        named += more.values() if isinstance(more, dict) else more
-    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+        extra = config.get(key) or []
+        tokens += extra.values() if isinstance(extra, dict) else extra
+    texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
     yield from (text for text in texts if isinstance(text, str))
 
 
@@ -74,21 +69,20 @@ def _build_vocabulary(vocab: dict[str, int], special: set[tuple[str, int]]) -> V
 
 
 def check_vocabulary(vocabulary: Vocabulary, config: ModelConfig, directory: Path) -> None:
-    """Refuse the tokenizer of a directory if it is not the one that its model was made with.
+    """Reject a directory's tokenizer if it cannot be the one that its model was trained with.
 
     Raises:
-        ValueError: it has more ids than the embedding has rows (fewer are usual), or the mask token is an ordinary one.
+        ValueError: it has more ids than the embedding has rows (fewer are usual), or the mask token is not special.
     """
     if vocabulary.size > config.vocab_size:
         raise ValueError(
-            f"{directory}: its tokenizer has {vocabulary.size} ids, the last ones outside the model's vocabulary of "
-            f"{config.vocab_size} tokens, which are the rows of its embedding: put the tokenizer there that the model "
-            "was trained with, or, if only the mask token is outside, let diffusionlm-convert add a row with "
-            "[diffusion]"
+            f"{directory}: the tokenizer has {vocabulary.size} ids, but the model has vocab_size = {config.vocab_size}: "
+            "use the tokenizer that the model was trained with, or, if only the mask token has no row in the embedding, "
+            "add one with diffusionlm-convert and [diffusion]"
         )
     text = None if config.mask_token_id is None else vocabulary.ordinary_tokens.get(config.mask_token_id)
     if text is not None:
         raise ValueError(
-            f"{directory}: mask_token_id = {config.mask_token_id} is the ordinary token {text!r} of its tokenizer: "
-            "correct mask_token_id in config.json, or declare the token as an added one in the tokenizer's files"
+            f"{directory}: mask_token_id = {config.mask_token_id} is the ordinary token {text!r} of the tokenizer: "
+            "correct mask_token_id in config.json, or make the token special in the tokenizer's files"
         )

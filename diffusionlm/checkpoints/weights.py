@@ -1,7 +1,7 @@
-"""The weights of a directory: safetensors or pickles, in one file or in shards with an index.
+"""Read and write the weights of a directory: safetensors or pickles, in one file or in shards with an index.
 
-Files are mapped into memory and copied tensor by tensor, so that reading needs no more memory than the model itself; or
-nothing is copied, and the parameters are the mapped file.
+Files are mapped into memory and copied tensor by tensor, so that reading needs no more memory than the model. With
+``mmap`` nothing is copied, and the parameters are the mapped file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MAX_LISTED_PROBLEMS = 20
-"""Problems that an error lists before it only counts."""
+"""Problems that an error lists; it counts the others."""
 HEAD_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.embed_tokens.weight"
 COMPARE_CHUNK_ELEMENTS = 1 << 24
-"""Values that are compared at once."""
+"""Values of a tensor that are compared at the same time."""
 _IGNORED_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")
-"""Buffers that old files have: they follow from the config."""
+"""Buffers in old files, which follow from the config."""
 _STACKED_EXPERTS = re.compile(
     r"(?P<stem>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?"
 )
@@ -52,20 +52,20 @@ _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file, or a part of one, by the name of the parameter that it is for."""
+    """A tensor of a weight file, or a slice of one, for one parameter."""
 
     file: Path
     stored_name: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    """The values, still those of the mapped file."""
+    """Returns the values, in the mapped file."""
 
 
 def list_weight_files(directory: Path) -> list[Path]:
-    """The index, if there is one, and the files that hold a directory's weights.
+    """List the files with a directory's weights: the index first, if there is one.
 
     Raises:
-        ValueError: there are none, the index is damaged, or a shard is missing; names them.
+        ValueError: there are no weights, the index is damaged, or a shard is missing; names the files.
     """
     for single, index in ((WEIGHTS, INDEX), (PICKLE, PICKLE_INDEX)):
         if (directory / single).is_file():
@@ -74,7 +74,7 @@ def list_weight_files(directory: Path) -> list[Path]:
             shards = sorted(set(_read_index(directory / index).values()))
             missing = [name for name in shards if not (directory / name).is_file()]
             if missing:
-                raise ValueError(f"{directory / index}: missing shards: {_join_problems(missing)}; fetch them again")
+                raise ValueError(f"{directory / index}: missing shards: {_join_problems(missing)}; download them again")
             return [directory / index, *(directory / name for name in shards)]
     raise ValueError(f"{directory} has no weights: none of {', '.join((WEIGHTS, INDEX, PICKLE, PICKLE_INDEX))}")
 
@@ -82,29 +82,31 @@ def list_weight_files(directory: Path) -> list[Path]:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        placed = {str(name): str(file) for name, file in weight_map.items()}
+        file_of = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: damaged index, it has no readable weight_map: {error!r}") from error
-    strange = sorted({file for file in placed.values() if Path(file).name != file})
-    if strange or not placed:
-        raise ValueError(f"{path}: weight_map must name files beside it, not {_join_problems(strange) or 'none'}")
-    return placed
+    outside = sorted({file for file in file_of.values() if Path(file).name != file})
+    if outside or not file_of:
+        raise ValueError(f"{path}: weight_map must name files beside it, not {_join_problems(outside) or 'none'}")
+    return file_of
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, path: Path, *, mmap: bool = False) -> None:
-    """Copy every tensor of a directory, or of one file, into the parameter of its name, converted to its dtype.
+    """Copy the tensors of a directory into the parameters of their names, converted to the parameters' dtype.
 
-    Nothing is copied unless all of it fits.
+    All tensors are checked before the first one is copied.
 
     Args:
-        adopt: a parameter on the CPU of the file's dtype takes the mapped file itself as its values: pages are read
-            when they are first used, and shared with other processes. The mapping is private: what changes a parameter
-            changes no file. A file must be replaced, as everything here does, not written over, while it is in use.
+        model: has the parameters.
+        path: a directory, or one weight file.
+        mmap: a parameter on the CPU with the file's dtype uses the mapped file as its storage: pages are read when they
+            are first used, and shared with other processes. The mapping is private, so changes of a parameter do not
+            reach the file. While it is in use, the file may be replaced, but not overwritten.
 
     Raises:
-        ValueError: a file is missing or damaged, or tensors are missing, unexpected, misshapen or not floating-point
-            numbers; lists them.
+        ValueError: a file is missing or damaged, or tensors are missing, unexpected, of another shape or not
+            floating-point; lists them.
     """
     files = list_weight_files(path) if path.is_dir() else [path]
     parameters = dict(model.named_parameters())
@@ -117,26 +119,26 @@ def load_weights(model: nn.Module, path: Path, *, mmap: bool = False) -> None:
         problems += _find_mismatches(parameters, entries)
         if not problems and head is not None and not _are_equal(head.read(), entries[EMBEDDING_WEIGHT].read()):
             problems.append(
-                f"{HEAD_WEIGHT} is not {EMBEDDING_WEIGHT}, though config.json says tie_word_embeddings (true where it is silent); "
-                "set it to false there"
+                f"{HEAD_WEIGHT} differs from {EMBEDDING_WEIGHT}, but config.json has tie_word_embeddings = true (or no such "
+                "key): set it to false"
             )
         if problems:
-            described = " that its config.json describes" if path.is_dir() else ""
-            raise ValueError(f"{path} does not fit the model{described}: {_join_problems(problems)}")
+            source = " of its config.json" if path.is_dir() else ""
+            raise ValueError(f"{path} does not fit the model{source}: {_join_problems(problems)}")
         for name, parameter in parameters.items():
             values = _read_tensor(entries[name])
-            is_alike = values.dtype == parameter.dtype and parameter.device.type == "cpu" and values.is_contiguous()
-            if mmap and is_alike:
+            can_share = values.dtype == parameter.dtype and parameter.device.type == "cpu" and values.is_contiguous()
+            if mmap and can_share:
                 parameter.data = values
             else:
                 parameter.copy_(values)
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All weights of a directory in memory, by parameter name.
+    """Read all weights of a directory into memory, by parameter name.
 
     Raises:
-        ValueError: a file is missing or damaged, or two hold the same tensor; lists them.
+        ValueError: a file is missing or damaged, or two files have the same tensor; lists them.
     """
     with ExitStack() as stack:
         entries, problems = _open_stored_tensors(list_weight_files(directory), stack)
@@ -146,79 +148,79 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def read_saved_dtype(path: Path) -> torch.dtype:
-    """The dtype of the floating-point weights of a directory; of several, the narrowest that holds all of them.
+    """Return the dtype of a directory's floating-point weights; of several, the narrowest that holds all of them.
 
     Raises:
-        ValueError: there are none, or they are damaged.
+        ValueError: there are no such weights, or they are damaged.
     """
     with ExitStack() as stack:
         entries, _ = _open_stored_tensors(list_weight_files(path), stack)
         dtypes = {_read_tensor(entry).dtype for entry in entries.values()} & set(_FLOAT_DTYPES)
         if not dtypes:
-            raise ValueError(f"{path}: its weight files hold no tensors of {', '.join(map(str, _FLOAT_DTYPES))}")
+            raise ValueError(f"{path}: the weight files have no tensors of {', '.join(map(str, _FLOAT_DTYPES))}")
         return functools.reduce(torch.promote_types, dtypes)
 
 
 def _open_stored_tensors(files: list[Path], stack: ExitStack) -> tuple[dict[str, StoredTensor], list[str]]:
-    """What the files hold, by parameter, and what is wrong with that."""
+    """Return the tensors of the files by parameter name, and what is wrong with them."""
     entries: dict[str, StoredTensor] = {}
-    held: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     problems = []
     for file in files:
         if file.name.endswith(".json"):
             continue
         for stored in _open_pickle(file) if file.suffix == ".bin" else _open_safetensors(file, stack):
-            held[stored.stored_name] = file.name
+            file_of[stored.stored_name] = file.name
             for name, entry in _split_stacked_experts(stored):
                 if name in entries:
                     problems.append(f"{name} is in {entries[name].file.name} and in {file.name}")
                 entries[name] = entry
     if files[0].name.endswith(".json"):
-        placed = _read_index(files[0])
-        problems += [f"{name} is not in {place}" for name, place in placed.items() if held.get(name) != place]
-        problems += [f"{name} is in {held[name]}, but not in the index" for name in held.keys() - placed.keys()]
+        index = _read_index(files[0])
+        problems += [f"{name} is not in {file}" for name, file in index.items() if file_of.get(name) != file]
+        problems += [f"{name} is in {file_of[name]}, but not in the index" for name in file_of.keys() - index.keys()]
     return entries, problems
 
 
 def _open_safetensors(path: Path, stack: ExitStack) -> Iterator[StoredTensor]:
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
-        for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+        for name in file.keys():  # noqa: SIM118 (not a dictionary)
             shape = tuple(file.get_slice(name).get_shape())
             yield StoredTensor(path, name, shape, lambda name=name: file.get_tensor(name))  # type: ignore[misc]
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read as safetensors: {error}; fetch or write it again") from error
+        raise ValueError(f"{path}: cannot be read as safetensors: {error}; download or write it again") from error
 
 
 def _open_pickle(path: Path) -> Iterator[StoredTensor]:
-    """Without running what a pickle may contain, and without reading what it holds."""
+    """Open a pickle without running code in it (``weights_only``) and without reading tensors (``mmap``)."""
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, ValueError) as error:
         lines = str(error).strip().splitlines()
         raise ValueError(f"{path}: cannot be read as weights: {lines[0] if lines else error!r}") from error
-    if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
-        raise ValueError(f"{path}: holds other things than named tensors; save a state_dict")
-    for name, tensor in held.items():
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise ValueError(f"{path}: is not a dictionary of tensors: save a state_dict")
+    for name, tensor in tensors.items():
         yield StoredTensor(path, str(name), tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
 
 
 def _split_stacked_experts(entry: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """By parameter: one entry, or those of the experts that a file has stacked ([experts, out, in])."""
+    """Yield (parameter name, tensor): one, or one per expert of a stacked tensor [experts, out, in]."""
     name = parameter_name(entry.stored_name)
     match = _STACKED_EXPERTS.fullmatch(name)
     if match is None or len(entry.shape) != 3:
         if _IGNORED_BUFFERS.fullmatch(name) is None:
             yield name, entry
         return
-    count, width, inner = entry.shape
+    num_experts, num_rows, num_columns = entry.shape
     kinds = ("gate_proj", "up_proj") if match["kind"] == "gate_up_proj" else (match["kind"],)
-    part = width // len(kinds)
-    for expert in range(count):
-        for place, kind in enumerate(kinds):
-            read = _make_slice_reader(entry, expert, slice(place * part, (place + 1) * part))
+    size = num_rows // len(kinds)
+    for expert in range(num_experts):
+        for index, kind in enumerate(kinds):
+            read = _make_slice_reader(entry, expert, slice(index * size, (index + 1) * size))
             parameter = f"{match['stem']}.{expert}.{kind}.weight"
-            yield parameter, StoredTensor(entry.file, entry.stored_name, (part, inner), read)
+            yield parameter, StoredTensor(entry.file, entry.stored_name, (size, num_columns), read)
 
 
 def _make_slice_reader(entry: StoredTensor, expert: int, rows: slice) -> Callable[[], Tensor]:
@@ -226,19 +228,25 @@ def _make_slice_reader(entry: StoredTensor, expert: int, rows: slice) -> Callabl
 
 
 def _find_mismatches(parameters: dict[str, nn.Parameter], entries: dict[str, StoredTensor]) -> list[str]:
-    """Tensors that are missing, unexpected, misshapen, or no floating-point numbers."""
+    """List tensors that are missing, unexpected, of another shape or not floating-point."""
     problems = []
     for name in sorted(parameters.keys() - entries.keys()):
-        hint = " (a file without it wants tie_word_embeddings = true in config.json)" if name == HEAD_WEIGHT else ""
+        hint = (
+            " (set tie_word_embeddings = true in config.json if the head is the embedding)"
+            if name == HEAD_WEIGHT
+            else ""
+        )
         problems.append(f"missing {name}{hint}")
     unexpected = (entries[name] for name in sorted(entries.keys() - parameters.keys()))
     problems += dict.fromkeys(f"unexpected {entry.stored_name} in {entry.file.name}" for entry in unexpected)
     for name in sorted(parameters.keys() & entries.keys()):
         entry, expected = entries[name], tuple(parameters[name].shape)
         if entry.shape != expected:
-            problems.append(f"{entry.stored_name} has shape {list(entry.shape)}, the model {list(expected)}")
+            problems.append(f"{entry.stored_name} has shape {list(entry.shape)}, the model has {list(expected)}")
         elif (dtype := _read_tensor(entry).dtype) not in _FLOAT_DTYPES:
-            problems.append(f"{entry.stored_name} has dtype {dtype}, which is not supported: quantised weights are not")
+            problems.append(
+                f"{entry.stored_name} has dtype {dtype}, which is not supported (quantized weights are not)"
+            )
     return problems
 
 
@@ -250,7 +258,7 @@ def _read_tensor(entry: StoredTensor) -> Tensor:
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Compared in pieces: the tables are large."""
+    """Compare in chunks, because the tables are large."""
     if a.shape != b.shape:
         return False
     rows = max(1, COMPARE_CHUNK_ELEMENTS // max(1, a[0].numel()))
@@ -265,37 +273,38 @@ def _join_problems(problems: list[str]) -> str:
 
 
 def parse_byte_size(size: int | str) -> int:
-    """Bytes of a size such as 5_000_000_000, "5GB" (10^9) or "5GiB" (2^30).
+    """Convert a size such as 5_000_000_000, "5GB" (10^9) or "5GiB" (2^30) to bytes.
 
     Raises:
-        ValueError: not a positive size.
+        ValueError: it is not a positive size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
     bytes_ = int(float(match[1]) * _BYTE_UNITS.get((match[2] or "").upper(), 1)) if match else 0
     if bytes_ <= 0:
-        raise ValueError(f'max_shard_size = {size!r} must be a number of bytes, or a size such as "5GB" or "500MB"')
+        raise ValueError(f'max_shard_size = {size!r} must be a number of bytes, or a size such as "5GB"')
     return bytes_
 
 
 def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: int | str = "5GB") -> list[Path]:
-    """Write tensors to model.safetensors, or, where they are larger than ``max_shard_size``, to shards and an index.
+    """Write tensors to model.safetensors or, if they are larger than ``max_shard_size``, to shards and an index.
 
-    A shard has at least one tensor, however large. Weights that the directory had before are removed: they would be
-    read in place of these.
+    A shard has at least one tensor, of any size. Old weights of the directory are removed, because a single file would
+    be read instead of these.
 
     Returns:
         The files.
 
     Raises:
-        ValueError: a size that is none. OSError, SafetensorError: they could not be written.
+        ValueError: ``max_shard_size`` is not a size.
+        OSError, SafetensorError: the files cannot be written.
     """
-    limit, shards, room = parse_byte_size(max_shard_size), [dict[str, Tensor]()], 0
+    limit, shards, shard_bytes = parse_byte_size(max_shard_size), [dict[str, Tensor]()], 0
     for name, tensor in tensors.items():
-        if shards[-1] and room + tensor.nbytes > limit:
+        if shards[-1] and shard_bytes + tensor.nbytes > limit:
             shards.append({})
-            room = 0
+            shard_bytes = 0
         shards[-1][name] = tensor
-        room += tensor.nbytes
+        shard_bytes += tensor.nbytes
     for path in directory.glob("model*.safetensors*"):
         if path.name in (WEIGHTS, INDEX) or _SHARD_FILE.fullmatch(path.name):
             path.unlink()

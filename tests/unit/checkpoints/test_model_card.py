@@ -89,9 +89,9 @@ def test_what_a_run_says_of_its_model(tiny_model: MakeModel, tmp_path: Path) -> 
     size = (tmp_path / "model.safetensors").stat().st_size
     assert said["model.safetensors"] == f"{size:,} bytes, SHA-256 `{weights}`"
     assert said["parameters"] == f"{numbers:,}" and said["layers"] == "2" and said["heads"] == "4 of 6"
-    assert said["steps"] == "40 of 1,000, of 32 rows of up to 256 tokens" and said["tokens seen"] == "327,680"
+    assert said["steps"] == "40 of 1,000, with 32 sequences of up to 256 tokens" and said["tokens seen"] == "327,680"
     assert said["validation"] == "at most 3.988 ± 0.018 nats per token, at step 40"
-    assert said["tokenizer"] == "`f00d`" and said["began as"] == "random numbers"
+    assert said["tokenizer"] == "`f00d`" and said["started from"] == "random weights"
     assert "| stories | a file of stories | files/train/0a1b | 75.0% |\n| web |" in card
     assert '```toml\nkind = "masked_diffusion"\n```' in card
     assert "```bash\ndiffusionlm-train --config DIR/config.toml --set run.directory=runs/again\n```" in card
@@ -101,14 +101,14 @@ def test_what_a_run_says_of_its_model(tiny_model: MakeModel, tmp_path: Path) -> 
 def test_kinds_of_models(tiny_model: MakeModel, tmp_path: Path) -> None:
     masked = card_of(tiny_model(), tmp_path)
     assert "masked-diffusion" in front_matter(masked)["tags"] and "--infill" in masked
-    assert "Nothing is known here of how it was made." in masked and "datasets" not in front_matter(masked)
+    assert "The training of this model is unknown." in masked and "datasets" not in front_matter(masked)
     next_token = card_of(tiny_model(block_length=1, logit_alignment="shifted", mask_token_id=None), tmp_path)
     assert front_matter(next_token)["tags"] == ["text-generation"] and rows(next_token)["mask token"] == "none"
     experts = card_of(tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8), tmp_path)
-    assert rows(experts)["experts"] == "2 of 4 for each token"
+    assert rows(experts)["experts"] == "2 of 4 per token"
 
 
-@pytest.mark.parametrize(("dense", "size"), [((), "8 of each expert"), ((1,), "40, 8 of each expert")])
+@pytest.mark.parametrize(("dense", "size"), [((), "8 per expert"), ((1,), "40, 8 per expert")])
 def test_a_mixture_says_what_a_token_meets(
     dense: tuple[int, ...], size: str, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_mixture_says_what_a_token_meets(
     said = rows(card_of(model, tmp_path))
     assert said["feed-forward size"] == size
     met = numbers - (2 - len(dense)) * 2 * 3 * 24 * 8
-    assert said["parameters"] == f"{numbers:,}, of which a token meets {met:,}"
+    assert said["parameters"] == f"{numbers:,}, of which {met:,} are active for a token"
 
 
 @pytest.mark.parametrize("context", [8, 16, 33, 256])
@@ -152,7 +152,7 @@ def test_text_of_others_stays_text(tiny_model: MakeModel, tmp_path: Path) -> Non
     assert front_matter(card)["datasets"] == ['x"]\nlicense: mit'] and front_matter(card)["license"] == "unknown"
     escaped = r"a\|b \#\# Use \<script\>x\</script\> \`c\` \[d\](e) \\ \*\*f\*\*"
     assert f"| {escaped} | {escaped} | {escaped} | 100.0% |" in card
-    assert f"# {escaped}, " in card and rows(card)["began as"] == escaped
+    assert f"# {escaped}, " in card and rows(card)["started from"] == escaped
     assert "`````toml\n````\n## Use\n`````" in card
 
 
@@ -230,7 +230,7 @@ def test_a_converted_model_tells_what_it_was(tiny_model: MakeModel, tokenizer: T
     assert card.count("\n## Training\n") == card.count("\n## Use\n") == 1
     assert "Converted from first\\_try, " in card and rows(card)["tokens seen"] == "327,680"
     assert front_matter(card)["datasets"] == ["someone/stories"]
-    assert "DIR is where the run saved the model and its `config.toml`:" in card, "there is none beside this card"
+    assert "DIR is the checkpoint with the run's `config.toml`:" in card
     again = ConvertConfig(source=tmp_path / "half", target=tmp_path / "quarter")
     convert(plan_conversion(again))
     assert front_matter((tmp_path / "quarter" / "README.md").read_text())["datasets"] == ["someone/stories"]
@@ -240,4 +240,4 @@ def test_a_converted_model_tells_what_it_was(tiny_model: MakeModel, tokenizer: T
     config = ConvertConfig(source=source, target=tmp_path / "bare")
     convert(plan_conversion(config))
     card = (tmp_path / "bare" / "README.md").read_text(encoding="utf-8")
-    assert "Converted from source, of which no card tells how it was made." in card
+    assert "Converted from source, whose training is unknown." in card

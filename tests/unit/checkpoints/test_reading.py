@@ -289,7 +289,7 @@ def test_all_problems_are_one_error(saved: Path) -> None:
         str(saved),
         "missing model.norm.weight",
         "unexpected strange.weight in model.safetensors",
-        "model.layers.1.mlp.up_proj.weight has shape [3, 5], the model [40, 24]",
+        "model.layers.1.mlp.up_proj.weight has shape [3, 5]",
         "model.layers.0.mlp.up_proj.weight has dtype torch.int8",
     ):
         assert part in str(caught.value)
@@ -387,7 +387,7 @@ def test_a_directory_without_weights_says_what_was_looked_for(saved: Path) -> No
 def test_quantised_weights_are_refused(tiny_model: MakeModel, tmp_path: Path) -> None:
     save_model(tiny_model(), tmp_path)
     edit(tmp_path / "model.safetensors", lambda tensors: tensors.update({n: t.char() for n, t in tensors.items()}))
-    with pytest.raises(ValueError, match=rf"{tmp_path}: its weight files hold no tensors of torch.float32"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}: .*torch.float32"):
         load_model(tmp_path, dtype="keep")
     with pytest.raises(ValueError, match=r"has dtype torch\.int8"):
         load_model(tmp_path)
@@ -415,7 +415,7 @@ def test_a_tied_head_may_be_there_twice(saved: Path) -> None:
 
 def test_a_tied_head_that_differs_is_refused(saved: Path) -> None:
     with_head(saved, read_weights(saved)["model.embed_tokens.weight"] + 1)
-    with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens.*tie_word_embeddings"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens.*tie_word_embeddings"):
         load_model(saved)
 
 
@@ -455,7 +455,7 @@ def test_a_pickle_runs_nothing(saved: Path) -> None:
 @pytest.mark.parametrize("held", [[1, 2], {"model.norm.weight": "text"}])
 def test_a_pickle_of_other_things_is_refused(held: Any, saved: Path) -> None:
     as_pickle(saved, held)
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin: holds other things"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: .*state_dict"):
         load_model(saved)
 
 

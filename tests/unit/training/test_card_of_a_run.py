@@ -30,7 +30,7 @@ def test_each_checkpoint_says_what_was_known_of_it(config: TrainConfig) -> None:
     assert result.summary is not None
     store = config.run.directory / "checkpoints"
     assert sorted(path.name for path in store.glob("step-*")) == ["step-00000004", "step-00000006", "step-00000008"]
-    assert "| validation | not known |" in card_of(store / "step-00000004")
+    assert "| validation | unknown |" in card_of(store / "step-00000004")
     records = map(json.loads, (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     metrics = next(each["metrics"] for each in records if "val_nats_per_token" in each.get("metrics", {}))
     assert (
@@ -44,7 +44,7 @@ def test_each_checkpoint_says_what_was_known_of_it(config: TrainConfig) -> None:
     state = json.loads((last / "state.json").read_text())
     for part in (
         "# run, 6,192 parameters",
-        "| steps | 8 of 8, of 4 rows of up to 16 tokens |",
+        "| steps | 8 of 8, with 4 sequences of up to 16 tokens |",
         f"| tokens seen | {state['progress']['tokens_seen']:,} |",
         f"| tokenizer | `{state['tokenizer_fingerprint']}` |",
         f"| {state['data_identity']} | 100.0% |",
