@@ -1,4 +1,4 @@
-"""What is learnt, and how its loss is estimated. docs/objectives.md has the formulae."""
+"""``[objective]``: what the model learns, and how its loss is estimated. docs/objectives.md has the formulas."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class CosineScheduleConfig(Section):
 
 
 class RaisedCosineScheduleConfig(Section):
-    """alpha = (1 + cos(pi t)) / 2: what MMaDA's descendants call cosine."""
+    """alpha = (1 + cos(pi t)) / 2: the cosine schedule of MMaDA and its descendants."""
 
     kind: Literal["raised_cosine"] = "raised_cosine"
 
 
 class CleanCosineScheduleConfig(Section):
-    """alpha = cos(pi t / 2): what BD3-LM calls cosine."""
+    """alpha = cos(pi t / 2): the cosine schedule of BD3-LM."""
 
     kind: Literal["clean_cosine"] = "clean_cosine"
 
@@ -95,53 +95,54 @@ NoiseLevelRange = Annotated[tuple[Probability, Probability], Field(strict=False)
 
 
 class _MaskingOptions(Section):
-    """What both estimators know."""
+    """Options shared by both masking estimators."""
 
     draw_per: NoiseGrouping | None = None
-    """Tokens that share one noise level. None: the row for masked diffusion, the block for block diffusion."""
+    """Noise group: the tokens that share one noise level. None: row for masked diffusion, block for block diffusion."""
     range: NoiseLevelRange = (0.0, 1.0)
-    """Noise levels are drawn from this part of [0, 1] and weighted as if from all of it (BD3-LM's clipped schedules):
-    less variance, but no longer the NELBO."""
+    """Noise levels are sampled from this interval and weighted as if from [0, 1] (clipped schedules of BD3-LM): less
+    variance, but no longer the NELBO."""
     weight: LossWeighting | None = None
-    """Factor of a masked token's cross-entropy. elbo: -alpha'(t) / (1 - alpha(t)), or n / k. inverse_p: one over the
-    masking probability, or n / k. uniform: 1. None: what `loss` asks for."""
+    """Loss weight of a masked token. elbo: -alpha'(t) / (1 - alpha(t)), or n / k with kind = "counts". inverse_p: one
+    over the masking probability, or n / k. uniform: 1. None: the weight that belongs to `loss`."""
     reweight_cap: Annotated[float, Field(ge=1.0)] | None = None
-    """Greatest weight; larger ones are cut to it, which is no longer the NELBO."""
+    """Largest loss weight; larger ones are reduced to it, which is no longer the NELBO."""
     contiguous_probability: Probability = 0.0
-    """Probability that the masked tokens of a unit are one run instead of being scattered; above 0 no longer the
-    NELBO."""
+    """Probability that the masked tokens of a noise group are contiguous; above 0 no longer the NELBO."""
     replace_with: Literal["mask", "random"] = "mask"
-    """What stands in place of a noised token: the mask token, or any token of the vocabulary, uniformly."""
+    """Replacement of a masked token: the mask token, or a uniformly random token of the vocabulary."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
         low, high = self.range
         if not low < high:
-            raise ValueError(f"range = [{low}, {high}] must rise")
+            raise ValueError(f"range = [{low}, {high}]: the first number must be less than the second")
         return self
 
 
 class FixedCountMasking(_MaskingOptions):
-    """Masked counts k, uniform on 1 ... n and stratified over all units of the optimizer step; weight n / k. Exactly
-    the NELBO."""
+    """Mask k of the n target tokens of a noise group, with weight n / k. k is uniform on 1 ... n and stratified over all
+    groups of the optimizer step. An unbiased estimate of the NELBO."""
 
     kind: Literal["counts"] = "counts"
     complementary: bool = False
-    """Each row comes twice, the second time with the other tokens masked (LLaDA2); k is then uniform on 0 ... n and the
-    weight (n + 1) / 2k, so that the pair is unbiased. Twice the rows in a forward."""
+    """Use each row twice, the second time with the complementary mask (LLaDA2). k is then uniform on 0 ... n and the
+    weight (n + 1) / 2k, so that the pair is unbiased. A forward has twice the rows."""
 
 
 class IndependentMasking(_MaskingOptions):
-    """A time t for each unit; each of its tokens is masked with probability p = (1 - epsilon) (1 - alpha(t)) + epsilon.
-    LLaDA's, dLLM's, MDLM's and SDAR's estimator; of more variance than counts."""
+    """Sample a time t for each noise group and mask each of its target tokens with probability
+    p = (1 - epsilon) (1 - alpha(t)) + epsilon. The estimator of LLaDA, dLLM, MDLM and SDAR; it has more variance than
+    counts."""
 
     kind: Literal["bernoulli"] = "bernoulli"
     schedule: NoiseScheduleConfig = LinearScheduleConfig()
     """alpha(t), the probability that a token is still clean."""
     times: Literal["stratified", "antithetic", "uniform"] = "stratified"
-    """stratified: evenly spread over the units of the step. antithetic: in pairs t, 1 - t. uniform: independent."""
+    """stratified: evenly spaced over the noise groups of the step. antithetic: in pairs t, 1 - t. uniform:
+    independent."""
     epsilon: HalfOpenFraction = 1e-3
-    """Least masking probability, which bounds 1 / p; leaves masked shares below it out of the NELBO."""
+    """Smallest masking probability, which bounds 1 / p; masked shares below it are missing from the NELBO."""
     min_masking_rate: HalfOpenFraction = 0.0
     """Smaller masking probabilities are raised to this, which is no longer the NELBO."""
 
@@ -151,45 +152,48 @@ Estimator = Annotated[FixedCountMasking | IndependentMasking, Field(discriminato
 LossKind = Literal["elbo", "guidelines", "soft_ce", "dllm", "masked_mean"]
 
 SOFT_CE_SMOOTHING = 0.1
-"""Label smoothing of loss = "soft_ce", where none is given."""
+"""Default label smoothing of loss = "soft_ce"."""
 
 
 class _DiffusionConfig(Section):
-    """What both diffusion objectives know."""
+    """Options shared by masked and block diffusion."""
 
     loss: LossKind = "elbo"
-    """elbo: ELBO weights, over all target tokens of the step. guidelines: 1 / p, each row over its own target tokens,
-    mean over rows (LLaDA). soft_ce: that with label smoothing 0.1. dllm: unweighted; masked diffusion over the row's
-    masked tokens, block diffusion over its target tokens, mean over rows (dLLM-RL). masked_mean: unweighted, over all
-    masked tokens of the step."""
+    """Weights of the masked tokens' cross-entropies, and the count that divides their sum.
+    elbo: ELBO weights; divided by all target tokens of the step.
+    guidelines: weight 1 / p; the sum of each row divided by its target tokens, then the mean over rows (LLaDA).
+    soft_ce: guidelines with label smoothing 0.1.
+    dllm: weight 1; the sum of each row divided by its masked tokens (masked diffusion) or its target tokens (block
+    diffusion), then the mean over rows (dLLM-RL).
+    masked_mean: weight 1; divided by all masked tokens of the step."""
     estimator: Estimator = FixedCountMasking()
-    """How masks are drawn and weighted."""
+    """How masks are sampled and weighted."""
     label_smoothing: HalfOpenFraction | None = None
     """Share of the target distribution that is uniform over the vocabulary. None: 0, or 0.1 with loss = "soft_ce"."""
     z_loss: NonNegativeFloat = 0.0
-    """Factor of the squared logarithm of the softmax's denominator, which keeps logits small (PaLM); 1e-4 is usual."""
+    """Factor of the squared log of the softmax denominator, which keeps logits small (PaLM); 1e-4 is usual."""
 
     @property
     def smoothing(self) -> float:
-        """The label smoothing that applies."""
+        """Effective label smoothing."""
         if self.label_smoothing is not None:
             return self.label_smoothing
         return SOFT_CE_SMOOTHING if self.loss == "soft_ce" else 0.0
 
 
 class MaskedDiffusionConfig(_DiffusionConfig):
-    """Masked diffusion: reconstruct the masked tokens of a row from the others, in both directions."""
+    """Masked diffusion: predict the masked tokens of a row from all others, in both directions."""
 
     kind: Literal["masked_diffusion"] = "masked_diffusion"
 
     @property
     def block_lengths(self) -> tuple[None]:
-        """No blocks."""
+        """The whole row is one block."""
         return (None,)
 
     @property
     def final_block_length(self) -> None:
-        """None: the whole sequence."""
+        """The whole row is one block."""
         return None
 
     @model_validator(mode="after")
@@ -202,29 +206,29 @@ class MaskedDiffusionConfig(_DiffusionConfig):
 
 
 class BlockLengthStage(Section):
-    """A part of the training with its own block length."""
+    """A stage of the training with its own block length."""
 
     from_step: NonNegativeInt
     """First optimizer step of the stage."""
     block_length: PositiveInt
-    """Tokens of a block from then on."""
+    """Tokens of a block during the stage."""
 
 
 class BlockDiffusionConfig(_DiffusionConfig):
-    """Block diffusion (BD3-LM, SDAR): reconstruct the masked tokens of each block from the block itself and the clean
-    blocks before it. block_length 1 is the exact likelihood from left to right; the whole row is masked diffusion."""
+    """Block diffusion (BD3-LM, SDAR): predict the masked tokens of each block from the block itself and the clean blocks
+    before it. block_length = 1 is the exact left-to-right likelihood; the whole row is masked diffusion."""
 
     kind: Literal["block_diffusion"] = "block_diffusion"
     block_length: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] | None = None
-    """Tokens of a block, counted from each document's start. Several: one of them is drawn for each step, and the model
-    serves for all of them. Or give `stages`."""
+    """Tokens of a block, counted from the start of each document. A list: each step uses a random one of them, and the
+    model can decode with any. Set either this or `stages`."""
     stages: TupleOf[BlockLengthStage] = ()
-    """Block lengths that change as training goes on, in order; the first from step 0."""
+    """Block lengths that change during training, in order; the first stage starts at step 0."""
 
     @model_validator(mode="after")
     def _check_block_lengths(self) -> Self:
         if (self.block_length is None) == (not self.stages):
-            raise ValueError("give either block_length or stages")
+            raise ValueError("set either block_length or stages")
         if self.stages and self.stages[0].from_step != 0:
             raise ValueError(f"stages[0].from_step = {self.stages[0].from_step} must be 0")
         for before, after in pairwise(self.stages):
@@ -234,7 +238,7 @@ class BlockDiffusionConfig(_DiffusionConfig):
 
     @property
     def block_lengths(self) -> tuple[int, ...]:
-        """All that occur, in the order given."""
+        """All block lengths, in order."""
         if self.stages:
             return tuple(stage.block_length for stage in self.stages)
         assert self.block_length is not None
@@ -242,7 +246,7 @@ class BlockDiffusionConfig(_DiffusionConfig):
 
     @property
     def final_block_length(self) -> int:
-        """What the finished model is to be used with: the last stage's, or the longest of several."""
+        """Block length for decoding with the finished model: that of the last stage, or the longest of a list."""
         return self.block_lengths[-1] if self.stages else max(self.block_lengths)
 
 
@@ -253,21 +257,19 @@ class NextTokenConfig(Section):
     label_smoothing: HalfOpenFraction = 0.0
     """Share of the target distribution that is uniform over the vocabulary."""
     z_loss: NonNegativeFloat = 0.0
-    """Factor of the squared logarithm of the softmax's denominator."""
+    """Factor of the squared log of the softmax denominator."""
 
     @property
     def smoothing(self) -> float:
-        """The label smoothing that applies."""
+        """Effective label smoothing."""
         return self.label_smoothing
 
     @property
     def block_lengths(self) -> tuple[int, ...]:
-        """Blocks of one token."""
         return (1,)
 
     @property
     def final_block_length(self) -> int:
-        """One."""
         return 1
 
 

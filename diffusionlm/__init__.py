@@ -1,6 +1,6 @@
-"""diffusionlm: training and inference of masked diffusion language models, in plain PyTorch.
+"""diffusionlm: training and inference of masked and block diffusion language models in plain PyTorch.
 
-The names below are the public surface; they are loaded when first used, so that ``import diffusionlm`` costs nothing.
+The names in ``__all__`` are the public API. Each is imported at its first use, so that ``import diffusionlm`` is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Initial weights, all in one place."""
+"""Initial weights of all parameters."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from diffusionlm.models.transformer import Transformer
 
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-"""Of ``sandwich_norms``: the last thing before a residual."""
+"""Norms of ``sandwich_norms`` whose output is added to the residual stream."""
 
 
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> None:
-    """Fill every parameter.
+    """Initialize every parameter.
 
     | parameter                                   | value                              |
     |---------------------------------------------|------------------------------------|
     | embed_tokens (and lm_head where tied)       | normal, std ``initializer_range``  |
     | q_proj, k_proj, v_proj, gate_proj, up_proj  | normal, std 1 / sqrt(fan in)       |
-    | gate of a mixture of experts, its router    | normal, std 1 / sqrt(fan in)       |
-    | o_proj, down_proj                           | zero: each block starts as identity|
+    | router (gate) of a mixture of experts       | normal, std 1 / sqrt(fan in)       |
+    | o_proj, down_proj                           | zero: each block is the identity   |
     | lm_head, untied                             | normal, std ``initializer_range``  |
     | norm gains                                  | one                                |
     | biases                                      | zero                               |
 
-    With ``sandwich_norms`` the gains of the norms before a residual are zero and o_proj and down_proj are drawn as the
-    others: blocks start as the identity just the same, but a norm of a vector near zero would make any first step of
-    those projections a full one. With ``norm_offset`` a weight is its gain less one.
+    With ``sandwich_norms`` the gains of the norms before a residual are zero, and o_proj and down_proj are initialized
+    like the other projections. Blocks are the identity all the same; with zero projections the norm would scale the
+    tiny output of their first step up to full size. With ``norm_offset`` a weight is its gain minus one.
 
-    Each parameter draws from its own generator, keyed by (seed, name), on the CPU: adding a layer or changing device
-    leaves the others as they were.
+    Each parameter has its own generator, keyed by (seed, name), on the CPU: adding a layer or changing the device does
+    not change the other parameters.
     """
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_value(name, parameter.shape, model.config, seed))
 
 
 def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
-    """What `init_weights` fills the parameter of this name with, on the CPU."""
+    """Initial value of a parameter, on the CPU: see `init_weights`."""
     if name.endswith("norm.weight"):
         gain = 0.0 if config.sandwich_norms and name.endswith(OUTPUT_NORMS) else 1.0
         return torch.full(shape, gain - config.norm_offset)

@@ -1,6 +1,6 @@
-"""The small modules: linear, RMSNorm, rotary embedding, SwiGLU and soft cap.
+"""Small modules: linear, RMSNorm, rotary embedding, SwiGLU and soft cap.
 
-Shapes: B rows, L positions, D hidden, N heads, H width of a head.
+Shapes: B sequences, L positions, D hidden, N heads, H width of a head.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from config.model import LinearRope, Llama3Rope, RopeScaling, YarnRope
 
 TRANSPOSED_PRODUCT_ROWS = (2, 3, 4)
-"""So many rows are a narrow product: measured with the MKL of torch 2.15 on one core; from 5 rows on it varies."""
+"""Row counts of x for which W x^T is faster than x W^T (fp32, CPU, MKL of torch 2.15, one core); from 5 on it varies."""
 TRANSPOSED_PRODUCT_MAX_INPUTS = 1024
-"""With more inputs than this the other side is not always faster."""
+"""With more input features W x^T is not always faster."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -27,13 +27,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """The one projection of the project: LoRA and quantisation enter here. Left uninitialised: `init.py` fills it."""
+    """Projection: the only one of the project, where LoRA and quantization enter.
+
+    Left uninitialized: `init.init_weights` initializes all parameters.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Nothing: initialisation lives in one place, `init.init_weights`."""
+        """Do nothing: on ``meta`` torch would load its compiler to fill the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -43,21 +46,21 @@ class Linear(nn.Linear):
         return out if self.bias is None else out.add_(self.bias)
 
     def _should_transpose_product(self, x: Tensor) -> bool:
-        """A few rows in fp32 on a CPU, as in decoding: the product from the other side takes half the time."""
+        """True for a few rows in fp32 on a CPU, as in decoding: W x^T then takes half the time of x W^T."""
         if torch.is_grad_enabled() or x.device.type != "cpu" or not x.dtype == self.weight.dtype == torch.float32:
             return False
-        narrow = (
+        is_fast = (
             self.in_features <= TRANSPOSED_PRODUCT_MAX_INPUTS
             and x.numel() // self.in_features in TRANSPOSED_PRODUCT_ROWS
         )
-        return narrow and not torch.is_autocast_enabled("cpu")
+        return is_fast and not torch.is_autocast_enabled("cpu")
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors, left uninitialised, as `Linear` is: on ``meta`` torch would load its compiler to fill it."""
+    """Token embedding, left uninitialized like `Linear`."""
 
     def reset_parameters(self) -> None:
-        """Nothing: initialisation lives in one place, `init.init_weights`."""
+        """Do nothing: on ``meta`` torch would load its compiler to fill the weights."""
 
 
 class RMSNorm(nn.Module):
@@ -73,7 +76,8 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape as given; dtype as given, or autocast's, so that the projections behind it share one cast."""
+        """Normalize the last dimension. The dtype is that of x, or of autocast, so that the projections after the norm
+        share one cast."""
         device, dtype = x.device.type, compute_dtype(x)
         gain = 1.0 + _at_least_fp32(self.weight) if self.offset else self.weight
         if device == "cpu" and torch.is_grad_enabled():
@@ -86,7 +90,7 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm in few passes: torch has no fused one on the CPU, and autograd would keep each temporary."""
+    """RMSNorm in few passes: torch has no fused one on the CPU, and autograd would save every temporary."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -101,7 +105,7 @@ class _RMSNorm(torch.autograd.Function):
         wide = _at_least_fp32(x).reshape(-1, width)
         grad = grads[0].to(wide.dtype).reshape(-1, width)
         scale = scale.view(-1, 1)
-        # Both sums are products with a matrix: they read it once and at the memory's speed.
+        # Both sums are matrix-vector products, which read the matrix once, at memory bandwidth.
         product = grad * wide
         grad_gain = (scale.mT @ product)[0]
         along = torch.mv(product, gain.to(wide.dtype)).unsqueeze(1).mul_(scale.square()).div_(-width)
@@ -110,7 +114,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _normalize(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The norm, and the factor that it has before the gain, [..., 1]."""
+    """Normalized x, and its scale before the gain, [..., 1]."""
     wide = _at_least_fp32(x)
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -122,12 +126,12 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(x / cap)``: nearly x where it is small, never beyond the cap (Gemma 2). Shape and dtype as given."""
+    """``cap * tanh(x / cap)`` (Gemma 2): nearly x for small x, at most ``cap``. Shape and dtype are those of x."""
     return (x / cap).tanh_() * cap
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (Su et al. 2021), half-split layout as in Hugging Face's Llama and Qwen."""
+    """Rotary position embedding (Su et al. 2021) in the half-split layout of Hugging Face's Llama and Qwen."""
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
@@ -138,12 +142,12 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, positions: Tensor, *, heads: int = 1, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """Tables for `rotate`, each [..., heads, H]: cosines twice, sines with - and +; angles are computed in fp32.
+        """Tables for `rotate`, each [..., heads, H]: (cos, cos) and (-sin, sin); angles are computed in fp32.
 
         Args:
-            positions: numbers of any shape.
-            heads: for how many the same is written down. More than one spares a CPU the short runs of a broadcast.
-            dtype: that of what is rotated.
+            positions: position ids of any shape.
+            heads: number of equal copies. On a CPU a copy for each head is faster than a broadcast.
+            dtype: dtype of the tables.
         """
         angles, attention_scaling = self._angles(positions)
         cos, sin = (attention_scaling * angles.cos()).to(dtype), (attention_scaling * angles.sin()).to(dtype)
@@ -152,41 +156,41 @@ class RotaryEmbedding(nn.Module):
         return cosines, sines
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, float]:
-        """Radians of each pair, [..., H / 2], and the factor of what is rotated."""
+        """Angle of each pair in radians, [..., H / 2], and the factor of the tables (YaRN)."""
         exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
         frequencies = self.theta**-exponents
         if isinstance(self.scaling, YarnRope):
-            return positions[..., None].float() * _scale_frequencies_yarn(
-                frequencies, self.theta, self.scaling
-            ), self.scaling.attention_scaling
+            frequencies = _scale_frequencies_yarn(frequencies, self.theta, self.scaling)
+            return positions[..., None].float() * frequencies, self.scaling.attention_scaling
         if self.scaling is not None:
             frequencies = _scale_frequencies(frequencies, self.scaling)
         return positions[..., None].float() * frequencies, 1.0
 
 
 def _scale_frequencies_yarn(frequencies: Tensor, theta: float, scaling: YarnRope) -> Tensor:
-    """Radians per position for a longer context, by YaRN (Peng et al. 2023, section 3.2).
+    """Radians per position for a longer context with YaRN (Peng et al. 2023, section 3.2).
 
-    The pairs of a head turn ever slower. Those before the one with ``beta_fast`` turns in the original context stay,
-    those behind the one with ``beta_slow`` are divided, and between them it is mixed in proportion to the place.
+    Pairs that turn more than ``beta_fast`` times over the original context are unchanged; below ``beta_slow`` turns
+    they are divided by ``factor``; in between, interpolated linearly in the index of the pair.
     """
-    pairs = frequencies.shape[-1]
+    num_pairs = frequencies.shape[-1]
 
-    def place(turns: float) -> float:
-        return pairs * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+    def pair_index(turns: float) -> float:
+        return num_pairs * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
 
-    first = max(math.floor(place(scaling.beta_fast)), 0)
-    last = min(math.ceil(place(scaling.beta_slow)), 2 * pairs - 1)
-    places = torch.arange(pairs, device=frequencies.device, dtype=torch.float32)
-    share = ((places - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
+    first = max(math.floor(pair_index(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_index(scaling.beta_slow)), 2 * num_pairs - 1)
+    indices = torch.arange(num_pairs, device=frequencies.device, dtype=torch.float32)
+    share = ((indices - first) / ((last - first) or 0.001)).clamp(0.0, 1.0)
     return share * frequencies / scaling.factor + (1.0 - share) * frequencies
 
 
 def _scale_frequencies(frequencies: Tensor, scaling: LinearRope | Llama3Rope) -> Tensor:
-    """Radians per position for a longer context.
+    """Radians per position for a longer context, divided by ``factor``.
 
-    Llama 3.1 counts the turns that each frequency makes in the original context: from ``high_freq_factor`` turns on it
-    stays, up to ``low_freq_factor`` turns it is divided, between them it is mixed in proportion to the turns.
+    Llama 3.1 divides only slow frequencies: those with at least ``high_freq_factor`` turns over the original context
+    are unchanged, those with at most ``low_freq_factor`` turns are divided, and those in between are interpolated
+    linearly in the number of turns.
     """
     if isinstance(scaling, LinearRope):
         return frequencies / scaling.factor
@@ -197,7 +201,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: LinearRope | Llama3Rope) ->
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation without the temporaries that autograd would keep."""
+    """Rotation without the temporaries that autograd would save."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -216,9 +220,9 @@ def _apply_rotation(x: Tensor, cosines: Tensor, sines: Tensor, *, sign: float) -
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + H / 2) of the last dimension of x [..., N, H] by its position's angle.
+    """Rotate each pair (i, i + H / 2) of the last dimension of x [..., N, H] by the angle of its position.
 
-    ``rope`` are the tables of `RotaryEmbedding`, for one head or at least N.
+    ``rope`` are the tables of `RotaryEmbedding`, for one head or at least N heads.
     """
     cosines, sines = (table[..., : x.shape[-2], :].to(x.dtype) for table in rope)
     if torch.is_grad_enabled():
@@ -227,7 +231,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward ``down(act(gate(x)) * up(x))`` with SiLU, or with the tanh form of GELU (Shazeer 2020)."""
+    """Feed-forward ``down(act(gate(x)) * up(x))`` with SiLU or the tanh form of GELU (Shazeer 2020)."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"

@@ -1,13 +1,14 @@
-"""Attention tile by tile: a tile of queries meets only the keys that one of them may see. Any device, made for the CPU.
+"""Tiled attention: a tile of queries computes only the keys that at least one of them attends to. Runs on any device;
+it is made for the CPU.
 
-Dense attention computes all pairs and hides some; in block diffusion it hides three quarters of them. Here the keys of
-a tile are one or two slices, known from the pattern's intervals, and only the columns that not every query of the tile
-sees get a bias of -inf. One autograd function holds all tiles: for single slices, autograd would allocate a gradient of
-all keys each time.
+Dense attention computes all pairs and then hides some: three quarters of them in block diffusion. Here the keys of a
+tile are one or two slices, taken from the pattern's intervals. Only the columns that some query of the tile does not
+attend to get a bias of -inf. One autograd function holds all tiles: with a function per slice, autograd would allocate
+a gradient of all keys each time.
 
-Shapes: B rows, Q queries, S keys, N query heads, K key-value heads, G = N / K query heads of a group, H width of a
-head, Z = B * K, T queries of a tile, W keys of a tile, R ranges of keys that a query sees. The G queries of a position
-lie side by side, so that a tile of positions is a slice of Q * G rows.
+Shapes: B sequences, Q queries, S keys, N query heads, K key-value heads, G = N / K query heads of a group, H width of a
+head, Z = B * K, T queries of a tile, W keys of a tile, R ranges of keys of a query. The G queries of a position are
+adjacent, so that a tile of positions is a slice of Q * G rows.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from torch import Tensor
 from diffusionlm.models.patterns import Intervals
 
 TILE_LENGTH = 64
-"""Queries of a tile, about (benchmarking/bench_attention.py)."""
+"""Approximate number of queries of a tile (benchmarking/bench_attention.py)."""
 BFLOAT16_TILE_LENGTH = 128
-"""The same for bf16: products are so fast that fewer and larger ones pay, although they compute more hidden pairs."""
+"""The same for bf16: its products are so fast that fewer, larger ones win, although they compute more hidden pairs."""
 MAX_SAVED_BYTES = 64 << 20
-"""Softmax probabilities up to this size are kept for the backward; more are computed again, for a tenth more time."""
+"""Softmax probabilities up to this size are saved for the backward; larger ones are recomputed (about 10% slower)."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries, and the keys that they meet."""
+    """A slice of queries and the keys that they are multiplied with."""
 
     first: int
     end: int
     ranges: tuple[tuple[int, int], ...]
-    """Slices of keys, (start, end); their keys side by side are the columns of the tile."""
+    """Slices of keys, (start, end); concatenated they are the columns of the tile."""
     biases: tuple[tuple[int, Tensor], ...]
-    """Where not every query sees every key: first column, and 0 or -inf in [B or 1, T, columns]."""
+    """Columns that some query does not attend to: first column, and 0 or -inf in [B or 1, T, columns]."""
 
     @property
     def width(self) -> int:
@@ -48,12 +49,11 @@ class Tile:
 
     @property
     def num_pairs(self) -> int:
-        """Scores that are computed, for each head and row."""
+        """Number of scores computed, for each head and sequence."""
         return (self.end - self.first) * self.width
 
 
 def target_tile_length(dtype: torch.dtype) -> int:
-    """Queries of a tile, about."""
     return BFLOAT16_TILE_LENGTH if dtype == torch.bfloat16 else TILE_LENGTH
 
 
@@ -63,16 +63,16 @@ def tile_density(tiles: Sequence[Tile], length: int) -> float:
 
 
 def build_tiles(intervals: Intervals, positions_per_token: int, dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Tiles of all queries, in order, with biases of a dtype.
+    """Build the tiles of all queries, in order, with biases of ``dtype``.
 
-    A tile ends where what is seen changes (at the end of a block, of a document), if that is near the wanted length:
-    then fewer of its pairs are hidden. No tile is in two streams.
+    A tile ends where the intervals change (at the end of a block or a document), if that is near the target length:
+    then fewer of its pairs are hidden. No tile spans the noisy and the clean half.
     """
     starts_BSR, ends_BSR = intervals
     length = starts_BSR.shape[1]
-    is_seen_BSR = starts_BSR < ends_BSR
-    lowest_SR = torch.where(is_seen_BSR, starts_BSR, length).amin(dim=0)
-    highest_SR = torch.where(is_seen_BSR, ends_BSR, 0).amax(dim=0)
+    is_nonempty_BSR = starts_BSR < ends_BSR
+    lowest_SR = torch.where(is_nonempty_BSR, starts_BSR, length).amin(dim=0)
+    highest_SR = torch.where(is_nonempty_BSR, ends_BSR, 0).amax(dim=0)
     minima_2SR = torch.stack([lowest_SR, ends_BSR.amin(dim=0)])
     maxima_2SR = torch.stack([highest_SR, starts_BSR.amax(dim=0)])
     changes_BS = ((starts_BSR[:, 1:] != starts_BSR[:, :-1]) | (ends_BSR[:, 1:] != ends_BSR[:, :-1])).any(dim=-1)
@@ -87,15 +87,19 @@ def build_tiles(intervals: Intervals, positions_per_token: int, dtype: torch.dty
 
 
 def _tile_bounds(changes: list[int], length: int, half_length: int, target_length: int) -> Iterator[tuple[int, int]]:
-    """First and end of each tile, cut at the change nearest to the wanted length, from half of it to one and a half."""
+    """First query and end of each tile.
+
+    A tile ends at the change nearest to the target length, if there is one between half and one and a half of it.
+    """
     first = 0
     while first < length:
-        stop = first - first % half_length + half_length
-        nearest = first + target_length
-        near = slice(
-            bisect_right(changes, nearest - target_length // 2), bisect_right(changes, nearest + target_length // 2)
+        end_of_half = first - first % half_length + half_length
+        target = first + target_length
+        candidates = slice(
+            bisect_right(changes, target - target_length // 2), bisect_right(changes, target + target_length // 2)
         )
-        end = min(stop, min(changes[near], key=lambda change: abs(change - nearest), default=nearest))
+        nearest = min(changes[candidates], key=lambda change: abs(change - target), default=target)
+        end = min(end_of_half, nearest)
         yield first, end
         first = end
 
@@ -103,12 +107,16 @@ def _tile_bounds(changes: list[int], length: int, half_length: int, target_lengt
 def _build_tile(
     first: int, end: int, bounds: Sequence[tuple[int, int, int, int]], intervals: Intervals, dtype: torch.dtype
 ) -> Tile:
-    """Bounds of each range: first key and end of what any query of the tile sees, the same of what all of them see."""
+    """Build a tile.
+
+    ``bounds`` has for each range: first and end of the keys that any query attends to, first and end of those that all
+    queries attend to.
+    """
     ranges, biases, column = [], [], 0
     for index, (low, high, full_low, full_high) in enumerate(bounds):
         if low >= high:
             continue
-        starts_BT1, ends_BT1 = (each[:, first:end, index, None] for each in intervals)
+        starts_BT1, ends_BT1 = (tensor[:, first:end, index, None] for tensor in intervals)
         partial = [(low, full_low), (full_high, high)] if full_low < full_high else [(low, high)]
         for start, stop in partial:
             if start < stop:
@@ -124,11 +132,13 @@ def _build_tile(
 def attend_tiled(
     q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, tiles: tuple[Tile, ...], *, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention of the pairs in ``tiles``; queries may be the first Q of them only.
+    """Softmax attention over the pairs in ``tiles``, for the first Q queries.
 
     Args:
-        q_BQNH: queries; k_BSKH, v_BSKH: keys and values, N a multiple of K.
-        tiles: what `cut` made.
+        q_BQNH: queries.
+        k_BSKH: keys; N is a multiple of K.
+        v_BSKH: values.
+        tiles: result of `build_tiles`.
         scale: factor of the scores. None: 1 / sqrt(H).
 
     Returns:
@@ -138,8 +148,8 @@ def attend_tiled(
     S, K = k_BSKH.shape[1:3]
     scale = H**-0.5 if scale is None else scale
     q = (q_BQNH * scale).view(B, Q, K, N // K, H).transpose(1, 2).reshape(B * K, Q * (N // K), H)
-    k, v = (each.transpose(1, 2).reshape(B * K, S, H) for each in (k_BSKH, v_BSKH))
-    with torch.autocast(q.device.type, enabled=False):  # The dtype of a product must be that of its buffer.
+    k, v = (tensor.transpose(1, 2).reshape(B * K, S, H) for tensor in (k_BSKH, v_BSKH))
+    with torch.autocast(q.device.type, enabled=False):  # a product must have the dtype of its buffer
         out: Tensor = _TiledAttention.apply(q, k, v, tiles, (B, K, N // K))
     return out.view(B, K, Q, N // K, H).transpose(1, 2).reshape(B, Q, N, H)
 
@@ -152,30 +162,31 @@ class _TiledAttention(torch.autograd.Function):
         tiles = tuple(itertools.takewhile(lambda tile: tile.first * groups[-1] < q.shape[1], tiles))
         out = torch.empty_like(q)
         size = q.shape[0] * groups[-1] * q.element_size() * sum(tile.num_pairs for tile in tiles)
-        is_kept = any(ctx.needs_input_grad[:3]) and size <= MAX_SAVED_BYTES
-        kept = []
+        saves_probabilities = any(ctx.needs_input_grad[:3]) and size <= MAX_SAVED_BYTES
+        saved = []
         for tile in tiles:
             rows = _query_slice(tile, q, groups)
             probabilities = _compute_probabilities(tile, q[:, rows], _gather_keys(k, tile), groups)
             torch.bmm(probabilities, _gather_keys(v, tile), out=out[:, rows])
-            if is_kept:
-                kept.append(probabilities)
-        ctx.save_for_backward(q, k, v, *kept)
+            if saves_probabilities:
+                saved.append(probabilities)
+        ctx.save_for_backward(q, k, v, *saved)
         ctx.tiles, ctx.groups = tiles, groups
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *kept = ctx.saved_tensors
-        # Many tiles add to the gradient of a key: in bf16 the sums would lose what each of them brings.
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        q, k, v, *saved = ctx.saved_tensors
+        # Many tiles add to the gradient of a key: sums in bf16 would lose small terms.
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(k, dtype=sum_dtype), torch.zeros_like(v, dtype=sum_dtype)
         grad = grad.contiguous()
         for index, tile in enumerate(ctx.tiles):
             rows = _query_slice(tile, q, ctx.groups)
             keys = _gather_keys(k, tile)
-            p = kept[index] if kept else _compute_probabilities(tile, q[:, rows], keys, ctx.groups)
+            p = saved[index] if saved else _compute_probabilities(tile, q[:, rows], keys, ctx.groups)
             grad_p = torch.bmm(grad[:, rows], _gather_keys(v, tile).transpose(1, 2))
             grad_scores = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
             torch.bmm(grad_scores, keys, out=grad_q[:, rows])

@@ -128,7 +128,7 @@ def test_a_bias_has_no_closed_form(backend: AttentionBackend) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "tiled", "flex"])
 def test_a_sequence_that_does_not_fit_is_refused_at_once(backend: AttentionBackend) -> None:
-    with pytest.raises(ValueError, match="two streams"):
+    with pytest.raises(ValueError, match="two halves"):
         prepare_attention(BlockDiffusion(2), 7, "cpu", backend)
     with pytest.raises(ValueError, match="documents_BL is for 150 tokens"):
         prepare_attention(Causal(DOCUMENTS), 9, "cpu", backend)

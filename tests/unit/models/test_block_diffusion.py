@@ -129,5 +129,5 @@ def test_the_context_is_counted_per_stream(tiny_model: MakeModel) -> None:
     assert model(torch.zeros(1, 16, dtype=torch.int64), pattern=BlockDiffusion(4)).shape == (1, 16, 19)
     with pytest.raises(ValueError, match=r"9 tokens.*max_position_embeddings = 8"):
         model(torch.zeros(1, 18, dtype=torch.int64), pattern=BlockDiffusion(4))
-    with pytest.raises(ValueError, match=r"7 positions.*two streams"):
+    with pytest.raises(ValueError, match=r"7 positions.*two halves"):
         model(torch.zeros(1, 7, dtype=torch.int64), pattern=BlockDiffusion(4))

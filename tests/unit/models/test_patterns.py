@@ -233,7 +233,7 @@ def test_errors_name_value_and_remedy() -> None:
         with pytest.raises(ValueError, match="block_length = 0"):
             make(0)
     for use in (BlockDiffusion(2).dense_mask, BlockDiffusion(2).intervals):
-        with pytest.raises(ValueError, match=r"7 positions.*two streams"):
+        with pytest.raises(ValueError, match=r"7 positions.*two halves"):
             use(7)
     for pattern in (Bidirectional(), Causal(), BlockCausal(2), BlockDiffusion(2)):
         for use in (pattern.dense_mask, pattern.intervals):

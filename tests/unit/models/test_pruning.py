@@ -18,7 +18,7 @@ IS_PROMPT = torch.tensor([[True] * 4 + [False] * 6])
 BIAS = torch.randn(10, 10, generator=torch.Generator().manual_seed(1))
 ROWS = torch.tensor([0, 3, 4, 8, 11, 16])
 CASES: dict[str, tuple[AttentionPattern, dict[str, Any]]] = {
-    "two streams of documents": (BlockDiffusion(2, DOCUMENTS), {}),
+    "noisy and clean halves of documents": (BlockDiffusion(2, DOCUMENTS), {}),
     "answer blocks": (PromptAndOwnBlock(3, IS_PROMPT), {}),
     "a bias": (DenseBias(BIAS), {}),
     "windows": (Causal(), {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 3}),

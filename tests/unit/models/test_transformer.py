@@ -89,7 +89,7 @@ def test_layers_have_windows_of_their_own(tiny_model: MakeModel, layer_types: tu
         assert is_same == (distance > reach), distance
 
 
-def test_layers_with_one_window_share_a_lowering(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_one_window_share_their_attention(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int | None] = []
     original = transformer.prepare_attention
     monkeypatch.setattr(transformer, "prepare_attention", lambda *args: (made.append(args[4]), original(*args))[1])
