@@ -1,10 +1,11 @@
-"""Byte-level BPE: training, encoding, files in our own and in Hugging Face's form; and chats through templates."""
+"""Byte-level BPE: training, encoding, our own and Hugging Face's file formats, chat templates."""
 
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat import encode_chat, render_chat
 from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate, load_chat_template, save_chat_template
 from tokenizer.files import load_tokenizer, save_tokenizer
 from tokenizer.incremental import IncrementalDecoder
+from tokenizer.options import TokenOptions
 from tokenizer.patterns import PATTERNS
 from tokenizer.sentencepiece import SentencePieceTokenizer
 from tokenizer.trainer import train_bpe
@@ -15,6 +16,7 @@ __all__ = [
     "ChatTemplate",
     "IncrementalDecoder",
     "SentencePieceTokenizer",
+    "TokenOptions",
     "Tokenizer",
     "encode_chat",
     "load_chat_template",

@@ -1,4 +1,4 @@
-"""Byte-level BPE: text to token ids and back, exactly."""
+"""Byte-level BPE: lossless encoding of text to token ids."""
 
 import copy
 import hashlib
@@ -14,24 +14,25 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenizer.byte_alphabet import bytes_to_chars
+from tokenizer.options import TokenOptions
 from tokenizer.patterns import make_splitter, pattern_regex
 from tokenizer.special_tokens import SpecialTokens
 
 Normalization = Literal["NFC"] | None
 
 _NO_RANK = 1 << 62
-# Above this many bytes the quadratic loop, though it runs in C for the most part, loses to the linked list.
+# Above this many bytes the linked list is faster than the quadratic loop, most of which runs in C.
 _LONG_WORD = 50
 _CACHED_WORDS = 1 << 18
 _LONGEST_CACHED_WORD = 512
 _LARGEST_ID = (1 << 24) - 1
 # These bytes occur in no UTF-8 text, so a vocabulary may lack them.
 _NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
-_TOKEN_OPTIONS = ("visible_tokens", "normalized_tokens", "lstrip_tokens", "rstrip_tokens", "single_word_tokens")
+_LATER_OPTIONS = ("lstrip_tokens", "rstrip_tokens", "single_word_tokens", "bos_token", "adds_bos")
 
 
 class _WordCache(dict[str, tuple[int, ...]]):
-    """Words to ids; a missing word is computed. Emptied when full, so memory is bounded."""
+    """A cache of words to ids, which computes missing words. It is emptied when full, so that memory is bounded."""
 
     def __init__(self, compute: Callable[[str], tuple[int, ...]]) -> None:
         super().__init__()
@@ -51,13 +52,13 @@ class Tokenizer:
 
     Args:
         vocab: ordinary tokens (bytes) to ids. Every byte that UTF-8 text can contain must be a token.
-        merges: pairs of tokens, best first; of a pair that is listed twice the last rank counts (as in `tokenizers`).
-        special_tokens: text to id. They are no part of `vocab`, and text never yields them unless `encode` is asked to.
+        merges: pairs of tokens by rank, best first; a pair that is listed twice has the last rank (as in `tokenizers`).
+        special_tokens: text to id. They are not in `vocab`, and text yields them only with `encode(allow_special=True)`.
         pattern: a name in `PATTERNS` or a regular expression, see `make_splitter`.
-        normalization: applied to text before it is cut into words; with "NFC" the round trip gives NFC(text).
-        mask_token, eos_token, pad_token: roles; names among the special tokens.
+        normalization: applied to text before it is split into words; with "NFC" the round trip gives NFC(text).
+        mask_token, eos_token, pad_token: special tokens with a role, by their text.
 
-    Ids may have holes (in files from elsewhere). Instances are immutable and may be pickled.
+    Ids may have gaps (in some Hugging Face files). Instances are immutable and picklable.
 
     Raises:
         ValueError: the parts contradict each other; the message names the token.
@@ -82,15 +83,8 @@ class Tokenizer:
         self.pattern = pattern
         self.normalization: Normalization = normalization
         self.mask_token, self.eos_token, self.pad_token = mask_token, eos_token, pad_token
-        self.ignore_merges = False
-        self.bos_token: str | None = None
-        self.adds_bos = False
+        self.options = TokenOptions()
         self.strips_first_space = False
-        self.visible_tokens: frozenset[str] = frozenset()
-        self.normalized_tokens: frozenset[str] = frozenset()
-        self.lstrip_tokens: frozenset[str] = frozenset()
-        self.rstrip_tokens: frozenset[str] = frozenset()
-        self.single_word_tokens: frozenset[str] = frozenset()
         self._check()
         self._bytes_of = {token_id: token for token, token_id in self._vocab.items()}
         self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
@@ -99,55 +93,24 @@ class Tokenizer:
         self._fingerprint: str | None = None
         self._prepare()
 
-    def with_options(
-        self,
-        *,
-        ignore_merges: bool = False,
-        visible_tokens: Iterable[str] = (),
-        normalized_tokens: Iterable[str] = (),
-        lstrip_tokens: Iterable[str] = (),
-        rstrip_tokens: Iterable[str] = (),
-        single_word_tokens: Iterable[str] = (),
-        bos_token: str | None = None,
-        adds_bos: bool = False,
-    ) -> "Tokenizer":
-        """A copy with habits of files from elsewhere.
-
-        `ignore_merges`: a word that is itself a token becomes that token, whatever the merges say (Llama 3).
-        `visible_tokens`: special tokens that `decode(skip_special=True)` keeps, as Hugging Face does with added
-        tokens that are not marked special, such as Qwen3's `<think>`.
-        `normalized_tokens`: special tokens that `encode(allow_special=True)` looks for last, in what the others leave
-        and after normalization, as Hugging Face does with added tokens that are marked normalized.
-        `lstrip_tokens`, `rstrip_tokens`, `single_word_tokens`: special tokens that swallow the whitespace on that side
-        of them, or that are looked for only as whole words. Swallowed whitespace does not come back from `decode`.
-        `bos_token`, `adds_bos`: the special token that texts begin with, and whether the model expects it before a
-        text that is no chat. `encode` never adds it: see `beginning`.
+    def with_options(self, options: TokenOptions) -> "Tokenizer":
+        """Return a copy with these options instead of its own.
 
         Raises:
-            ValueError: a token that is named is not among the special tokens.
+            ValueError: a token in the options is not among the special tokens.
         """
-        other = copy.copy(self)  # through __getstate__: nothing that changes is shared
-        other.ignore_merges = ignore_merges
-        other.visible_tokens = frozenset(visible_tokens)
-        other.normalized_tokens = frozenset(normalized_tokens)
-        other.lstrip_tokens = frozenset(lstrip_tokens)
-        other.rstrip_tokens = frozenset(rstrip_tokens)
-        other.single_word_tokens = frozenset(single_word_tokens)
-        other.bos_token, other.adds_bos = bos_token, adds_bos
-        for name in _TOKEN_OPTIONS:
-            for text in getattr(other, name) - self._special.keys():
-                raise ValueError(f"{name}: {text!r} is not among the special tokens {sorted(self._special)}")
-        if (bos_token is not None or adds_bos) and bos_token not in self._special:
-            raise ValueError(f"bos_token {bos_token!r} is not among the special tokens {sorted(self._special)}")
+        options.check(self._special)
+        other = copy.copy(self)  # through __getstate__, so that nothing mutable is shared
+        other.options = options
         other._fingerprint = None
         other._prepare()
         return other
 
     def with_mask_token(self, text: str, token_id: int) -> "Tokenizer":
-        """A copy in which a special token stands for noise; it is added if it is not there.
+        """Return a copy with this mask token, which is added to the special tokens if it is missing.
 
         Raises:
-            ValueError: the id belongs to another token, or the file has no place for one more.
+            ValueError: the id belongs to another token, or the file cannot represent another one.
         """
         other = copy.copy(self)
         other._special = {**self._special, text: token_id}
@@ -171,17 +134,17 @@ class Tokenizer:
 
     @property
     def vocab(self) -> Mapping[bytes, int]:
-        """Ordinary tokens to ids; special tokens are not among them."""
+        """Ordinary tokens to ids, without special tokens."""
         return MappingProxyType(self._vocab)
 
     @property
     def merges(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Pairs of tokens, best first."""
+        """Pairs of tokens by rank, best first."""
         return self._merges
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Special tokens' text to ids."""
+        """Texts of special tokens to ids."""
         return MappingProxyType(self._special)
 
     @property
@@ -202,39 +165,50 @@ class Tokenizer:
         return None if self.pad_token is None else self._special[self.pad_token]
 
     @property
+    def bos_token(self) -> str | None:
+        return self.options.bos_token
+
+    @property
+    def adds_bos(self) -> bool:
+        return self.options.adds_bos
+
+    @property
+    def visible_tokens(self) -> frozenset[str]:
+        return self.options.visible_tokens
+
+    @property
     def bos_token_id(self) -> int | None:
         return None if self.bos_token is None else self._special[self.bos_token]
 
     @property
     def prefix_ids(self) -> list[int]:
-        """Ids that belong before a text that is no chat: the `bos_token`, if `adds_bos`. A chat template writes its
-        own."""
+        """Ids before a text that is not a chat: the `bos_token`, if `adds_bos`. A chat template writes its own."""
         return [self._special[self.bos_token]] if self.adds_bos and self.bos_token is not None else []
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of everything that decides ids and text, however it is stored."""
+        """SHA-256 (hex) of everything that determines ids and text, independent of the file format."""
         if self._fingerprint is None:
+            options = self.options.to_json()
             contents = [
                 sorted((token_id, bytes_to_chars(token)) for token, token_id in self._vocab.items()),
                 [(bytes_to_chars(a), bytes_to_chars(b)) for a, b in self._merges],
                 sorted(self._special.items()),
-                [pattern_regex(self.pattern), self.normalization, self.ignore_merges, sorted(self.visible_tokens)],
+                [pattern_regex(self.pattern), self.normalization, options["ignore_merges"], options["visible_tokens"]],
                 [self.mask_token, self.eos_token, self.pad_token],
-                *([sorted(self.normalized_tokens)] if self.normalized_tokens else []),
+                *([options["normalized_tokens"]] if options["normalized_tokens"] else []),
             ]
-            # What few files have comes last and by name, so that the others keep their fingerprints.
-            rare: dict[str, Any] = {name: sorted(getattr(self, name)) for name in _TOKEN_OPTIONS[2:]}
-            rare |= {"bos_token": self.bos_token, "adds_bos": self.adds_bos}
-            contents += [[name, value] for name, value in rare.items() if value]
+            # Options that were added later appear only if they are set, so that older files keep their fingerprints.
+            contents += [[name, options[name]] for name in _LATER_OPTIONS if options[name]]
             self._fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
         return self._fingerprint
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of a text.
+        """Encode a text.
 
-        A special token written in the text is ordinary text, unless `allow_special`: then it becomes its id, the
-        first and the longest one first, looked for before normalization (as Hugging Face does; see `adapted`).
+        Special tokens in the text are ordinary text, unless `allow_special`: then they become their ids. The search is
+        leftmost and longest first and precedes normalization, as in Hugging Face (but see
+        `TokenOptions.normalized_tokens`).
 
         Raises:
             ValueError: the text contains a lone surrogate, which has no UTF-8 form.
@@ -244,40 +218,41 @@ class Tokenizer:
         return self._encode_with_special(text)
 
     def mark_control_tokens(self, text: str, marker: str) -> str:
-        """The text with `marker`, a character that occurs nowhere, inside of every special token that is not visible,
-        so that `encode_marked` takes it for ordinary text.
+        """Insert `marker`, a character that occurs nowhere, into every special token that is not visible, so that
+        `encode_marked` encodes it as ordinary text.
 
         Raises:
-            ValueError: a special token of one character, which has no inside.
+            ValueError: the text contains a special token of one character, into which nothing can be inserted.
         """
         for token in self._special.keys() - self.visible_tokens:
             if len(token) == 1 and token in text:
-                raise ValueError(f"{token!r} is a special token of one character, which cannot be kept as text")
+                raise ValueError(
+                    f"{token!r} is a special token of one character, which cannot be encoded as text: remove it"
+                )
         marked = self._control.insert_marker(text, marker)
-        if self.normalized_tokens <= self.visible_tokens:
+        if self.options.normalized_tokens <= self.visible_tokens:
             return marked
-        return self._control.insert_marker(self._normalize(marked), marker)  # normalization may have made more of them
+        return self._control.insert_marker(self._normalize(marked), marker)  # normalization may create more of them
 
     def encode_marked(self, text: str, marker: str) -> list[int]:
-        """`encode(allow_special=True)` of a text in which `mark_control_tokens` has marked what stays text."""
+        """Encode a text with special tokens, except those that `mark_control_tokens` has marked."""
         return self._encode_with_special(text, marker)
 
     def _encode_with_special(self, text: str, marker: str | None = None) -> list[int]:
         ids: list[int] = []
         for piece, early in self._early.split_text(text):
             for part, late in self._late.split_text(self._normalize(piece)):
-                # A marker may have kept a letter and its accent apart.
+                # Normalized again, because a marker may have separated a letter and its accent.
                 ids += self._encode_words(part if marker is None else self._normalize(part.replace(marker, "")))
                 ids += late
             ids += early
         return ids
 
     def encode_batch(self, texts: Iterable[str], *, allow_special: bool = False) -> list[list[int]]:
-        """`encode` of each text."""
         return [self.encode(text, allow_special=allow_special) for text in texts]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Text of ids; bytes that are not UTF-8 become U+FFFD.
+        """Decode ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             ValueError: an id is not in the vocabulary.
@@ -288,7 +263,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_first_space else text
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Bytes of ids; a special token gives its text in UTF-8.
+        """Decode ids to bytes; a special token becomes its text in UTF-8.
 
         Raises:
             ValueError: an id is not in the vocabulary.
@@ -299,7 +274,7 @@ class Tokenizer:
             raise self._unknown_id(error.args[0]) from None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one id, as in `decode_bytes`."""
+        """Decode one id, as `decode_bytes` does."""
         try:
             return self._bytes_of[token_id]
         except KeyError:
@@ -307,11 +282,11 @@ class Tokenizer:
 
     @property
     def hidden_ids(self) -> frozenset[int]:
-        """Ids that `decode(skip_special=True)` leaves out."""
+        """Ids that `decode(skip_special=True)` omits."""
         return self._hidden_ids
 
     def num_bytes(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> int:
-        """Bytes of text behind ids; special tokens count 0.
+        """Number of bytes of text that ids stand for; special tokens have none.
 
         Raises:
             ValueError: an id is outside 0..vocab_size-1.
@@ -322,7 +297,7 @@ class Tokenizer:
         return int(self._lengths[id_array].sum())
 
     def byte_lengths(self) -> npt.NDArray[np.int64]:
-        """[vocab_size] bytes of text of each id: 0 for special tokens and holes. Read-only."""
+        """Bytes of text of each id, ``[vocab_size]``: 0 for special tokens and gaps. Read-only."""
         return self._lengths
 
     def _unknown_id(self, token_id: int) -> ValueError:
@@ -344,7 +319,7 @@ class Tokenizer:
             if token_id in owners:
                 raise ValueError(f"id {token_id} belongs to two tokens, {owners[token_id]!r} and {text!r}")
             owners[token_id] = text
-        # Both kinds share one name space in Hugging Face's files.
+        # Both kinds share one namespace in Hugging Face's files.
         for text in self._special.keys() & {name for name, _ in named}:
             raise ValueError(f"special token {text!r} is spelled like an ordinary token: rename it")
         for role in ("mask_token", "eos_token", "pad_token"):
@@ -353,7 +328,7 @@ class Tokenizer:
                 raise ValueError(f"{role} {text!r} is not among the special tokens {sorted(self._special)}")
 
     def _rank_merges(self) -> tuple[dict[tuple[int, int], int], list[int]]:
-        """Rank of each pair of ids, and the id that the merge of each rank produces."""
+        """Compute the rank of each pair of ids, and the id that the merge of each rank produces."""
         ranks: dict[tuple[int, int], int] = {}
         products: list[int] = []
         vocab = self._vocab
@@ -369,14 +344,15 @@ class Tokenizer:
         return ranks, products
 
     def _prepare(self) -> None:
-        """(Re)build what is derived and not pickled."""
+        """Build the derived attributes, which are not pickled."""
         self._split = make_splitter(self.pattern)
+        self._ignores_merges = self.options.ignore_merges
         self._cache = _WordCache(self._encode_word)
-        late = self._special.keys() & self.normalized_tokens
+        late = self._special.keys() & self.options.normalized_tokens
         self._early = self._build_special_tokens({text: self._special[text] for text in self._special.keys() - late})
         self._late = self._build_special_tokens({self._normalize(text): self._special[text] for text in late})
         hidden = self._special.keys() - self.visible_tokens
-        # Looked for in both forms: normalization comes before the search for the late ones.
+        # In both forms, because normalization precedes the search for the late ones.
         spellings = hidden | {self._normalize(text) for text in hidden & late}
         self._control = SpecialTokens(dict.fromkeys(spellings, 0))
         self._hidden_ids = frozenset(self._special[text] for text in hidden)
@@ -390,8 +366,8 @@ class Tokenizer:
         return lengths
 
     def _build_special_tokens(self, ids: Mapping[str, int]) -> SpecialTokens:
-        options = (self.lstrip_tokens, self.rstrip_tokens, self.single_word_tokens)
-        return SpecialTokens(ids, *(frozenset(map(self._normalize, tokens)) | tokens for tokens in options))
+        token_sets = (self.options.lstrip_tokens, self.options.rstrip_tokens, self.options.single_word_tokens)
+        return SpecialTokens(ids, *(frozenset(map(self._normalize, tokens)) | tokens for tokens in token_sets))
 
     def _normalize(self, text: str) -> str:
         return text if self.normalization is None else unicodedata.normalize(self.normalization, text)
@@ -404,14 +380,14 @@ class Tokenizer:
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
         data = word.encode()
-        if self.ignore_merges and data in self._vocab:
+        if self._ignores_merges and data in self._vocab:
             return (self._vocab[data],)
         byte_ids = self._byte_ids
         ids = [byte_ids[byte] for byte in data]
         return self._merge_long(ids) if len(ids) > _LONG_WORD else self._merge_short(ids)
 
     def _merge_short(self, ids: list[int]) -> tuple[int, ...]:
-        """Merge the best pair, leftmost first, until none is left. Quadratic, with a small constant."""
+        """Merge the best pair, leftmost first, until no pair can be merged. Quadratic, with a small constant."""
         rank_of = self._ranks.get
         ranks = [rank_of(pair, _NO_RANK) for pair in pairwise(ids)]
         while ranks:
@@ -428,45 +404,45 @@ class Tokenizer:
         return tuple(ids)
 
     def _merge_long(self, ids: list[int]) -> tuple[int, ...]:
-        """The same result over a linked list, with the places of each pair in one bucket by rank: nearly linear."""
+        """Return the same as `_merge_short`, with a linked list and buckets of positions by rank. Nearly linear."""
         ranks, rank_of = self._ranks, self._ranks.get
-        ids.append(-1)  # no pair has this id; before the first place as well, since previous[0] is -1
+        ids.append(-1)  # no pair contains this id; it also precedes the first position, since previous[0] is -1
         following = list(range(1, len(ids) + 1))
         previous = list(range(-1, len(ids) - 1))
-        places: dict[int, list[int]] = {}
+        positions: dict[int, list[int]] = {}
         for i, pair in enumerate(pairwise(ids)):
             if pair in ranks:
-                places.setdefault(ranks[pair], []).append(i)
-        heap = list(places)
+                positions.setdefault(ranks[pair], []).append(i)
+        heap = list(positions)
         heapq.heapify(heap)
         while heap:
             rank = heapq.heappop(heap)
             product = self._products[rank]
-            waiting = iter(sorted(places.pop(rank)))
+            waiting = iter(sorted(positions.pop(rank)))
             for i in waiting:
                 j = following[i]
-                # A place stays in its bucket when its pair is gone: a neighbour changed, or it died and its id is -1.
+                # A position stays in its bucket when its pair is gone: a neighbor changed, or its own id became -1.
                 if rank_of((ids[i], ids[j])) != rank:
                     continue
                 ids[i], ids[j] = product, -1
                 h, k = previous[i], following[j]
                 following[i], previous[k] = k, i
-                for place, new_rank in ((i, rank_of((product, ids[k]))), (h, rank_of((ids[h], product)))):
+                for position, new_rank in ((i, rank_of((product, ids[k]))), (h, rank_of((ids[h], product)))):
                     if new_rank is None:
                         continue
-                    if new_rank not in places:
-                        places[new_rank] = []
+                    if new_rank not in positions:
+                        positions[new_rank] = []
                         heapq.heappush(heap, new_rank)
-                    places[new_rank].append(place)
-                if heap and heap[0] < rank:  # a merge outranks one that makes its parts: no training gives that
-                    places[rank] = list(waiting)
+                    positions[new_rank].append(position)
+                if heap and heap[0] < rank:  # a merge outranks the one that creates its parts; training never does
+                    positions[rank] = list(waiting)
                     heapq.heappush(heap, rank)
                     break
         return tuple(token_id for token_id in ids if token_id >= 0)
 
 
 def surrogate_error(text: str) -> ValueError:
-    """The error for a text that has no UTF-8 form; it names the first offender."""
+    """Build the error for a text with lone surrogates; it names the first one."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Chats: messages through a chat template to text, and to token ids."""
+"""Render and encode chats with chat templates."""
 
 import re
 import unicodedata
@@ -12,9 +12,9 @@ from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
 Message = Mapping[str, Any]
 
 _MAX_DEPTH = 64
-# Characters that stand for nothing and never will, for use inside of a program.
+# Unicode noncharacters, reserved for internal use in programs.
 _MARKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-# The names under which messages carry what was thought before the answer; templates read the first.
+# Message keys of the reasoning before the answer; templates read the first one.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -26,21 +26,21 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The text of a chat.
+    """Render a chat to text.
 
-    The template runs in a sandbox, with the helpers that transformers gives it. Special tokens that a message spells
-    out are in this text like those of the template: `encode_chat` tells them apart.
+    The template runs in a sandbox with the helper functions of transformers. In the text, special tokens that a
+    message contains look like those of the template; only `encode_chat` distinguishes them.
 
     Args:
         template: a `ChatTemplate`, a name in `CHAT_TEMPLATES`, or Jinja.
-        messages: each a table with `role` and, as a rule, `content`.
-        add_generation_prompt: end where the assistant's answer begins.
+        messages: mappings with `role` and usually `content`.
+        add_generation_prompt: end with the beginning of the assistant's answer.
         tools: JSON schemas of functions.
-        variables: whatever else the template reads, such as `enable_thinking`.
+        variables: other variables of the template, such as `enable_thinking`.
 
     Raises:
-        ValueError: messages that are none, a mistake in the template, what it says of them by `raise_exception`, or
-            something that it may not do.
+        ValueError: the messages are malformed, or the template is invalid, calls `raise_exception` or does something
+            that the sandbox forbids.
     """
     data = _template_variables(messages, add_generation_prompt, tools, variables)
     return _render(_resolve_template(template), data, datetime.now())
@@ -56,21 +56,21 @@ def encode_chat(
     allow_special_in_messages: bool = False,
     **variables: Any,
 ) -> list[int]:
-    """Token ids of a chat: what the template writes as a special token becomes one.
+    """Encode a chat; special tokens of the template become their ids.
 
-    Nothing is put before the template's text: templates write the token that texts begin with by themselves.
+    Nothing is added before the text of the template, which contains `bos_token` itself if the model expects it.
 
-    Special tokens that messages, tools or variables spell out stay text, so that nobody ends his own turn and begins
-    another one's; `allow_special_in_messages` makes them ids, as in transformers by default. Added tokens that are
-    not marked special (`visible_tokens`, such as Qwen3's `<think>`) become ids in either case: they are what answers
-    are made of, and templates look for them.
+    Special tokens in messages, tools or variables are encoded as text, so that a message cannot end its turn and begin
+    another one; with `allow_special_in_messages` they become ids, as in transformers by default. Added tokens that are
+    not marked special (`visible_tokens`, such as `<think>` of Qwen3) always become ids: answers contain them, and
+    templates search for them.
 
     Args:
         template, messages, add_generation_prompt, tools, variables: as in `render_chat`.
 
     Raises:
-        ValueError: as in `render_chat`; or the template would treat a special token that a message spells out
-            differently from other text.
+        ValueError: as in `render_chat`; or the template treats a special token in a message differently from other
+            text.
     """
     source = _resolve_template(template)
     data = _template_variables(messages, add_generation_prompt, tools, variables)
@@ -78,10 +78,10 @@ def encode_chat(
     text = _render(source, data, now)
     if allow_special_in_messages:
         return tokenizer.encode(text, allow_special=True)
-    spelt = [*_iterate_texts(data), source.source]
-    marker = next((char for char in _MARKERS if not any(char in part for part in spelt)), None)
+    texts = [*_iterate_texts(data), source.source]
+    marker = next((char for char in _MARKERS if not any(char in text for text in texts)), None)
     if marker is None:
-        raise ValueError(f"messages use all of the characters U+FDD0 to U+FDEF, which mean nothing: remove {_MARKERS}")
+        raise ValueError("messages contain all of the noncharacters U+FDD0 to U+FDEF: remove one of them")
     marked = {
         key: _map_texts(value, lambda part: tokenizer.mark_control_tokens(part, marker)) for key, value in data.items()
     }
@@ -90,8 +90,8 @@ def encode_chat(
     marked_text = _render(source, marked, now)
     if unicodedata.normalize("NFC", marked_text.replace(marker, "")) != unicodedata.normalize("NFC", text):
         raise ValueError(
-            "the chat template treats special tokens that messages spell out differently from other text: "
-            "remove them from the messages, or let them be special with allow_special_in_messages"
+            "the chat template treats special tokens in messages differently from other text: "
+            "remove them from the messages, or set allow_special_in_messages to encode them as special tokens"
         )
     return tokenizer.encode_marked(marked_text, marker)
 
@@ -106,7 +106,7 @@ def _resolve_template(template: ChatTemplate | str) -> ChatTemplate:
 
 
 def _render(template: ChatTemplate, data: Mapping[str, Any], now: datetime) -> str:
-    from tokenizer.chat_sandbox import run_template  # it loads jinja2, which few who come by here need
+    from tokenizer.chat_sandbox import run_template  # loads jinja2
 
     return run_template(template.source, {**template.tokens, **data}, now)
 
@@ -117,10 +117,10 @@ def _template_variables(
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What the template sees: plain values, and copies, so that it can reach nothing through them."""
+    """Build the variables of the template: copies of JSON values, so that it cannot reach other objects."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(
-            f"messages {messages!r}: expected a list of tables such as {{'role': 'user', 'content': '...'}}"
+            f"messages {messages!r}: expected a list of mappings such as {{'role': 'user', 'content': '...'}}"
         )
     if tools is not None and (isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError(f"tools {tools!r}: expected a list of JSON schemas")
@@ -137,22 +137,22 @@ def _template_variables(
 def _copy_message(index: int, message: Message) -> dict[str, Any]:
     place = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise ValueError(f"{place} is {message!r}: expected a table with role and content")
+        raise ValueError(f"{place} is {message!r}: expected a mapping with role and content")
     if not isinstance(message.get("role"), str):
-        raise ValueError(f"{place} has the role {message.get('role')!r}: expected a text such as 'user'")
+        raise ValueError(f"{place} has the role {message.get('role')!r}: expected a string such as 'user'")
     plain: dict[str, Any] = _copy_json(place, message)
-    thoughts = next((plain[key] for key in _REASONING_KEYS if plain.get(key) is not None), None)
-    return plain if thoughts is None else {"thinking": thoughts, **plain, "reasoning_content": thoughts}
+    reasoning = next((plain[key] for key in _REASONING_KEYS if plain.get(key) is not None), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
 def _copy_json(place: str, value: Any, depth: int = 0) -> Any:
-    """A copy of what JSON can express."""
+    """Copy a value that JSON can represent."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"{place} is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(f"{place} has the key {key!r}: expected a text")
+                raise ValueError(f"{place} has the key {key!r}: expected a string")
         return {str(key): _copy_json(f"{place}.{key}", item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_copy_json(f"{place}[{index}]", item, depth + 1) for index, item in enumerate(value)]
@@ -161,11 +161,11 @@ def _copy_json(place: str, value: Any, depth: int = 0) -> Any:
             return kind(value)
     if value is None:
         return None
-    raise ValueError(f"{place} is a {type(value).__name__}: chat templates take texts, numbers, lists and tables")
+    raise ValueError(f"{place} is a {type(value).__name__}: chat templates accept strings, numbers, lists and mappings")
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The value with `change` made to every text in it, but not to keys."""
+    """Apply `change` to every string in a value, except to keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

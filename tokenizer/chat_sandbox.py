@@ -1,4 +1,4 @@
-"""Running the Jinja of a chat template, which comes with a checkpoint and is not to be trusted."""
+"""Run the Jinja source of a chat template, which is untrusted, in a sandbox."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,16 +15,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_CHARACTERS = 1 << 26
-"""Longest text that a template may write, and longest value that it may make by multiplication."""
+"""Maximum length of the output of a template, and of a value that multiplication creates."""
 
 MAX_RANGE_ITEMS = 100_000
-"""How many numbers all `range`s of one rendering may yield together."""
+"""Maximum number of items of all `range` calls of one rendering together."""
 
 _LARGEST_EXPONENT = 64
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, which here multiplies nothing into something huge either."""
+    """The sandbox of Jinja, which here also limits the size of products and powers."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -38,7 +38,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`, which says what the assistant wrote: here, its contents."""
+    """`{% generation %}...{% endgeneration %}`, which marks the assistant's text; renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -52,7 +52,7 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """`namespace(...)`, whose attributes may not be called as Python's internals are."""
+    """`namespace(...)` without attributes that begin with an underscore, such as Python's internals."""
 
     def __init__(*args: Any, **attributes: Any) -> None:
         for name in dict(*args[1:], **attributes):
@@ -70,17 +70,17 @@ def _check_name(name: object) -> None:
 
 
 def run_template(source: str, variables: Mapping[str, Any], now: datetime) -> str:
-    """What a template writes; `now` is what it takes for the present.
+    """Render a template; `now` is the time that `strftime_now` formats.
 
     Raises:
-        ValueError: it has a mistake, raises an exception, reaches for what it may not have, or goes on for too long.
+        ValueError: it is invalid, raises an exception, does something forbidden, or exceeds a limit.
     """
     pieces: list[str] = []
     size = 0
     try:
         template = _compile_template(source)
-        own = {"strftime_now": now.strftime, "range": _bounded_range()}
-        for piece in template.generate({**own, **variables}):
+        helpers = {"strftime_now": now.strftime, "range": _bounded_range()}
+        for piece in template.generate({**helpers, **variables}):
             size += len(piece)
             if size > MAX_CHARACTERS:
                 raise SecurityError(f"it writes more than {MAX_CHARACTERS:,} characters")
@@ -89,9 +89,9 @@ def run_template(source: str, variables: Mapping[str, Any], now: datetime) -> st
         line = getattr(error, "lineno", None)
         place = "" if line is None else f" (line {line})"
         raise ValueError(f"the chat template cannot be applied: {error.message}{place}") from None
-    except Exception as error:  # a template is a program: it may run into any of them
-        said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the chat template cannot be applied: {said}; do the messages fit it?") from None
+    except Exception as error:  # a template is a program, which may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the chat template cannot be applied: {reason}; do the messages match it?") from None
     return "".join(pieces)
 
 
@@ -111,7 +111,7 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes what HTML needs."""
+    """Format JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -127,7 +127,7 @@ def _bounded_range() -> Callable[..., range]:
         numbers = range(*args)
         left -= len(numbers)
         if left < 0:
-            raise SecurityError(f"its ranges have more than {MAX_RANGE_ITEMS:,} numbers together")
+            raise SecurityError(f"its ranges have more than {MAX_RANGE_ITEMS:,} items together")
         return numbers
 
     return bounded

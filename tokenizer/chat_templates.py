@@ -1,4 +1,4 @@
-"""Chat templates: those that a directory brings along, and a few that are built in."""
+"""Chat templates: loading from a model directory, and built-in ones."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from typing import Any
 
 from files.atomic import write_text_atomic
 from tokenizer.huggingface import read_role_token
+from tokenizer.json_files import read_json_object, read_text
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_JSON_FILE = "chat_template.json"
@@ -16,11 +17,11 @@ CHAT_TEMPLATE_JSON_FILE = "chat_template.json"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How messages become one text.
+    """A template that renders messages to one text.
 
     Args:
         source: Jinja, as in the `chat_template` of a tokenizer_config.json.
-        tokens: the special tokens that it may name: `bos_token`, `eos_token` and so on.
+        tokens: special tokens that the source may use, by role: `bos_token`, `eos_token` and so on.
     """
 
     source: str
@@ -32,13 +33,13 @@ _CHECK_ROLE = """\
     {{- raise_exception('role ' + message.role|string + ' is unknown: use system, user or assistant') }}
 {%- endif %}
 {%- if message.content is not string %}
-    {{- raise_exception('the content of each message has to be a text') }}
+    {{- raise_exception('the content of each message must be a string') }}
 {%- endif %}
 """
 
 _NO_TOOLS = """\
 {%- if tools %}
-    {{- raise_exception('this template has no place for tools: use the one of a checkpoint that was trained on them') }}
+    {{- raise_exception('this template does not support tools: use the template of a checkpoint that was trained with tools') }}
 {%- endif %}
 """
 
@@ -53,7 +54,7 @@ _CHATML = f"""\
 {{%- endif %}}
 """
 
-# Thoughts are kept behind the last question only; an answer there has a block for them even if it is empty.
+# Reasoning is kept only after the last question; an answer there has a block for it, even an empty one.
 _QWEN3 = f"""\
 {_NO_TOOLS}
 {{%- set last = namespace(question=messages|length) %}}
@@ -110,29 +111,33 @@ CHAT_TEMPLATES: dict[str, ChatTemplate] = {
     "llama3": ChatTemplate(_LLAMA3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
     "llada": ChatTemplate(_LLAMA3, {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}),
 }
-"""Templates of families, for texts without tools; written anew, they give what the checkpoints' own give."""
+"""Templates of model families, without tools; they render the same text as the templates of the checkpoints."""
 
 
 def load_chat_template(directory: str | os.PathLike[str], name: str = "default") -> ChatTemplate | None:
-    """The chat template that a model directory brings along, or None.
+    """Load the chat template of a model directory; None if there is none.
 
-    chat_template.jinja comes first, then chat_template.json, then `chat_template` in tokenizer_config.json; the last
-    two may hold several by name. Further named ones are looked for in additional_chat_templates/.
+    chat_template.jinja takes precedence over chat_template.json, and that over `chat_template` in
+    tokenizer_config.json; the last two may contain several templates by name. additional_chat_templates/ contains
+    further named templates.
 
     Raises:
-        ValueError: a file cannot be read or is not as the format has it, or no template has this name.
+        ValueError: a file cannot be read or has an unexpected structure, or no template has this name.
     """
     folder = Path(directory)
     config_path = folder / "tokenizer_config.json"
-    config = _read_json(config_path) if config_path.is_file() else {}
+    config = read_json_object(config_path) if config_path.is_file() else {}
     found: dict[str, str] = {}
     json_path = folder / CHAT_TEMPLATE_JSON_FILE
-    for path, contents in ((config_path, config), (json_path, _read_json(json_path) if json_path.is_file() else {})):
+    for path, contents in (
+        (config_path, config),
+        (json_path, read_json_object(json_path) if json_path.is_file() else {}),
+    ):
         found |= _named_templates(path, contents.get("chat_template"))
     if (folder / CHAT_TEMPLATE_FILE).is_file():
-        found["default"] = _read_text(folder / CHAT_TEMPLATE_FILE)
+        found["default"] = read_text(folder / CHAT_TEMPLATE_FILE, newline="")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = _read_text(path)
+        found[path.stem] = read_text(path, newline="")
     if name not in found:
         if not found or name == "default":
             return None
@@ -142,10 +147,8 @@ def load_chat_template(directory: str | os.PathLike[str], name: str = "default")
 
 
 def save_chat_template(template: ChatTemplate, directory: str | os.PathLike[str]) -> None:
-    """Write chat_template.jinja, with the texts of the special tokens that it names set at its head.
-
-    So transformers and `load_chat_template` need no other file for them.
-    """
+    """Write chat_template.jinja. It begins with definitions of its special tokens, so that transformers and
+    `load_chat_template` need no other file."""
     source = template.source
     for key, text in sorted(template.tokens.items()):
         if key in source and f"set {key} = " not in source:
@@ -164,25 +167,5 @@ def _named_templates(path: Path, value: Any) -> dict[str, str]:
     except (KeyError, TypeError):
         found = {"": None}
     if not all(isinstance(text, str) for pair in found.items() for text in pair):
-        raise ValueError(f"{path}: chat_template is neither a text nor a list of tables with name and template")
+        raise ValueError(f"{path}: chat_template is neither a string nor a list of objects with name and template")
     return found
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return file.read()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 ({error})") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        contents = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: is not valid JSON ({error})") from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path}: holds {type(contents).__name__}, expected a JSON object")
-    return contents

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from files.atomic import write_text_atomic
 from tokenizer.bpe import Tokenizer
@@ -19,6 +19,8 @@ from tokenizer.huggingface import (
     to_huggingface,
     to_huggingface_config,
 )
+from tokenizer.json_files import read_json_object, read_text
+from tokenizer.options import TokenOptions
 from tokenizer.sentencepiece import SentencePieceTokenizer, is_sentencepiece
 
 VOCAB_FILE = "vocab.json"
@@ -32,42 +34,30 @@ _Token = TypeVar("_Token", bytes, str)
 
 _MERGES_HEADER = "#version: 0.2"
 _ROLES = ("mask_token", "eos_token", "pad_token")
-_OPTION_DEFAULTS: dict[str, Any] = {
-    "ignore_merges": False,
-    "visible_tokens": (),
-    "normalized_tokens": (),
-    "lstrip_tokens": (),
-    "rstrip_tokens": (),
-    "single_word_tokens": (),
-    "bos_token": None,
-    "adds_bos": False,
-}
-"""What `Tokenizer.adapted` takes, and what files of before each had."""
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> None:
-    """Write a tokenizer in both forms; each file is written aside and renamed, an existing one is replaced.
+    """Write a tokenizer in both formats; existing files are replaced atomically.
 
-    One of the SentencePiece kind is written in Hugging Face's form only, as it was read.
+    A `SentencePieceTokenizer` is written in Hugging Face's format only, as it was read.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, SentencePieceTokenizer):
         contents, config = tokenizer.files()
         for name in (SPECIAL_FILE, VOCAB_FILE, MERGES_FILE):
-            (folder / name).unlink(missing_ok=True)  # of another tokenizer, which would be taken for this one
+            (folder / name).unlink(missing_ok=True)  # of another tokenizer, which would be loaded instead
         write_text_atomic(folder / HUGGINGFACE_FILE, contents)
         write_text_atomic(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         return
     vocab = {bytes_to_chars(token): token_id for token, token_id in _sort_by_id(tokenizer.vocab)}
     merges = [f"{bytes_to_chars(left)} {bytes_to_chars(right)}" for left, right in tokenizer.merges]
-    options = {name: getattr(tokenizer, name) for name in _OPTION_DEFAULTS}
     own = {
         "special_tokens": dict(_sort_by_id(tokenizer.special_tokens)),
         **{role: getattr(tokenizer, role) for role in _ROLES},
         "pattern": tokenizer.pattern,
         "normalization": tokenizer.normalization,
-        **{name: sorted(value) if isinstance(value, frozenset) else value for name, value in options.items()},
+        **tokenizer.options.to_json(),
         "fingerprint": tokenizer.fingerprint,
     }
     write_text_atomic(folder / VOCAB_FILE, json.dumps(vocab, ensure_ascii=False))
@@ -80,31 +70,31 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Load a tokenizer from a directory: our own files if special_tokens.json is there, else tokenizer.json.
+    """Load a tokenizer from a directory: our own files if special_tokens.json exists, else tokenizer.json.
 
-    Without either, vocab.json and merges.txt (and added_tokens.json) do if tokenizer_config.json names a class whose
-    pattern is known. A tokenizer.json of the SentencePiece kind gives a `SentencePieceTokenizer`.
+    Without either, vocab.json and merges.txt (and added_tokens.json) are enough if tokenizer_config.json names a class
+    whose pattern is known. A tokenizer.json of the SentencePiece kind gives a `SentencePieceTokenizer`.
 
     Raises:
-        ValueError: a file is missing or corrupt, or asks for something unsupported; the message names file and key.
+        ValueError: a file is missing, corrupt or unsupported; names the file and the key.
     """
     folder = Path(directory)
     if (folder / SPECIAL_FILE).is_file():
         return _load_own(folder)
     config_path = folder / HUGGINGFACE_CONFIG_FILE
-    config = _read_json(config_path) if config_path.is_file() else {}
+    config = read_json_object(config_path) if config_path.is_file() else {}
     path = folder / HUGGINGFACE_FILE
     if path.is_file():
-        contents = _read_json(path)
+        contents = read_json_object(path)
     elif config and (folder / VOCAB_FILE).is_file():
         path = folder
-        merges = _split_merges(_read_text(folder / MERGES_FILE))
-        added = _read_json(folder / ADDED_FILE) if (folder / ADDED_FILE).is_file() else {}
+        merges = _split_merges(read_text(folder / MERGES_FILE))
+        added = read_json_object(folder / ADDED_FILE) if (folder / ADDED_FILE).is_file() else {}
         with _errors_name_file(config_path):
-            contents = build_slow_tokenizer_json(_read_json(folder / VOCAB_FILE), merges, config, added)
+            contents = build_slow_tokenizer_json(read_json_object(folder / VOCAB_FILE), merges, config, added)
     else:
         raise ValueError(
-            f"{folder}: holds no tokenizer; expected {VOCAB_FILE}, {MERGES_FILE} and {SPECIAL_FILE}, "
+            f"{folder}: contains no tokenizer; expected {VOCAB_FILE}, {MERGES_FILE} and {SPECIAL_FILE}, "
             f"or {HUGGINGFACE_FILE}"
         )
     with _errors_name_file(path):
@@ -115,7 +105,11 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 
 def _load_own(folder: Path) -> Tokenizer:
     special_path, vocab_path, merges_path = folder / SPECIAL_FILE, folder / VOCAB_FILE, folder / MERGES_FILE
-    own, vocab, merge_lines = _read_json(special_path), _read_json(vocab_path), _split_merges(_read_text(merges_path))
+    own, vocab, merge_lines = (
+        read_json_object(special_path),
+        read_json_object(vocab_path),
+        _split_merges(read_text(merges_path)),
+    )
     with _errors_name_file(vocab_path):
         token_ids = {read_token(token): read_id(token, token_id) for token, token_id in vocab.items()}
     with _errors_name_file(merges_path):
@@ -123,7 +117,7 @@ def _load_own(folder: Path) -> Tokenizer:
     with _errors_name_file(special_path):
         special = {text: read_id(text, token_id) for text, token_id in own["special_tokens"].items()}
         pattern = own["pattern"]
-    with _errors_name_file(folder):  # from here on a fault may lie between the files
+    with _errors_name_file(folder):  # an error from here on may concern several files
         tokenizer = Tokenizer(
             token_ids,
             merges,
@@ -131,12 +125,13 @@ def _load_own(folder: Path) -> Tokenizer:
             pattern,
             own.get("normalization"),
             **{role: own.get(role) for role in _ROLES},
-        ).with_options(**{name: own.get(name, default) for name, default in _OPTION_DEFAULTS.items()})
+        ).with_options(TokenOptions.from_json(own))
         expected = own.get("fingerprint")
         if expected is not None and expected != tokenizer.fingerprint:
             raise ValueError(
-                f"fingerprint {expected!r} in {SPECIAL_FILE} does not fit it, {VOCAB_FILE} and {MERGES_FILE}: "
-                "they come from different tokenizers (an interrupted save?). If you edited them, remove fingerprint"
+                f"fingerprint {expected!r} in {SPECIAL_FILE} does not match the contents of {VOCAB_FILE}, {MERGES_FILE} "
+                "and itself: the files are of different tokenizers (an interrupted save?). If you edited them, remove "
+                "fingerprint"
             )
     return tokenizer
 
@@ -152,32 +147,12 @@ def _split_merges(text: str) -> list[str]:
     return [line for line in lines[first:] if line]
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 ({error})") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    text = _read_text(path)
-    try:
-        contents = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
-        raise ValueError(f"{path}: is not valid JSON ({error})") from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path}: holds {type(contents).__name__}, expected a JSON object")
-    return contents
-
-
 @contextlib.contextmanager
 def _errors_name_file(path: Path) -> Iterator[None]:
-    """Put the file's name before the message of a ValueError; a shape that no reader expected becomes one."""
+    """Prefix the message of a ValueError with the file; an error of an unexpected structure becomes a ValueError."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: is not as the format has it ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{path}: has an unexpected structure ({type(error).__name__}: {error})") from error

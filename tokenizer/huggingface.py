@@ -1,20 +1,21 @@
-"""Hugging Face's tokenizer.json and tokenizer_config.json, as far as byte-level BPE goes."""
+"""Conversion of byte-level BPE from and to Hugging Face's tokenizer.json and tokenizer_config.json."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from tokenizer.bpe import Normalization, Tokenizer
 from tokenizer.byte_alphabet import bytes_to_chars, chars_to_bytes
+from tokenizer.options import TokenOptions
 from tokenizer.patterns import pattern_name, pattern_regex
 
-# Looked for in this order when tokenizer_config.json names no token for a role.
+# Searched in this order if tokenizer_config.json names no token for a role.
 WELL_KNOWN_TOKENS: dict[str, tuple[str, ...]] = {
     "mask_token": ("<|mask|>", "<|mdm_mask|>", "<|MASK|>", "[MASK]", "<mask>", "<MASK>"),
     "eos_token": ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>"),
     "pad_token": ("<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "[PAD]", "<pad>"),
 }
 
-# Pattern and normalization of the classes that need no tokenizer.json.
+# Pattern and normalization of the tokenizer classes that are supported without a tokenizer.json.
 _SLOW_CLASSES: dict[str, tuple[str, Normalization]] = {
     "Qwen2Tokenizer": ("qwen", "NFC"),
     "DreamTokenizer": ("qwen", "NFC"),
@@ -25,9 +26,10 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 
 
 def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The contents of a tokenizer.json that gives the same ids."""
+    """Build the contents of a tokenizer.json that encodes to the same ids."""
+    options = tokenizer.options
     vocab = {bytes_to_chars(token): token_id for token, token_id in tokenizer.vocab.items()}
-    # Special tokens are listed here too: `tokenizers` ignores the ids of added tokens and takes them from the vocab.
+    # Special tokens are included, because `tokenizers` reads the ids of added tokens from the vocab.
     vocab.update(tokenizer.special_tokens)
     return {
         "version": "1.0",
@@ -37,11 +39,11 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
             {
                 "id": token_id,
                 "content": text,
-                "single_word": text in tokenizer.single_word_tokens,
-                "lstrip": text in tokenizer.lstrip_tokens,
-                "rstrip": text in tokenizer.rstrip_tokens,
-                "normalized": text in tokenizer.normalized_tokens,
-                "special": text not in tokenizer.visible_tokens,
+                "single_word": text in options.single_word_tokens,
+                "lstrip": text in options.lstrip_tokens,
+                "rstrip": text in options.rstrip_tokens,
+                "normalized": text in options.normalized_tokens,
+                "special": text not in options.visible_tokens,
             }
             for text, token_id in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
         ],
@@ -56,7 +58,7 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": tokenizer.ignore_merges,
+            "ignore_merges": options.ignore_merges,
             "vocab": dict(sorted(vocab.items(), key=lambda item: item[1])),
             "merges": [[bytes_to_chars(left), bytes_to_chars(right)] for left, right in tokenizer.merges],
         },
@@ -64,7 +66,7 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def to_huggingface_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The contents of a tokenizer_config.json with which transformers loads the tokenizer.json beside it."""
+    """Build the contents of a tokenizer_config.json with which transformers loads the tokenizer.json."""
     roles = {role: getattr(tokenizer, role) for role in ("bos_token", *WELL_KNOWN_TOKENS)}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -75,38 +77,43 @@ def to_huggingface_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> Tokenizer:
-    """A tokenizer from the contents of tokenizer.json and tokenizer_config.json (which may be empty).
+    """Build a tokenizer from the contents of tokenizer.json and tokenizer_config.json (which may be empty).
 
-    Added tokens become special tokens, wherever they are declared. What only frames the ids (truncation, padding, the
-    end of text of a `post_processor`) is ignored, as `encode` adds nothing; that texts begin with a token becomes
-    `adds_bos`.
+    Added tokens become special tokens, in whichever file they are declared. Truncation, padding and the end-of-text
+    token of a `post_processor` are ignored, because `encode` adds nothing; its first token sets `adds_bos`.
 
     Raises:
-        ValueError: something is unsupported or not as the format has it; the message names the key.
+        ValueError: something is unsupported or has an unexpected structure; names the key.
     """
     model = _require_table(contents, "model")
     _check_model(model)
     added = read_added_tokens(contents, config)
     special = {text: token["id"] for text, token in added.items()}
-    replaced = {token["id"]: text for text, token in added.items()}
-    # Where a file calls an added token otherwise than tokenizer_config.json does, its spelling is dropped here too.
-    old = {token.get("content") for token in contents.get("added_tokens") or []} - special.keys()
-    listed = {text: n for text, n in _require_table(model, "vocab").items() if text not in old or n not in replaced}
+    added_ids = {token["id"] for token in added.values()}
+    # If tokenizer_config.json renames an added token, its old spelling is removed from the vocab as well.
+    renamed = {token.get("content") for token in contents.get("added_tokens") or []} - special.keys()
+    model_vocab = {
+        text: token_id
+        for text, token_id in _require_table(model, "vocab").items()
+        if text not in renamed or token_id not in added_ids
+    }
     for role in ("bos_token", *WELL_KNOWN_TOKENS):
-        named = read_role_token(role, config)
-        if named in listed:  # transformers makes it special too, declared as an added token or not
-            special.setdefault(named, read_id(named, listed[named]))
-    for text in special.keys() & listed.keys():
-        if special[text] != listed[text]:
-            raise ValueError(f"added token {text!r} has the id {special[text]}, but {listed[text]!r} in model.vocab")
-    vocab = {read_token(text): read_id(text, token_id) for text, token_id in listed.items() if text not in special}
+        token = read_role_token(role, config)
+        if token in model_vocab:  # special, as in transformers, even if it is not declared as an added token
+            special.setdefault(token, read_id(token, model_vocab[token]))
+    for text in special.keys() & model_vocab.keys():
+        if special[text] != model_vocab[text]:
+            raise ValueError(
+                f"added token {text!r} has the id {special[text]}, but {model_vocab[text]!r} in model.vocab"
+            )
+    vocab = {read_token(text): read_id(text, token_id) for text, token_id in model_vocab.items() if text not in special}
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise ValueError("model.merges is not a list: expected pairs of tokens")
     pairs = [read_merge(merge) for merge in merges]
-    made = {bytes_to_chars(left + right) for left, right in pairs}
-    for text in special.keys() & made:
-        raise ValueError(f"added token {text!r} is also made by model.merges, which is unsupported: remove one of them")
+    products = {bytes_to_chars(left + right) for left, right in pairs}
+    for text in special.keys() & products:
+        raise ValueError(f"added token {text!r} is also a product of model.merges: remove one of them")
     roles = {role: select_role_token(role, special, config) for role in WELL_KNOWN_TOKENS}
     bos_token, adds_bos = read_bos(contents, config, special)
     return Tokenizer(
@@ -117,27 +124,29 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
         normalization=_normalization(contents.get("normalizer")),
         **roles,
     ).with_options(
-        ignore_merges=bool(model.get("ignore_merges")),
-        visible_tokens={text for text, token in added.items() if not token["special"]},
-        normalized_tokens={text for text, token in added.items() if token["normalized"]},
-        lstrip_tokens={text for text, token in added.items() if token.get("lstrip")},
-        rstrip_tokens={text for text, token in added.items() if token.get("rstrip")},
-        single_word_tokens={text for text, token in added.items() if token.get("single_word")},
-        bos_token=bos_token,
-        adds_bos=adds_bos,
+        TokenOptions(
+            ignore_merges=bool(model.get("ignore_merges")),
+            visible_tokens=frozenset(text for text, token in added.items() if not token["special"]),
+            normalized_tokens=frozenset(text for text, token in added.items() if token["normalized"]),
+            lstrip_tokens=frozenset(text for text, token in added.items() if token.get("lstrip")),
+            rstrip_tokens=frozenset(text for text, token in added.items() if token.get("rstrip")),
+            single_word_tokens=frozenset(text for text, token in added.items() if token.get("single_word")),
+            bos_token=bos_token,
+            adds_bos=adds_bos,
+        )
     )
 
 
 def build_slow_tokenizer_json(
     vocab: Mapping[str, Any], merges: list[str], config: Mapping[str, Any], added: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What tokenizer.json would hold, for a directory with only vocab.json, merges.txt and tokenizer_config.json.
+    """Build the contents of a tokenizer.json for a directory with vocab.json, merges.txt and tokenizer_config.json.
 
-    Such directories (Dream's, GPT-2's first) leave the pattern and the normalization to the class. `added` are the
-    contents of added_tokens.json (text to id); tokens are marked special if tokenizer_config.json uses them so.
+    In such directories (of Dream and early GPT-2) the tokenizer class defines pattern and normalization. ``added`` is
+    the contents of added_tokens.json (text to id); a token is special if tokenizer_config.json uses it as one.
 
     Raises:
-        ValueError: the class is not known.
+        ValueError: the class is unknown.
     """
     name = str(config.get("tokenizer_class"))
     family = _SLOW_CLASSES.get(name.removesuffix("Fast"))
@@ -159,7 +168,7 @@ def build_slow_tokenizer_json(
 
 
 def read_token(text: str) -> bytes:
-    """A token's bytes from its spelling in GPT-2's alphabet.
+    """Convert a token from its spelling in GPT-2's alphabet to bytes.
 
     Raises:
         ValueError: the spelling uses another character.
@@ -168,16 +177,16 @@ def read_token(text: str) -> bytes:
         return chars_to_bytes(text)
     except KeyError as error:
         raise ValueError(
-            f"token {text!r} contains {error.args[0]!r}, no character of the byte-level alphabet: "
+            f"token {text!r} contains {error.args[0]!r}, which is not in the byte-level alphabet: "
             "only byte-level BPE is supported"
         ) from None
 
 
 def read_id(text: str, token_id: object) -> int:
-    """The id, if it is an integer.
+    """Check that an id is an integer.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not; names the token.
     """
     if not isinstance(token_id, int) or isinstance(token_id, bool):
         raise ValueError(f"token {text!r} has the id {token_id!r}: expected an integer")
@@ -185,10 +194,10 @@ def read_id(text: str, token_id: object) -> int:
 
 
 def read_merge(merge: object) -> tuple[bytes, bytes]:
-    """A merge from `"a b"` or `["a", "b"]`.
+    """Parse a merge, `"a b"` or `["a", "b"]`.
 
     Raises:
-        ValueError: it is neither, or not in the byte-level alphabet.
+        ValueError: it has neither form, or is not in the byte-level alphabet.
     """
     parts = merge.split(" ") if isinstance(merge, str) else merge
     if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) and part for part in parts):
@@ -197,7 +206,7 @@ def read_merge(merge: object) -> tuple[bytes, bytes]:
 
 
 def _bos_post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The post_processor that puts the token that texts begin with before a text."""
+    """Build the post_processor that adds `bos_token` before a text; None without `adds_bos`."""
     if not tokenizer.adds_bos or tokenizer.bos_token is None:
         return None
     bos, first = tokenizer.bos_token, {"SpecialToken": {"id": tokenizer.bos_token, "type_id": 0}}
@@ -221,12 +230,12 @@ def _normalizer_and_pre_tokenizer(pattern: str, normalization: Normalization) ->
 def _require_table(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
     table = parent.get(key)
     if not isinstance(table, dict):
-        raise ValueError(f"{key} is missing or no table: is this a complete tokenizer.json?")
+        raise ValueError(f"{key} is missing or not an object: is this a complete tokenizer.json?")
     return cast(dict[str, Any], table)
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
-    kind = model.get("type", "BPE")  # files of early versions leave it out
+    kind = model.get("type", "BPE")  # missing in files of early versions
     if kind != "BPE":
         raise ValueError(f"model.type {kind!r} is unsupported: only byte-level BPE is")
     for key in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -235,49 +244,50 @@ def _check_model(model: Mapping[str, Any]) -> None:
 
 
 def read_added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Added tokens by their text, each with `id`, `special`, `normalized`, and the flags that the files give.
+    """Read the added tokens by text, each with `id`, `special`, `normalized` and the flags of the files.
 
-    transformers also adds the tokens that tokenizer_config.json lists under added_tokens_decoder; so does this. Where
-    both list a token, tokenizer.json decides about its flags; where they call an id differently (SDAR's mask token),
-    tokenizer_config.json decides about the text.
+    Like transformers, this includes the tokens in added_tokens_decoder of tokenizer_config.json. If both files contain
+    a token, tokenizer.json defines its flags; if they spell an id differently (SDAR's mask token),
+    tokenizer_config.json defines the text.
     """
-    here = [*(contents.get("added_tokens") or [])]
-    there = [{**token, "id": int(i)} for i, token in (config.get("added_tokens_decoder") or {}).items()]
-    spelt = {token["id"]: _token_text(token) for token in there}
-    found: dict[str, dict[str, Any]] = {}
-    for token in [*here, *there]:
+    from_tokenizer = [*(contents.get("added_tokens") or [])]
+    from_config = [{**token, "id": int(i)} for i, token in (config.get("added_tokens_decoder") or {}).items()]
+    config_texts = {token["id"]: _token_text(token) for token in from_config}
+    tokens: dict[str, dict[str, Any]] = {}
+    for token in [*from_tokenizer, *from_config]:
         text = _token_text(token) if isinstance(token, dict) else None
         if not isinstance(text, str):
             raise ValueError(f"added_tokens: {token!r} has no content")
         token_id = read_id(text, token.get("id"))
-        if spelt.get(token_id, text) != text and text not in spelt.values():
+        if config_texts.get(token_id, text) != text and text not in config_texts.values():
             continue
         is_special = token.get("special", True)
         flags = {"special": is_special, "normalized": not is_special, **token, "id": token_id}
-        known = found.setdefault(text, flags)
-        if known["id"] != token_id:
+        merged = tokens.setdefault(text, flags)
+        if merged["id"] != token_id:
             raise ValueError(
-                f"added token {text!r} has the id {known['id']} in tokenizer.json and {token_id} in "
+                f"added token {text!r} has the id {merged['id']} in tokenizer.json and {token_id} in "
                 "added_tokens_decoder of tokenizer_config.json: make them agree"
             )
         if not is_special:
-            known["special"] = False
-    return found
+            merged["special"] = False
+    return tokens
 
 
 def read_bos(
     contents: Mapping[str, Any], config: Mapping[str, Any], special: Mapping[str, int]
 ) -> tuple[str | None, bool]:
-    """The token that texts begin with, and whether they do.
+    """Read `bos_token` and `adds_bos`.
 
-    tokenizer_config.json decides (bos_token, add_bos_token), then the first token of the post_processor's template.
+    bos_token and add_bos_token of tokenizer_config.json take precedence over the first token of the template of the
+    post_processor.
     """
     processor = contents.get("post_processor") or {}
     steps = [step for step in processor.get("processors", [processor]) if step.get("type") == "TemplateProcessing"]
     single = steps[0].get("single", []) if steps else []
     first = single[0].get("SpecialToken", {}).get("id") if single else None
-    named = read_role_token("bos_token", config)
-    bos = named if named in special else first if named is None and first in special else None
+    config_bos = read_role_token("bos_token", config)
+    bos = config_bos if config_bos in special else first if config_bos is None and first in special else None
     adds = config.get("add_bos_token")
     return bos, bos is not None and (first == bos if adds is None else bool(adds))
 
@@ -288,12 +298,12 @@ def _normalization(normalizer: Any) -> Normalization:
     steps = normalizer.get("normalizers", [normalizer])
     kinds = [step.get("type") for step in steps]
     if kinds not in ([], ["NFC"]):
-        raise ValueError(f"normalizer {kinds} is unsupported: only NFC, or none, is")
+        raise ValueError(f"normalizer {kinds} is unsupported: only NFC or no normalizer is")
     return "NFC" if kinds else None
 
 
 def _pattern(pre_tokenizer: Any) -> str:
-    """The one regular expression that the pre-tokenizer cuts by."""
+    """Read the regular expression of the pre-tokenizer."""
     if pre_tokenizer is None:
         raise ValueError("pre_tokenizer is null: only ByteLevel, or Split and ByteLevel, is supported")
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
@@ -316,9 +326,9 @@ def _pattern(pre_tokenizer: Any) -> str:
 
 
 def read_role_token(role: str, config: Mapping[str, Any]) -> str | None:
-    """The text of a role's token in tokenizer_config.json, where it is a string or a table."""
-    named = _token_text(config.get(role))
-    return None if named is None else str(named)
+    """Read the token of a role in tokenizer_config.json, which is a string or an object with its text."""
+    text = _token_text(config.get(role))
+    return None if text is None else str(text)
 
 
 def _token_text(token: Any) -> Any:
@@ -326,16 +336,16 @@ def _token_text(token: Any) -> Any:
 
 
 def select_role_token(role: str, special: Iterable[str], config: Mapping[str, Any]) -> str | None:
-    """The token of a role: the one that tokenizer_config.json names, else a well-known one, else none.
+    """Select the token of a role: the one in tokenizer_config.json, else a well-known one, else None.
 
     Raises:
-        ValueError: the one that is named is not among `special`.
+        ValueError: the token in tokenizer_config.json is not among ``special``.
     """
-    named = read_role_token(role, config)
-    if named is None:
+    token = read_role_token(role, config)
+    if token is None:
         return next((text for text in WELL_KNOWN_TOKENS[role] if text in special), None)
-    if named not in special:
+    if token not in special:
         raise ValueError(
-            f"{role} {named!r} of tokenizer_config.json is not among the added tokens: add it there, or correct it"
+            f"{role} {token!r} of tokenizer_config.json is not among the added tokens: add it there, or correct it"
         )
-    return named
+    return token

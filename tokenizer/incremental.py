@@ -1,4 +1,4 @@
-"""Text of a stream of token ids."""
+"""Incremental decoding of a stream of token ids."""
 
 import codecs
 
@@ -6,9 +6,9 @@ from tokenizer.bpe import Tokenizer
 
 
 class IncrementalDecoder:
-    """Text of a stream of ids, piece by piece; no piece splits a UTF-8 character.
+    """Decodes a stream of ids to pieces of text that never split a UTF-8 character.
 
-    The pieces' concatenation is `tokenizer.decode` of all ids. After `finish` it starts anew.
+    The concatenated pieces are `tokenizer.decode` of all ids. `finish` resets the decoder.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
@@ -18,7 +18,7 @@ class IncrementalDecoder:
         self._should_strip_space = tokenizer.strips_first_space
 
     def push(self, token_id: int) -> str:
-        """The characters that this id completes, perhaps none.
+        """Return the characters that this id completes; may be empty.
 
         Raises:
             ValueError: the id is not in the vocabulary.
@@ -27,7 +27,7 @@ class IncrementalDecoder:
         return "" if token_id in self._hidden else self._strip_first_space(self._decoder.decode(data))
 
     def finish(self) -> str:
-        """U+FFFD for an unfinished character, or nothing."""
+        """Return U+FFFD for an incomplete character, else an empty string, and reset the decoder."""
         rest = self._strip_first_space(self._decoder.decode(b"", final=True))
         self._decoder.reset()
         self._should_strip_space = self._tokenizer.strips_first_space

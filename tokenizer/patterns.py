@@ -1,8 +1,7 @@
-"""Pre-tokenisation: the regular expressions that cut text into the words within which BPE merges.
+"""Pre-tokenization: regular expressions that split text into words; BPE merges within words only.
 
-What a letter or a digit is, `regex` knows from a newer Unicode than `tokenizers` and `tiktoken` do (18 and 16 late in
-2026): a text with characters that were added in between may be cut otherwise than there. The round trip is exact for
-any text.
+`regex` uses a newer version of Unicode than `tokenizers` and `tiktoken` (18 and 16 in late 2026). A text with
+characters that were added in between may be split differently. The round trip is exact for any text.
 """
 
 import re
@@ -13,8 +12,8 @@ import regex  # type: ignore[import-untyped, unused-ignore]
 _CASELESS_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# Each is spelled exactly as the family's tokenizer.json spells it, so that a loaded file is recognised by name. That of
-# GPT-4 is the one that it was published with; tiktoken has since changed what it makes of whitespace at the very end.
+# Each is spelled exactly as in the tokenizer.json of its family, so that loaded files are recognized. The pattern of GPT-4
+# is the published one; tiktoken has since changed how it splits trailing whitespace.
 PATTERNS: dict[str, str] = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "gpt4": (
@@ -29,23 +28,23 @@ Splitter = Callable[[str], list[str]]
 
 
 def pattern_name(expression: str) -> str:
-    """The name in PATTERNS of a regular expression, or the expression itself if it has none."""
+    """Return the name of a regular expression in PATTERNS, or the expression itself if it has none."""
     return next((name for name, known in PATTERNS.items() if known == expression), expression)
 
 
 def pattern_regex(pattern: str) -> str:
-    """The regular expression behind a name in PATTERNS; anything else is taken as an expression already."""
+    """Return the regular expression of a name in PATTERNS; anything else is returned as it is."""
     return PATTERNS.get(pattern, pattern)
 
 
 def make_splitter(pattern: str) -> Splitter:
-    """A function that cuts text into words whose concatenation is the text.
+    """Build a function that splits text into words whose concatenation is the text.
 
-    `pattern` is a name in PATTERNS or a regular expression. Text between two matches is a word of its own, as in
+    `pattern` is a name in PATTERNS or a regular expression. Text between two matches is a separate word, as in
     Hugging Face's `Split(behavior="isolated")`; `^` and `$` match at line ends, as they do there (Oniguruma).
 
     Raises:
-        ValueError: the expression does not compile, or looks like a misspelt name.
+        ValueError: the expression does not compile, or looks like a misspelled name.
     """
     if pattern not in PATTERNS and (not pattern or regex.fullmatch(r"[\w.-]+", pattern)):
         raise ValueError(f"pattern {pattern!r} is unknown: use one of {', '.join(PATTERNS)}, or a regular expression")
@@ -79,9 +78,9 @@ def make_splitter(pattern: str) -> Splitter:
 
 
 def _make_ascii_splitter(expression: str, find_all: Splitter) -> Splitter:
-    """The splitter of one of PATTERNS, whose matches cover any text.
+    """Build the splitter of one of PATTERNS, whose matches cover any text.
 
-    In ASCII text the properties are ranges, and Python's own `re` is twice as fast.
+    In ASCII text the Unicode properties are character ranges, for which `re` is twice as fast as `regex`.
     """
     ranges = expression.replace(r"\p{L}\p{N}", "A-Za-z0-9").replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]")
     find_all_ascii: Splitter = re.compile(ranges, re.ASCII).findall

@@ -1,4 +1,4 @@
-"""Looking for special tokens in a text."""
+"""Search for special tokens in a text."""
 
 import re
 from collections.abc import Iterator, Mapping, Set
@@ -12,12 +12,12 @@ _WORD_AT_END = regex.compile(r"(?r)\w\Z")
 
 
 class SpecialTokens:
-    """Special tokens to look for: leftmost first, of several at one place the longest.
+    """A search for special tokens: leftmost first, at one position the longest.
 
     Args:
         ids: text to id.
-        lstrip, rstrip: tokens that take the whitespace before them, or behind them, with them.
-        single_word: tokens that count only where no letter, digit or underscore stands right beside them.
+        lstrip, rstrip: tokens that absorb the whitespace before them, or after them.
+        single_word: tokens that match only if no letter, digit or underscore is adjacent.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class SpecialTokens:
         self._regex = re.compile("|".join(alternatives)) if ids else None
 
     def split_text(self, text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Pieces of text, each with the id of the special token behind it; there is none behind the last piece."""
+        """Yield pieces of text, each with the id of the special token after it; the last piece has none."""
         end = 0
         if self._regex is not None:
             for match in self._regex.finditer(text):
@@ -46,13 +46,13 @@ class SpecialTokens:
         yield text[end:], ()
 
     def insert_marker(self, text: str, marker: str) -> str:
-        """The text with `marker` behind the first character of each special token, so that it is none any more."""
+        """Insert `marker` after the first character of each special token, so that it no longer matches."""
         if self._regex is None:
             return text
         return self._regex.sub(lambda match: match.group()[0] + marker + match.group()[1:], text)
 
     def _find_extent(self, text: str, end: int, match: re.Match[str]) -> tuple[int, int]:
-        """Where a match starts and ends with the whitespace that it takes; nowhere, if it does not count."""
+        """Compute the extent of a match with the whitespace that it absorbs; an empty extent if it does not match."""
         token, start, stop = match.group(), match.start(), match.end()
         if token in self._single_word and (_WORD_AT_END.search(text, 0, start) or _WORD_AT_START.match(text[stop:])):
             return end, end

@@ -1,4 +1,4 @@
-"""Training of a byte-level BPE: the same merges as `tokenizers`' BpeTrainer, with incremental pair counts."""
+"""Train a byte-level BPE with incremental pair counts; the merges are those of `BpeTrainer` of `tokenizers`."""
 
 import heapq
 from collections import Counter, defaultdict, deque
@@ -29,20 +29,19 @@ def train_bpe(
 ) -> Tokenizer:
     """Train a tokenizer on a stream of texts.
 
-    Ids: the 256 bytes (in the order of GPT-2's alphabet), the learned tokens, the special tokens. The corpus may be
-    too small for `vocab_size`: the result is then smaller, compare its `vocab_size`. Special tokens written in a text
-    are ordinary text here too.
+    Order of ids: the 256 bytes (as in GPT-2's alphabet), the learned tokens, the special tokens. If the corpus is too
+    small for `vocab_size`, the `vocab_size` of the result is smaller. Special tokens in a text are ordinary text.
 
     Args:
         texts: consumed once; words never span two texts.
-        vocab_size: ids in total, bytes and special tokens included.
+        vocab_size: number of ids, including bytes and special tokens.
         pattern: a name in `PATTERNS` or a regular expression.
-        num_workers: processes that cut texts into words. More than one needs an importable `__main__` (they are
-            spawned); the result does not depend on it.
-        on_progress: called with (tokens learned, tokens wanted) after each.
+        num_workers: processes that split texts into words; the result does not depend on it. More than one need an
+            importable `__main__`, because they are spawned.
+        on_progress: called with (learned tokens, tokens to learn) after each token.
 
     Raises:
-        ValueError: an argument makes no sense, the corpus is empty, a text contains a lone surrogate, or a worker was
+        ValueError: an argument is invalid, the corpus is empty, a text contains a lone surrogate, or a worker was
             killed.
     """
     _check_arguments(texts, vocab_size, special_tokens, num_workers)
@@ -53,7 +52,7 @@ def train_bpe(
             )
     word_counts = _count_words_in_chunks(texts, pattern, num_workers)
     if not word_counts:
-        raise ValueError("the training corpus is empty: texts yielded no characters")
+        raise ValueError("the training corpus is empty: texts contain no characters")
     num_merges = vocab_size - len(special_tokens) - 256
     tokens, merges = _learn_merges(word_counts, num_merges, frozenset(special_tokens), on_progress)
     return Tokenizer(
@@ -75,10 +74,10 @@ def _check_arguments(texts: Iterable[str], vocab_size: int, special_tokens: Sequ
     for token in special_tokens:
         if not token or token in byte_spellings:
             raise ValueError(f"special_tokens: {token!r} is empty or spelled like a byte token: use a longer one")
-    least = 256 + len(special_tokens)
-    if not least <= vocab_size <= _MAX_VOCAB_SIZE:
+    minimum = 256 + len(special_tokens)
+    if not minimum <= vocab_size <= _MAX_VOCAB_SIZE:
         raise ValueError(
-            f"vocab_size {vocab_size} is out of range: at least {least} (256 bytes and {len(special_tokens)} special "
+            f"vocab_size {vocab_size} is out of range: at least {minimum} (256 bytes and {len(special_tokens)} special "
             f"tokens), at most {_MAX_VOCAB_SIZE}"
         )
     if num_workers < 1:
@@ -136,11 +135,11 @@ def _learn_merges(
     reserved: frozenset[str],
     on_progress: Callable[[int, int], None] | None,
 ) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
-    """Tokens in the order of their ids, and merges in the order of their ranks.
+    """Return tokens by id and merges by rank.
 
-    Here a token is the character chr(id), a word is a string of them and a pair is a string of two: so replacing a
-    pair is `str.replace`, and the order of strings is the order of pairs of ids, which decides between equal counts.
-    `reserved` spellings (special tokens) are never learned.
+    A token is represented by the character chr(id), a word by a string and a pair by a string of two characters.
+    Replacing a pair is then `str.replace`, and the order of strings is the order of pairs of ids, which breaks ties
+    between equal counts. `reserved` spellings (special tokens) are never learned.
     """
     words = [_to_byte_ids(word) for word in word_counts]
     counts = list(word_counts.values())
@@ -152,15 +151,17 @@ def _learn_merges(
     while len(merges) < num_merges and heap:
         negative_count, pair = heapq.heappop(heap)
         count = pair_counts[pair]
-        if count != -negative_count:  # it fell after the push; a pair gains words only in the step that makes it
+        if (
+            count != -negative_count
+        ):  # outdated: it fell after the push; a pair gains words only in the step that creates it
             if count > 0:
                 heapq.heappush(heap, (-count, pair))
             continue
         left, right = (tokens[ord(char)] for char in pair)
         if bytes_to_chars(left + right) in reserved:
             continue
-        # This token is new. Merges apply everywhere and in one order, so as long as no token crosses the ends of a
-        # stretch of bytes, the stretch goes through the same merges wherever it stands: it has one derivation.
+        # This token is always new: equal bytes are merged in the same order everywhere (unless a token crosses their
+        # ends), so each string of bytes has one derivation.
         merges.append((left, right))
         tokens.append(left + right)
         grown = _replace_pair(words, counts, where.pop(pair), pair, chr(len(tokens) - 1), pair_counts, where)
@@ -180,7 +181,7 @@ def _to_byte_ids(word: str) -> str:
 
 
 def _count_pairs(words: list[str], counts: list[int]) -> tuple[defaultdict[str, int], defaultdict[str, list[int]]]:
-    """Count of each pair, and the words it is in (an index may repeat)."""
+    """Count the pairs, and list the words that contain each of them (an index may repeat)."""
     pair_counts: defaultdict[str, int] = defaultdict(int)
     where: defaultdict[str, list[int]] = defaultdict(list)
     for index, (word, count) in enumerate(zip(words, counts, strict=True)):
@@ -202,22 +203,22 @@ def _replace_pair(
     pair_counts: defaultdict[str, int],
     where: defaultdict[str, list[int]],
 ) -> set[str]:
-    """Replace `pair` by `token` in the words at `indices`, and correct the counts of the pairs beside it.
+    """Replace `pair` by `token` in the words at `indices`, and update the counts of the adjacent pairs.
 
-    The count of `pair` itself is left as it is: the pair never comes back. Returns the pairs that some word gained.
+    The count of `pair` itself is not updated, because it never occurs again. Returns the pairs that a word gained.
     """
     grown: set[str] = set()
     first, second = pair[0], pair[1]
     for index in indices:
         word, count = words[index], counts[index]
         start = word.find(pair)
-        if start < 0:  # another merge, or a repeated index, got here first
+        if start < 0:  # removed by another merge, or a repeated index
             continue
         gained: list[str] = []
         previous_end = 0
         while start >= 0:
             if start > 0:
-                # An occurrence that ended right here is the new token by now.
+                # An adjacent occurrence before this one is the new token already.
                 before = token if start == previous_end else word[start - 1]
                 pair_counts[before + first] -= count
                 gained.append(before + token)

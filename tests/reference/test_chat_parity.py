@@ -24,6 +24,7 @@ from tokenizer import (
     save_tokenizer,
 )
 from tokenizer.byte_alphabet import BYTE_ORDER
+from tokenizer.options import TokenOptions
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -132,9 +133,10 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     spellings = [bytes([byte]) for byte in BYTE_ORDER] + [left + right for left, right in pairs]
     vocab = {spelling: token_id for token_id, spelling in enumerate(spellings)}
     special = {text: len(vocab) + i for i, text in enumerate(texts)}
-    made = Tokenizer(vocab, pairs, special, "qwen", eos_token=eos)
+    tokenizer = Tokenizer(vocab, pairs, special, "qwen", eos_token=eos)
+    options = TokenOptions(visible_tokens=frozenset({"<think>", "</think>"}), bos_token=bos)
     folder = tmp_path_factory.mktemp(request.param)
-    save_tokenizer(made.with_options(visible_tokens=["<think>", "</think>"], bos_token=bos), folder)
+    save_tokenizer(tokenizer.with_options(options), folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     return folder, transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))

@@ -14,6 +14,7 @@ from cli.infer.inputs import EncodedInput, Input, encode_inputs, read_inputs
 from config.infer import InferInputConfig
 from config.model import ModelConfig
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, train_bpe
+from tokenizer.options import TokenOptions
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_nothing_to_do(tmp_path: Path) -> None:
 def test_plain_texts_begin_as_the_model_has_it_else_the_tokenizer(words: Tokenizer) -> None:
     eos, bos = words.special_tokens["<|endoftext|>"], words.special_tokens["<bos>"]
     mask = words.special_tokens["<|mask|>"]
-    begins = words.with_options(bos_token="<bos>", adds_bos=True)
+    begins = words.with_options(TokenOptions(bos_token="<bos>", adds_bos=True))
     inputs = [Input("prompt", "the <bos>"), Input("infill", "t[MASK:2]"), Input("prompt", "")]
     the, t = words.encode("the <bos>"), words.encode("t")
 

@@ -15,6 +15,7 @@ from tokenizer import (
     save_chat_template,
 )
 from tokenizer.byte_alphabet import BYTE_ORDER
+from tokenizer.options import TokenOptions
 
 CHAT = [{"role": "system", "content": " s "}, {"role": "user", "content": "q\n"}]
 ANSWERED = [*CHAT, {"role": "assistant", "content": "<think>\nhm\n</think>\n\na"}]
@@ -22,14 +23,16 @@ NAMES = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 FIRST = 256
 
 
-def tokenizer_with(special: dict[str, int], **habits: Any) -> Tokenizer:
+def tokenizer_with(special: dict[str, int], **options: Any) -> Tokenizer:
     vocab = {bytes([byte]): byte for byte in BYTE_ORDER}
-    return Tokenizer(vocab, [], special, "qwen", habits.pop("normalization", None)).with_options(**habits)
+    return Tokenizer(vocab, [], special, "qwen", options.pop("normalization", None)).with_options(
+        TokenOptions.from_json(options)
+    )
 
 
 @pytest.fixture
 def chatter() -> Tokenizer:
-    """Bytes are their own ids."""
+    """A tokenizer in which the id of a byte is the byte."""
     special = {text: FIRST + i for i, text in enumerate(NAMES)}
     return tokenizer_with(special, visible_tokens=["<think>", "</think>"])
 
@@ -57,15 +60,14 @@ def test_built_in_templates(name: str) -> None:
     assert render_chat(name, CHAT, add_generation_prompt=True) == BUILT_IN[name]
     without = render_chat(name, CHAT, add_generation_prompt=False)
     assert BUILT_IN[name].startswith(without) and len(without) < len(BUILT_IN[name])
-    for message, said in (
-        ({"role": "wizard", "content": "x"}, "role wizard is unknown: use system, user or assistant"),
-        ({"role": "user"}, "the content of each message has to be a text"),
-        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "the content of each message has to be a text"),
+    for message, problem in (
+        ({"role": "wizard", "content": "x"}, "role wizard"),
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "content"),
     ):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=problem):
             render_chat(name, [*CHAT, message], add_generation_prompt=True)
-        assert str(caught.value) == f"the chat template cannot be applied: {said}"
-    with pytest.raises(ValueError, match="this template has no place for tools"):
+    with pytest.raises(ValueError, match="tools"):
         render_chat(name, CHAT, add_generation_prompt=True, tools=[{"name": "f"}])
 
 
@@ -129,7 +131,7 @@ def test_letters_and_accents_of_special_tokens_in_messages() -> None:
 def test_a_template_that_looks_into_special_tokens(chatter: Tokenizer) -> None:
     template = "{{ messages[0].content.split('<|im_end|>')[0] }}<|im_end|>"
     message = [{"role": "user", "content": "a<|im_end|>b"}]
-    with pytest.raises(ValueError, match="treats special tokens that messages spell out differently"):
+    with pytest.raises(ValueError, match="allow_special_in_messages"):
         encode_chat(chatter, template, message, add_generation_prompt=False)
     let = encode_chat(chatter, template, message, add_generation_prompt=False, allow_special_in_messages=True)
     assert let == [*ids_of("a"), FIRST + 1]
@@ -152,8 +154,8 @@ REFUSED: list[tuple[str, str]] = [
     ("{% include '/etc/passwd' %}", "cannot be applied"),
     ("{{ namespace(__class__=1) }}", "may not have the attribute '__class__'"),
     ("{% set n = namespace() %}{% set n.__x__ = 1 %}", "may not have the attribute '__x__'"),
-    ("{% for i in range(900000) %}{% endfor %}", "more than 100,000 numbers together"),
-    ("{% for i in range(999) %}{% for j in range(999) %}{% endfor %}{% endfor %}", "more than 100,000 numbers"),
+    ("{% for i in range(900000) %}{% endfor %}", "more than 100,000"),
+    ("{% for i in range(999) %}{% for j in range(999) %}{% endfor %}{% endfor %}", "more than 100,000"),
     ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "it writes more than 67,108,864 characters"),
     ("{{ 'a' * 99999999999 }}", "a value of length 1 times 99999999999 is too long"),
     ("{{ 99999999999 * [1] }}", "a value of length 1 times 99999999999 is too long"),
@@ -183,15 +185,15 @@ def nested(depth: int) -> Any:
 
 
 MALFORMED: list[tuple[Any, str]] = [
-    ([], "messages []: expected a list of tables"),
-    ("hello", "messages 'hello': expected a list of tables"),
-    ({"role": "user"}, "messages {'role': 'user'}: expected a list of tables"),
-    (["hello"], "messages[0] is 'hello': expected a table with role and content"),
-    ([*CHAT, {"content": "x"}], "messages[2] has the role None: expected a text"),
+    ([], "messages []"),
+    ("hello", "messages 'hello'"),
+    ({"role": "user"}, "messages {'role': 'user'}"),
+    (["hello"], "messages[0] is 'hello'"),
+    ([*CHAT, {"content": "x"}], "messages[2] has the role None"),
     ([{"role": 1, "content": "x"}], "messages[0] has the role 1"),
     ([{"role": "user", "content": b"x"}], "messages[0].content is a bytes"),
     ([{"role": "user", "content": [{"image": object()}]}], "messages[0].content[0].image is a object"),
-    ([{"role": "user", "content": {1: "x"}}], "messages[0].content has the key 1: expected a text"),
+    ([{"role": "user", "content": {1: "x"}}], "messages[0].content has the key 1"),
     ([{"role": "user", "content": nested(99)}], "is nested more than 64 deep"),
 ]
 
@@ -205,7 +207,7 @@ def test_malformed_messages(messages: Any, message: str) -> None:
 
 def test_other_arguments() -> None:
     for tools in ("x", {"name": "f"}, ["x"]):
-        with pytest.raises(ValueError, match="expected a list of JSON schemas"):
+        with pytest.raises(ValueError, match="JSON schemas"):
             render_chat("{{ tools }}", CHAT, add_generation_prompt=True, tools=tools)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chat template 'qwen4' is unknown: use one of chatml, qwen3, llama3, llada"):
         render_chat("qwen4", CHAT, add_generation_prompt=True)
@@ -242,11 +244,11 @@ def test_files_of_templates_that_are_wrong(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer_config.json"
     for value in (3, ["x"], [{"name": "default"}], [{"name": "default", "template": 1}]):
         path.write_text(json.dumps({"chat_template": value}))
-        with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template is neither a text nor a list"):
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template"):
             load_chat_template(tmp_path)
-    for text, said in (("{", "is not valid JSON"), ("[]", "holds list, expected a JSON object")):
+    for text, problem in (("{", "valid JSON"), ("[]", "list")):
         path.write_text(text)
-        with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {said}"):
+        with pytest.raises(ValueError, match=rf"tokenizer_config\.json: .*{problem}"):
             load_chat_template(tmp_path)
     path.unlink()
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")

@@ -10,6 +10,7 @@ import tokenizers
 
 from tokenizer import PATTERNS, Tokenizer, load_tokenizer, save_tokenizer
 from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars
+from tokenizer.options import TokenOptions
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 MERGES = [["t", "h"], ["th", "e"], ["Ġ", "the"], ["i", "n"], ["Ċ", "Ċ"], ["Ã", "©"], ["1", "2"]]
@@ -105,7 +106,7 @@ def test_llama3_texts_begin_with_a_token(tmp_path: Path, monkeypatch: pytest.Mon
     config = {"bos_token": LLAMA_TOKENS[0], "eos_token": "<|eot_id|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     contents = contents_of("llama3", added, post_processor=template(LLAMA_TOKENS[0], FIRST))
     ours, theirs = write(tmp_path, contents, config)
-    assert ours.ignore_merges
+    assert ours.options.ignore_merges
     assert (ours.bos_token_id, ours.adds_bos, ours.prefix_ids) == (FIRST, True, [FIRST])
     assert_same_ids(ours, theirs, [*TEXTS, "<|begin_of_text|>the<|eot_id|>\n"])
     for text in TEXTS:
@@ -215,7 +216,7 @@ def test_dream_has_slow_files_only(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_tokens_that_take_whitespace_or_stand_alone(tmp_path: Path) -> None:
+def test_tokens_that_absorb_whitespace_or_are_single_words(tmp_path: Path) -> None:
     flagged: list[tuple[str, dict[str, bool]]] = [
         ("<mask>", {"lstrip": True}),
         ("<r>", {"rstrip": True}),
@@ -226,7 +227,8 @@ def test_tokens_that_take_whitespace_or_stand_alone(tmp_path: Path) -> None:
     ]
     added = [token(text, FIRST + i, **flags) for i, (text, flags) in enumerate(flagged)]
     ours, theirs = write(tmp_path, contents_of("qwen", added), {"mask_token": "<mask>"})
-    assert ours.lstrip_tokens == {"<mask>", "<b>", "<late>"} and ours.single_word_tokens == {"word"}
+    assert ours.options.lstrip_tokens == {"<mask>", "<b>", "<late>"}
+    assert ours.options.single_word_tokens == {"word"}
     rng = np.random.default_rng(0)
     pieces = [
         *(text for text, _ in flagged),
@@ -254,17 +256,17 @@ def test_tokens_that_take_whitespace_or_stand_alone(tmp_path: Path) -> None:
         loaded = load_tokenizer(folder)
         assert loaded.fingerprint == ours.fingerprint
         assert all(loaded.encode(text, allow_special=True) == theirs.encode(text).ids for text in texts[:200])
-    assert ours.fingerprint != ours.with_options().fingerprint
+    assert ours.fingerprint != ours.with_options(TokenOptions()).fingerprint
 
 
-def test_habits_name_special_tokens(tmp_path: Path) -> None:
+def test_options_name_special_tokens(tmp_path: Path) -> None:
     ours, _ = write(tmp_path, contents_of("qwen", qwen_tokens()), {})
-    habits: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"lstrip_tokens": ["the"]},
         {"single_word_tokens": ["<gone>"]},
         {"bos_token": "<gone>"},
         {"adds_bos": True},
     ]
-    for habit in habits:
-        with pytest.raises(ValueError, match=r"is not among the special tokens"):
-            ours.with_options(**habit)
+    for values in options:
+        with pytest.raises(ValueError, match=r"<gone>|the|None"):
+            ours.with_options(TokenOptions.from_json(values))

@@ -68,9 +68,10 @@ def test_a_small_corpus_gives_a_small_tokenizer() -> None:
     assert tokenizer.decode(tokenizer.encode("ab ab")) == "ab ab"
 
 
-def test_workers_do_not_change_the_result(sources: list[str]) -> None:
-    texts = sources * 4
-    assert train_bpe(texts, vocab_size=400).fingerprint == train_bpe(texts, vocab_size=400, num_workers=2).fingerprint
+def test_workers_do_not_change_the_result(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenizer.trainer._CHUNK_CHARACTERS", 1 << 16)  # more chunks than may be pending
+    fingerprint = train_bpe(sources, vocab_size=400).fingerprint
+    assert train_bpe(sources, vocab_size=400, num_workers=2).fingerprint == fingerprint
 
 
 class DeadPool(ProcessPoolExecutor):
@@ -82,9 +83,7 @@ class DeadPool(ProcessPoolExecutor):
 
 def test_a_killed_worker_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenizer.trainer.ProcessPoolExecutor", DeadPool)
-    with pytest.raises(
-        ValueError, match="one of the num_workers = 2 processes was killed; if memory ran out, use fewer"
-    ):
+    with pytest.raises(ValueError, match="num_workers = 2"):
         train_bpe(["a b"], vocab_size=300, num_workers=2)
 
 
