@@ -39,9 +39,8 @@ from config.model import ModelConfig
 from config.runtime import AttentionBackend
 from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model, load_tokenizer
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
-from diffusionlm.inference.blocks import block_causal_length
 from diffusionlm.inference.generate import DecodingStep, Generation, generate
-from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.init import OUTPUT_PROJECTIONS, init_weights
 from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic
@@ -215,14 +214,13 @@ def _seeds(bench: BenchInferSection, batch_size: int) -> list[int]:
 
 def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, seeds: Sequence[int]) -> DecodingCounts:
     """Decode once without timing, and count forwards, tokens and masks."""
-    settings = fill_defaults(generation, model.config)
-    causal_length = block_causal_length(settings, model.config)
-    assert settings.max_new_tokens is not None
+    settings = resolve_settings(generation, model.config)
+    assert settings.config.max_new_tokens is not None
     recorder = MaskRatioRecorder(
         [len(prompt) for prompt in prompts],
-        settings.max_new_tokens,
-        settings.block_length if causal_length is None else causal_length,
-        is_block_causal=causal_length is not None,
+        settings.config.max_new_tokens,
+        settings.config.block_length,
+        is_block_causal=settings.block_causal_length is not None,
     )
     forwards: list[None] = []
     hook = model.register_forward_hook(lambda *_: forwards.append(None))
@@ -341,7 +339,7 @@ def _with_model_defaults(cells: Sequence[BenchCell], model: ModelConfig) -> list
     filled = []
     for cell in cells:
         try:
-            generation = fill_defaults(cell.generation, model)
+            generation = resolve_settings(cell.generation, model).config
         except ValueError as error:
             raise ValueError(f'cell "{cell.label}": {error}') from None
         filled.append(cell.model_copy(update={"generation": generation}))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import tokenize
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +23,11 @@ import torch
 from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
-from diffusionlm.inference.generate import generate, prepare_prompts
+from diffusionlm.inference.generate import decode
 from diffusionlm.inference.model_runner import ModelRunner
+from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.sampling import TokenSampler
-from diffusionlm.inference.settings import fill_defaults
-from diffusionlm.inference.strategies import build_strategy
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 
 CACHES = ("prefix", "dual")
@@ -50,17 +50,18 @@ class CacheErrors:
 @torch.inference_mode()
 def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> CacheErrors:
     """Decode with the cache of ``config`` and compare each forward with one without a cache."""
-    config = fill_defaults(config, model.config)
-    strategy = build_strategy(config)
-    requests = prepare_prompts(model, prompts, config)
-    exact_runner = ModelRunner(model, config.model_copy(update={"cache": "none"}), requests)
-    cached_runner = ModelRunner(model, config, requests)
-    forbidden_token_ids = torch.tensor([model.config.required_mask_token_id])
-    token_sampler = TokenSampler(config, strategy, forbidden_token_ids)
+    settings = resolve_settings(config, model.config)
+    exact_settings = replace(settings, config=settings.config.model_copy(update={"cache": "none"}))
+    prepared_requests = [prepare_prompt(settings, prompt, seed) for seed, prompt in enumerate(prompts)]
+    requests = [ActiveRequest(request, settings) for request in prepared_requests]
+    exact_runner = ModelRunner(model, exact_settings, requests)
+    cached_runner = ModelRunner(model, settings, requests)
+    forbidden_token_ids = torch.tensor(settings.forbidden_token_ids)
+    token_sampler = TokenSampler(settings, forbidden_token_ids.device)
     kl, same_top1, positions, input_share, forwards = 0.0, 0, 0, 0.0, 0
     while True:
         for request in requests:
-            request.prepare_step(strategy)
+            request.prepare_step()
         active = [request for request in requests if not request.is_done]
         if not active:
             break
@@ -77,10 +78,12 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
         same_top1 += int((cached_NV.argmax(dim=1) == exact_NV.argmax(dim=1)).sum())
         positions += len(cached_NV)
         for request, predictions in zip(active, token_sampler.sample_predictions(logits_NV, active), strict=True):
-            request.commit(predictions, strategy, ())
-    exact = generate(model, prompts, config.model_copy(update={"cache": "none"}))
-    pairs = zip(requests, exact, strict=True)
-    agreement = [np.mean(request.tokens_L[request.new] == np.array(result.token_ids)) for request, result in pairs]
+            request.commit(predictions)
+    exact = decode(model, exact_settings, prepared_requests)
+    agreement = [
+        np.mean(request.tokens_L[request.answer_positions] == np.array(result.token_ids))
+        for request, result in zip(requests, exact, strict=True)
+    ]
     return CacheErrors(kl / positions, same_top1 / positions, float(np.mean(agreement)), input_share / forwards)
 
 
@@ -105,7 +108,7 @@ def run(settings: Settings) -> Report:
                 attention="bidirectional",
                 max_new_tokens=options.new_tokens,
                 block_length=block_length,
-                cache=cache,  # type: ignore[arg-type]
+                cache=cache,
                 stop_token_ids=(),
             )
             errors = measure_errors(model, prompts, config)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message
-from config.generation import GenerationConfig, RemaskingStrategy
+from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
 from diffusionlm.data.synthetic import EMPTY_CELL, find_solutions, is_shidoku, make_puzzle, shidoku_grids
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
@@ -19,7 +19,7 @@ from diffusionlm.inference.generate import infill
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
-ORDERS: tuple[RemaskingStrategy, ...] = ("low_confidence", "random")
+ORDERS = ("low_confidence", "random")
 CELLS, BATCH_SIZE = 16, 256
 
 
@@ -46,9 +46,7 @@ def build_puzzle_sets(count: int, givens: int) -> list[PuzzleSet]:
     ]
 
 
-def complete_puzzles(
-    model: Transformer, tokenizer: Tokenizer, puzzle_set: PuzzleSet, order: RemaskingStrategy
-) -> list[str]:
+def complete_puzzles(model: Transformer, tokenizer: Tokenizer, puzzle_set: PuzzleSet, order: str) -> list[str]:
     """Fill in the empty cells, one per forward, and return the grids."""
     config = GenerationConfig(remasking_strategy=order, temperature=puzzle_set.temperature)
     prefix_ids = model.config.prefix_ids

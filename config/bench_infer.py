@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, TupleOf
 from config.benchmark import check_distinct
 from config.eval import EvalDataConfig
-from config.generation import GenerationConfig
+from config.generation import GenerationConfig, check_attention_fits
 from config.infer import InferModelConfig
 from config.model import Architecture, ModelConfig
 
@@ -170,22 +170,7 @@ class BenchInferConfig(Section):
 
     def _check_cell(self, cell: BenchCell) -> None:
         """Check what does not need the model."""
-        attention = cell.generation.attention
         shape = self.model.shape if self.model.path is None else None
-        if attention is None and shape is not None:
-            attention = "bidirectional" if shape.block_length is None else "block_causal"
-        cache = cell.generation.cache
-        if attention == "block_causal" and cache in ("prefix", "dual"):
-            raise ValueError(
-                f'cell "{cell.label}": cache = "{cache}" is for bidirectional attention and this strategy is '
-                'block-causal, whose exact cache is "block": give the strategy its own caches, as in '
-                'caches = ["none", "block"]'
-            )
-        if attention == "bidirectional" and cache == "block":
-            raise ValueError(
-                f'cell "{cell.label}": cache = "block" is for block-causal attention and this strategy is '
-                'bidirectional: give the strategy its own caches, as in caches = ["none", "prefix", "dual"]'
-            )
         length = self.bench.prompt_length + self.bench.new_tokens
         if shape is not None and length > shape.max_position_embeddings:
             raise ValueError(
@@ -218,9 +203,17 @@ class BenchInferConfig(Section):
         values["stop_token_ids"] = strategy.generation.stop_token_ids or ()
         if block_length is not None:
             values["block_length"] = block_length
+        attention, shape = strategy.generation.attention, self.model.shape if self.model.path is None else None
+        if attention is None and shape is not None:
+            attention = "bidirectional" if shape.block_length is None else "block_causal"
+        length = "" if block_length is None else f", block {block_length}"
+        label = f'cell "{strategy.name}{length}, cache {cache}"'
+        try:
+            check_attention_fits(attention, cache)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}, or give the strategy its own caches") from None
         try:
             return GenerationConfig(**values)
         except ValidationError as error:
             reasons = "; ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors())
-            length = "" if block_length is None else f", block {block_length}"
-            raise ValueError(f'cell "{strategy.name}{length}, cache {cache}": {reasons}') from None
+            raise ValueError(f"{label}: {reasons}") from None

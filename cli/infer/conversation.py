@@ -8,10 +8,10 @@ from contextlib import suppress
 from itertools import count
 
 from cli.infer.inputs import require_template
-from cli.infer.session import resolve_generation
 from cli.infer.terminal import style_text
 from config.infer import InferConfig
 from diffusionlm.inference.streaming import stream
+from diffusionlm.inference.text import suppress_ids_without_text
 from diffusionlm.models.transformer import Transformer
 from tokenizer import ChatTemplate, Tokenizer, encode_chat
 
@@ -25,7 +25,7 @@ def run_chat(model: Transformer, tokenizer: Tokenizer, config: InferConfig, temp
         ValueError: there is no chat template, or the settings do not suit the model.
     """
     template = require_template(template)
-    generation = resolve_generation(config.generation, tokenizer, model)
+    generation = suppress_ids_without_text(config.generation, tokenizer, model.config.vocab_size)
     messages = [] if config.input.system is None else [{"role": "system", "content": config.input.system}]
     with suppress(ImportError):
         importlib.import_module("readline")  # with it, input() lets lines be edited
@@ -39,7 +39,7 @@ def run_chat(model: Transformer, tokenizer: Tokenizer, config: InferConfig, temp
             ids = encode_chat(tokenizer, template, asked, add_generation_prompt=True)
             answer = _print_answer(stream(model, tokenizer, ids, generation, config.input.seed + number))
         except ValueError as error:
-            print(f"that did not work, and is forgotten: {error}")
+            print(f"failed; the conversation continues without this turn: {error}")
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
 

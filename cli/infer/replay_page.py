@@ -15,8 +15,8 @@ from typing import Any
 
 from cli.infer.answers import Answer
 from cli.infer.inputs import EncodedInput
+from cli.infer.terminal import canvas_text_pieces
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
-from diffusionlm.inference.text import canvas_text_pieces
 from files.atomic import write_text_atomic
 from logger.report.template import fill_template, script_json
 from tokenizer import Tokenizer
@@ -77,10 +77,10 @@ class ReplayRecorder:
     """Takes down the forwards of one batch; to be given to ``generate`` or ``infill`` as ``on_step``."""
 
     def __init__(self, requests: Sequence[EncodedInput]) -> None:
-        self.recordings = [RequestReplay(request) for request in requests]
+        self.replays = [RequestReplay(request) for request in requests]
 
     def __call__(self, step: DecodingStep) -> None:
-        for recording, canvas in zip(self.recordings, step.canvases, strict=True):
+        for recording, canvas in zip(self.replays, step.canvases, strict=True):
             recording.add(canvas)
 
 

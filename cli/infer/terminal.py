@@ -14,15 +14,18 @@ from typing import TextIO
 from cli.infer.answers import Answer
 from cli.infer.inputs import EncodedInput
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
-from diffusionlm.inference.text import canvas_text_pieces, render_canvas
+from diffusionlm.inference.text import decode_continuation
 from tokenizer import Tokenizer
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 
+MASK_GLYPH = "░"
+"""A masked position."""
 
-def print_answer(tokenizer: Tokenizer, answer: Answer, *, is_one_of_many: bool) -> None:
+
+def print_answer(tokenizer: Tokenizer, answer: Answer, *, shows_name: bool) -> None:
     """The text of an answer on standard output: of a chat the answer alone, else with what was given, dimmed."""
-    if is_one_of_many:
+    if shows_name:
         print(style_text(f"[{answer.request.name}]", DIM))
     pieces = _final_pieces(tokenizer, answer)
     print("".join(style_text(text, "" if new else DIM) for text, new in pieces), flush=True)
@@ -150,3 +153,25 @@ def _display_width(char: str) -> int:
 def _dim_unless_new(run: Iterable[tuple[str, bool]], new: bool) -> str:
     text = "".join(char for char, _ in run)
     return text if new or "NO_COLOR" in os.environ else f"{DIM}{text}{RESET}"
+
+
+def canvas_text_pieces(
+    token_ids: Sequence[int], is_masked: Sequence[bool], is_new: Sequence[bool], tokenizer: Tokenizer
+) -> list[tuple[str, bool]]:
+    """Split a canvas into pieces of text, each with True if it is new; a masked position is `MASK_GLYPH`.
+
+    Args:
+        is_new: True at positions that were masked at the start.
+    """
+    pieces: list[tuple[str, bool]] = []
+    positions = zip(is_masked, is_new, token_ids, strict=True)
+    for (masked, new), run in groupby(positions, key=lambda position: position[:2]):
+        ids = [token for _, _, token in run]
+        text = decode_continuation(tokenizer, ids) if pieces else tokenizer.decode(ids)
+        pieces.append((MASK_GLYPH * len(ids) if masked else text, new))
+    return pieces
+
+
+def render_canvas(token_ids: Sequence[int], is_masked: Sequence[bool], tokenizer: Tokenizer) -> str:
+    """The text of a canvas with `MASK_GLYPH` at each masked position."""
+    return "".join(text for text, _ in canvas_text_pieces(token_ids, is_masked, is_masked, tokenizer))

@@ -17,7 +17,6 @@ from config.families.key_readers import (
     read_stop_tokens,
     sliding_options,
 )
-from config.generation import RemaskingStrategy
 from config.model import ModelConfig
 
 AUTOREGRESSIVE_OPTIONS: Options = {"logit_alignment": "shifted", "block_length": 1}
@@ -83,7 +82,7 @@ class ModelFamily:
     """The key is ``block_size``; without it, the directory's name may end in the block length (-b16)."""
     stop_token_ids: tuple[int, ...] = ()
     """Ends of a chat turn and of a text, used where no file names more than these."""
-    default_strategy: RemaskingStrategy = "low_confidence"
+    default_strategy: str = "low_confidence"
     """Decoding strategy where the config names none."""
 
     activation_key: ClassVar[str] = "hidden_act"

@@ -14,22 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
-from config.model import ModelConfig
+from config.generation import GenerationConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.statistics import ratio_with_standard_error
-from diffusionlm.inference.blocks import (
-    DecodingBlock,
-    block_causal_length,
-    placeholder_token_id,
-    round_if_uniform_canvas,
-    split_into_blocks,
-)
+from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
 from diffusionlm.inference.model_runner import masked_position_logits
-from diffusionlm.inference.sampling import PROBABILITY_CHUNK_BYTES
-from diffusionlm.inference.settings import fill_defaults
-from diffusionlm.inference.strategies import DecodeState, Strategy, build_strategy
+from diffusionlm.inference.sampling import check_finite, iterate_chunks
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.inference.strategies import STRATEGIES
+from diffusionlm.inference.strategy import DecodeState, Strategy
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 
@@ -92,16 +86,15 @@ def sampler_likelihood(
             default, stands for it), or what makes other distributions than the model's: top_k, top_p, suppressed or
             deferred tokens, guidance, an approximate cache, a growing canvas.
     """
-    config = fill_defaults(GenerationConfig() if config is None else config, model.config)
-    _check_config(config, model.config)
+    settings = resolve_settings(GenerationConfig() if config is None else config, model.config)
+    _check_settings(settings)
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size} must be at least 1")
-    texts = list(_split_into_documents(model, tokens_BL, loss_mask_BL, document_BL, config))
+    texts = list(_split_into_documents(model, tokens_BL, loss_mask_BL, document_BL, settings))
     num_tokens = sum(text.num_targets for text in texts)
     if num_tokens == 0:
         raise ValueError("no target token: loss_mask_BL is false wherever a token could be predicted")
-    reader = _LogitReader(build_strategy(config), model.config.mask_token_id)
-    block_length = block_causal_length(config, model.config)
+    reader = _LogitReader(settings.strategy, model.config.mask_token_id)
     # Texts of like length together: less padding.
     waiting = sorted((text for text in texts if text.blocks), key=lambda text: len(text.tokens_L), reverse=True)
     active: list[_DocumentState] = []
@@ -112,7 +105,7 @@ def sampler_likelihood(
         some = _take_within_budget(active, model.config.vocab_size)
         canvases, places = [text.canvas_L for text in some], [text.masked_positions() for text in some]
         with nvtx.annotate("likelihood: forward"):
-            logits_NV = masked_position_logits(model, canvases, places, block_length)
+            logits_NV = masked_position_logits(model, canvases, places, settings.block_causal_length)
         num_scored += reader.read(logits_NV, some)
         active = [*active[len(some) :], *(text for text in some if text.blocks)]
         if on_progress is not None:
@@ -154,7 +147,7 @@ class _DocumentState:
                 confidence_M=round_if_uniform_canvas(confidence_M, self.canvas_L),
                 is_masked_M=np.ones(len(confidence_M), dtype=np.bool_),
                 uniforms_M=np.zeros(len(confidence_M)),
-                tokens_per_step=unmasking_schedule[self.step],
+                schedule_value=unmasking_schedule[self.step],
                 step=self.step,
                 num_steps=len(unmasking_schedule),
             )
@@ -180,19 +173,12 @@ class _LogitReader:
 
     def read(self, logits_NV: Tensor, texts: list[_DocumentState]) -> int:
         """Reveal some tokens of each text; how many in all. The one wait for the device in a forward."""
-        R, V = logits_NV.shape
         ends = np.cumsum([0, *(len(text.masked_positions()) for text in texts)]).tolist()
         targets = np.concatenate([text.tokens_L[text.masked_positions()] for text in texts])
         targets_N = torch.from_numpy(targets).to(logits_NV.device)
-        size = max(1, PROBABILITY_CHUNK_BYTES // (8 * V))
-        chunks = [slice(start, start + size) for start in range(0, R, size)]
-        read = [self._score_positions(logits_NV[some], targets_N[some]) for some in chunks]
+        read = [self._score_positions(logits_NV[chunk], targets_N[chunk]) for chunk in iterate_chunks(logits_NV)]
         confidence_M, nll_N = torch.cat(read, dim=1).cpu().numpy()
-        if np.isnan(confidence_M).any() or np.isnan(nll_N).any():
-            raise ValueError(
-                "the model's probabilities are not finite: its weights may be damaged, or its numbers overflow in this "
-                'dtype; try dtype = "float32"'
-            )
+        check_finite(~np.isnan(confidence_M) & ~np.isnan(nll_N))
         return sum(
             text.reveal(confidence_M[start:end], nll_N[start:end], self.strategy)
             for text, (start, end) in zip(texts, pairwise(ends), strict=True)
@@ -205,20 +191,21 @@ class _LogitReader:
             own_NV[:, self.mask_token] = float("-inf")
         logprobs_NV = own_NV.log_softmax(dim=1)
         probs_NV = logprobs_NV.exp()
-        confidence_M = self.strategy.confidence(probs_NV, probs_NV.argmax(dim=1))
-        return torch.stack([confidence_M, -logprobs_NV.gather(1, targets_N[:, None])[:, 0]])
+        tokens_N, measure = probs_NV.argmax(dim=1), self.strategy.measure
+        confidence_N = torch.zeros_like(probs_NV[:, 0]) if measure is None else measure.compute(probs_NV, tokens_N)
+        return torch.stack([confidence_N, -logprobs_NV.gather(1, targets_N[:, None])[:, 0]])
 
 
-def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
-    if not build_strategy(config).is_deterministic:
-        known = ", ".join(name for name in STRATEGIES if _is_deterministic(name, model))
-        name = (
-            f"alg_temp = {config.alg_temp}"
-            if config.alg_temp
-            else f'remasking_strategy = "{config.remasking_strategy}"'
-        )
+def _check_settings(settings: DecodingSettings) -> None:
+    config, strategy = settings.config, settings.strategy
+    if not strategy.has_exact_likelihood:
+        names = [name for name, strategy_class in STRATEGIES.items() if strategy_class().has_exact_likelihood]
+        defaults = type(strategy)().model_dump()
+        options = [f"{key} = {value}" for key, value in strategy.model_dump().items() if value != defaults[key]]
+        cause = " with ".join([f'remasking_strategy = "{strategy.name}"', *options])
         raise ValueError(
-            f"{name} has no exact likelihood: its order depends on chance; choose one of {known}, without alg_temp"
+            f"{cause} has no exact likelihood: its order depends on randomness or it remasks; choose one of "
+            f"{', '.join(names)}, with default options"
         )
     if config.temperature not in (0.0, 1.0):
         raise ValueError(f"temperature = {config.temperature}: the likelihood is that of temperature 1; remove it")
@@ -236,25 +223,21 @@ def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
         )
 
 
-def _is_deterministic(strategy: RemaskingStrategy, model: ModelConfig) -> bool:
-    return build_strategy(fill_defaults(GenerationConfig(remasking_strategy=strategy), model)).is_deterministic
-
-
 def _split_into_documents(
     model: Transformer,
     tokens_BL: Tensor,
     loss_mask_BL: Tensor | None,
     document_BL: Tensor | None,
-    config: GenerationConfig,
+    settings: DecodingSettings,
 ) -> Iterator[_DocumentState]:
     """Each document of each row, masked."""
     tokens_BL = tokens_BL.cpu()
     documents_BL = torch.zeros_like(tokens_BL) if document_BL is None else document_BL.cpu().expand_as(tokens_BL)
     is_text_BL = documents_BL >= 0
     targets_BL = is_text_BL if loss_mask_BL is None else loss_mask_BL.bool().cpu() & is_text_BL
-    layout = InputLayout.from_config(model.config, block_causal_length(config, model.config))
+    layout = InputLayout.from_config(model.config, settings.block_causal_length)
     maskable_BL = layout.maskable(CleanBatch(tokens_BL, targets_BL, documents_BL))
-    placeholder_id = placeholder_token_id(config, model.config)
+    placeholder_id = settings.placeholder_token_id
     for row, (tokens_L, document_ids_L) in enumerate(zip(tokens_BL.numpy(), documents_BL.numpy(), strict=True)):
         edges = np.flatnonzero(np.diff(document_ids_L)) + 1
         for places in np.split(np.arange(len(tokens_L)), edges):
@@ -263,7 +246,7 @@ def _split_into_documents(
             text_L, holes = tokens_L[places].astype(np.int64), np.flatnonzero(maskable_BL[row, places])
             canvas_L = text_L.copy()
             canvas_L[holes] = placeholder_id
-            yield _DocumentState(row, text_L, canvas_L, split_into_blocks(holes, config, model.config))
+            yield _DocumentState(row, text_L, canvas_L, split_into_blocks(holes, settings))
 
 
 def _take_within_budget(texts: list[_DocumentState], vocab_size: int) -> list[_DocumentState]:

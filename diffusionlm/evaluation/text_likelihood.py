@@ -23,8 +23,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
 from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
-from diffusionlm.inference.blocks import block_causal_length
-from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 
 MAX_DEFAULT_ROW_LENGTH = 1_024
@@ -133,9 +132,9 @@ def _resolve_layout(config: NelboConfig | SamplerLikelihoodConfig, model: ModelC
     match config:
         case SamplerLikelihoodConfig():
             key = "likelihood.generation"
-            generation = fill_defaults(config.generation, model)
-            block_length = block_causal_length(generation, model)
-            method = f"exact, {generation.remasking_strategy} sampler"
+            settings = resolve_settings(config.generation, model)
+            block_length = settings.block_causal_length
+            method = f"exact, {settings.strategy.name} sampler"
         case NelboConfig():
             key = "likelihood"
             block_length = None if config.bidirectional else config.block_length or model.block_length

@@ -1,51 +1,45 @@
 """Decoding: one loop for generation and infilling.
 
-A request is a canvas of fixed and masked positions. Each forward proposes a token for every masked position of each
-request's current block; the policy settles some of them. Requests go at their own pace: each has its own block, step
-and count of forwards, and leaves the batch when it is done.
-
-Shapes: B requests, L positions.
+A request is a canvas of given and masked positions. Each forward predicts a token at every masked position of each
+request's current block, and the strategy commits some of them. Every request has its own block, step and number of
+forwards, and leaves the batch when it is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from config.generation import STRATEGIES, GenerationConfig
-from diffusionlm.inference.blocks import block_causal_length, placeholder_token_id, split_into_blocks
+from config.generation import GenerationConfig
 from diffusionlm.inference.model_runner import ModelRunner
-from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, prepare_infill, prepare_prompt
 from diffusionlm.inference.sampling import TokenSampler
-from diffusionlm.inference.settings import fill_defaults
-from diffusionlm.inference.stopping import FinishReason, resolve_stop_token_ids
-from diffusionlm.inference.strategies import build_strategy
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.transformer import Transformer
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What became of a request."""
+    """The result of a request."""
 
     token_ids: tuple[int, ...]
-    """generate: the new tokens, without the stop token. infill: the whole canvas, every hole filled."""
-    finish_reason: FinishReason
-    """``stop``: cut before a stop token. ``length``: all positions."""
+    """generate: the new tokens, without the stop token. infill: the whole canvas, every mask filled."""
+    finish_reason: Literal["stop", "length"]
+    """``stop``: the text was cut before a stop token. ``length``: every position was decoded."""
     num_forwards: int
     """Forwards that this request took part in."""
     logprobs: tuple[float, ...]
-    """Log-probability in nats of each new token (infill: of each filled hole, in order) when it became final, under the
-    model's own distribution: temperature 1, no top-k or top-p, without the mask and the suppressed tokens."""
+    """Log-probability in nats of each new token (infill: of each filled position, in order) when it was committed,
+    under the model's own distribution: temperature 1, no top-k or top-p, without the mask and the suppressed tokens."""
     step_map: tuple[int, ...]
-    """The request's forward, from 1 on, in which each of these became final."""
+    """The request's forward, from 1 on, in which each of these was committed."""
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens of the answer (infill: filled holes) for each forward; 0 without one."""
+        """New tokens (infill: filled positions) per forward; 0 without a forward."""
         return len(self.logprobs) / self.num_forwards if self.num_forwards else 0.0
 
 
@@ -56,25 +50,24 @@ class CanvasSnapshot:
     token_ids: tuple[int, ...]
     """Prompt included; masked positions hold the mask token."""
     is_masked: tuple[bool, ...]
-    """Which positions are not final. Not to be read off the ids: a prompt may contain the mask token as text."""
+    """Positions that are not committed. Ids do not tell: a prompt may contain the mask token as text."""
     logprobs: tuple[float, ...]
-    """As in `Generation`, of each settled token; nan where a token was given or nothing is settled."""
+    """Like `Generation.logprobs`, of each committed token; nan at given and masked positions."""
 
 
 @dataclass(frozen=True)
 class DecodingStep:
-    """What ``on_step`` is told after each forward."""
+    """The argument of ``on_step`` after each forward."""
 
     num_forwards: int
     """Forwards of the whole batch so far."""
     canvases: tuple[CanvasSnapshot, ...]
-    """One for each request, finished ones included."""
+    """One per request, including finished ones."""
 
 
 StepCallback = Callable[[DecodingStep], None]
 
 
-@torch.inference_mode()
 def generate(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
@@ -84,27 +77,29 @@ def generate(
 ) -> list[Generation]:
     """Continue each prompt by ``config.max_new_tokens`` tokens, or up to a stop token.
 
-    The strategies are published ones, each with its family's defaults (`fill_defaults`), with a mask token that is
-    never chosen, confidences in fp64 and prompts of any lengths.
+    Keys that the config leaves open have the defaults of the model's family (`resolve_settings`). The mask token is
+    never generated.
 
     Args:
-        prompts: token ids; an empty prompt samples from nothing. A mask token in a prompt is text like any other.
-        seeds: of each request's chance; None: 0, 1, 2, ... A request's answer depends on its prompt, the config and its
-            seed, not on the batch around it (up to rounding in the model).
+        prompts: token ids of any lengths; an empty prompt is valid. A mask token in a prompt is text like any other.
+        seeds: of each request's randomness; None: 0, 1, 2, ... A request's answer depends on its prompt, the config and
+            its seed, not on the batch around it (up to rounding in the model).
         on_step: called after each forward.
 
     Raises:
-        ValueError: a prompt and the new tokens do not fit the model's context, an id is outside the vocabulary, seeds
-            do not match, ``steps`` are fewer than blocks, the config does not fit the model, or the model's
-            probabilities are not finite.
+        ValueError: a prompt and the new tokens do not fit the model's context, an id is outside the vocabulary, the
+            number of seeds differs, there are fewer ``steps`` than blocks, the config does not fit the model, or the
+            model's probabilities are not finite.
     """
-    config = fill_defaults(config, model.config)
-    requests = prepare_prompts(model, prompts, config, seeds)
-    _decode(model, requests, config, resolve_stop_token_ids(config, model.config), on_step)
-    return [_generation_result(request) for request in requests]
+    settings = resolve_settings(config, model.config)
+    seeds = _check_seeds(seeds, len(prompts))
+    requests = [
+        prepare_prompt(settings, token_ids, seed, label=f"prompt {index}")
+        for index, (token_ids, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    return decode(model, settings, requests, on_step)
 
 
-@torch.inference_mode()
 def infill(
     model: Transformer,
     canvases: Sequence[Sequence[int]],
@@ -114,198 +109,78 @@ def infill(
 ) -> list[Generation]:
     """Fill every mask token of each canvas; all other tokens stay as they are.
 
-    As `generate`, but ``max_new_tokens`` and stop tokens play no part, and a block is ``block_length`` holes, wherever
-    they are. A canvas without holes comes back after 0 forwards. A block-causal model does not see what is right of the
-    hole's block, an autoregressive one nothing right of the token.
+    Like `generate`, but ``max_new_tokens`` and stop tokens have no effect, and a block is ``block_length`` masks,
+    wherever they are. A canvas without masks is returned after 0 forwards. A block-causal model does not see what is to
+    the right of the mask's block, an autoregressive one nothing to the right of the mask.
 
     Raises:
-        ValueError: as in `generate`.
+        ValueError: like `generate`.
     """
-    config = fill_defaults(config, model.config)
-    requests = prepare_infills(model, canvases, config, seeds)
-    _decode(model, requests, config, frozenset(), on_step)
-    return [_infill_result(request) for request in requests]
+    settings = resolve_settings(config, model.config)
+    seeds = _check_seeds(seeds, len(canvases))
+    requests = [
+        prepare_infill(settings, token_ids, seed, label=f"canvas {index}")
+        for index, (token_ids, seed) in enumerate(zip(canvases, seeds, strict=True))
+    ]
+    return decode(model, settings, requests, on_step)
 
 
-def check_generate(model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> None:
-    """Say now what `generate` would refuse later.
-
-    Raises:
-        ValueError: as in `generate`.
-    """
-    prepare_prompts(model, prompts, fill_defaults(config, model.config), None)
-
-
-def check_infill(model: Transformer, canvases: Sequence[Sequence[int]], config: GenerationConfig) -> None:
-    """Say now what `infill` would refuse later.
-
-    Raises:
-        ValueError: as in `infill`.
-    """
-    prepare_infills(model, canvases, fill_defaults(config, model.config), None)
-
-
-def _decode(
+@torch.inference_mode()
+def decode(
     model: Transformer,
-    requests: list[ActiveRequest],
-    config: GenerationConfig,
-    stop_ids: frozenset[int],
-    on_step: StepCallback | None,
-) -> None:
-    """Run forwards until every request is done."""
-    mask = [] if model.config.mask_token_id is None else [model.config.mask_token_id]
-    device = model.lm_head.weight.device
-    forbidden_token_ids = torch.tensor([*mask, *config.suppress_token_ids], device=device, dtype=torch.long)
-    strategy, deferred_token_ids = build_strategy(config), frozenset(config.defer_token_ids)
-    token_sampler, forwards = TokenSampler(config, strategy, forbidden_token_ids), ModelRunner(model, config, requests)
-    active, num_forwards = requests, 0
+    settings: DecodingSettings,
+    prepared_requests: Sequence[PreparedRequest],
+    on_step: StepCallback | None = None,
+) -> list[Generation]:
+    """Decode requests together until all are done.
+
+    Raises:
+        ValueError: the model's probabilities are not finite.
+    """
+    requests = [ActiveRequest(request, settings) for request in prepared_requests]
+    run_forward, token_sampler = (
+        ModelRunner(model, settings, requests),
+        TokenSampler(settings, model.lm_head.weight.device),
+    )
+    active_requests, num_forwards = requests, 0
     while True:
-        for request in active:
-            request.prepare_step(strategy)
-            request.find_stop_token(strategy, stop_ids)
-        active = [request for request in active if not request.is_done]
-        if not active:
-            return
-        proposals = token_sampler.sample_predictions(forwards(active), active)
+        for request in active_requests:
+            request.prepare_step()
+        active_requests = [request for request in active_requests if not request.is_done]
+        if not active_requests:
+            return [_to_generation(request) for request in requests]
+        predictions = token_sampler.sample_predictions(run_forward(active_requests), active_requests)
         num_forwards += 1
-        for request, predictions in zip(active, proposals, strict=True):
-            request.commit(predictions, strategy, deferred_token_ids)
+        for request, request_predictions in zip(active_requests, predictions, strict=True):
+            request.commit(request_predictions)
         if on_step is not None:
             on_step(DecodingStep(num_forwards, tuple(_take_snapshot(request) for request in requests)))
 
 
-def _num_new_tokens(config: GenerationConfig, prompt_length: int, what: str) -> int:
-    """New tokens of a prompt."""
-    if config.total_length is None:
-        assert config.max_new_tokens is not None
-        return config.max_new_tokens
-    if prompt_length >= config.total_length:
-        raise ValueError(
-            f"{what}: {prompt_length} tokens leave no room for new ones in total_length = {config.total_length}: "
-            "raise it, or shorten the prompt"
-        )
-    return config.total_length - prompt_length
-
-
-def _decoded_length(length: int, config: GenerationConfig, model: Transformer) -> int:
-    """SDAR decodes the last block whole, as it was trained, and cuts what is too much."""
-    block_length = block_causal_length(config, model.config)
-    assert config.remasking_strategy is not None
-    if block_length is None or STRATEGIES[config.remasking_strategy].family != "SDAR":
-        return length
-    return -(-length // block_length) * block_length
-
-
-def prepare_prompts(
-    model: Transformer, prompts: Sequence[Sequence[int]], config: GenerationConfig, seeds: Sequence[int] | None = None
-) -> list[ActiveRequest]:
-    """What `generate` decodes; the config is one of `fill_defaults`.
-
-    Raises:
-        ValueError: as in `generate`.
-    """
-    _check_config(config, model)
-    context = model.config.max_position_embeddings
-    placeholder_id = placeholder_token_id(config, model.config)
-    tokens, masked_positions, lengths = [], [], []
-    for index, prompt in enumerate(prompts):
-        new = _num_new_tokens(config, len(prompt), f"prompt {index}")
-        what = f"prompt {index} ({len(prompt)} tokens) and max_new_tokens = {new}"
-        _check_length(len(prompt) + new, model, what, "shorten the prompt or lower max_new_tokens")
-        length = min(_decoded_length(len(prompt) + new, config, model), context)
-        tokens.append(np.array([*prompt, *[placeholder_id] * (length - len(prompt))], dtype=np.int64))
-        masked_positions.append(np.arange(len(prompt), length))
-        lengths.append(len(prompt) + new)
-    return _build_requests(model, tokens, masked_positions, lengths, config, seeds)
-
-
-def prepare_infills(
-    model: Transformer, canvases: Sequence[Sequence[int]], config: GenerationConfig, seeds: Sequence[int] | None
-) -> list[ActiveRequest]:
-    _check_config(config, model)
-    for index, canvas in enumerate(canvases):
-        _check_length(len(canvas), model, f"canvas {index}", "shorten the text or its holes")
-    tokens = [np.array(canvas, dtype=np.int64) for canvas in canvases]
-    masked_positions = [np.flatnonzero(canvas == model.config.required_mask_token_id) for canvas in tokens]
-    return _build_requests(model, tokens, masked_positions, [len(canvas) for canvas in tokens], config, seeds)
-
-
-def _build_requests(
-    model: Transformer,
-    tokens: list[NDArray[np.int64]],
-    masked_positions: list[NDArray[np.int64]],
-    lengths: list[int],
-    config: GenerationConfig,
-    seeds: Sequence[int] | None,
-) -> list[ActiveRequest]:
-    """Checked requests with their blocks; ``lengths`` of the texts, beyond which a last block may be decoded."""
-    seeds = range(len(tokens)) if seeds is None else seeds
-    if len(seeds) != len(tokens):
-        raise ValueError(f"{len(seeds)} seeds were given for {len(tokens)} requests: give one for each, or None")
-    requests = []
-    for index, (tokens_L, places, length, seed) in enumerate(
-        zip(tokens, masked_positions, lengths, seeds, strict=True)
-    ):
-        if seed < 0:
-            raise ValueError(f"seed {seed} of request {index} is negative: use 0 or more")
-        _check_token_ids(tokens_L.tolist(), model, f"request {index}")
-        if model.config.logit_alignment == "shifted" and 0 in places:
-            raise ValueError(
-                f"request {index}: the first token of a text cannot be predicted by this model, whose output i - 1 "
-                "predicts token i: begin with a token, such as end of text"
-            )
-        requests.append(ActiveRequest(tokens_L, places, seed, split_into_blocks(places, config, model.config), length))
-    return requests
+def _check_seeds(seeds: Sequence[int] | None, num_requests: int) -> Sequence[int]:
+    if seeds is None:
+        return range(num_requests)
+    if len(seeds) != num_requests:
+        raise ValueError(f"seeds: {len(seeds)} for {num_requests} requests: pass one per request, or None")
+    return seeds
 
 
 def _take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
-    shown = (request.tokens_L, request.is_masked_L, request.logprobs_L)
-    return CanvasSnapshot(*(tuple(values_L[: request.length].tolist()) for values_L in shown))
-
-
-def _generation_result(request: ActiveRequest) -> Generation:
-    new = request.new[: request.stop]
-    return Generation(
-        token_ids=tuple(request.tokens_L[new].tolist()),
-        finish_reason="length" if request.stop is None else "stop",
-        num_forwards=request.num_forwards,
-        logprobs=tuple(request.logprobs_L[new].tolist()),
-        step_map=tuple(request.step_map_L[new].tolist()),
+    text = slice(request.text_length)
+    return CanvasSnapshot(
+        token_ids=tuple(request.tokens_L[text].tolist()),
+        is_masked=tuple(request.is_masked_L[text].tolist()),
+        logprobs=tuple(request.logprobs_L[text].tolist()),
     )
 
 
-def _infill_result(request: ActiveRequest) -> Generation:
+def _to_generation(request: ActiveRequest) -> Generation:
+    positions = request.answer_positions[: request.stop_index]
+    token_ids = request.tokens_L if request.is_infill else request.tokens_L[positions]
     return Generation(
-        token_ids=tuple(request.tokens_L.tolist()),
-        finish_reason="length",
+        token_ids=tuple(token_ids.tolist()),
+        finish_reason="length" if request.stop_index is None else "stop",
         num_forwards=request.num_forwards,
-        logprobs=tuple(request.logprobs_L[request.masked_positions].tolist()),
-        step_map=tuple(request.step_map_L[request.masked_positions].tolist()),
+        logprobs=tuple(request.logprobs_L[positions].tolist()),
+        step_map=tuple(request.step_map_L[positions].tolist()),
     )
-
-
-def _check_config(config: GenerationConfig, model: Transformer) -> None:
-    """The ids of the config are the model's, and leave a token to choose."""
-    _check_token_ids(config.stop_token_ids or (), model, "stop_token_ids")
-    _check_token_ids(config.suppress_token_ids, model, "suppress_token_ids")
-    _check_token_ids(config.defer_token_ids, model, "defer_token_ids")
-    if len({model.config.mask_token_id, *config.suppress_token_ids} - {None}) == model.config.vocab_size:
-        raise ValueError("suppress_token_ids leave no token to choose: remove some")
-
-
-def _check_token_ids(token_ids: Sequence[int], model: Transformer, what: str) -> None:
-    vocab_size = model.config.vocab_size
-    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise ValueError(
-            f"{what}: token {wrong} is outside the model's vocabulary of {vocab_size} tokens; "
-            "do tokenizer and model belong together?"
-        )
-
-
-def _check_length(length: int, model: Transformer, what: str, remedy: str) -> None:
-    context = model.config.max_position_embeddings
-    if length > context:
-        raise ValueError(
-            f"{what}: {length} tokens are more than the model's context, max_position_embeddings = {context}; {remedy}"
-        )

@@ -1,154 +1,264 @@
-"""One request between two forwards: its canvas, its block, and what became final when.
+"""Requests: checked before decoding (`PreparedRequest`), and their state between two forwards (`ActiveRequest`).
 
-Shapes: L positions of the canvas, N positions of the current block that a policy looks at, R those of them whose
-logits the next forward computes.
+Shapes: L positions of the canvas, M candidate positions of the current block, N those of them whose logits the next
+forward computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas
-from diffusionlm.inference.stopping import find_stop_token
-from diffusionlm.inference.strategies import DecodeState, Strategy
+from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
+from diffusionlm.inference.settings import DecodingSettings, check_token_ids
+from diffusionlm.inference.strategy import DecodeState
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that fits the model and the settings."""
+
+    canvas_L: NDArray[np.int64]
+    """Tokens of the text, placeholders at masked positions."""
+    masked_positions: NDArray[np.int64]
+    """Positions to decode, ascending."""
+    blocks: tuple[DecodingBlock, ...]
+    text_length: int
+    """Positions of the text; the last block may be decoded beyond it."""
+    seed: int
+    is_infill: bool
+
+
+def prepare_prompt(
+    settings: DecodingSettings, token_ids: Sequence[int], seed: int = 0, label: str = "prompt 0"
+) -> PreparedRequest:
+    """Append masks to a prompt and check it.
+
+    Args:
+        label: name of the prompt in errors.
+
+    Raises:
+        ValueError: the prompt and the new tokens do not fit the model's context, ``total_length`` leaves no new token,
+            a token id is outside the vocabulary, the seed is negative, or there are fewer ``steps`` than blocks.
+    """
+    context = settings.model.max_position_embeddings
+    text_length = _resolve_text_length(settings, len(token_ids), label)
+    canvas_length = text_length
+    if settings.block_causal_length is not None and settings.strategy.family.uses_whole_blocks:
+        # SDAR decodes the last block to its end, as it was trained, and cuts it.
+        num_blocks = -(-text_length // settings.block_causal_length)
+        canvas_length = min(num_blocks * settings.block_causal_length, context)
+    num_masked = canvas_length - len(token_ids)
+    canvas_L = np.array([*token_ids, *[settings.placeholder_token_id] * num_masked], dtype=np.int64)
+    masked_positions = np.arange(len(token_ids), canvas_length)
+    return _prepare(settings, canvas_L, masked_positions, text_length, seed, label, is_infill=False)
+
+
+def prepare_infill(
+    settings: DecodingSettings, canvas_ids: Sequence[int], seed: int = 0, label: str = "canvas 0"
+) -> PreparedRequest:
+    """Find the mask tokens of a canvas and check it.
+
+    Raises:
+        ValueError: like `prepare_prompt`, or the model has no mask token.
+    """
+    _check_length(len(canvas_ids), settings, label, "shorten the text or its masked spans")
+    canvas_L = np.array(canvas_ids, dtype=np.int64)
+    masked_positions = np.flatnonzero(canvas_L == settings.model.required_mask_token_id)
+    return _prepare(settings, canvas_L, masked_positions, len(canvas_L), seed, label, is_infill=True)
+
+
+def _prepare(
+    settings: DecodingSettings,
+    canvas_L: NDArray[np.int64],
+    masked_positions: NDArray[np.int64],
+    text_length: int,
+    seed: int,
+    label: str,
+    *,
+    is_infill: bool,
+) -> PreparedRequest:
+    if seed < 0:
+        raise ValueError(f"{label}: seed = {seed} is negative: use 0 or more")
+    check_token_ids(canvas_L.tolist(), settings.model, label)
+    if settings.model.logit_alignment == "shifted" and 0 in masked_positions:
+        raise ValueError(
+            f"{label}: this model cannot predict the first token of a text, because its output i - 1 predicts token i: "
+            "begin with a token, such as end of text"
+        )
+    try:
+        blocks = tuple(split_into_blocks(masked_positions, settings))
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
+    return PreparedRequest(canvas_L, masked_positions, blocks, text_length, seed, is_infill)
+
+
+def _resolve_text_length(settings: DecodingSettings, prompt_length: int, label: str) -> int:
+    """Length of the prompt and the new tokens."""
+    max_new_tokens, total_length = settings.config.max_new_tokens, settings.config.total_length
+    if total_length is None:
+        assert max_new_tokens is not None, "resolve_settings sets one of the two"
+        key, text_length = f"max_new_tokens = {max_new_tokens}", prompt_length + max_new_tokens
+    else:
+        key, text_length = f"total_length = {total_length}", total_length
+        if prompt_length >= total_length:
+            raise ValueError(
+                f"{label}: {prompt_length} tokens leave no new token in total_length = {total_length}: shorten the "
+                "prompt or raise total_length"
+            )
+    remedy = f"shorten the prompt or lower {key.split()[0]}"
+    _check_length(text_length, settings, f"{label} ({prompt_length} tokens) and {key}", remedy)
+    return text_length
+
+
+def _check_length(length: int, settings: DecodingSettings, label: str, remedy: str) -> None:
+    context = settings.model.max_position_embeddings
+    if length > context:
+        raise ValueError(
+            f"{label}: {length} tokens are more than the model's context, max_position_embeddings = {context}: {remedy}"
+        )
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a forward says of the positions that were read."""
+    """A forward's predictions for the positions that were computed."""
 
     tokens_N: NDArray[np.int64]
-    """A token each; of a settled position the one that it has."""
+    """Proposed tokens; at a committed position its own token."""
     confidence_N: NDArray[np.float64]
     logprobs_N: NDArray[np.float64]
 
 
 class ActiveRequest:
-    """The state of one request."""
+    """The state of a request that is being decoded."""
 
-    def __init__(
-        self,
-        tokens_L: NDArray[np.int64],
-        masked_positions: NDArray[np.int64],
-        seed: int,
-        blocks: list[DecodingBlock],
-        length: int,
-    ) -> None:
-        self.tokens_L = tokens_L
-        """Placeholders where nothing is settled."""
+    def __init__(self, request: PreparedRequest, settings: DecodingSettings) -> None:
+        masked_positions = request.masked_positions
+        self.seed = request.seed
+        self.text_length = request.text_length
+        self.is_infill = request.is_infill
         self.masked_positions = masked_positions
-        """What is decoded, ascending."""
-        self.seed = seed
-        self.blocks = blocks
-        """Still to be decoded, the current one first."""
-        self.length = length
-        """Positions of the text; a last block may be decoded beyond it."""
-        self.new = masked_positions[masked_positions < length]
-        """Those of the holes that are the answer."""
-        self.placeholder_id = int(tokens_L[masked_positions[0]]) if len(masked_positions) else 0
-        self.is_masked_L = np.zeros(len(tokens_L), dtype=np.bool_)
+        self.answer_positions = masked_positions[masked_positions < request.text_length]
+        self.tokens_L = request.canvas_L.copy()
+        """Placeholders at masked positions."""
+        self.placeholder_id = int(self.tokens_L[masked_positions[0]]) if len(masked_positions) else 0
+        self.is_masked_L = np.zeros(len(self.tokens_L), dtype=np.bool_)
         self.is_masked_L[masked_positions] = True
-        self.logprobs_L = np.full(len(tokens_L), np.nan)
-        self.step_map_L = np.zeros(len(tokens_L), dtype=np.int64)
-        self.num_forwards = 0
-        self.num_steps = 0
-        """Of all blocks, those without a forward included."""
+        self.logprobs_L = np.full(len(self.tokens_L), np.nan)
+        self.step_map_L = np.zeros(len(self.tokens_L), dtype=np.int64)
+        self.blocks = list(request.blocks)
+        """Blocks still to be decoded, the current one first."""
         self.step = 0
-        """Of the current block."""
+        """Step within the current block."""
+        self.num_steps = 0
+        """Steps of all blocks so far, including those without a forward."""
+        self.num_forwards = 0
+        self.stop_index: int | None = None
+        """Index of the stop token in `answer_positions`."""
         self.cached_length = 0
-        """Positions whose keys and values a cache has and the current block does not change."""
+        """Positions whose cached keys and values do not change within the current block."""
         self.needs_prefill = True
-        """No forward has seen the current block yet."""
-        self.stop: int | None = None
-        """Place of the stop token in the answer."""
-        self._candidate_positions = self._read = masked_positions[:0]
-        self._selected_M: NDArray[np.bool_] | None = None
+        """No forward has read the current block yet."""
+        self._strategy = settings.strategy
+        self._stop_token_ids: Collection[int] = () if request.is_infill else settings.stop_token_ids
+        self._deferred_token_ids = list(settings.config.defer_token_ids)
+        self._candidate_positions = self._output_positions = masked_positions[:0]
+        self._is_selected_M: NDArray[np.bool_] | None = None
 
     @property
     def is_done(self) -> bool:
-        return not self.blocks or self.stop is not None
+        return not self.blocks or self.stop_index is not None
 
     @property
-    def read(self) -> NDArray[np.int64]:
-        """Positions whose logits the next forward computes, [R], ascending."""
-        return self._read
+    def output_positions(self) -> NDArray[np.int64]:
+        """Positions whose logits the next forward computes, [N], ascending."""
+        return self._output_positions
 
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """A number in [0, 1) for each position: a function of (seed, position, step) alone."""
+        """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""
         return keyed_rng(self.seed, stream, self.num_steps).random(len(self.tokens_L))[positions]
 
-    def prepare_step(self, strategy: Strategy) -> None:
-        """Say what the next forward must read. Steps of a blind policy that need no forward are taken here."""
-        while not self.is_done:
-            block = self.blocks[0]
-            masked = block.positions[self.is_masked_L[block.positions]]
-            self._candidate_positions = self._read = block.positions if strategy.can_remask else masked
-            if not strategy.is_model_independent:
-                return
-            self._selected_M = strategy.select_positions(
-                self._decode_state(strategy, np.zeros(len(self._candidate_positions)))
-            )
-            self._read = self._candidate_positions[self._selected_M & self.is_masked_L[self._candidate_positions]]
-            if len(self._read):
-                return
-            self._finish_step(self._candidate_positions[:0], self._selected_M, strategy)
+    def prepare_step(self) -> None:
+        """Set `output_positions` for the next forward. Skip the steps in which a strategy without a measure commits
+        nothing, and look for a stop token."""
+        self._skip_empty_steps()
+        self._find_stop_token()
 
-    def commit(self, predictions: Predictions, strategy: Strategy, deferred_token_ids: Collection[int]) -> None:
-        """Make positions final as the policy says, or, where it remasks, open again."""
+    def _skip_empty_steps(self) -> None:
+        while not self.is_done:
+            block_positions = self.blocks[0].positions
+            masked_positions = block_positions[self.is_masked_L[block_positions]]
+            candidates = block_positions if self._strategy.can_remask else masked_positions
+            self._candidate_positions = self._output_positions = candidates
+            if self._strategy.measure is not None:
+                return
+            self._is_selected_M = self._select_positions(np.zeros(len(candidates)))
+            self._output_positions = candidates[self._is_selected_M & self.is_masked_L[candidates]]
+            if len(self._output_positions):
+                return
+            self._finish_step(candidates[:0], self._is_selected_M)
+
+    def commit(self, predictions: Predictions) -> None:
+        """Commit the positions that the strategy selects; mask the others again if it remasks."""
         self.num_forwards += 1
-        if strategy.is_model_independent:
-            assert self._selected_M is not None
-            chosen_M, settled_N = self._selected_M, np.ones(len(self._read), dtype=np.bool_)
+        if self._strategy.measure is None:
+            assert self._is_selected_M is not None, "prepare_step comes first"
+            is_selected_M, is_committed_N = self._is_selected_M, np.ones(len(self._output_positions), dtype=np.bool_)
         else:
             confidence_M = round_if_uniform_canvas(predictions.confidence_N, self.tokens_L)
-            if deferred_token_ids:
-                confidence_M = np.where(np.isin(predictions.tokens_N, list(deferred_token_ids)), -np.inf, confidence_M)
-            chosen_M = strategy.select_positions(self._decode_state(strategy, confidence_M))
-            settled_N = chosen_M & self.is_masked_L[self._read]
-        positions = self._read[settled_N]
-        self.tokens_L[positions] = predictions.tokens_N[settled_N]
-        self.logprobs_L[positions] = predictions.logprobs_N[settled_N]
+            if self._deferred_token_ids:
+                confidence_M = np.where(np.isin(predictions.tokens_N, self._deferred_token_ids), -np.inf, confidence_M)
+            is_selected_M = self._select_positions(confidence_M)
+            is_committed_N = is_selected_M & self.is_masked_L[self._output_positions]
+        positions = self._output_positions[is_committed_N]
+        self.tokens_L[positions] = predictions.tokens_N[is_committed_N]
+        self.logprobs_L[positions] = predictions.logprobs_N[is_committed_N]
         self.step_map_L[positions] = self.num_forwards
-        self._finish_step(positions, chosen_M, strategy)
+        self._finish_step(positions, is_selected_M)
 
-    def find_stop_token(self, strategy: Strategy, stop_ids: Collection[int]) -> None:
-        """Look for a stop token behind which nothing matters any more."""
-        # What a policy may still take back is not final; its block must be over.
-        if stop_ids and not (strategy.can_remask and self.step > 0):
-            self.stop = find_stop_token(self.tokens_L[self.new], self.is_masked_L[self.new], stop_ids)
-
-    def _decode_state(self, strategy: Strategy, confidence_M: NDArray[np.float64]) -> DecodeState:
-        unmasking_schedule = self.blocks[0].unmasking_schedule
-        return DecodeState(
-            confidence_M=confidence_M,
-            is_masked_M=self.is_masked_L[self._candidate_positions],
-            uniforms_M=self.draw_uniforms(RngStream.POSITION_ORDER, self._candidate_positions)
-            if not strategy.is_deterministic
-            else confidence_M,
-            tokens_per_step=unmasking_schedule[self.step],
-            step=self.step,
-            num_steps=len(unmasking_schedule),
+    def _select_positions(self, confidence_M: NDArray[np.float64]) -> NDArray[np.bool_]:
+        schedule, uniforms_M = self.blocks[0].unmasking_schedule, confidence_M
+        if not self._strategy.is_deterministic:
+            uniforms_M = self.draw_uniforms(RngStream.POSITION_ORDER, self._candidate_positions)
+        return self._strategy.select_positions(
+            DecodeState(
+                confidence_M=confidence_M,
+                is_masked_M=self.is_masked_L[self._candidate_positions],
+                uniforms_M=uniforms_M,
+                schedule_value=schedule[self.step],
+                step=self.step,
+                num_steps=len(schedule),
+            )
         )
 
-    def _finish_step(
-        self, committed_positions: NDArray[np.int64], chosen_M: NDArray[np.bool_], strategy: Strategy
-    ) -> None:
+    def _finish_step(self, committed_positions: NDArray[np.int64], is_selected_M: NDArray[np.bool_]) -> None:
         self.is_masked_L[committed_positions] = False
-        if strategy.can_remask:
-            taken_back = self._candidate_positions[~chosen_M & ~self.is_masked_L[self._candidate_positions]]
-            self.tokens_L[taken_back] = self.placeholder_id
-            self.is_masked_L[taken_back] = True
-            self.logprobs_L[taken_back] = np.nan
+        if self._strategy.can_remask:
+            candidates = self._candidate_positions
+            remasked_positions = candidates[~is_selected_M & ~self.is_masked_L[candidates]]
+            self.tokens_L[remasked_positions] = self.placeholder_id
+            self.is_masked_L[remasked_positions] = True
+            self.logprobs_L[remasked_positions] = np.nan
         self.step += 1
         self.num_steps += 1
         block = self.blocks[0]
-        is_full = not self.is_masked_L[block.positions].any()
-        if self.step == len(block.unmasking_schedule) if strategy.can_remask else is_full:
-            assert is_full, "the last step settles all"
+        is_complete = not self.is_masked_L[block.positions].any()
+        if self.step == len(block.unmasking_schedule) if self._strategy.can_remask else is_complete:
+            assert is_complete, "the last step of a schedule commits every position"
             self.blocks.pop(0)
             self.step, self.needs_prefill = 0, True
+
+    def _find_stop_token(self) -> None:
+        """Set `stop_index` if a stop token is final and everything before it is."""
+        # What a strategy may still mask again is not final until its block is complete.
+        if not self._stop_token_ids or (self._strategy.can_remask and self.step > 0):
+            return
+        masked_indices = np.flatnonzero(self.is_masked_L[self.answer_positions])
+        end = masked_indices[0] if len(masked_indices) else len(self.answer_positions)
+        final_tokens = self.tokens_L[self.answer_positions[:end]]
+        stop_indices = np.flatnonzero(np.isin(final_tokens, list(self._stop_token_ids)))
+        self.stop_index = int(stop_indices[0]) if len(stop_indices) else None

@@ -1,111 +1,218 @@
-"""From logits to proposals: a token, a confidence and a log-probability for each row that was read.
+"""From logits to predictions: temperature, top-k, top-p, the choice of a token, its confidence and log-probability.
 
-Shapes: R rows of a forward, V vocabulary.
+Shapes: N positions of a forward, V vocabulary, C candidates of a nucleus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from config.generation import GenerationConfig
 from diffusionlm.diffusion.rng import RngStream
-from diffusionlm.inference.filters import choose_tokens, filter_logits
 from diffusionlm.inference.requests import ActiveRequest, Predictions
-from diffusionlm.inference.strategies import Strategy
+from diffusionlm.inference.settings import DecodingSettings
+from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 
 PROBABILITY_CHUNK_BYTES = 64 << 20
-"""Budget for one [rows, V] array of fp64 probabilities."""
+"""Budget for one [positions, V] array of fp64 probabilities."""
+
+NUM_TOP_P_CANDIDATES = 1024
+"""Most probable tokens that are sorted first; a nucleus is rarely larger."""
 
 
-@dataclass(frozen=True)
 class TokenSampler:
-    """How logits are read."""
+    """Samples tokens from logits. fp64 throughout: in fp32 all probabilities near 1 would be ties."""
 
-    config: GenerationConfig
-    """After `fill_defaults`."""
-    strategy: Strategy
-    forbidden_token_ids: Tensor
-    """Tokens of probability zero: the mask, as in training (SUBS, Sahoo et al. 2024), and the suppressed ones."""
+    def __init__(self, settings: DecodingSettings, device: torch.device) -> None:
+        config, strategy = settings.config, settings.strategy
+        self._config = config
+        self._temperature = settings.temperature
+        self._measure = strategy.measure
+        self._can_remask = strategy.can_remask
+        # The mask has probability zero, as in training (SUBS, Sahoo et al. 2024).
+        self._forbidden_token_ids = torch.tensor(settings.forbidden_token_ids, device=device, dtype=torch.long)
+        self._has_fast_path = (
+            self._temperature == 0.0
+            and config.top_k is None
+            and config.top_p == 1.0
+            and not strategy.can_remask
+            and (strategy.measure is None or strategy.measure is TOKEN_PROBABILITY)
+        )
 
     def sample_predictions(self, logits_NV: Tensor, requests: Sequence[ActiveRequest]) -> list[Predictions]:
-        """What the rows say, request by request; the one wait for the device in a forward.
+        """Sample a token, its confidence and its log-probability at each output position of the requests, with one
+        device synchronization.
+
+        Args:
+            logits_NV: logits of the output positions of all requests, in their order.
 
         Raises:
-            ValueError: probabilities that are not finite.
+            ValueError: the model's probabilities are not finite.
         """
-        R, V = logits_NV.shape
-        device = logits_NV.device
-        token_N = None
-        if self.config.temperature:
-            token_N = torch.from_numpy(
-                np.concatenate([request.draw_uniforms(RngStream.TOKEN_SAMPLING, request.read) for request in requests])
-            ).to(device)
-        present_N = None
-        if self.strategy.can_remask:
-            present = [np.where(each.is_masked_L[each.read], -1, each.tokens_L[each.read]) for each in requests]
-            present_N = torch.from_numpy(np.concatenate(present)).to(device)
-        size = max(1, PROBABILITY_CHUNK_BYTES // (8 * V))
-        chunks = [slice(start, start + size) for start in range(0, R, size)]
-        read = [
+        output_positions = [request.output_positions for request in requests]
+        uniforms_N = committed_N = None
+        if self._temperature:
+            uniforms = [
+                request.draw_uniforms(RngStream.TOKEN_SAMPLING, positions)
+                for request, positions in zip(requests, output_positions, strict=True)
+            ]
+            uniforms_N = torch.from_numpy(np.concatenate(uniforms)).to(logits_NV.device)
+        if self._can_remask:
+            committed = [
+                np.where(request.is_masked_L[positions], -1, request.tokens_L[positions])
+                for request, positions in zip(requests, output_positions, strict=True)
+            ]
+            committed_N = torch.from_numpy(np.concatenate(committed)).to(logits_NV.device)
+        samples = [
             self._sample_chunk(
-                logits_NV[some],
-                None if token_N is None else token_N[some],
-                None if present_N is None else present_N[some],
+                logits_NV[chunk],
+                None if uniforms_N is None else uniforms_N[chunk],
+                None if committed_N is None else committed_N[chunk],
             )
-            for some in chunks
+            for chunk in iterate_chunks(logits_NV)
         ]
-        tokens_N, confidence_N, logprobs_N = torch.cat(read, dim=1).cpu().numpy()
-        if not np.isfinite(logprobs_N).all():
-            raise ValueError(
-                "the model's probabilities are not finite: its weights may be damaged, or its numbers overflow in "
-                'this dtype; try dtype = "float32"'
-            )
-        ends = np.cumsum([0, *(len(request.read) for request in requests)]).tolist()
+        tokens_N, confidence_N, logprobs_N = torch.cat(samples, dim=1).cpu().numpy()
+        check_finite(np.isfinite(logprobs_N))
+        ends = np.cumsum([0, *(len(positions) for positions in output_positions)]).tolist()
         return [
             Predictions(tokens_N[start:end].astype(np.int64), confidence_N[start:end], logprobs_N[start:end])
             for start, end in pairwise(ends)
         ]
 
-    def _sample_chunk(self, logits_NV: Tensor, token_N: Tensor | None, present_N: Tensor | None) -> Tensor:
-        """Chosen token, confidence and log-probability of each row, [3, R] in fp64 (which holds ids exactly).
+    def _sample_chunk(self, logits_NV: Tensor, uniforms_N: Tensor | None, committed_N: Tensor | None) -> Tensor:
+        """Token, confidence and log-probability of each position, [3, N] in fp64 (which holds token ids exactly).
 
-        ``token_N`` are uniforms for the tokens (None: greedy), ``present_N`` the tokens of settled rows (-1: masked).
-        fp64 throughout: in fp32 all probabilities near 1 are equal, and the order among them would be chance.
+        Args:
+            uniforms_N: uniforms of token sampling; None: greedy.
+            committed_N: tokens of committed positions, -1 at masked ones; None: all are masked.
         """
-        config, strategy = self.config, self.strategy
-        unfiltered = config.top_k is None and config.top_p == 1.0 and config.temperature in (0.0, 1.0)
-        if token_N is None and present_N is None and not strategy.needs_distribution and unfiltered:
-            return _greedy_with_probability(logits_NV, self.forbidden_token_ids)
-        own_NV = logits_NV.to(torch.float64, copy=True).index_fill_(1, self.forbidden_token_ids, float("-inf"))
-        logprobs_NV = own_NV.log_softmax(dim=1)
-        own_probs_NV = logprobs_NV.exp()
-        assert config.temperature is not None
-        filtered_NV = filter_logits(own_NV, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
-        probs_NV = own_probs_NV if filtered_NV is own_NV else filtered_NV.softmax(dim=1)
-        tokens_N = choose_tokens(probs_NV, token_N)
-        if present_N is not None:
-            tokens_N = torch.where(present_N < 0, tokens_N, present_N)
-        basis_NV = own_probs_NV if config.confidence_from == "unfiltered" else probs_NV
-        confidence_N = strategy.confidence(basis_NV, tokens_N)
+        if self._has_fast_path:
+            return _sample_greedily(logits_NV, self._forbidden_token_ids)
+        config = self._config
+        logits_NV = logits_NV.to(torch.float64, copy=True).index_fill_(1, self._forbidden_token_ids, float("-inf"))
+        logprobs_NV = logits_NV.log_softmax(dim=1)
+        unfiltered_probs_NV = logprobs_NV.exp()
+        filtered_NV = filter_logits(logits_NV, temperature=self._temperature, top_k=config.top_k, top_p=config.top_p)
+        probs_NV = unfiltered_probs_NV if filtered_NV is logits_NV else filtered_NV.softmax(dim=1)
+        tokens_N = choose_tokens(probs_NV, uniforms_N)
+        if committed_N is not None:
+            tokens_N = torch.where(committed_N < 0, tokens_N, committed_N)
+        if self._measure is None:
+            confidence_N = torch.zeros_like(logits_NV[:, 0])
+        else:
+            is_unfiltered = config.confidence_from == "unfiltered"
+            confidence_N = self._measure.compute(unfiltered_probs_NV if is_unfiltered else probs_NV, tokens_N)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
         return torch.stack([tokens_N.double(), confidence_N, logprobs_N])
 
 
-def _greedy_with_probability(logits_NV: Tensor, forbidden_token_ids: Tensor) -> Tensor:
-    """Greedy choice with its own probability as confidence, [3, R] in fp64, without an array of fp64 logits.
+def _sample_greedily(logits_NV: Tensor, forbidden_token_ids: Tensor) -> Tensor:
+    """Most probable token, its probability and log-probability, [3, N] in fp64, without fp64 logits.
 
-    The probability is 1 / (1 + rest), the rest being the other tokens' exp(logit - best): however near 1 it is, its
-    distance from 1 is as exact as the rest in fp32.
+    The probability is 1 / (1 + r), where r sums exp(logit - highest logit) over the other tokens: however near 1 it is,
+    its distance from 1 is as exact as r in fp32.
     """
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32), copy=True)
-    wide_NV.index_fill_(1, forbidden_token_ids, float("-inf"))
-    tokens_N1 = wide_NV.argmax(dim=1, keepdim=True)
-    others_NV = wide_NV.sub_(wide_NV.gather(1, tokens_N1)).exp_().scatter_(1, tokens_N1, 0.0)
-    rest_N = others_NV.sum(dim=1, dtype=torch.float64)
-    return torch.stack([tokens_N1[:, 0].double(), 1.0 / (1.0 + rest_N), -torch.log1p(rest_N)])
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32), copy=True)
+    logits_NV.index_fill_(1, forbidden_token_ids, float("-inf"))
+    tokens_N1 = logits_NV.argmax(dim=1, keepdim=True)
+    odds_NV = logits_NV.sub_(logits_NV.gather(1, tokens_N1)).exp_().scatter_(1, tokens_N1, 0.0)
+    other_odds_N = odds_NV.sum(dim=1, dtype=torch.float64)
+    return torch.stack([tokens_N1[:, 0].double(), 1.0 / (1.0 + other_odds_N), -torch.log1p(other_odds_N)])
+
+
+def iterate_chunks(logits_NV: Tensor) -> Iterator[slice]:
+    """Slices of positions whose fp64 probabilities are within `PROBABILITY_CHUNK_BYTES`."""
+    N, V = logits_NV.shape
+    size = max(1, PROBABILITY_CHUNK_BYTES // (8 * V))
+    return (slice(start, start + size) for start in range(0, N, size))
+
+
+def check_finite(is_finite: NDArray[np.bool_]) -> None:
+    """Check the model's probabilities.
+
+    Raises:
+        ValueError: one is not finite.
+    """
+    if not is_finite.all():
+        raise ValueError(
+            "the model's probabilities are not finite: its weights are corrupt, or its activations overflow in this "
+            'dtype; try dtype = "float32"'
+        )
+
+
+def filter_logits(logits_NV: Tensor, *, temperature: float, top_k: int | None, top_p: float) -> Tensor:
+    """Apply temperature (0 counts as 1), then top-k, then top-p to what is left (the order of Hugging Face).
+
+    Returns the argument itself if nothing changes.
+    """
+    if temperature not in (0.0, 1.0):
+        logits_NV = divide_by_temperature(logits_NV, temperature)
+    if top_k is not None:
+        logits_NV = keep_top_k(logits_NV, top_k)
+    return keep_top_p(logits_NV, top_p) if top_p < 1.0 else logits_NV
+
+
+def divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
+    """Logits of the tempered distribution, for a temperature above 0, however small."""
+    # With the highest logit at 0, a tiny divisor cannot make it overflow.
+    return (logits_NV - logits_NV.amax(dim=1, keepdim=True)) / temperature
+
+
+def keep_top_k(logits_NV: Tensor, top_k: int) -> Tensor:
+    """Set all but the k highest logits to -inf: exactly k stay, the lowest ids among equals."""
+    if top_k >= logits_NV.shape[1]:
+        return logits_NV
+    kth_N1 = logits_NV.topk(top_k, dim=1).values[:, -1:]
+    is_above_NV, is_tie_NV = logits_NV > kth_N1, logits_NV == kth_N1
+    num_ties_N1 = top_k - is_above_NV.sum(dim=1, keepdim=True)
+    return logits_NV.masked_fill(~(is_above_NV | is_tie_NV & (is_tie_NV.cumsum(dim=1) <= num_ties_N1)), float("-inf"))
+
+
+def keep_top_p(logits_NV: Tensor, top_p: float) -> Tensor:
+    """Set all logits outside the nucleus to -inf: the fewest most probable tokens whose probabilities sum to top_p.
+
+    The token that crosses top_p belongs to it, so it is never empty (Holtzman et al. 2019). Among equals the lowest ids
+    come first. Only `NUM_TOP_P_CANDIDATES` tokens are sorted, and all of them if these do not contain the nucleus.
+    """
+    total_N1 = logits_NV.logsumexp(dim=1, keepdim=True)
+    if logits_NV.shape[1] > NUM_TOP_P_CANDIDATES:
+        ids_NC = logits_NV.topk(NUM_TOP_P_CANDIDATES, dim=1).indices.sort(dim=1).values
+        sorted_NC, order_NC = logits_NV.gather(1, ids_NC).sort(dim=1, descending=True, stable=True)
+        is_outside_NC = _is_outside_nucleus(sorted_NC, total_N1, top_p)
+        # Ties of the last candidate may be missing, so it must be outside.
+        if bool((is_outside_NC | (sorted_NC > sorted_NC[:, -1:])).all()):
+            return _mask_outside(logits_NV, ids_NC.gather(1, order_NC), is_outside_NC)
+    sorted_NV, order_NV = logits_NV.sort(dim=1, descending=True, stable=True)
+    return _mask_outside(logits_NV, order_NV, _is_outside_nucleus(sorted_NV, total_N1, top_p))
+
+
+def _is_outside_nucleus(sorted_NC: Tensor, total_N1: Tensor, top_p: float) -> Tensor:
+    """True where the more probable tokens sum to top_p already."""
+    probs_NC = (sorted_NC - total_N1).exp()
+    return probs_NC.cumsum(dim=1) - probs_NC >= top_p
+
+
+def _mask_outside(logits_NV: Tensor, ids_NC: Tensor, is_outside_NC: Tensor) -> Tensor:
+    """Set logits to -inf where an id is outside the nucleus or no candidate."""
+    is_outside_NV = torch.ones_like(logits_NV, dtype=torch.bool).scatter(1, ids_NC, is_outside_NC)
+    return logits_NV.masked_fill(is_outside_NV, float("-inf"))
+
+
+def choose_tokens(probs_NV: Tensor, uniforms_N: Tensor | None) -> Tensor:
+    """Choose one token per position, [N]: the most probable one, or a sample by the inverse of the distribution.
+
+    Args:
+        probs_NV: probabilities; they need not sum to exactly 1. A token of probability zero is never sampled.
+        uniforms_N: a number in [0, 1) per position; None: the most probable token, the lowest id among equals.
+    """
+    if uniforms_N is None:
+        return probs_NV.argmax(dim=1)
+    cumulative_NV = probs_NV.cumsum(dim=1)
+    is_reached_NV = cumulative_NV > uniforms_N[:, None] * cumulative_NV[:, -1:]
+    # argmax returns the first of equals.
+    return (is_reached_NV & (probs_NV > 0.0)).to(torch.uint8).argmax(dim=1)

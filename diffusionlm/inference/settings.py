@@ -1,97 +1,137 @@
-"""What a generation config leaves open, filled in from the model's family."""
+"""The settings of decoding: a generation config with the defaults of a model, checked against the model."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 from config.families.registry import get_family
-from config.generation import (
-    DEFAULT_ENTROPY_BOUND,
-    DEFAULT_FACTOR,
-    DEFAULT_NEW_TOKENS,
-    DEFAULT_REMDM_ALPHA_ON,
-    DEFAULT_REMDM_ETA,
-    DEFAULT_REMDM_T_OFF,
-    DEFAULT_REMDM_T_ON,
-    DEFAULT_THRESHOLD_FALLBACK,
-    STRATEGIES,
-    GenerationConfig,
-)
+from config.generation import DEFAULT_NEW_TOKENS, GenerationConfig, check_attention_fits
 from config.model import ModelConfig
+from diffusionlm.inference.strategy import Strategy
 
 
-def fill_defaults(config: GenerationConfig, model: ModelConfig) -> GenerationConfig:
-    """The config with every option filled in that has a default and an effect; given ones stay. Idempotent.
+@dataclass(frozen=True)
+class DecodingSettings:
+    """A generation config that is complete and fits a model; made by `resolve_settings`."""
 
-    Options that do nothing with the strategy stay None, and ``max_new_tokens`` does where ``total_length`` is given.
+    model: ModelConfig
+    config: GenerationConfig
+    """Every key that has a default and an effect is set."""
+    strategy: Strategy
+    block_causal_length: int | None
+    """Block length of block-causal attention; None: bidirectional attention."""
+    temperature: float
+    stop_token_ids: frozenset[int]
+    forbidden_token_ids: tuple[int, ...]
+    """Tokens that are never generated: the mask token and the suppressed ones."""
+
+    @property
+    def placeholder_token_id(self) -> int:
+        """Token at masked positions: the mask token. An autoregressive model never reads it and needs none.
+
+        Raises:
+            ValueError: the model has no mask token and does not decode token by token.
+        """
+        if self.model.mask_token_id is None and self.model.is_autoregressive:
+            if self.block_causal_length == 1:
+                return 0
+            raise ValueError(
+                "the model has no mask token, so it can only generate token by token: remove generation.attention and "
+                "generation.block_length"
+            )
+        return self.model.required_mask_token_id
+
+
+def resolve_settings(config: GenerationConfig, model: ModelConfig) -> DecodingSettings:
+    """Set the keys that the config leaves open to the defaults of the model's family, and check them. Idempotent.
+
+    Keys without an effect stay None, as does ``max_new_tokens`` if ``total_length`` is set.
 
     Raises:
-        ValueError: what only the model can tell: an option has no effect with its family's strategy, a cache or canvas
-            does not fit its attention, blocks without a length or longer than its context, or guidance without a mask
-            token.
+        ValueError: a key has no effect with the default strategy of the model's family, a cache or canvas is impossible
+            with the attention, a block is longer than the model's context, a token id is outside the vocabulary, every
+            token is suppressed, or guidance is used without a mask token.
     """
-    name = config.remasking_strategy or get_family(model).default_strategy
-    if config.remasking_strategy is None:
-        try:
-            config.model_copy(update={"remasking_strategy": name}).check_strategy()
-        except ValueError as error:
-            raise ValueError(f"{error} (remasking_strategy is the default of the model's family)") from None
-    strategy = STRATEGIES[name]
+    default_strategy = config.remasking_strategy or get_family(model).default_strategy
+    try:
+        strategy = config.build_strategy(default_strategy)
+    except ValueError as error:
+        note = " (remasking_strategy is the default of the model's family)" if config.remasking_strategy is None else ""
+        raise ValueError(f"{error}{note}") from None
+    config = _fill_defaults(config, strategy, model)
+    _check_config(config, model)
+    mask_token_ids = () if model.mask_token_id is None else (model.mask_token_id,)
+    forbidden_token_ids = (*mask_token_ids, *config.suppress_token_ids)
+    if len(set(forbidden_token_ids)) == model.vocab_size:
+        raise ValueError("suppress_token_ids contains every token of the vocabulary: remove some")
+    assert config.temperature is not None
+    return DecodingSettings(
+        model=model,
+        config=config,
+        strategy=strategy,
+        block_causal_length=config.block_length if config.attention == "block_causal" else None,
+        temperature=config.temperature,
+        stop_token_ids=_resolve_stop_token_ids(config, model),
+        forbidden_token_ids=forbidden_token_ids,
+    )
+
+
+def _fill_defaults(config: GenerationConfig, strategy: Strategy, model: ModelConfig) -> GenerationConfig:
     attention = config.attention or ("bidirectional" if model.block_length is None else "block_causal")
-    is_causal = attention == "block_causal"
+    is_block_causal = attention == "block_causal"
     defaults: dict[str, object] = {
-        "remasking_strategy": name,
+        "remasking_strategy": strategy.name,
         "attention": attention,
-        "cache": "block" if is_causal else "none",
-        "temperature": strategy.temperature,
-        "confidence_from": strategy.confidence_from,
-        "confidence_threshold": strategy.confidence_threshold,
-        "threshold_comparison": strategy.threshold_comparison,
+        "cache": "block" if is_block_causal else "none",
+        "temperature": strategy.family.temperature,
+        **strategy.model_dump(),
     }
-    options: dict[str, object] = {
-        "threshold_fallback": DEFAULT_THRESHOLD_FALLBACK,
-        "factor": DEFAULT_FACTOR,
-        "entropy_bound": DEFAULT_ENTROPY_BOUND,
-        "remdm_eta": DEFAULT_REMDM_ETA,
-        "remdm_t_on": DEFAULT_REMDM_T_ON,
-        "remdm_t_off": DEFAULT_REMDM_T_OFF,
-        "remdm_alpha_on": DEFAULT_REMDM_ALPHA_ON,
-    }
-    defaults |= {key: value for key, value in options.items() if key in strategy.keys}
-    if is_causal:
+    if strategy.measure is not None:
+        defaults["confidence_from"] = strategy.family.confidence_from
+    if is_block_causal:
         defaults["block_length"] = model.block_length
     if config.total_length is None:
         defaults["max_new_tokens"] = DEFAULT_NEW_TOKENS
-    filled = config.model_copy(update={key: value for key, value in defaults.items() if getattr(config, key) is None})
-    _check(filled, model)
-    return filled
+    return config.model_copy(update={key: value for key, value in defaults.items() if getattr(config, key) is None})
 
 
-def _check(config: GenerationConfig, model: ModelConfig) -> None:
-    """What is wanted suits the model's context and attention."""
+def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
     if config.block_length is not None and config.block_length > model.max_position_embeddings:
         raise ValueError(
             f"block_length = {config.block_length} is more than the model's context, max_position_embeddings = "
-            f"{model.max_position_embeddings}: lower it, or leave it out for one block"
+            f"{model.max_position_embeddings}: lower it, or remove it for one block"
         )
-    if config.attention == "block_causal":
-        if config.block_length is None:
-            raise ValueError('attention = "block_causal" needs block_length: the model\'s config.json names none')
-        if config.cache in ("prefix", "dual"):
-            raise ValueError(
-                f'cache = "{config.cache}" is for bidirectional attention, and here it is block-causal, whose finished '
-                'blocks are kept without loss: choose "block" or leave it out'
-            )
-        if config.canvas == "growing":
-            raise ValueError(
-                'canvas = "growing" has no effect with block-causal attention, which sees no later block: remove it, '
-                'or set attention = "bidirectional"'
-            )
-    elif config.cache == "block":
-        raise ValueError(
-            'cache = "block" is for block-causal attention, and here it is bidirectional, where keys and values of '
-            'finished blocks change with what follows: choose "prefix", "dual" or "none"'
-        )
+    if config.attention == "block_causal" and config.block_length is None:
+        raise ValueError('attention = "block_causal" needs block_length: the model\'s config.json names none')
+    check_attention_fits(config.attention, config.cache, config.canvas)
     if config.cfg_scale > 0.0 and model.mask_token_id is None:
         raise ValueError(
             f"cfg_scale = {config.cfg_scale} needs a mask token, and the model's config.json names no mask_token_id: "
             "remove it"
         )
+    for key in ("stop_token_ids", "suppress_token_ids", "defer_token_ids"):
+        check_token_ids(getattr(config, key) or (), model, key)
+
+
+def check_token_ids(token_ids: Collection[int], model: ModelConfig, label: str) -> None:
+    """Check that token ids are in the model's vocabulary.
+
+    Raises:
+        ValueError: one is not; ``label`` says where.
+    """
+    invalid_id = next((token for token in token_ids if not 0 <= token < model.vocab_size), None)
+    if invalid_id is not None:
+        raise ValueError(
+            f"{label}: token {invalid_id} is outside the model's vocabulary of {model.vocab_size} tokens: use the "
+            "model's own tokenizer"
+        )
+
+
+def _resolve_stop_token_ids(config: GenerationConfig, model: ModelConfig) -> frozenset[int]:
+    """Stop tokens of the config, else of the model, else its end-of-text token."""
+    if config.stop_token_ids is not None:
+        return frozenset(config.stop_token_ids)
+    if model.stop_token_ids:
+        return frozenset(model.stop_token_ids)
+    return frozenset() if model.eos_token_id is None else frozenset({model.eos_token_id})

@@ -1,8 +1,8 @@
-"""The text of one generation while it grows: what is final from the left, as soon as it is.
+"""The text of one generation as a stream: tokens are passed on from the left as soon as they are final.
 
-Diffusion settles positions in any order, so a piece comes when everything before it is settled, too; with blocks at the
-latest when its block is done. Where a strategy takes tokens back, which it does within the current block alone, a block
-comes when the next one has begun.
+Positions are committed in any order, so a piece of text is final when everything before it is committed too; with
+blocks at the latest when its block is complete. A strategy that remasks does so within the current block alone, so its
+blocks are final when the next one has begun.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.blocks import block_causal_length
-from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, generate
-from diffusionlm.inference.settings import fill_defaults
-from diffusionlm.inference.stopping import resolve_stop_token_ids
-from diffusionlm.inference.strategies import build_strategy
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, decode
+from diffusionlm.inference.requests import PreparedRequest, prepare_prompt
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
@@ -29,62 +27,64 @@ def stream(
     config: GenerationConfig,
     seed: int = 0,
 ) -> Iterator[str]:
-    """The pieces of the text that `generate` continues a prompt by; none is empty, and none splits a character.
+    """Iterate over the pieces of text by which `generate` continues a prompt; none is empty or splits a character.
 
-    Decoding begins with the first piece that is asked for, in a thread of its own, and ends with its next forward when
-    the iterator is closed.
+    Decoding runs in a thread of its own. It starts with the request for the first piece, and stops at its next forward
+    when the iterator is closed.
 
     Raises:
-        ValueError: as in `generate`, when the next piece is asked for.
+        ValueError: like `generate`, when a piece is requested.
     """
+    settings = resolve_settings(config, model.config)
+    request = prepare_prompt(settings, prompt_ids, seed, label="the prompt")
     updates: SimpleQueue[Sequence[int] | Exception | None] = SimpleQueue()
     is_closed = threading.Event()
     thread = threading.Thread(
-        target=_decode,
-        args=(model, prompt_ids, config, seed, updates, is_closed),
+        target=_decode_into_queue,
+        args=(model, settings, request, len(prompt_ids), updates, is_closed),
         name="diffusionlm-stream",
         daemon=True,
     )
     thread.start()
     try:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        num_told = 0
-        while (ids := updates.get()) is not None:
-            if isinstance(ids, Exception):
-                raise ids
-            piece = decoder.decode(tokenizer.decode_bytes(ids[num_told:]))
-            num_told = len(ids)
+        num_decoded = 0
+        while (final_ids := updates.get()) is not None:
+            if isinstance(final_ids, Exception):
+                raise final_ids
+            piece = decoder.decode(tokenizer.decode_bytes(final_ids[num_decoded:]))
+            num_decoded = len(final_ids)
             if piece:
                 yield piece
-        if rest := decoder.decode(b"", final=True):
-            yield rest
+        if piece := decoder.decode(b"", final=True):
+            yield piece
     finally:
         is_closed.set()
         thread.join()
 
 
 class _ReaderClosedError(Exception):
-    """Nobody reads on."""
+    """The iterator was closed."""
 
 
-def _decode(
+def _decode_into_queue(
     model: Transformer,
-    prompt_ids: Sequence[int],
-    config: GenerationConfig,
-    seed: int,
+    settings: DecodingSettings,
+    request: PreparedRequest,
+    prompt_length: int,
     updates: SimpleQueue[Sequence[int] | Exception | None],
     is_closed: threading.Event,
 ) -> None:
-    """Put the new tokens that are final, all of them each time, then None or what went wrong."""
+    """After each forward put all final new tokens into the queue; at the end None, or an error."""
+    tracker = _FinalTokenTracker(settings, prompt_length)
+
+    def put_final_tokens(step: DecodingStep) -> None:
+        if is_closed.is_set():
+            raise _ReaderClosedError
+        updates.put(tracker.final_tokens(step.canvases[0]))
+
     try:
-        finality = _FinalTokenTracker(model, fill_defaults(config, model.config), len(prompt_ids))
-
-        def tell(step: DecodingStep) -> None:
-            if is_closed.is_set():
-                raise _ReaderClosedError
-            updates.put(finality.of(step.canvases[0]))
-
-        [result] = generate(model, [prompt_ids], config, [seed], tell)
+        [result] = decode(model, settings, [request], put_final_tokens)
         updates.put(result.token_ids)
         updates.put(None)
     except _ReaderClosedError:
@@ -94,29 +94,29 @@ def _decode(
 
 
 class _FinalTokenTracker:
-    """Which new tokens of a canvas will not change any more."""
+    """Finds the new tokens of a canvas that will not change anymore."""
 
-    def __init__(self, model: Transformer, config: GenerationConfig, start: int) -> None:
-        self._start = start
-        self._can_remask = build_strategy(config).can_remask
-        self._stop_ids = resolve_stop_token_ids(config, model.config)
-        causal = block_causal_length(config, model.config)
-        self._origin = start if causal is None else 0
-        self._size = causal or config.block_length
+    def __init__(self, settings: DecodingSettings, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._can_remask = settings.strategy.can_remask
+        self._stop_token_ids = settings.stop_token_ids
+        self._first_block_start = prompt_length if settings.block_causal_length is None else 0
+        self._block_length = settings.config.block_length
 
-    def of(self, canvas: CanvasSnapshot) -> tuple[int, ...]:
-        """Ids from the first new one on, up to the first that is not final, or to a stop token."""
-        ids = canvas.token_ids[self._start : max(self._end(canvas), self._start)]
-        stop = next((place for place, token in enumerate(ids) if token in self._stop_ids), len(ids))
-        return ids[:stop]
+    def final_tokens(self, canvas: CanvasSnapshot) -> tuple[int, ...]:
+        """New tokens up to the first one that is not final, or to a stop token."""
+        new_ids = canvas.token_ids[self._prompt_length : max(self._final_end(canvas), self._prompt_length)]
+        stop = next((index for index, token in enumerate(new_ids) if token in self._stop_token_ids), len(new_ids))
+        return new_ids[:stop]
 
-    def _end(self, canvas: CanvasSnapshot) -> int:
+    def _final_end(self, canvas: CanvasSnapshot) -> int:
+        new_positions = range(self._prompt_length, len(canvas.is_masked))
         if not self._can_remask:
-            new = enumerate(canvas.is_masked[self._start :], self._start)
-            return next((place for place, is_masked in new if is_masked), len(canvas.token_ids))
-        # Blocks are decoded in order, so those before the last one that has anything are done.
-        places = range(len(canvas.is_masked) - 1, self._start - 1, -1)
-        last = next((place for place in places if not canvas.is_masked[place]), self._start)
-        if self._size is None:
-            return self._start
-        return self._origin + (last - self._origin) // self._size * self._size
+            return next((position for position in new_positions if canvas.is_masked[position]), len(canvas.is_masked))
+        if self._block_length is None:
+            return self._prompt_length
+        # Blocks are decoded in order, so all before the last one with a committed token are complete.
+        committed = (position for position in reversed(new_positions) if not canvas.is_masked[position])
+        last_committed = next(committed, self._prompt_length)
+        offset = last_committed - self._first_block_start
+        return self._first_block_start + offset // self._block_length * self._block_length

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.generate import Generation, check_infill, infill
+from diffusionlm.inference.generate import Generation, decode
+from diffusionlm.inference.requests import PreparedRequest, prepare_infill
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.text import parse_infill, token_texts
 from diffusionlm.models.transformer import Transformer
 from logger import RunLogger
@@ -23,8 +25,9 @@ class SampleInfills:
     texts: Sequence[str]
     prefix_ids: list[int]
     """Tokens before each text, which are not shown."""
-    canvases: list[list[int]]
-    """Token ids with mask tokens; empty on ranks that fill nothing."""
+    settings: DecodingSettings
+    requests: list[PreparedRequest]
+    """Empty on ranks that fill nothing."""
 
     @classmethod
     def open(
@@ -41,29 +44,31 @@ class SampleInfills:
         """
         prefix_ids = model.config.prefix_ids
         try:
-            canvases = [[*prefix_ids, *parse_infill(text, tokenizer)] for text in texts]
-            if canvases:
-                check_infill(model, canvases, _decoding_options(model))
+            # The default cache of a block-causal model is "block", and these backends have no cached form.
+            cache = "none" if model.attention_backend in ("tiled", "flex") else None
+            settings = resolve_settings(GenerationConfig(cache=cache), model.config)
+            requests = [
+                prepare_infill(settings, [*prefix_ids, *parse_infill(text, tokenizer)], seed, label=repr(text))
+                for seed, text in enumerate(texts)
+            ]
         except ValueError as error:
             raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
-        return cls(tokenizer, texts, prefix_ids, canvases if is_participating else [])
+        return cls(tokenizer, texts, prefix_ids, settings, requests if is_participating else [])
 
     def log_samples(self, model: Transformer, step: int, logger: RunLogger) -> None:
         """Fill the masked spans greedily, one token per forward, and log an event for each text."""
-        if not self.canvases:
+        if not self.requests:
             return
-        results = infill(model, self.canvases, _decoding_options(model))
-        for text, canvas, result in zip(self.texts, self.canvases, results, strict=True):
-            values = self._describe_sample(text, canvas, result)
+        results = decode(model, self.settings, self.requests)
+        for text, request, result in zip(self.texts, self.requests, results, strict=True):
+            values = self._describe_sample(text, request, result)
             logger.event(step, "sample", f"step {step}: {text!r} -> {values['filled']!r}", values)
 
-    def _describe_sample(self, text: str, canvas: list[int], result: Generation) -> dict[str, Any]:
+    def _describe_sample(self, text: str, request: PreparedRequest, result: Generation) -> dict[str, Any]:
         """``given``, ``filled`` and its ``tokens`` as text. For each token ``step_map``, the forward (from 1) that
         committed it, and ``logprobs``, in nats; null for tokens that were not masked."""
         start = len(self.prefix_ids)
-        masked_positions = [
-            position - start for position, token in enumerate(canvas) if token == self.tokenizer.mask_token_id
-        ]
+        masked_positions = (request.masked_positions - start).tolist()
         tokens = token_texts(self.tokenizer, result.token_ids[start:])
         step_map = dict(zip(masked_positions, result.step_map, strict=True))
         finite_logprobs = (logprob if math.isfinite(logprob) else None for logprob in result.logprobs)
@@ -76,8 +81,3 @@ class SampleInfills:
             "step_map": [step_map.get(position) for position in positions],
             "logprobs": [logprobs.get(position) for position in positions],
         }
-
-
-def _decoding_options(model: Transformer) -> GenerationConfig:
-    # The default cache of a block-causal model is "block", and these backends have no cached form.
-    return GenerationConfig(cache="none" if model.attention_backend in ("tiled", "flex") else None)

@@ -6,17 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from config.generation import STRATEGIES, GenerationConfig, RemaskingStrategy
+from config.generation import GenerationConfig
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import Generation, generate, infill
-from diffusionlm.inference.settings import fill_defaults
-from diffusionlm.inference.strategies import build_strategy
+from diffusionlm.inference.strategies import STRATEGIES
 from tests.reference.decoding.choosing import Array, best, even_counts, softmax
 from tests.reference.decoding.llada import by_factor, by_threshold
 from tests.reference.decoding.sdar import Rule
@@ -29,14 +28,14 @@ from tests.reference.decoding.standins import (
     tiny_transformer,
 )
 
-STRATEGY_NAMES: tuple[RemaskingStrategy, ...] = get_args(RemaskingStrategy)
+STRATEGY_NAMES = tuple(STRATEGIES)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 0, 1, 2], [9, 8, 7, 6, 5, 4]]
 SEEDS = [7, 7, 0, 3]
 
 
-def options(strategy: RemaskingStrategy, steps: int = 3) -> dict[str, Any]:
+def options(strategy: str, steps: int = 3) -> dict[str, Any]:
     """Few steps, where the strategy takes any."""
-    takes_steps = "denoising_steps" in STRATEGIES[strategy].keys
+    takes_steps = "denoising_steps" in STRATEGIES[strategy].option_keys()
     return {"remasking_strategy": strategy, **({"denoising_steps": steps} if takes_steps else {})}
 
 
@@ -71,9 +70,7 @@ def answer(place: int) -> int:
     ],
     ids=str,
 )
-def test_every_strategy_finds_an_oracles_answer(
-    strategy: RemaskingStrategy, config: dict[str, Any], values: dict[str, Any]
-) -> None:
+def test_every_strategy_finds_an_oracles_answer(strategy: str, config: dict[str, Any], values: dict[str, Any]) -> None:
     model = table_model(**config)
     model.table = Oracle(int("logit_alignment" in config))
     chosen = settings(max_new_tokens=11, **options(strategy), **values)
@@ -99,9 +96,7 @@ def tables() -> dict[str, TableModel]:
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 @pytest.mark.parametrize("which", ["whole", "blocks"])
-def test_a_request_does_not_depend_on_its_batch(
-    tables: dict[str, TableModel], strategy: RemaskingStrategy, which: str
-) -> None:
+def test_a_request_does_not_depend_on_its_batch(tables: dict[str, TableModel], strategy: str, which: str) -> None:
     model = tables[which]
     config = settings(
         max_new_tokens=9, block_length=4, temperature=1.0, top_p=0.9, stop_token_ids=(1,), **options(strategy)
@@ -115,7 +110,7 @@ def test_a_request_does_not_depend_on_its_batch(
 
 @pytest.mark.parametrize("cache", ["prefix", "dual", "block"])
 @pytest.mark.parametrize(("strategy", "scale"), [("threshold", 0.0), ("ancestral", 1.0), ("p2", 0.0)])
-def test_a_cached_request_does_not_depend_on_its_batch(cache: str, strategy: RemaskingStrategy, scale: float) -> None:
+def test_a_cached_request_does_not_depend_on_its_batch(cache: str, strategy: str, scale: float) -> None:
     model = tiny_transformer(3, **({"block_length": 4} if cache == "block" else {}))
     config = settings(
         max_new_tokens=9, block_length=4, temperature=1.0, cache=cache, cfg_scale=scale, **options(strategy)
@@ -128,7 +123,7 @@ def test_a_cached_request_does_not_depend_on_its_batch(cache: str, strategy: Rem
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
-def test_the_cache_of_blocks_is_exact(strategy: RemaskingStrategy, alignment: str) -> None:
+def test_the_cache_of_blocks_is_exact(strategy: str, alignment: str) -> None:
     model = tiny_transformer(5, block_length=4, logit_alignment=alignment)
     config = settings(max_new_tokens=10, temperature=1.0, top_k=6, **options(strategy))
     assert_caches_agree(model, config)
@@ -158,20 +153,7 @@ def assert_caches_agree(model: Any, config: GenerationConfig) -> None:
 
 TOKENS, LENGTH = 3, 4
 EVERY_TEXT = list(product(range(TOKENS), repeat=LENGTH))
-DETERMINISTIC = [
-    strategy
-    for strategy in STRATEGY_NAMES
-    if build_strategy(
-        fill_defaults(GenerationConfig(remasking_strategy=strategy), table_model().config)
-    ).is_deterministic
-]
-
-
-def test_which_samplers_are_deterministic() -> None:
-    assert set(DETERMINISTIC) == {
-        *("low_confidence", "sequential", "low_confidence_static", "low_confidence_dynamic", "entropy_bounded"),
-        *("threshold", "factor", "maskgit_plus", "topk_margin", "entropy"),
-    }
+DETERMINISTIC = [name for name, strategy in STRATEGIES.items() if strategy().has_exact_likelihood]
 
 
 def revealed(strategy: str, masked: list[int], probs: dict[int, Array], count: int) -> list[int]:
@@ -202,9 +184,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("strategy", DETERMINISTIC)
 @pytest.mark.parametrize("block_length", [None, 2])
-def test_exact_likelihoods_are_those_of_the_order_written_out(
-    strategy: RemaskingStrategy, block_length: int | None
-) -> None:
+def test_exact_likelihoods_are_those_of_the_order_written_out(strategy: str, block_length: int | None) -> None:
     """And sum to one over all texts. Two steps for a block, which is the whole text or half of it."""
     model = table_model(TOKENS, seed=7, scale=1.0, block_length=block_length)
     config = GenerationConfig(**options(strategy, 2), **OPTIONS.get(strategy, {}))

@@ -82,8 +82,8 @@ def test_a_cell_has_the_settings_of_its_strategy_and_of_the_grid() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("grid.caches=none,dual", 'cell "static, block 4, cache dual, batch 1": cache = "dual" is for bidirectional'),
-        ("strategies.1.caches=block", 'cell "static, bidirectional, block 16, cache block, batch 1": cache = "block"'),
+        ("grid.caches=none,dual", 'cell "static, block 4, cache dual": cache = "dual" is for bidirectional'),
+        ("strategies.1.caches=block", 'cell "static, bidirectional, block 16, cache block": cache = "block"'),
         ("strategies.1.name=static", "strategies.name: 'static' is given twice"),
         ("grid.batch_sizes=1,1", "grid.batch_sizes: 1 is given twice"),
         ("strategies.0.generation.block_length=4", "generation.block_length = 4 is set by grid.block_lengths here"),
@@ -180,7 +180,7 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_cell_that_the_model_cannot_decode_is_named() -> None:
     strategy = {"name": "few", "generation": {"remasking_strategy": "low_confidence", "steps": 1}}
     grid = {"block_lengths": [4]}
-    with pytest.raises(ValueError, match=r'cell "few, block 4, cache none, batch 1": steps = 1'):
+    with pytest.raises(ValueError, match=r'cell "few, block 4, cache none, batch 1": .*steps = 1'):
         bench_infer(make_config(strategies=[strategy], grid=grid))
 
 

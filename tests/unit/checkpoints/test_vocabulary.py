@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from config.families.model_directory import read_model_config
-from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
-from diffusionlm.inference.stopping import resolve_stop_token_ids
 from diffusionlm.models.transformer import Transformer
 
 MakeConfig = Callable[..., ModelConfig]
@@ -86,15 +84,6 @@ def test_a_broken_generation_config_is_named(content: str, named: str, tmp_path:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=rf"generation_config\.json.*{named}"):
         read(tmp_path, model_type="llama", eos_token_id=7)
-
-
-def test_what_ends_a_text(make_config: MakeConfig) -> None:
-    ends = GenerationConfig(max_new_tokens=4)
-    assert resolve_stop_token_ids(ends, make_config(eos_token_id=None)) == frozenset()
-    assert resolve_stop_token_ids(ends, make_config()) == {17}
-    assert resolve_stop_token_ids(ends, make_config(stop_token_ids=(17, 3))) == {17, 3}
-    chosen = ends.model_copy(update={"stop_token_ids": (5,)})
-    assert resolve_stop_token_ids(chosen, make_config(stop_token_ids=(17, 3))) == {5}
 
 
 def test_ends_of_a_config(make_config: MakeConfig) -> None:

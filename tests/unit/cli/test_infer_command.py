@@ -185,7 +185,7 @@ def test_a_chat_in_the_terminal(
     try:
         run(*arguments, "--system", "S")
         first, wrong, second, *end = capsys.readouterr().out.split("\n")
-        assert wrong.startswith("that did not work, and is forgotten: prompt 0 (")
+        assert wrong.startswith("failed; the conversation continues without this turn: the prompt (")
         assert end == ["", ""]
         run("--model", model_dir, "--max-new-tokens", 3, "--prompt", "sS;uhi;", "--json")
         expected = records(capsys)[0]["text"]["output"]
@@ -320,13 +320,13 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str], model_dir:
     assert "--set generation.steps=1.5: expected an integer" in failure(capsys, 2, "--steps", "1.5")
     assert "remasking_strategy" in failure(capsys, 2, "--strategy", "best")
     message = failure(capsys, 2, "--set", "generation.steps=2", "--set", "generation.denoising_steps=2")
-    assert "steps = 2 (over all blocks) and denoising_steps = 2 (of each block)" in message
+    assert "steps = 2 (over all blocks) and denoising_steps = 2 (per block)" in message
 
 
 def test_errors_of_the_run_exit_with_1(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
     assert "no model at" in failure(capsys, 1, "--model", tmp_path / "none", "--prompt", "a")
-    assert "[MASK:0] is no hole" in failure(capsys, 1, "--model", model_dir, "--infill", "a [MASK:0]")
-    assert "has no hole" in failure(capsys, 1, "--model", model_dir, "--infill", "a")
+    assert "[MASK:0] is not a masked span" in failure(capsys, 1, "--model", model_dir, "--infill", "a [MASK:0]")
+    assert "has no masked span" in failure(capsys, 1, "--model", model_dir, "--infill", "a")
     message = failure(capsys, 1, "--model", model_dir, "--prompt", "", "--prompt", "a")
     assert "prompt 1 of 2 (0 tokens) and max_new_tokens = 64: 64 tokens are more than the model's context" in message
     message = failure(capsys, 1, "--model", model_dir, "--prompt", "a")

@@ -1,15 +1,19 @@
-"""[generation]: options that do nothing or contradict each other are errors that say so."""
+"""[generation]: the keys of strategies are derived; keys without an effect and contradictions are errors."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from config.generation import STRATEGIES, STRATEGY_OPTION_KEYS, GenerationConfig, RemaskingStrategy
+from config.dump import to_toml
+from config.generation import STRATEGY_KEYS, GenerationConfig
+from config.infer import InferConfig
+from config.load import load_config
+from diffusionlm.inference.strategies import STRATEGIES
 
 VALUES: dict[str, object] = {
     "denoising_steps": 3,
@@ -35,37 +39,57 @@ def message_of(values: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_the_table_has_every_strategy_and_every_option_a_taker() -> None:
-    assert tuple(STRATEGIES) == get_args(RemaskingStrategy)
-    assert set(STRATEGY_OPTION_KEYS) == VALUES.keys()
-    for strategy in STRATEGIES.values():
-        assert set(strategy.keys) <= GenerationConfig.model_fields.keys()
-        assert len(set(strategy.keys)) == len(strategy.keys)
-        assert (strategy.confidence_from is not None) == ("confidence_from" in strategy.keys)
-        assert (strategy.confidence_threshold is not None) == ("confidence_threshold" in strategy.keys)
-        assert (strategy.threshold_comparison is not None) == ("threshold_comparison" in strategy.keys)
+def test_the_keys_of_strategies_are_derived() -> None:
+    fields = GenerationConfig.model_fields
+    assert set(STRATEGY_KEYS) == VALUES.keys()
+    common_keys = {key for key in vars(GenerationConfig)["__annotations__"] if key in fields}
+    for name, strategy in STRATEGIES.items():
+        assert not common_keys & strategy.model_fields.keys(), "an option would hide a common key"
+        assert set(strategy.option_keys()) <= fields.keys()
+        assert f"{name} ({strategy.family.name}): " in (fields["remasking_strategy"].description or "")
+    assert fields["confidence_threshold"].description == (
+        "low_confidence_dynamic (None: 0.85), threshold (None: 0.9): Threshold on the token's probability."
+    )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_options_without_effect_are_refused_and_the_others_taken(strategy: RemaskingStrategy) -> None:
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_keys_without_effect_are_errors(name: str) -> None:
     for key, value in VALUES.items():
-        values = {"remasking_strategy": strategy, key: value}
-        if key in STRATEGIES[strategy].keys:
-            taken = getattr(GenerationConfig.model_validate(values), key)
-            assert taken == (tuple(value) if isinstance(value, list) else value)
-            continue
-        message = message_of(values)
-        shown = f'"{value}"' if isinstance(value, str) else value
-        assert f'{key} = {shown} has no effect with remasking_strategy = "{strategy}": remove it' in message
+        values = {"remasking_strategy": name, key: value}
+        if key in STRATEGIES[name].option_keys():
+            accepted = getattr(GenerationConfig.model_validate(values), key)
+            assert accepted == (tuple(value) if isinstance(value, list) else value)
+        else:
+            toml_value = f'"{value}"' if isinstance(value, str) else value
+            assert f'{key} = {toml_value} has no effect with remasking_strategy = "{name}": remove' in message_of(
+                values
+            )
+
+
+def test_every_form_of_a_config_accepts_the_flat_keys(tmp_path: Path) -> None:
+    expected = GenerationConfig(remasking_strategy="threshold", confidence_threshold=0.5)
+    assert GenerationConfig.model_validate_json(expected.model_dump_json()) == expected
+    path = tmp_path / "c.toml"
+    path.write_text('[generation]\nremasking_strategy = "threshold"\nconfidence_threshold = 0.5\n')
+    assert load_config(InferConfig, path).generation == expected
+    overrides = ["generation.remasking_strategy=threshold", "generation.confidence_threshold=0.5"]
+    config = load_config(InferConfig, None, overrides)
+    assert config.generation == expected
+    path.write_text(to_toml(config))
+    assert load_config(InferConfig, path) == config
+    with pytest.raises(ValueError, match=r"generation.confidence_threshold=1.5.*at most 1"):
+        load_config(InferConfig, None, ["generation.confidence_threshold=1.5"])
+    with pytest.raises(ValueError, match=r"generation.confidence_treshold=1.*confidence_threshold"):
+        load_config(InferConfig, None, ["generation.confidence_treshold=1"])
 
 
 def test_the_remedy_names_strategies_where_they_are_few() -> None:
     message = message_of({"remasking_strategy": "random", "confidence_threshold": 0.5})
-    assert "or choose one that takes it: low_confidence_dynamic, threshold" in message
+    assert "or choose one that uses it: low_confidence_dynamic, threshold" in message
     assert "or choose another strategy" in message_of({"remasking_strategy": "factor", "steps": 5})
 
 
-def test_without_a_strategy_nothing_is_known_yet() -> None:
+def test_without_a_strategy_every_key_is_accepted() -> None:
     GenerationConfig.model_validate({key: value for key, value in VALUES.items() if key != "steps"})
 
 
@@ -86,6 +110,9 @@ def test_without_a_strategy_nothing_is_known_yet() -> None:
             {"remasking_strategy": "remdm_loop", "remdm_eta": 0.2},
             ["remdm_eta = 0.2", "0.1111", "remdm_alpha_on = 0.9", "lower one"],
         ),
+        ({"attention": "block_causal", "cache": "prefix"}, ['cache = "prefix"', "block-causal", '"block"']),
+        ({"attention": "block_causal", "canvas": "growing"}, ['canvas = "growing"', "bidirectional"]),
+        ({"attention": "bidirectional", "cache": "block"}, ['cache = "block"', "block-causal", '"prefix"']),
         ({"remdm_alpha_on": 1.0}, ["remdm_alpha_on", "less than 1"]),
         ({"top_p": 0.0}, ["top_p", "greater than 0"]),
         ({"temperature": -1.0}, ["temperature"]),

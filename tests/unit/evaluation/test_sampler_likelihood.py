@@ -14,18 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from config.generation import GenerationConfig, RemaskingStrategy
+from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.settings import fill_defaults
-from diffusionlm.inference.strategies import build_strategy
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
-DETERMINISTIC: tuple[RemaskingStrategy, ...] = ("low_confidence", "topk_margin", "entropy", "sequential")
+DETERMINISTIC: tuple[str, ...] = ("low_confidence", "topk_margin", "entropy", "sequential")
 TOKENS, LENGTH = 3, 4
 EVERY_TEXT = torch.tensor(list(product(range(TOKENS), repeat=LENGTH)))
 
@@ -47,8 +46,8 @@ def small(tiny_model: MakeModel) -> MakeModel:
 
 def plan_of(config: GenerationConfig, model: ModelConfig, num_masked: int, steps: int) -> list[int]:
     """Counts of each forward of a block."""
-    policy = build_strategy(fill_defaults(config, model))
-    return [int(count) for count in policy.unmasking_schedule(num_masked, steps, num_masked)]
+    strategy = resolve_settings(config, model).strategy
+    return [int(count) for count in strategy.unmasking_schedule(num_masked, steps, num_masked)]
 
 
 def total_probability(row_nats: tuple[float, ...]) -> float:
@@ -58,9 +57,7 @@ def total_probability(row_nats: tuple[float, ...]) -> float:
 @pytest.mark.parametrize("strategy", DETERMINISTIC)
 @pytest.mark.parametrize("steps", [4, 2, 1])
 @pytest.mark.parametrize("batch_size", [81, 7])
-def test_probabilities_of_all_texts_sum_to_one(
-    small: MakeModel, strategy: RemaskingStrategy, steps: int, batch_size: int
-) -> None:
+def test_probabilities_of_all_texts_sum_to_one(small: MakeModel, strategy: str, steps: int, batch_size: int) -> None:
     config = settings(remasking_strategy=strategy, denoising_steps=steps)
     report = sampler_likelihood(small(), EVERY_TEXT, config=config, batch_size=batch_size)
     assert total_probability(report.row_nats) == pytest.approx(1.0, abs=1e-9)
@@ -96,7 +93,7 @@ def test_probabilities_sum_to_one_where_counts_follow(
 @pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize(("block_length", "steps"), [(1, 1), (2, 2), (2, 1), (3, 2), (4, 4), (4, 2), (4, 1)])
 def test_probabilities_sum_to_one_in_blocks(
-    small: MakeModel, strategy: RemaskingStrategy, attention: str, block_length: int, steps: int
+    small: MakeModel, strategy: str, attention: str, block_length: int, steps: int
 ) -> None:
     config = settings(
         remasking_strategy=strategy, attention=attention, block_length=block_length, denoising_steps=steps
@@ -108,7 +105,7 @@ def test_probabilities_sum_to_one_in_blocks(
 @pytest.mark.parametrize("strategy", DETERMINISTIC)
 @pytest.mark.parametrize("block_length", [None, 2])
 def test_probabilities_sum_to_one_with_shifted_outputs(
-    small: MakeModel, strategy: RemaskingStrategy, block_length: int | None
+    small: MakeModel, strategy: str, block_length: int | None
 ) -> None:
     """The first token is context, so that it sums to one for each of the three."""
     model = small(logit_alignment="shifted", block_length=block_length)
@@ -155,7 +152,7 @@ def test_sequential_is_the_chain_rule(small: MakeModel) -> None:
 @pytest.mark.parametrize("block_length", [None, 4])
 @pytest.mark.parametrize("strategy", DETERMINISTIC)
 def test_the_order_is_that_of_the_distributions(
-    small: MakeModel, alignment: str, block_length: int | None, strategy: RemaskingStrategy
+    small: MakeModel, alignment: str, block_length: int | None, strategy: str
 ) -> None:
     """A slow sampler that asks for all logits and picks the surest open position of the block."""
     model = small(logit_alignment=alignment, block_length=block_length)
@@ -180,7 +177,7 @@ def test_the_order_is_that_of_the_distributions(
     assert report.nats == pytest.approx(by_hand(model, text, order, pattern), abs=1e-9)
 
 
-def sureness(probs_V: Tensor, strategy: RemaskingStrategy) -> float:
+def sureness(probs_V: Tensor, strategy: str) -> float:
     best, second, _, _ = probs_V.sort(descending=True).values.tolist()
     match strategy:
         case "low_confidence":
@@ -264,7 +261,7 @@ def test_rows_do_not_depend_on_each_other(small: MakeModel, monkeypatch: pytest.
     shuffled = sampler_likelihood(model, tokens_BL[order], config=config, batch_size=2)
     assert shuffled.row_nats == pytest.approx([whole.row_nats[row] for row in order], abs=1e-9)
     assert shuffled.standard_error == pytest.approx(whole.standard_error, abs=1e-9)
-    monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.PROBABILITY_CHUNK_BYTES", 8 * 4 * 5)
+    monkeypatch.setattr("diffusionlm.inference.sampling.PROBABILITY_CHUNK_BYTES", 8 * 4 * 5)
     monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.MAX_LOGITS_BYTES", 4 * 4 * 15)
     assert sampler_likelihood(model, tokens_BL, config=config).row_nats == pytest.approx(whole.row_nats, abs=1e-9)
 
@@ -300,7 +297,7 @@ def test_refusals(small: MakeModel) -> None:
         ({"suppress_token_ids": [1]}, "suppress_token_ids = .* changes what the sampler may say"),
         ({"cfg_scale": 1.0}, "cfg_scale = 1.0 changes what the sampler may say"),
         ({"alg_temp": 1.0}, "alg_temp = 1.0 has no exact likelihood"),
-        ({"block_length": 1, "steps": 2}, "steps = 2 are fewer than the 3 blocks"),
+        ({"block_length": 1, "steps": 2}, "steps = 2 .* 3 .block_length = 1"),
         ({"attention": "block_causal"}, "needs block_length"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -149,9 +149,7 @@ def test_holes_are_filled_by_blocks_of_the_text(which: str, request: pytest.Fixt
     assert quick.step_map == (1, 1, 2, 2, 3, 3)
     [spread] = infill(model, [canvas], settings(steps=4))
     assert [len(set(spread.step_map[start : start + 2])) for start in (0, 2, 4)] == [2, 1, 1]
-    with pytest.raises(
-        ValueError, match="steps = 2 are fewer than the 3 blocks of block_length = 4 that hold 6 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"canvas 0: steps = 2 .* 3 \(block_length = 4, 6 tokens\)"):
         infill(model, [canvas], settings(steps=2))
 
 
@@ -214,7 +212,7 @@ def test_a_model_without_mask_token_only_goes_left_to_right(
         {"attention": "bidirectional"},
         {"attention": "block_causal", "block_length": 12},
     ):
-        with pytest.raises(ValueError, match=r"no mask token.*leave generation.attention and generation.block_length"):
+        with pytest.raises(ValueError, match=r"no mask token.*remove generation.attention and generation.block_length"):
             generate(autoregressive, [[1]], settings(**values))
     for changes in ({"block_length": 4}, {"block_length": None}, {"logit_alignment": "same_position"}):
         other = like(**{"block_length": 1, "logit_alignment": "shifted", **changes, "mask_token_id": None})
@@ -226,7 +224,7 @@ def test_the_first_token_of_a_text_cannot_be_predicted_by_shifted_outputs(
     autoregressive: Transformer, shifted_blocks: Transformer, like: Callable[..., Transformer]
 ) -> None:
     for model in (autoregressive, shifted_blocks, like(logit_alignment="shifted")):
-        with pytest.raises(ValueError, match="request 1: the first token of a text cannot be predicted"):
+        with pytest.raises(ValueError, match=r"prompt 1: .*first token"):
             generate(model, [[1], []], settings())
-    with pytest.raises(ValueError, match="request 0: the first token of a text cannot be predicted"):
+    with pytest.raises(ValueError, match=r"canvas 0: .*first token"):
         infill(shifted_blocks, [[MASK, 1]], settings())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from config.generation import GenerationConfig, RemaskingStrategy
+from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.inference import streaming
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation, generate
@@ -49,9 +49,7 @@ def settings(**keys: Any) -> GenerationConfig:
 
 @pytest.mark.parametrize("strategy", ["low_confidence", "threshold", "p2", "remdm_loop"])
 @pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
-def test_the_pieces_are_the_text(
-    model: Transformer, words: Tokenizer, strategy: RemaskingStrategy, attention: Any
-) -> None:
+def test_the_pieces_are_the_text(model: Transformer, words: Tokenizer, strategy: str, attention: Any) -> None:
     config = settings(remasking_strategy=strategy, attention=attention)
     prompt = words.encode("abc")
     [whole] = generate(model, [prompt], config, [3])
@@ -86,7 +84,7 @@ def test_what_is_final_comes_at_once(
     model: Transformer,
     words: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
-    strategy: RemaskingStrategy,
+    strategy: str,
     canvases: list[str],
     pieces: list[str],
 ) -> None:
@@ -95,14 +93,15 @@ def test_what_is_final_comes_at_once(
     def ids(text: str) -> tuple[int, ...]:
         return tuple(words.vocab[byte.encode("latin-1")] for byte in text)
 
-    def fake(model: Any, prompts: Any, config: Any, seeds: Any, on_step: Any) -> list[Generation]:
-        assert (prompts, seeds) == ([words.encode("x")], [7])
+    def fake(model: Any, settings: Any, requests: Any, on_step: Any) -> list[Generation]:
+        [request] = requests
+        assert (request.canvas_L.tolist(), request.seed) == ([*words.encode("x"), *[words.mask_token_id] * 8], 7)
         for number, text in enumerate(canvases, 1):
             is_masked = tuple(byte == "_" for byte in text)
             on_step(DecodingStep(number, (CanvasSnapshot(ids(text), is_masked, (-1.0,) * len(text)),)))
         return [Generation(ids("a\xc3\xa9abc"), "stop", 5, (), ())]
 
-    monkeypatch.setattr(streaming, "generate", fake)
+    monkeypatch.setattr(streaming, "decode", fake)
     assert list(stream(model, words, words.encode("x"), settings(remasking_strategy=strategy), 7)) == pieces
 
 

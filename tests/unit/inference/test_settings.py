@@ -1,4 +1,4 @@
-"""What the model's family fills in, and what only the model can refuse."""
+"""Defaults of the model's family, and checks of a config against the model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from config.generation import STRATEGIES, STRATEGY_OPTION_KEYS, GenerationConfig, RemaskingStrategy
+from config.generation import STRATEGY_KEYS, GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference.settings import fill_defaults
+from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.inference.strategies import STRATEGIES
 
 
 def model_of(**values: Any) -> ModelConfig:
@@ -26,8 +27,8 @@ def model_of(**values: Any) -> ModelConfig:
     return ModelConfig.model_validate({**shape, **values})
 
 
-def filled(given: dict[str, Any], **model: Any) -> GenerationConfig:
-    return fill_defaults(GenerationConfig.model_validate(given), model_of(**model))
+def resolve(values: dict[str, Any], **model: Any) -> GenerationConfig:
+    return resolve_settings(GenerationConfig.model_validate(values), model_of(**model)).config
 
 
 @pytest.mark.parametrize(
@@ -41,13 +42,13 @@ def filled(given: dict[str, Any], **model: Any) -> GenerationConfig:
         ("sdar_moe", "low_confidence_dynamic"),
     ],
 )
-def test_the_strategy_is_the_family_s(model_type: str | None, strategy: RemaskingStrategy) -> None:
-    assert filled({}, model_type=model_type).remasking_strategy == strategy
-    assert filled({"remasking_strategy": "random"}, model_type=model_type).remasking_strategy == "random"
+def test_default_strategy(model_type: str | None, strategy: str) -> None:
+    assert resolve({}, model_type=model_type).remasking_strategy == strategy
+    assert resolve({"remasking_strategy": "random"}, model_type=model_type).remasking_strategy == "random"
 
 
 def test_defaults_of_a_llada() -> None:
-    assert filled({}) == GenerationConfig(
+    assert resolve({}) == GenerationConfig(
         max_new_tokens=64,
         attention="bidirectional",
         cache="none",
@@ -58,7 +59,7 @@ def test_defaults_of_a_llada() -> None:
 
 
 def test_defaults_of_an_sdar() -> None:
-    assert filled({"total_length": 20}, model_type="sdar", block_length=4) == GenerationConfig(
+    assert resolve({"total_length": 20}, model_type="sdar", block_length=4) == GenerationConfig(
         total_length=20,
         attention="block_causal",
         cache="block",
@@ -87,24 +88,24 @@ def test_defaults_of_an_sdar() -> None:
         ("remdm_loop", {"remdm_eta": 0.02, "remdm_t_on": 0.55, "remdm_t_off": 0.05, "remdm_alpha_on": 0.9}),
     ],
 )
-def test_defaults_of_strategies(strategy: RemaskingStrategy, expected: dict[str, object]) -> None:
-    config = filled({"remasking_strategy": strategy})
+def test_defaults_of_strategies(strategy: str, expected: dict[str, object]) -> None:
+    config = resolve({"remasking_strategy": strategy})
     assert {key: getattr(config, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("block_length", [None, 4])
-def test_defaults_are_idempotent_valid_and_complete(strategy: RemaskingStrategy, block_length: int | None) -> None:
-    config = filled({"remasking_strategy": strategy}, block_length=block_length)
-    assert fill_defaults(config, model_of(block_length=block_length)) == config
+def test_defaults_are_idempotent_valid_and_complete(strategy: str) -> None:
+    block_length = 4
+    config = resolve({"remasking_strategy": strategy}, block_length=block_length)
+    assert resolve_settings(config, model_of(block_length=block_length)).config == config
     assert GenerationConfig.model_validate(config.model_dump()) == config
-    open_keys = {key for key in STRATEGY_OPTION_KEYS if getattr(config, key) is None}
-    assert open_keys & set(STRATEGIES[strategy].keys) <= {"steps", "denoising_steps"}
+    open_keys = {key for key in STRATEGY_KEYS if getattr(config, key) is None}
+    assert open_keys & set(STRATEGIES[strategy].option_keys()) <= {"steps", "denoising_steps"}
     assert None not in (config.remasking_strategy, config.attention, config.cache, config.temperature)
 
 
-def test_what_is_given_stays() -> None:
-    given = {
+def test_keys_that_are_set_stay() -> None:
+    values = {
         "max_new_tokens": 5,
         "attention": "bidirectional",
         "cache": "dual",
@@ -116,16 +117,16 @@ def test_what_is_given_stays() -> None:
         "confidence_from": "filtered",
         "canvas": "growing",
     }
-    assert filled(given, model_type="sdar", block_length=4) == GenerationConfig.model_validate(given)
+    assert resolve(values, model_type="sdar", block_length=4) == GenerationConfig.model_validate(values)
 
 
 def test_bidirectional_decoding_of_a_block_model_has_no_blocks_of_its_own() -> None:
-    assert filled({"attention": "bidirectional"}, block_length=4).block_length is None
-    assert filled({"attention": "block_causal", "block_length": 2}).block_length == 2
+    assert resolve({"attention": "bidirectional"}, block_length=4).block_length is None
+    assert resolve({"attention": "block_causal", "block_length": 2}).block_length == 2
 
 
 @pytest.mark.parametrize(
-    ("given", "model", "words"),
+    ("values", "model", "words"),
     [
         (
             {"confidence_threshold": 0.5},
@@ -134,22 +135,34 @@ def test_bidirectional_decoding_of_a_block_model_has_no_blocks_of_its_own() -> N
         ),
         ({"steps": 4, "threshold_fallback": "quota"}, {"model_type": "Dream"}, ['"quota"', '"entropy"']),
         ({"cache": "prefix"}, {"block_length": 4}, ['cache = "prefix"', "bidirectional", '"block"']),
-        ({"cache": "dual", "attention": "block_causal", "block_length": 2}, {}, ['cache = "dual"', '"block"']),
         ({"cache": "block"}, {}, ['cache = "block"', "block-causal", '"prefix"', '"none"']),
-        ({"cache": "block", "attention": "bidirectional"}, {"block_length": 4}, ['cache = "block"']),
         ({"canvas": "growing"}, {"block_length": 4}, ['canvas = "growing"', "remove it", '"bidirectional"']),
         ({"attention": "block_causal"}, {}, ['attention = "block_causal"', "needs block_length"]),
         ({"cfg_scale": 1.5}, {"mask_token_id": None}, ["cfg_scale = 1.5", "mask_token_id", "remove it"]),
+        ({"suppress_token_ids": (0, 1, 2, 3)}, {}, ["suppress_token_ids", "remove some"]),
+        ({"stop_token_ids": (5,)}, {}, ["stop_token_ids", "token 5", "5 tokens"]),
         ({"block_length": 65}, {}, ["block_length = 65", "max_position_embeddings = 64", "lower it"]),
     ],
 )
-def test_what_only_the_model_can_refuse(given: dict[str, Any], model: dict[str, Any], words: list[str]) -> None:
-    config = GenerationConfig.model_validate(given)
+def test_configs_that_do_not_fit_the_model(values: dict[str, Any], model: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        fill_defaults(config, model_of(**model))
+        resolve_settings(GenerationConfig.model_validate(values), model_of(**model))
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "validation error" not in str(caught.value)
 
 
-def test_an_option_may_wait_for_the_family() -> None:
-    assert filled({"confidence_threshold": 0.5}, model_type="sdar").confidence_threshold == 0.5
+def test_an_option_of_the_familys_strategy_is_accepted() -> None:
+    assert resolve({"confidence_threshold": 0.5}, model_type="sdar").confidence_threshold == 0.5
+
+
+def test_stop_and_forbidden_tokens() -> None:
+    def resolve_tokens(values: dict[str, Any], **model: Any) -> tuple[set[int], set[int]]:
+        settings = resolve_settings(GenerationConfig.model_validate(values), model_of(**model))
+        return set(settings.stop_token_ids), set(settings.forbidden_token_ids)
+
+    assert resolve_tokens({}) == (set(), {4})
+    assert resolve_tokens({}, eos_token_id=3) == ({3}, {4})
+    assert resolve_tokens({}, eos_token_id=3, stop_token_ids=(3, 2)) == ({3, 2}, {4})
+    values = {"stop_token_ids": (0,), "suppress_token_ids": (1, 2)}
+    assert resolve_tokens(values, eos_token_id=3, stop_token_ids=(3, 2)) == ({0}, {1, 2, 4})
+    assert resolve_tokens({}, mask_token_id=None, block_length=1, logit_alignment="shifted") == (set(), set())

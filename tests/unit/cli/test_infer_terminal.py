@@ -9,8 +9,9 @@ import pytest
 
 from cli.infer.answers import build_answers
 from cli.infer.inputs import EncodedInput, Input, InputKind
-from cli.infer.terminal import LiveView, print_answer, wrap_pieces
+from cli.infer.terminal import MASK_GLYPH, LiveView, canvas_text_pieces, print_answer, render_canvas, wrap_pieces
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
+from diffusionlm.inference.text import parse_infill
 from tokenizer import Tokenizer, train_bpe
 
 ERASE = "\x1b[{}A\r\x1b[J"
@@ -102,5 +103,26 @@ def test_answers(words: Tokenizer, capsys: pytest.CaptureFixture[str], kind: Inp
     new = tuple(words.vocab[char] for char in (b"b", b"c"))
     result = Generation(new, "length", 2, (-1.0, -1.0), (1, 2))
     [answer] = build_answers(words, [request_of(words, "a", kind)], [result], 1.0)
-    print_answer(words, answer, is_one_of_many=many)
+    print_answer(words, answer, shows_name=many)
     assert capsys.readouterr().out == shown
+
+
+def test_rendering(words: Tokenizer) -> None:
+    ids = parse_infill("the [MASK:2] sat", words)
+    masked = [token == words.mask_token_id for token in ids]
+    assert render_canvas(ids, masked, words) == f"the {MASK_GLYPH}{MASK_GLYPH} sat"
+    first = masked.index(True)
+    ids[first], still = words.encode("c")[0], list(masked)
+    still[first] = False
+    assert render_canvas(ids, still, words) == f"the c{MASK_GLYPH} sat"
+    assert canvas_text_pieces(ids, still, masked, words) == [
+        ("the ", False),
+        ("c", True),
+        (MASK_GLYPH, True),
+        (" sat", False),
+    ]
+
+
+def test_a_mask_token_that_is_final_is_shown_as_text(words: Tokenizer) -> None:
+    assert words.mask_token_id is not None
+    assert render_canvas([words.mask_token_id] * 2, [False, True], words) == f"<|mask|>{MASK_GLYPH}"

@@ -154,7 +154,7 @@ def test_chats_are_what_the_template_writes(words: Tokenizer) -> None:
 
 
 def test_a_hole_that_cannot_be_read_names_its_line(words: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"^f:9: \[MASK:0\] is no hole"):
+    with pytest.raises(ValueError, match=r"^f:9: \[MASK:0\] is not a masked span"):
         encode_inputs([Input("infill", "[MASK:0]", place="f:9")], words, model_config(words), None, 0)
 
 

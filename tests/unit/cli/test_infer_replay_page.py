@@ -40,7 +40,7 @@ def recorded(words: Tokenizer, request: EncodedInput, canvases: Sequence[CanvasS
     recorder = ReplayRecorder([request])
     for number, canvas in enumerate(canvases, 1):
         recorder(DecodingStep(number, (canvas,)))
-    return recorder.recordings[0], build_answers(words, [request], [result], 0.5)[0]
+    return recorder.replays[0], build_answers(words, [request], [result], 0.5)[0]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_growing_canvas_and_a_token_that_changes() -> None:
     recorder(DecodingStep(1, (CanvasSnapshot((7, 1, 9), (False, False, True), (NAN, -1.0, NAN)),)))
     recorder(DecodingStep(2, (CanvasSnapshot((7, 2, 3, 9), (False, False, False, True), (NAN, -2.0, -3.0, NAN)),)))
     recorder(DecodingStep(3, (CanvasSnapshot((7, 2, 3), (False, False, False), (NAN, -2.0, -3.0)),)))
-    assert recorder.recordings[0].frames == [
+    assert recorder.replays[0].frames == [
         ReplayFrame(3, ((1, 1, -1.0),), ()),
         ReplayFrame(4, ((1, 2, -2.0), (2, 3, -3.0)), ()),
         ReplayFrame(3, (), ()),
@@ -249,7 +249,7 @@ def test_text_can_be_read_and_the_scale_without_colours(scheme: str) -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_replays(words: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
-    page, shim = tmp_path / "page.html", Path(__file__).with_name("replay_page.js")
+    page, shim = tmp_path / "page.html", Path(__file__).with_name("infer_replay_page.js")
     other = recorded(words, request_of(words.encode("the"), number=2), [], Generation((), "length", 0, (), ()))
     page.write_text(render_page(words, "m", {}, [replay, other]), encoding="utf-8")
     done = subprocess.run(["node", shim, page], capture_output=True, text=True, check=True, timeout=60)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffusionlm.inference.filters import choose_tokens, divide_by_temperature, filter_logits, keep_top_k, keep_top_p
+from diffusionlm.inference import sampling
+from diffusionlm.inference.sampling import choose_tokens, divide_by_temperature, filter_logits, keep_top_k, keep_top_p
 
 INF = float("inf")
 
@@ -58,14 +59,17 @@ def test_top_p_includes_the_token_that_crosses() -> None:
 
 @pytest.mark.parametrize("num_candidates", [1, 2, 5, 12])
 @pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 0.999])
-def test_top_p_with_few_candidates_is_the_same(num_candidates: int, top_p: float) -> None:
+def test_top_p_with_few_candidates_is_the_same(
+    num_candidates: int, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also among equals, where candidates do not hold the nucleus, and in rows with fewer finite logits."""
     logits_NV = torch.cat([random_logits(), random_logits().round(), torch.zeros(1, 13, dtype=torch.float64)])
     logits_NV[0, 1:] = -INF
-    for row_V in logits_NV.split(1):
-        expected_V = keep_top_p(row_V, top_p, num_candidates=13)
-        assert torch.equal(keep_top_p(row_V, top_p, num_candidates), expected_V)
-    assert torch.equal(keep_top_p(logits_NV, top_p, num_candidates), keep_top_p(logits_NV, top_p, 13))
+    expected_NV = keep_top_p(logits_NV, top_p)
+    monkeypatch.setattr(sampling, "NUM_TOP_P_CANDIDATES", num_candidates)
+    assert torch.equal(keep_top_p(logits_NV, top_p), expected_NV)
+    for row_1V, expected_1V in zip(logits_NV.split(1), expected_NV.split(1), strict=True):
+        assert torch.equal(keep_top_p(row_1V, top_p), expected_1V)
 
 
 def test_temperature() -> None:

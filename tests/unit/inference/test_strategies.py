@@ -1,0 +1,412 @@
+"""Strategies: confidences, unmasking schedules, selected positions, and the checks when a class is defined."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from config.base import PositiveFloat, PositiveInt
+from diffusionlm.inference.strategies import STRATEGIES
+from diffusionlm.inference.strategy import (
+    NEGATIVE_ENTROPY,
+    TOKEN_PROBABILITY,
+    TOP2_MARGIN,
+    DecodeState,
+    Strategy,
+    collect_strategies,
+)
+from diffusionlm.inference.strategy_bases import LLADA, select_most_confident
+
+INF = float("inf")
+
+
+def build(name: str, **options: Any) -> Strategy:
+    return STRATEGIES[name](**options)
+
+
+def decode_state(
+    confidence: list[float] | NDArray[np.float64],
+    schedule_value: float = 1,
+    *,
+    uniforms: NDArray[np.float64] | None = None,
+    is_masked: NDArray[np.bool_] | None = None,
+    step: int = 0,
+    num_steps: int = 1,
+) -> DecodeState:
+    M = len(confidence)
+    return DecodeState(
+        confidence_M=np.array(confidence, dtype=np.float64),
+        is_masked_M=np.ones(M, dtype=np.bool_) if is_masked is None else is_masked,
+        uniforms_M=np.zeros(M) if uniforms is None else uniforms,
+        schedule_value=schedule_value,
+        step=step,
+        num_steps=num_steps,
+    )
+
+
+def select(
+    strategy: Strategy, confidence: list[float] | NDArray[np.float64], schedule_value: float = 1, **state: Any
+) -> list[int]:
+    return np.flatnonzero(strategy.select_positions(decode_state(confidence, schedule_value, **state))).tolist()
+
+
+def chi_square(counts: list[int], probabilities: list[float]) -> float:
+    total = sum(counts)
+    return sum(
+        (count - total * share) ** 2 / (total * share) for count, share in zip(counts, probabilities, strict=True)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The contract
+
+
+COMPLETE: dict[str, Any] = {
+    "name": "mine",
+    "family": LLADA,
+    "source": "here",
+    "forwards": "m",
+    "measure": TOKEN_PROBABILITY,
+    "uses_steps": False,
+    "uses_randomness": False,
+    "can_remask": False,
+    "unmasking_schedule": lambda self, num_masked, num_steps, block_length: (1,) * num_masked,
+    "select_positions": lambda self, state: state.is_masked_M,
+    "__doc__": "All positions.",
+    "__module__": __name__,
+}
+
+
+def define(**attributes: Any) -> type[Strategy]:
+    return type("Mine", (Strategy,), attributes)
+
+
+@pytest.mark.parametrize("key", [key for key in COMPLETE if key not in ("name", "__module__")])
+def test_an_incomplete_strategy_cannot_be_defined(key: str) -> None:
+    define(**COMPLETE)
+    with pytest.raises(TypeError, match="docstring" if key == "__doc__" else key):
+        define(**{name: value for name, value in COMPLETE.items() if name != key})
+
+
+def test_options_need_a_default_and_a_docstring() -> None:
+    with pytest.raises(TypeError, match="default of strength, docstring of strength"):
+        define(**COMPLETE, __annotations__={"strength": "int"})
+    with pytest.raises(TypeError, match="lacks docstring of strength"):
+        define(**COMPLETE, __annotations__={"strength": "int"}, strength=1)
+
+
+def test_names_and_option_types_are_unique() -> None:
+    class One(Strategy):
+        """One."""
+
+        strength: PositiveInt = 1
+        """Strength."""
+
+    class Two(Strategy):
+        """Two."""
+
+        strength: PositiveFloat = 1.0
+        """Strength."""
+
+    values = {key: value for key, value in COMPLETE.items() if key != "name"}
+    one, other = type("A", (One,), {**values, "name": "one"}), type("B", (One,), {**values, "name": "one"})
+    two = type("C", (Two,), {**values, "name": "two"})
+    assert list(collect_strategies({"A": one, "One": One, "x": 3})) == ["one"]
+    with pytest.raises(TypeError, match='"one" is defined twice'):
+        collect_strategies({"A": one, "B": other})
+    with pytest.raises(TypeError, match="option strength of C has another type"):
+        collect_strategies({"A": one, "C": two})
+
+
+def test_traits() -> None:
+    """The exact likelihood, streaming and the fast greedy path depend on them."""
+    strategies = {name: build(name) for name in STRATEGIES}
+    without_measure = {"random", "sequential", "origin", "ancestral", "first_hitting", "equal_counts"}
+    without_measure |= {"remdm_cap", "remdm_loop"}
+    assert {name for name, strategy in strategies.items() if strategy.measure is None} == without_measure
+    other_measures = {
+        name: strategy.measure
+        for name, strategy in strategies.items()
+        if strategy.measure not in (None, TOKEN_PROBABILITY)
+    }
+    assert other_measures == {
+        "topk_margin": TOP2_MARGIN,
+        "entropy": NEGATIVE_ENTROPY,
+        "entropy_bounded": NEGATIVE_ENTROPY,
+    }
+    assert {name for name, each in strategies.items() if each.can_remask} == {"p2", "remdm_cap", "remdm_loop"}
+    assert {name for name, each in strategies.items() if not each.has_exact_likelihood} == {
+        *("random", "random_topk", "origin", "ancestral", "first_hitting", "equal_counts"),
+        *("p2", "remdm_cap", "remdm_loop"),
+    }
+    assert not build("entropy", alg_temp=0.1).is_deterministic
+
+
+def test_confidence_measures() -> None:
+    probs_NV = torch.tensor([[0.5, 0.2, 0.3, 0.0], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
+    tokens_N = torch.tensor([1, 3])
+    entropies = [-sum(p * math.log(p) for p in (0.5, 0.2, 0.3)), math.log(4)]
+    assert TOKEN_PROBABILITY.compute(probs_NV, tokens_N).tolist() == [0.2, 0.25]
+    assert TOP2_MARGIN.compute(probs_NV, tokens_N).tolist() == pytest.approx([0.2, 0.0])
+    assert NEGATIVE_ENTROPY.compute(probs_NV, tokens_N).tolist() == pytest.approx([-value for value in entropies])
+
+
+SCHEDULES: dict[tuple[str, ...], Any] = {
+    ("low_confidence", "random", "random_topk", "equal_counts"): (2, 2, 1),
+    ("sequential", "low_confidence_static", "low_confidence_dynamic"): (3, 2),
+    ("threshold", "factor", "entropy_bounded", "first_hitting"): (1, 1, 1, 1, 1),
+    ("maskgit_plus", "topk_margin", "entropy"): (1, 1, 3),
+    ("ancestral",): (1 / 3, 1 / 2, 1.0),
+    ("origin",): pytest.approx((0.333, 0.333 / 0.667, 1.0), abs=1e-6),
+    ("p2",): (1 / 3, 2 / 3, 1.0),
+    ("remdm_cap",): (0.02, 0.02, 0.0),
+    ("remdm_loop",): (0.0, 0.0, 0.0),
+}
+
+
+def test_unmasking_schedules() -> None:
+    assert {name for names in SCHEDULES for name in names} == set(STRATEGIES)
+    for names, expected in SCHEDULES.items():
+        for name in names:
+            assert build(name).unmasking_schedule(num_masked=5, num_steps=3, block_length=8) == expected, name
+    one = build("low_confidence_dynamic", threshold_fallback="one")
+    assert one.unmasking_schedule(num_masked=5, num_steps=3, block_length=8) == (1,) * 5
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_commits_everything(name: str) -> None:
+    """Whatever the confidences, within the schedule; deferred tokens come last."""
+    strategy, rng = build(name), np.random.default_rng(3)
+    for size, num_given, num_steps in [(1, 0, 1), (6, 0, 3), (6, 2, 6), (9, 4, 4), (8, 0, 20)]:
+        is_masked = np.ones(size - num_given, dtype=np.bool_)
+        schedule = strategy.unmasking_schedule(len(is_masked), num_steps, size)
+        for step, schedule_value in enumerate(schedule):
+            if not strategy.can_remask and not is_masked.any():
+                break
+            positions = np.arange(len(is_masked)) if strategy.can_remask else np.flatnonzero(is_masked)
+            confidence = np.where(rng.random(len(positions)) < 0.2, -INF, -2 * rng.random(len(positions)))
+            if strategy.measure is None:
+                confidence = np.zeros(len(positions))
+            state = decode_state(
+                confidence,
+                schedule_value,
+                uniforms=rng.random(len(positions)),
+                is_masked=is_masked[positions],
+                step=step,
+                num_steps=len(schedule),
+            )
+            is_selected = strategy.select_positions(state)
+            assert strategy.measure is None or strategy.can_remask or is_selected.any()
+            is_deferred = np.isneginf(confidence)
+            assert not (is_selected & is_deferred).any() or is_selected[~is_deferred].all()
+            is_masked[positions] = ~is_selected
+        assert not is_masked.any(), (size, num_given, num_steps)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rules
+
+
+def test_ties_go_to_the_first_positions() -> None:
+    confidence = np.array([0.5, 0.9, 0.5, 0.9, 0.9])
+    assert select_most_confident(confidence, 2).tolist() == [False, True, False, True, False]
+    assert select_most_confident(confidence, 4).tolist() == [True, True, False, True, True]
+
+
+def test_the_most_confident_positions_are_selected() -> None:
+    strategy = build("low_confidence")
+    assert select(strategy, [0.1, 0.4, 0.3, 0.4], 1) == [1]
+    assert select(strategy, [0.1, 0.4, 0.3, 0.4], 3) == [1, 2, 3]
+    assert select(build("sequential"), [0.0, 0.0, 0.0], 2) == [0, 1]
+
+
+def test_threshold_selects_at_least_the_most_confident_position() -> None:
+    strategy = build("threshold", confidence_threshold=0.75)
+    assert select(strategy, [0.75, 0.7, 0.8]) == [0, 2]
+    assert select(strategy, [0.1, 0.3, 0.3]) == [1]
+    strict = build("threshold", confidence_threshold=0.75, threshold_comparison=">")
+    assert select(strict, [0.75, 0.7, 0.8]) == [2]
+    assert select(strict, [0.75, 0.7, 0.75]) == [0]
+    assert select(build("threshold"), [0.9, 0.89]) == [0]
+    assert select(build("threshold", confidence_threshold=0.0), [0.0, -INF]) == [0]
+
+
+def test_dynamic_threshold_with_enough_tokens() -> None:
+    for fallback in ("quota", "leftmost", "one"):
+        strategy = build("low_confidence_dynamic", threshold_fallback=fallback)
+        assert select(strategy, [0.9, 0.85, 0.86, 0.2], 2) == [0, 2]
+        assert select(strategy, [0.9, 0.95, 0.86, 0.2], 2) == [0, 1, 2]
+    inclusive = build("low_confidence_dynamic", threshold_comparison=">=")
+    assert select(inclusive, [0.9, 0.85, 0.86, 0.2], 2) == [0, 1, 2]
+
+
+def test_dynamic_threshold_falls_back_if_too_few_tokens_pass() -> None:
+    confidence = [0.1, 0.2, 0.9, 0.4]
+    assert select(build("low_confidence_dynamic"), confidence, 3) == [1, 2, 3]
+    leftmost = build("low_confidence_dynamic", threshold_fallback="leftmost")
+    assert select(leftmost, confidence, 3) == [0, 1, 2]
+    assert select(leftmost, [-INF, 0.2, 0.9, 0.4], 2) == [1, 2], "a deferred token is last"
+    one = build("low_confidence_dynamic", threshold_fallback="one")
+    assert select(one, confidence) == [2]
+    assert select(one, [0.1, 0.2, 0.2]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("factor", "confidence", "expected"),
+    [
+        # Required: 0.5, 2/3, 0.75, 0.8.
+        (1.0, [0.75, 0.1, 0.9, 0.7], [0, 2]),
+        (1.0, [0.79, 0.8, 0.9, 0.78], [0, 1, 2]),  # only the last one fails
+        (1.0, [0.8, 0.8, 0.9, 0.8], [0, 1, 2, 3]),
+        (1.0, [0.1, 0.2], [1]),  # at least one
+        (1.0, [0.6, 0.6, 0.76], [2]),  # the second fails
+        # Required: 0, 1/3, 0.5, 0.6.
+        (2.0, [0.3, 0.5, 0.55, 0.1], [1, 2]),
+        (100.0, [0.0, 0.1], [0, 1]),
+    ],
+)
+def test_factor(factor: float, confidence: list[float], expected: list[int]) -> None:
+    assert select(build("factor", factor=factor), confidence) == expected
+
+
+@pytest.mark.parametrize(
+    ("bound", "entropies", "expected"),
+    [
+        (0.5, [0.25, 0.5, 0.125], [0, 2]),  # sums 0.125, 0.375, 0.875
+        (0.375, [0.25, 0.5, 0.125], [2]),  # below the bound, not equal to it
+        (10.0, [0.25, 0.5, 0.125], [0, 1, 2]),
+        (0.35, [0.5, 0.5], [0]),
+    ],
+)
+def test_entropy_bounded(bound: float, entropies: list[float], expected: list[int]) -> None:
+    assert select(build("entropy_bounded", entropy_bound=bound), [-entropy for entropy in entropies]) == expected
+
+
+def test_alg_temp_samples_without_replacement_from_the_softmax() -> None:
+    strategy = build("entropy", alg_temp=0.4)
+    confidence = np.array([-0.3, -1.0, -0.6, -0.1])
+    weights = np.exp(confidence / 0.4)
+    probs = (weights / weights.sum()).tolist()
+    rng = np.random.default_rng(0)
+    first, pairs = Counter[int](), Counter[tuple[int, int]]()
+    for _ in range(3000):
+        uniforms = rng.random(4)
+        [best] = select(strategy, confidence, 1, uniforms=uniforms)
+        pair = select(strategy, confidence, 2, uniforms=uniforms)
+        assert best in pair
+        first[best] += 1
+        pairs[pair[0], pair[1]] += 1
+    # 99.9% of 3 and of 5 degrees of freedom.
+    assert chi_square([first[position] for position in range(4)], probs) < 16.27
+    all_pairs = list(combinations(range(4), 2))
+    pair_probs = [probs[a] * probs[b] * (1 / (1 - probs[a]) + 1 / (1 - probs[b])) for a, b in all_pairs]
+    assert chi_square([pairs[pair] for pair in all_pairs], pair_probs) < 20.52
+
+
+@pytest.mark.parametrize("alg_temp", [1e-310, 1e300])
+def test_extreme_alg_temp(alg_temp: float) -> None:
+    strategy = build("low_confidence", alg_temp=alg_temp)
+    uniforms = np.array([0.5, 0.0, 0.9, 1 - 2.0**-53])
+    positions = select(strategy, [0.9, 0.7, -INF, 0.1], 2, uniforms=uniforms)
+    assert positions == ([0, 1] if alg_temp < 1 else [0, 3]), "the most confident, or by the uniforms alone"
+    positions = select(strategy, [0.1, 0.7, -INF, 0.8], 3, uniforms=uniforms)
+    assert positions == [0, 1, 3], "a deferred token is last, whatever its uniform is"
+
+
+def test_random_topk_shuffles_ties_only() -> None:
+    strategy = build("random_topk")
+    rng = np.random.default_rng(1)
+    confidence = [0.5, 1.0 - 1e-9, 0.5, 1.0, -INF]
+    selections = Counter[tuple[int, ...]]()
+    for _ in range(1000):
+        uniforms = rng.random(5)
+        selections[tuple(select(strategy, confidence, 1, uniforms=uniforms))] += 1
+        assert select(strategy, confidence, 2, uniforms=uniforms) == [1, 3]
+        assert set(select(strategy, confidence, 3, uniforms=uniforms)) > {1, 3}
+        assert 4 not in select(strategy, confidence, 4, uniforms=uniforms)
+    assert selections.keys() == {(1,), (3,)}
+    assert chi_square(list(selections.values()), [0.5, 0.5]) < 10.83
+
+
+@pytest.mark.parametrize(("name", "count"), [("random", 2), ("first_hitting", 1)])
+def test_random_positions_are_uniform(name: str, count: int) -> None:
+    strategy, rng = build(name), np.random.default_rng(2)
+    sets = list(combinations(range(4), count))
+    selections = Counter(tuple(select(strategy, [0.0] * 4, count, uniforms=rng.random(4))) for _ in range(3000))
+    assert selections.keys() == set(sets)
+    assert chi_square([selections[positions] for positions in sets], [1 / len(sets)] * len(sets)) < 20.52
+
+
+def test_independent_unmasking_has_the_scheduled_probability() -> None:
+    strategy, grid = build("ancestral"), (np.arange(1000) + 0.5) / 1000
+    for probability in (0.25, 0.5):
+        assert len(select(strategy, grid, probability, uniforms=grid)) == 1000 * probability
+    assert len(select(strategy, grid, 1.0, uniforms=np.full(1000, 1 - 2.0**-53))) == 1000
+    assert not select(strategy, grid, 0.25, uniforms=np.full(1000, 0.25))
+
+
+def test_p2_masks_the_least_confident_positions_again() -> None:
+    strategy = build("p2")
+    confidence = [0.3, 0.9, 0.3, 0.8, 0.3]
+    is_masked = np.array([True, False, False, True, True])
+    selections = [
+        select(strategy, confidence, (step + 1) / 4, is_masked=is_masked, step=step, num_steps=4) for step in range(4)
+    ]
+    # floor(5 * 3/4) = 3, 2, 1 and 0 masks; among equals the later positions.
+    assert selections == [[1, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    # (1 - 0.9) * 10 is 0.9999999999999998 in floating point.
+    assert len(select(strategy, [0.5] * 10, 0.9, step=8, num_steps=10)) == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("remdm_cap", {}),
+        ("remdm_cap", {"remdm_eta": 1.0}),
+        ("remdm_loop", {}),
+        ("remdm_loop", {"remdm_eta": 0.5, "remdm_t_on": 0.6, "remdm_t_off": 0.2, "remdm_alpha_on": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("num_steps", [1, 2, 7, 20])
+def test_remdm_keeps_the_marginals(name: str, options: dict[str, float], num_steps: int) -> None:
+    """alpha_t (1 - sigma) + (1 - alpha_t) p = alpha_s, 0 <= sigma <= sigma_max, and alpha is 1 at the end."""
+    strategy, grid = build(name, **options), (np.arange(20_000) + 0.5) / 20_000
+    alpha = 0.0
+    for step, schedule_value in enumerate(strategy.unmasking_schedule(16, num_steps, 16)):
+        commit_probability, keep_probability = (
+            len(
+                select(
+                    strategy,
+                    grid,
+                    schedule_value,
+                    uniforms=grid,
+                    is_masked=np.full(len(grid), is_masked),
+                    step=step,
+                    num_steps=num_steps,
+                )
+            )
+            / len(grid)
+            for is_masked in (True, False)
+        )
+        alpha_t, alpha = alpha, alpha * keep_probability + (1.0 - alpha) * commit_probability
+        sigma, time = 1.0 - keep_probability, (num_steps - step - 1) / num_steps
+        if name == "remdm_cap":
+            expected_alpha = 1.0 - time
+            sigma_max = min(1.0, (1 - expected_alpha) / alpha_t if alpha_t > 1e-9 else 1.0)
+            assert sigma == pytest.approx(min(options.get("remdm_eta", 0.02), sigma_max), abs=1e-3)
+        else:
+            t_on, t_off = options.get("remdm_t_on", 0.55), options.get("remdm_t_off", 0.05)
+            alpha_on = options.get("remdm_alpha_on", 0.9)
+            rising = alpha_on * (1 - time) / (1 - t_on)
+            expected_alpha = rising if time > t_on else max(alpha_on, 1 - (1 - alpha_on) * time / t_off)
+            is_on = time + 1 / num_steps <= t_on + 1e-12 and time >= t_off - 1e-12
+            assert sigma == pytest.approx(options.get("remdm_eta", 0.02) if is_on else 0.0, abs=1e-4)
+        assert alpha == pytest.approx(expected_alpha, abs=1e-3)
+    assert alpha == 1.0
