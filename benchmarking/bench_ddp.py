@@ -44,7 +44,7 @@ from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint, to_shards
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.setup import parameter_units
 from profiling.memory import count_tensor_bytes
@@ -240,6 +240,8 @@ def measure_checkpoint_stall(implementation: DistributedImplementation, world: W
     parallel = implementation.parallel
     assert parallel is not None
     coordinator = SaveCoordinator.join(world, 60.0)
+    whole_parameters = dict(parallel.iterate_whole_parameters())  # on the first rank only
+    shapes = world.run_on_first(lambda: {name: parameter.shape for name, parameter in whole_parameters.items()})
     names: dict[Tensor, str] = {parameter: name for name, parameter in parallel.trainable_parameters().items()}
 
     def stage(step: int) -> StagedCheckpoint:
@@ -249,7 +251,7 @@ def measure_checkpoint_stall(implementation: DistributedImplementation, world: W
             for key, value in values.items()
         }
         weights = dict(parallel.iterate_whole_parameters())
-        return stage_checkpoint(step, _write_weights, {}, weights, parallel.to_checkpoint_state(state))
+        return stage_checkpoint(step, _write_weights, {}, weights, to_shards(state, parallel, shapes))
 
     def measure_save(checkpointer: AsyncCheckpointer, step: int) -> tuple[float, float]:
         world.barrier()

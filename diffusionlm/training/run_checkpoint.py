@@ -20,10 +20,12 @@ from diffusionlm.checkpoints.model_card import (
     write_model_card,
 )
 from diffusionlm.data.pipeline import compute_data_identity
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint, to_shards
 from diffusionlm.training.checkpointing.store import LoadedCheckpoint
 from diffusionlm.training.run import Run, log
 from diffusionlm.training.setup import only_on_first_rank
+from diffusionlm.training.step import TrainState
 from diffusionlm.training.step_metrics import TrainingProgress
 from logger import RunLogger
 from tokenizer import save_tokenizer
@@ -79,8 +81,8 @@ def stage_run(run: Run) -> StagedCheckpoint:
     with state.master_weights.as_float32():
         average = state.ema.averages if state.ema else None
         weights = dict(state.parallel.iterate_whole_parameters(average))
-        live_weights = dict(model.named_parameters()) if average else None
-        optimizer = state.parallel.to_checkpoint_state(state.optimizers.state_dict())
+        live_weights = _shard_live_weights(state) if average else None
+        optimizer = to_shards(state.optimizers.state_dict(), state.parallel, parameter_shapes(model))
         return stage_checkpoint(progress.step, write_model, json_state, weights, optimizer, live_weights, bound)
 
 
@@ -137,9 +139,26 @@ def _read_optimizer_state(run: Run, checkpoint: LoadedCheckpoint) -> dict[str, T
             start, end = parallel.row_range(name)
             shape = torch.Size((end - start, *shape[1:]))
         own[f"{name}.{state_key}"] = torch.empty(shape, dtype=tensors.dtypes[key])
-    targets: dict[str, Any] = parallel.to_checkpoint_state(own)
-    checkpoint.read_into({f"optimizer.{key}": target for key, target in targets.items()}, "optimizer.")
+    shards = to_shards(own, parallel, parameter_shapes(run.state.model))
+    checkpoint.read_into({f"optimizer.{key}": shard for key, shard in shards.items()}, "optimizer.")
     return own
+
+
+def _shard_live_weights(state: TrainState) -> dict[str, TensorShard]:
+    """The weights being trained: rows of FSDP's parameters, else whole tensors."""
+    shards = {}
+    values: Any  # a DTensor under FSDP; importing its class takes a second
+    for name, values in state.model.named_parameters():
+        if hasattr(values, "to_local"):
+            shards[name] = TensorShard.rows(values.to_local(), state.parallel.row_range(name)[0], values.shape[0])
+        else:
+            shards[name] = TensorShard.whole(values)
+    return shards
+
+
+def parameter_shapes(model: Transformer) -> dict[str, torch.Size]:
+    """Shapes of whole parameters, also of a sharded model."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:

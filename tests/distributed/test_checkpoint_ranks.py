@@ -6,20 +6,19 @@ import io
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.training.checkpointing import tensor_files
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore, LoadedCheckpoint
 from tests.distributed.forked import end_ranks, run_ranks
 
@@ -32,22 +31,20 @@ def whole(name: str, step: int) -> torch.Tensor:
     return step * 100.0 + torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def rows(value: torch.Tensor, world: World) -> Any:
-    """This rank's rows, as the parts of a parameter are given for saving."""
-    if world.is_single_process:
-        return value
+def rows(value: torch.Tensor, world: World) -> TensorShard:
+    """This rank's rows."""
     parts = value.chunk(world.size)
-    mine = parts[world.rank].clone() if world.rank < len(parts) else value[:0].clone()
-    mesh = init_device_mesh("cpu", (world.size,))
-    return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
+    first_row = sum(len(part) for part in parts[: world.rank])
+    own = parts[world.rank] if world.rank < len(parts) else value[:0]
+    return TensorShard.rows(own.clone(), first_row, len(value))
 
 
-def optimizer_of(world: World, step: int) -> dict[str, Any]:
+def optimizer_of(world: World, step: int) -> dict[str, TensorShard]:
     """Cut ones; one that the last rank has whole; and a count, on every rank that has some of its parameter."""
-    state: dict[str, Any] = {f"{name}.exp_avg": rows(whole(name, step), world) for name in SHAPES}
-    state["long.step"] = torch.tensor(float(step))
+    state = {f"{name}.exp_avg": rows(whole(name, step), world) for name in SHAPES}
+    state["long.step"] = TensorShard.whole(torch.tensor(float(step)))
     if world.rank == world.size - 1:
-        state["matrix.momentum"] = torch.full((2, 2), float(step))
+        state["matrix.momentum"] = TensorShard.whole(torch.full((2, 2), float(step)))
     return state
 
 
@@ -62,7 +59,7 @@ def snapshot(world: World, step: int, write: Callable[..., None] = write_model) 
 
 
 def save(store: CheckpointStore, world: World, step: int) -> Path:
-    return store.save(step, snapshot(world, step), SaveCoordinator.join(world, 20))
+    return store.save(snapshot(world, step), SaveCoordinator.join(world, 20))
 
 
 def load(store: CheckpointStore, world: World = SINGLE_PROCESS) -> tuple[LoadedCheckpoint, list[str]]:
@@ -76,7 +73,7 @@ def assert_whole(store: CheckpointStore, step: int) -> None:
     """By a process alone."""
     saved, said = load(store)
     assert said == [] and saved.state == {"step": step}
-    optimizer = saved.optimizer()
+    optimizer = saved.tensors.read_whole("optimizer.")
     assert optimizer.keys() == {*(f"{name}.exp_avg" for name in SHAPES), "long.step", "matrix.momentum"}
     assert all(torch.equal(optimizer[f"{name}.exp_avg"], whole(name, step)) for name in SHAPES)
     assert optimizer["long.step"] == step and torch.equal(optimizer["matrix.momentum"], torch.full((2, 2), float(step)))
@@ -109,25 +106,12 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
         saved, _ = load(store, world)
         expected = {f"optimizer.{key}": value for key, value in optimizer_of(world, 2).items()}
         expected["weights.long"] = rows(whole("long", 2) + 0.5, world)
-        targets = {key: _zeros(value) for key, value in expected.items()}
+        targets = {key: replace(shard, values=torch.zeros_like(shard.values)) for key, shard in expected.items()}
         saved.read_into(targets)
-        for key, value in expected.items():
-            assert torch.equal(_local(targets[key]), _local(value)), key
+        for key, shard in expected.items():
+            assert torch.equal(targets[key].values, shard.values), key
 
     run_ranks(read, tmp_path, readers)
-
-
-def _local(value: Any) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _zeros(value: Any) -> Any:
-    if not isinstance(value, DTensor):
-        return torch.zeros_like(value)
-    empty = torch.full_like(value.to_local(), -1.0)
-    return DTensor.from_local(
-        empty, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
 
 
 def test_keys_that_do_not_fit_are_named_on_all_ranks(store: CheckpointStore, tmp_path: Path) -> None:
@@ -137,7 +121,7 @@ def test_keys_that_do_not_fit_are_named_on_all_ranks(store: CheckpointStore, tmp
         cases: list[dict[str, Any]] = [
             {key: value for key, value in fits.items() if key != "optimizer.matrix.momentum"},
             {key: value for key, value in fits.items() if key != "optimizer.bias.exp_avg" or world.is_first},
-            fits | ({"optimizer.new.step": torch.tensor(0.0)} if world.rank == 1 else {}),
+            fits | ({"optimizer.new.step": TensorShard.whole(torch.tensor(0.0))} if world.rank == 1 else {}),
             fits | {"optimizer.bias.exp_avg": rows(torch.zeros(6), world)},
         ]
         told = []

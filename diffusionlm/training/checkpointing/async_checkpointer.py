@@ -1,4 +1,4 @@
-"""Saves of a run, one at a time, in a thread beside the training."""
+"""Write checkpoints in a background thread, one at a time."""
 
 from __future__ import annotations
 
@@ -10,48 +10,52 @@ from diffusionlm.training.checkpointing.store import CheckpointStore
 
 
 class AsyncCheckpointer:
-    """Writes snapshots. A failure is not raised where it happens, but told by the next `poll` or `wait`.
+    """Writes staged checkpoints. `pop_failures` and `wait` report failures, not `start`.
 
-    Where there are several ranks, each makes the same calls of `start`, `wait` and `close`, and has the same failures.
-    A process does not end before its thread does, unless it is killed; then the older checkpoints stand.
+    With several ranks, all make the same calls of `start`, `wait` and `close` and see the same failures. A process ends
+    only after its thread, unless it is killed; then older checkpoints are intact.
     """
 
     def __init__(
-        self, store: CheckpointStore, world: SaveCoordinator = SINGLE_PROCESS_COORDINATOR, *, background: bool = True
+        self,
+        store: CheckpointStore,
+        coordinator: SaveCoordinator = SINGLE_PROCESS_COORDINATOR,
+        *,
+        background: bool = True,
     ) -> None:
         self.store = store
-        self.world = world
+        self.coordinator = coordinator
         self.background = background
         self._thread: threading.Thread | None = None
         self._last_error: Exception | None = None
         self._unreported_failures: list[str] = []
 
-    def start(self, snapshot: StagedCheckpoint) -> None:
-        """Begin to write, after the one before has been written; returns at once where that goes on in background."""
+    def start(self, checkpoint: StagedCheckpoint) -> None:
+        """Wait for the previous checkpoint, then start to write this one; in the background if enabled."""
         self._join()
         self._store_failure()
         if not self.background:
-            self._write(snapshot)
+            self._write(checkpoint)
             return
-        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="checkpoint")
         self._thread.start()
 
     def pop_failures(self) -> list[str]:
-        """Why saves failed of which that has not been told yet; does not wait.
+        """Return failures that were not reported yet; does not wait.
 
         Raises:
-            Exception: what went wrong was no failure to write, but a mistake in this program.
+            Exception: any error other than a failure to write: a bug in this program.
         """
         if self._thread is None or not self._thread.is_alive():
             self._store_failure()
-        told, self._unreported_failures = self._unreported_failures, []
-        return told
+        failures, self._unreported_failures = self._unreported_failures, []
+        return failures
 
     def wait(self) -> None:
-        """Wait for the one that was started last.
+        """Wait for the last started checkpoint.
 
         Raises:
-            ValueError: it failed; older checkpoints stand. Failures before it are left to `poll`.
+            ValueError: it could not be written; older checkpoints are intact. `pop_failures` reports earlier failures.
         """
         self._join()
         error, self._last_error = self._last_error, None
@@ -59,13 +63,13 @@ class AsyncCheckpointer:
             raise error
 
     def close(self) -> None:
-        """Wait for the thread and give the ranks' group back; failures are left to `poll`."""
+        """Wait for the thread and destroy the process group; `pop_failures` still reports failures."""
         self._join()
-        self.world.close()
+        self.coordinator.close()
 
-    def _write(self, snapshot: StagedCheckpoint) -> None:
+    def _write(self, checkpoint: StagedCheckpoint) -> None:
         try:
-            self.store.save(snapshot.step, snapshot, self.world)
+            self.store.save(checkpoint, self.coordinator)
         except Exception as error:
             self._last_error = error
 

@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, what lies in it, and that only one process writes there."""
+"""The directory of a run: its files, its lock, and the check that it belongs to the same config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from files.atomic import write_text_atomic
 from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
 
 MUTABLE_SECTIONS = ("logging", "samples", "checkpoint", "profiler", "parallel")
-"""Sections that may change between the parts of a run: they do not touch its numbers, or only their rounding."""
+"""Sections that may change when a run is resumed: they do not change its results, or only their rounding."""
 
 
 @dataclass(frozen=True)
@@ -29,30 +29,29 @@ class RunDirectory:
 
     @property
     def tokenizer(self) -> Path:
-        """Directory of the run's tokenizer."""
         return self.path / "tokenizer"
 
     @property
     def metrics(self) -> Path:
-        """The record of the run."""
+        """Metrics and events of the run, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary(self) -> Path:
-        """The final numbers."""
+        """Results of the final evaluation."""
         return self.path / "summary.json"
 
 
 @contextlib.contextmanager
 def open_run_directory(config: TrainConfig, world: World = SINGLE_PROCESS) -> Iterator[RunDirectory]:
-    """Claim the directory for this config and these ranks, whose first one holds it.
+    """Create or open ``run.directory``; the first rank locks it.
 
     Raises:
-        ValueError: it holds another run (the differences are listed), something else, or a process that runs now; or it
-            cannot be written.
+        ValueError: it is in use, has a run with another config (the differences are listed) or other files, or cannot be
+            written.
     """
-    path, kept = config.run.directory, config.checkpoint
-    store = CheckpointStore(path / "checkpoints", kept.keep_last, kept.keep_best, kept.keep_every_steps)
+    path, section = config.run.directory, config.checkpoint
+    store = CheckpointStore(path / "checkpoints", section.keep_last, section.keep_best, section.keep_every_steps)
     run = RunDirectory(path, store)
     with contextlib.ExitStack() as stack:
         world.run_on_first(lambda: stack.enter_context(_lock_and_check(config, run)))
@@ -93,7 +92,7 @@ def _check_existing_run(config: TrainConfig, run: RunDirectory) -> None:
     changes = _list_config_changes(saved, config)
     if not changes:
         return
-    if not has_checkpoints:  # nothing was trained yet, so there is nothing to lose
+    if not has_checkpoints:  # nothing was trained yet
         shutil.rmtree(run.tokenizer, ignore_errors=True)
         shutil.rmtree(run.path / "skipped", ignore_errors=True)
         run.metrics.unlink(missing_ok=True)
@@ -106,14 +105,14 @@ def _check_existing_run(config: TrainConfig, run: RunDirectory) -> None:
 
 
 def _list_config_changes(saved: Path, config: TrainConfig) -> list[str]:
-    """What differs between the saved config and this one, apart from what may."""
+    """Differences between the stored config and this one, without those that are allowed."""
     try:
         before = load_config(TrainConfig, saved)
     except ConfigError as error:
         return [f"{saved} is not valid any more: {error}"]
-    free = {name: getattr(config, name) for name in MUTABLE_SECTIONS}
+    mutable = {name: getattr(config, name) for name in MUTABLE_SECTIONS}
     workers = {"workers": config.data.workers, "prefetch_steps": config.data.prefetch_steps}
-    free["data"] = before.data.model_copy(update=workers)
-    free["run"] = before.run.model_copy(update={"directory": config.run.directory, "threads": config.run.threads})
-    free["runtime"] = config.runtime.model_copy(update={"weights": before.runtime.weights})
-    return list_differences(before.model_copy(update=free), config)
+    mutable["data"] = before.data.model_copy(update=workers)
+    mutable["run"] = before.run.model_copy(update={"directory": config.run.directory, "threads": config.run.threads})
+    mutable["runtime"] = config.runtime.model_copy(update={"weights": before.runtime.weights})
+    return list_differences(before.model_copy(update=mutable), config)

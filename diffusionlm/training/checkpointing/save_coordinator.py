@@ -1,4 +1,4 @@
-"""The ranks that write one checkpoint together, and how each knows what became of it on the others."""
+"""Coordinate the ranks that write one checkpoint: results and errors are gathered on all of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveCoordinator:
-    """Ranks with a process group that nobody else uses, so that a thread may talk there while training goes on."""
+    """The ranks of a run with a gloo group of their own, so that a thread can communicate while training continues."""
 
     world: World = SINGLE_PROCESS
     group: dist.ProcessGroup | None = None
 
     @staticmethod
     def join(world: World, timeout_seconds: float) -> SaveCoordinator:
-        """Every rank calls this, at the same place; one alone joins nobody.
+        """Create the group. All ranks call this at the same point.
 
         Args:
-            ranks: those of the run.
-            timeout_seconds: how long one waits for another, who may have a large model to write. A rank that dies is
-                noticed at once.
+            timeout_seconds: how long a rank waits for another one, which may have a large shard to write. A rank that
+                dies is noticed at once.
         """
         if world.is_single_process:
             return SaveCoordinator()
@@ -37,7 +36,7 @@ class SaveCoordinator:
         return SaveCoordinator(world, group)
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
 
@@ -52,7 +51,7 @@ class SaveCoordinator:
             return [function()]
         try:
             return self.world.run_on_all(function, describe, self.group)
-        except RuntimeError as error:  # a run goes on without a checkpoint, and ends at its next collective
+        except RuntimeError as error:  # not fatal: the run continues and fails at its next collective
             raise ValueError(str(error)) from error.__cause__
 
 

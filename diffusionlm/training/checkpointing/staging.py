@@ -1,46 +1,79 @@
-"""What a checkpoint will hold, copied at one moment, so that training may go on while it is written."""
+"""Copy everything a checkpoint stores to CPU memory, so that training continues while it is written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Offsets = tuple[int, ...]
+from ddp.parallelism import Parallelism
+
 VALIDATION_BOUND_KEY = "validation_bound"
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What one rank has of a tensor."""
+    """The part of a tensor that one rank stores: a contiguous range of its rows, or all of it."""
 
     values: Tensor
-    """On the CPU."""
-    offsets: Offsets
-    """Where it begins in the whole tensor."""
+    offsets: tuple[int, ...]
+    """Position of the first element of ``values`` in the whole tensor."""
     global_shape: torch.Size
+
+    @staticmethod
+    def whole(values: Tensor) -> TensorShard:
+        """A tensor that this rank has completely."""
+        return TensorShard(values, (0,) * values.dim(), values.shape)
+
+    @staticmethod
+    def rows(values: Tensor, first_row: int, num_rows: int) -> TensorShard:
+        """Rows of a tensor that has ``num_rows`` in all, from ``first_row``; there may be none."""
+        offsets = (first_row, *(0 for _ in values.shape[1:]))
+        return TensorShard(values, offsets, torch.Size((num_rows, *values.shape[1:])))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has nothing of a tensor that has elements."""
+        return self.values.numel() == 0 and self.global_shape.numel() > 0
+
+
+def to_shards(
+    state: Mapping[str, Tensor], parallel: Parallelism, shapes: Mapping[str, torch.Size]
+) -> dict[str, TensorShard]:
+    """Optimizer state of a rank by ``parameter.key`` as shards. Scalars and whole parameters are whole.
+
+    ``shapes`` are those of the model's whole parameters.
+    """
+    shards = {}
+    for key, values in state.items():
+        name = key.rpartition(".")[0]
+        if not values.dim() or parallel.has_whole_parameter(name):
+            shards[key] = TensorShard.whole(values)
+        else:
+            shards[key] = TensorShard.rows(values, parallel.row_range(name)[0], shapes[name][0])
+    return shards
 
 
 @dataclass(frozen=True)
 class StagedCheckpoint:
-    """A checkpoint before it is written; nothing of it changes any more."""
+    """A checkpoint in CPU memory, before it is written. Training does not change it."""
 
     step: int
     state: str
-    """Of state.json."""
+    """Text of state.json."""
     weights: dict[str, Tensor]
-    """Of the model directory, whole; of no meaning on other ranks than the first."""
+    """Whole weights of the model directory; only the first rank uses them."""
     shards: dict[str, TensorShard]
-    """What this rank has of ``optimizer.<parameter>.<key>`` and ``weights.<parameter>``."""
+    """This rank's shards of ``optimizer.<parameter>.<key>`` and ``weights.<parameter>``."""
     write_model: Callable[[Path, dict[str, Tensor]], None]
 
     def write(self, folder: Path) -> None:
-        """The model directory and state.json, as the first rank does."""
+        """Write the model directory and state.json; the first rank does."""
         self.write_model(folder, self.weights)
         (folder / "state.json").write_text(self.state, encoding="utf-8")
 
@@ -50,47 +83,39 @@ def stage_checkpoint(
     write_model: Callable[[Path, dict[str, Tensor]], None],
     state: Mapping[str, Any],
     weights: Mapping[str, Tensor],
-    optimizer: Mapping[str, Any],
-    live_weights: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, TensorShard],
+    live_weights: Mapping[str, TensorShard] | None = None,
     bound: float | None = None,
 ) -> StagedCheckpoint:
-    """Copy everything to memory of the CPU, pinned where it comes from a GPU, and wait until it is there.
+    """Copy tensors to CPU memory, pinned if they are on a GPU, and wait until the copies are done.
 
     Args:
-        step: of the run.
-        write_model: writes a model directory of the weights that it is given, the copies of ``weights``. It may be
-            called from another thread, later: it must use nothing that training changes.
-        state: goes to state.json.
-        weights: of the model directory, whole. Ranks other than the first may leave them out.
-        optimizer: ``parameter.key`` -> tensor, whole or a DTensor of which this rank has a part.
-        live_weights: those being trained, where ``weights`` are their average; in the same way.
-        bound: of the validation of this step, in nats per token, if there was one: what the best one is chosen by.
+        step: step of the run.
+        write_model: writes a model directory with the copies of ``weights``. It is called later from another thread, so
+            it must not use anything that training changes.
+        state: contents of state.json.
+        weights: whole weights of the model directory. Only the first rank needs them.
+        optimizer: ``parameter.key`` -> shard.
+        live_weights: parameter -> shard of the weights being trained, if ``weights`` are their average.
+        bound: validation bound of this step in nats per token, if it was validated; selects the best checkpoint.
 
     Raises:
-        TypeError: the state is not made of what JSON knows.
+        TypeError: the state is not JSON.
     """
-    named = {f"optimizer.{name}": value for name, value in optimizer.items()}
-    named |= {f"weights.{name}": value for name, value in (live_weights or {}).items()}
-    shards = {name: part for name, value in named.items() if (part := _copy_shard(value)) is not None}
-    copies = {name: _copy(value) for name, value in weights.items()}
-    with_bound = dict(state) if bound is None else {**state, VALIDATION_BOUND_KEY: bound}
-    if any(value.is_cuda for value in (*named.values(), *weights.values())):
-        torch.cuda.current_stream().synchronize()  # the copies were only begun
-    return StagedCheckpoint(step, json.dumps(with_bound, indent=1) + "\n", copies, shards, write_model)
+    shards = {f"optimizer.{key}": shard for key, shard in optimizer.items()}
+    shards |= {f"weights.{name}": shard for name, shard in (live_weights or {}).items()}
+    sources = [*weights.values(), *(shard.values for shard in shards.values())]
+    shard_copies = {
+        key: replace(shard, values=_copy_to_cpu(shard.values)) for key, shard in shards.items() if not shard.is_empty
+    }
+    weight_copies = {name: _copy_to_cpu(values) for name, values in weights.items()}
+    json_state = dict(state) if bound is None else {**state, VALIDATION_BOUND_KEY: bound}
+    if any(values.is_cuda for values in sources):
+        torch.cuda.current_stream().synchronize()  # the copies are asynchronous
+    return StagedCheckpoint(step, json.dumps(json_state, indent=1) + "\n", weight_copies, shard_copies, write_model)
 
 
-def _copy_shard(value: Any) -> TensorShard | None:
-    """A copy; None where this rank has nothing of it."""
-    if not hasattr(value, "to_local"):
-        return TensorShard(_copy(value), (0,) * value.dim(), value.shape)
-    values = value.to_local()
-    if values.numel() == 0:
-        return None
-    (chunk,) = value.__create_chunk_list__()
-    return TensorShard(_copy(values), tuple(chunk.offsets), value.shape)
-
-
-def _copy(value: Tensor) -> Tensor:
-    value = value.detach()
-    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-    return copy.copy_(value, non_blocking=True)
+def _copy_to_cpu(values: Tensor) -> Tensor:
+    values = values.detach()
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return copy.copy_(values, non_blocking=True)

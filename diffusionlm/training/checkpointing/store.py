@@ -1,12 +1,13 @@
-"""Checkpoints of a run: directories that a killed process, a full disk or a flipped bit cannot make worse."""
+"""Store the checkpoints of a run, so that a killed process, a full disk or a flipped bit loses none of the older ones."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,8 @@ from diffusionlm.checkpoints.manifest import (
     verify_directory,
 )
 from diffusionlm.checkpoints.weights import read_weights
-from diffusionlm.training.checkpointing.retention import read_validation_bound, select_best, select_expired
 from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR, SaveCoordinator
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint
+from diffusionlm.training.checkpointing.staging import VALIDATION_BOUND_KEY, StagedCheckpoint, TensorShard
 from files.atomic import remove_temporary_paths, replace_symlink, temporary_path
 
 if TYPE_CHECKING:
@@ -38,38 +38,34 @@ Log = Callable[[str], None]
 
 
 class OlderFormatError(ValueError):
-    """A checkpoint is whole, but of another layout."""
+    """The checkpoint is intact, but an older version wrote it in another format."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint that verified; its tensors are read when they are asked for."""
+    """A valid checkpoint. Its tensors are read on request."""
 
     path: Path
     state: dict[str, Any]
     tensors: StoredTensors
-    """``optimizer.<parameter>.<key>``, and ``weights.<parameter>`` where model.safetensors has their average."""
+    """``optimizer.<parameter>.<key>``, and ``weights.<parameter>`` if model.safetensors has averaged weights."""
     world: World = SINGLE_PROCESS
 
     @property
     def has_live_weights(self) -> bool:
-        """Whether the weights being trained are beside those of the model directory."""
+        """Whether the weights being trained are stored beside the averaged ones."""
         return any(key.startswith("weights.") for key in self.tensors.shapes)
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of the model directory."""
+        """Read the weights of the model directory."""
         return read_weights(self.path)
 
     def live_weights(self) -> dict[str, Tensor]:
-        """Those being trained, whole."""
+        """Read the weights being trained, whole."""
         return self.tensors.read_whole("weights.") if self.has_live_weights else self.weights()
 
-    def optimizer(self) -> dict[str, Tensor]:
-        """``parameter.key`` -> tensor, whole."""
-        return self.tensors.read_whole("optimizer.")
-
-    def read_into(self, targets: Mapping[str, Any], prefix: str = "") -> None:
-        """See `StoredTensors.read_into`, over the ranks that loaded this."""
+    def read_into(self, targets: Mapping[str, TensorShard], prefix: str = "") -> None:
+        """Call `StoredTensors.read_into` with the ranks that loaded this checkpoint."""
         self.tensors.read_into(targets, prefix, self.world)
 
 
@@ -84,64 +80,62 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        found = (_STEP_DIRECTORY.fullmatch(path.name) for path in self.folder.glob("step-*") if path.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_STEP_DIRECTORY.fullmatch(path.name) for path in self.folder.glob("step-*") if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def path(self, step: int) -> Path:
         """Directory of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
 
-    def save(self, step: int, snapshot: StagedCheckpoint, world: SaveCoordinator = SINGLE_PROCESS_COORDINATOR) -> Path:
-        """Write a checkpoint, point ``latest`` and ``best``, then drop those that need not be kept.
+    def save(self, checkpoint: StagedCheckpoint, coordinator: SaveCoordinator = SINGLE_PROCESS_COORDINATOR) -> Path:
+        """Write a checkpoint, update the links ``latest`` and ``best``, and remove expired checkpoints.
 
-        All ranks call this and write into one folder, which they share; what is there once, the first writes. Names are
-        given when everything of all ranks is on the disk.
+        All ranks call this and write into the same folder; the first rank writes what is not sharded. The directory gets
+        its final name after the files of all ranks are on the disk.
 
         Raises:
-            ValueError: it could not be written by one rank or several; on all ranks. Older checkpoints stand as they
-                were.
+            ValueError: one or more ranks could not write; on all ranks. Older checkpoints are intact.
         """
         from diffusionlm.training.checkpointing.tensor_files import write_shards
 
-        assert step == snapshot.step
-        target, is_first = self.path(step), world.world.is_first
+        target, is_first = self.path(checkpoint.step), coordinator.world.is_first
 
         def describe(error: Exception) -> str:
             return format_write_error(error, target)
 
         tmp_path = temporary_path(target)
         try:
-            tmp_path = world.gather_results(
+            tmp_path = coordinator.gather_results(
                 lambda: self._create_temporary_directory(tmp_path) if is_first else tmp_path, describe
             )[0]
-            entries = write_shards(tmp_path / TENSOR_DIRECTORY, snapshot.shards, world)
+            entries = write_shards(tmp_path / TENSOR_DIRECTORY, checkpoint.shards, coordinator)
 
             def finish() -> None:
-                snapshot.write(tmp_path)
-                unseen = [name for name in entries if not (tmp_path / name).is_file()]
-                if unseen:
-                    raise ValueError(f"the first rank does not see {unseen[0]}: all ranks must share the file system")
+                checkpoint.write(tmp_path)
+                missing = [name for name in entries if not (tmp_path / name).is_file()]
+                if missing:
+                    raise ValueError(f"the first rank does not see {missing[0]}: all ranks must share the file system")
                 others = [path for path in list_files(tmp_path) if path.parent.name != TENSOR_DIRECTORY]
                 publish_directory(tmp_path, target, entries | make_manifest_entries(tmp_path, others))
 
-            world.gather_results(finish if is_first else lambda: None, describe)
-        except WRITE_ERRORS as error:  # of one alone: several are told by a ValueError
+            coordinator.gather_results(finish if is_first else lambda: None, describe)
+        except WRITE_ERRORS as error:  # of a single process; several ranks raise ValueError
             raise ValueError(f"{target} was not written: {describe(error)}") from error
         except ValueError as error:
             raise ValueError(f"{target} was not written: {error}") from error
         finally:
             if is_first:
                 shutil.rmtree(tmp_path, ignore_errors=True)
-        world.gather_results(lambda: self._update_links_and_expire(target) if is_first else None)
+        coordinator.gather_results(lambda: self._update_links_and_expire(target) if is_first else None)
         return target
 
     def load_newest(self, log: Log, world: World = SINGLE_PROCESS) -> LoadedCheckpoint | None:
-        """The newest checkpoint that verifies; damaged ones are set aside, loudly. None: there is none at all.
+        """Load the newest valid checkpoint; corrupt ones are renamed to ``damaged-*`` and logged. None if there is none.
 
-        The first rank looks and decides, the others follow.
+        The first rank selects it for all.
 
         Raises:
-            ValueError: there are checkpoints, but not one is whole; or the newest was made by an older version.
+            ValueError: there are checkpoints but none is valid, or an older version wrote the newest one.
         """
         name = world.run_on_first(lambda: self._select_newest_valid(log))
         return None if name is None else world.all_agree(lambda: _open_checkpoint(self.folder / name, world))
@@ -156,13 +150,13 @@ class CheckpointStore:
             replace_symlink(self.folder / LATEST_LINK, target.name)
             self._update_best_link()
             links = (self.folder / name for name in (LATEST_LINK, BEST_LINK))
-            linked = {os.readlink(link) for link in links if link.is_symlink()}
-            kept = [step for step in self.steps() if self.path(step).name in linked]
-            for step in select_expired(self.steps(), kept, self.keep_last, self.keep_every_steps):
-                # Renamed first: a process killed while removing must not leave half a checkpoint under its name.
-                old = self.path(step).with_name(f"{self.path(step).name}.tmp-old")
-                os.rename(self.path(step), old)
-                shutil.rmtree(old)
+            linked_names = {os.readlink(link) for link in links if link.is_symlink()}
+            linked = [step for step in self.steps() if self.path(step).name in linked_names]
+            for step in select_expired(self.steps(), linked, self.keep_last, self.keep_every_steps):
+                # Rename first: a process killed while removing must not leave half a checkpoint under a valid name.
+                expired = self.path(step).with_name(f"{self.path(step).name}.tmp-old")
+                os.rename(self.path(step), expired)
+                shutil.rmtree(expired)
         except OSError as error:
             raise ValueError(f"{target} was written, but the folder around it could not be changed: {error}") from error
 
@@ -184,16 +178,16 @@ class CheckpointStore:
                 raise ValueError(f"{self.folder} cannot be changed: {error}") from error
             return path.name
         if steps:
-            raise ValueError(f"no checkpoint in {self.folder} is whole; remove the folder to start anew")
+            raise ValueError(f"no checkpoint in {self.folder} is valid; remove the folder to start anew")
         return None
 
-    def _quarantine_damaged(self, damaged: list[int], whole: Path, log: Log) -> None:
-        for step in damaged:
-            tmp_path = self.path(step).with_name(f"damaged-{self.path(step).name}")
-            shutil.rmtree(tmp_path, ignore_errors=True)
-            os.rename(self.path(step), tmp_path)
-            log(f"kept the damaged checkpoint as {tmp_path}; going on from {whole.name}")
-        replace_symlink(self.folder / LATEST_LINK, whole.name)
+    def _quarantine_damaged(self, damaged_steps: list[int], valid: Path, log: Log) -> None:
+        for step in damaged_steps:
+            quarantine = self.path(step).with_name(f"damaged-{self.path(step).name}")
+            shutil.rmtree(quarantine, ignore_errors=True)
+            os.rename(self.path(step), quarantine)
+            log(f"kept the damaged checkpoint as {quarantine}; going on from {valid.name}")
+        replace_symlink(self.folder / LATEST_LINK, valid.name)
         self._update_best_link()
 
     def _update_best_link(self) -> None:
@@ -206,21 +200,46 @@ class CheckpointStore:
 
 
 def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
-    """A checkpoint, its tensors not yet read.
+    """Open a checkpoint without reading its tensors.
 
     Raises:
-        ValueError: it is not complete or damaged.
+        ValueError: it is incomplete or damaged.
     """
     from diffusionlm.training.checkpointing.tensor_files import StoredTensors
 
     if (path / OLD_OPTIMIZER_FILE).exists() and not (path / TENSOR_DIRECTORY).exists():
         raise OlderFormatError(
-            f"{path} was made by an older version, which kept the state of training in {OLD_OPTIMIZER_FILE}; this one keeps "
-            f"it in {TENSOR_DIRECTORY}/ and cannot go on with it. Go on with the older version, or start a new run from "
-            f'its weights: model.init_from = "{path}"'
+            f"{path} has the format of an older version, which stored the training state in {OLD_OPTIMIZER_FILE}; this "
+            f"one stores it in {TENSOR_DIRECTORY}/ and cannot go on with it. Go on with the older version, or start a "
+            f'new run from its weights: model.init_from = "{path}"'
         )
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path / STATE_FILE} cannot be read: {error}") from error
     return LoadedCheckpoint(path, state, StoredTensors.open(path / TENSOR_DIRECTORY), world)
+
+
+def select_expired(
+    steps: Collection[int], linked: Collection[int], keep_last: int, keep_every_steps: int = 0
+) -> list[int]:
+    """Steps whose checkpoints are removed, ascending: not the last ones, not those that a link names, and no multiple of
+    ``keep_every_steps`` (0: multiples are not kept)."""
+    last = sorted(steps)[-keep_last:]
+    others = [step for step in sorted(steps) if step not in last and step not in linked]
+    return [step for step in others if not keep_every_steps or step % keep_every_steps]
+
+
+def select_best(bounds: Mapping[int, float]) -> int | None:
+    """The step with the lowest finite bound, the later of equal ones; None if none is finite."""
+    finite = {step: bound for step, bound in bounds.items() if math.isfinite(bound)}
+    return min(finite, key=lambda step: (finite[step], -step)) if finite else None
+
+
+def read_validation_bound(checkpoint: Path) -> float | None:
+    """Validation bound of the checkpoint's step in nats per token; None if it was not validated or cannot be read."""
+    try:
+        bound = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")).get(VALIDATION_BOUND_KEY)
+        return None if bound is None else float(bound)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None

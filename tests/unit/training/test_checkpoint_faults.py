@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from diffusionlm.checkpoints.manifest import MANIFEST, list_files, make_manifest_entries, verify_directory
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint
+from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.checkpointing.tensor_files import StoredTensors, write_shards
 from files.atomic import write_text_atomic
@@ -38,10 +39,14 @@ def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+def whole_shards(tensors: dict[str, torch.Tensor]) -> dict[str, TensorShard]:
+    return {key: TensorShard.whole(tensor) for key, tensor in tensors.items()}
+
+
 def snapshot(step: int, write: WriteModel = write_model, size: int = 20) -> StagedCheckpoint:
     value = float(step)
-    optimizer = {"w.step": torch.tensor(value), "w.exp_avg": torch.full((size,), value)}
-    live = {"w": torch.full((size,), value)}
+    optimizer = whole_shards({"w.step": torch.tensor(value), "w.exp_avg": torch.full((size,), value)})
+    live = whole_shards({"w": torch.full((size,), value)})
     return stage_checkpoint(step, write, {"step": step}, {"w": torch.full((size,), value)}, optimizer, live)
 
 
@@ -49,7 +54,7 @@ def snapshot(step: int, write: WriteModel = write_model, size: int = 20) -> Stag
 def store(tmp_path: Path) -> CheckpointStore:
     """With one checkpoint, and the rule to keep one: the save that is disturbed removes it."""
     made = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
-    made.save(1, snapshot(1))
+    made.save(snapshot(1))
     return made
 
 
@@ -58,7 +63,7 @@ def newest(store: CheckpointStore) -> int:
     said: list[str] = []
     saved = store.load_newest(said.append)
     assert saved is not None and said == []
-    tensors = {**saved.weights(), **saved.live_weights(), **saved.optimizer()}
+    tensors = {**saved.weights(), **saved.live_weights(), **saved.tensors.read_whole("optimizer.")}
     assert {value for tensor in tensors.values() for value in tensor.flatten().tolist()} == {float(saved.state["step"])}
     return int(saved.state["step"])
 
@@ -116,7 +121,7 @@ def test_what_is_on_the_disk_at_every_event_of_a_save(store: CheckpointStore, tm
 
     with pytest.MonkeyPatch.context() as patch:
         counting(keep, patch.setattr)
-        store.save(2, snapshot(2))
+        store.save(snapshot(2))
     assert {*EVENTS, "open a file"} == set(names)
     stores = [CheckpointStore(tmp_path / str(number), 1) for number in range(len(names))]
     for each in stores:
@@ -142,7 +147,7 @@ def test_kill_within_a_save(store: CheckpointStore, share: float) -> None:
     assert in_child(save) == -signal.SIGKILL
     assert (store.folder / "latest" / "state.json").is_file()
     assert newest(store) in (1, 2)
-    store.save(3, snapshot(3))
+    store.save(snapshot(3))
     assert newest(store) == 3 and store.steps() == [3]
     assert not leftovers(store), "what the killed process left aside is removed by the next save"
 
@@ -155,11 +160,11 @@ def test_kill_by_the_size_that_a_file_has_reached(store: CheckpointStore, limit:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         taken = snapshot(2, size=10_000)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        store.save(2, taken)
+        store.save(taken)
 
     assert in_child(save) == -signal.SIGXFSZ
     assert leftovers(store) and newest(store) == 1
-    store.save(3, snapshot(3))
+    store.save(snapshot(3))
     assert newest(store) == 3 and not leftovers(store)
 
 
@@ -171,11 +176,11 @@ def test_a_file_that_may_not_grow_is_a_full_disk(
 
     def save() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        tensors = {"w": torch.zeros(model)}, {"w.exp_avg": torch.zeros(optimizer)}
-        taken = stage_checkpoint(2, write_model, {"step": 2}, *tensors)
+        shards = whole_shards({"w.exp_avg": torch.zeros(optimizer)})
+        taken = stage_checkpoint(2, write_model, {"step": 2}, {"w": torch.zeros(model)}, shards)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
-            store.save(2, taken)
+            store.save(taken)
         except ValueError as error:
             (tmp_path / "said").write_text(str(error))
 
@@ -218,7 +223,7 @@ def test_a_full_disk_at_each_file(store: CheckpointStore, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(io, "open", full)
     with pytest.raises(ValueError, match=r"step-00000002 was not written: .*No space left on device.*MiB are free"):
-        store.save(2, snapshot(2))
+        store.save(snapshot(2))
     monkeypatch.undo()
     assert not leftovers(store) and newest(store) == 1
 
@@ -230,7 +235,7 @@ def test_a_folder_that_does_not_change(store: CheckpointStore, monkeypatch: pyte
 
     monkeypatch.setattr(os, event, refuse)
     with pytest.raises(ValueError, match=r"step-00000002 was not written: .*Read-only file system"):
-        store.save(2, snapshot(2))
+        store.save(snapshot(2))
     monkeypatch.undo()
     assert not leftovers(store) and newest(store) == 1
 
@@ -238,7 +243,7 @@ def test_a_folder_that_does_not_change(store: CheckpointStore, monkeypatch: pyte
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(ValueError, match=r"checkpoints/step-00000001 was not written: .*MiB are free"):
-        CheckpointStore(tmp_path / "checkpoints", 1).save(1, snapshot(1))
+        CheckpointStore(tmp_path / "checkpoints", 1).save(snapshot(1))
 
 
 def test_links_that_cannot_be_changed(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +252,7 @@ def test_links_that_cannot_be_changed(store: CheckpointStore, monkeypatch: pytes
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(ValueError, match=r"step-00000002 was written, but the folder around it could not be changed"):
-        store.save(2, snapshot(2))
+        store.save(snapshot(2))
     monkeypatch.undo()
     assert not leftovers(store) and store.steps() == [1, 2] and newest(store) == 2
 
@@ -276,7 +281,7 @@ def test_a_malicious_pickle_is_not_executed(store: CheckpointStore, tmp_path: Pa
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     store = CheckpointStore(store.folder, 2)
-    path, touched = store.save(2, snapshot(2)), tmp_path / "touched"
+    path, touched = store.save(snapshot(2)), tmp_path / "touched"
     file = path / "training_state" / ".metadata"
     metadata: Any = pickle.loads(file.read_bytes())
     if place == "whole":
@@ -322,9 +327,7 @@ def test_tensors_are_not_loaded_by_an_open_pickle(store: CheckpointStore, tmp_pa
 def test_a_missing_row_is_noticed_before_it_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         StoredTensors.open(tmp_path / "none")
-    entries = write_shards(
-        tmp_path / "training_state", snapshot(1).shards, AsyncCheckpointer(CheckpointStore(tmp_path, 1)).world
-    )
+    entries = write_shards(tmp_path / "training_state", snapshot(1).shards, SINGLE_PROCESS_COORDINATOR)
     assert sorted(entries) == ["training_state/.metadata", "training_state/__0_0.distcp"]
     write_text_atomic(tmp_path / "training_state" / "__0_0.distcp", "")
     with pytest.raises(ValueError, match="training_state cannot be read"):
@@ -360,14 +363,14 @@ def test_training_goes_on_while_it_is_written(store: CheckpointStore) -> None:
         write_model(folder, copies)
 
     saves = AsyncCheckpointer(store)
-    saves.start(stage_checkpoint(2, slow, {"step": 2}, weights, {"w.a": weights["w"]}))
+    saves.start(stage_checkpoint(2, slow, {"step": 2}, weights, whole_shards({"w.a": weights["w"]})))
     assert saves.pop_failures() == [] and newest(store) == 1  # in the middle of it
     weights["w"] += 1
     may_end.set()
     saves.wait()
     saved = store.load_newest(print)
     assert saved is not None and torch.equal(saved.weights()["w"], torch.ones(3))
-    assert torch.equal(saved.optimizer()["w.a"], torch.ones(3))
+    assert torch.equal(saved.tensors.read_whole("optimizer.")["w.a"], torch.ones(3))
 
 
 @pytest.mark.parametrize("background", [False, True])

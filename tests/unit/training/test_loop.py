@@ -11,6 +11,7 @@ import pytest
 from config.train import TrainConfig
 from diffusionlm.diffusion.objectives import DiffusionObjective
 from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.loop import train
 
@@ -55,10 +56,10 @@ def test_a_full_disk_during_the_run_is_said_and_the_run_goes_on(
 ) -> None:
     original = CheckpointStore.save
 
-    def save(self: CheckpointStore, step: int, *args: Any) -> Path:
-        if step == 4:
+    def save(self: CheckpointStore, checkpoint: StagedCheckpoint, *args: Any) -> Path:
+        if checkpoint.step == 4:
             raise ValueError("step-4 was not written: No space left on device")
-        return original(self, step, *args)
+        return original(self, checkpoint, *args)
 
     monkeypatch.setattr(CheckpointStore, "save", save)
     assert train(config).step == 8
@@ -66,7 +67,7 @@ def test_a_full_disk_during_the_run_is_said_and_the_run_goes_on(
 
 
 def test_a_full_disk_at_the_end_is_an_error(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(self: CheckpointStore, step: int, *args: Any) -> Path:
+    def save(self: CheckpointStore, checkpoint: StagedCheckpoint, *args: Any) -> Path:
         raise ValueError("not written: No space left on device")
 
     monkeypatch.setattr(CheckpointStore, "save", save)
