@@ -1,12 +1,13 @@
-"""Matrices whose rows are spread over ranks, brought together: each whole on one rank, and back.
+"""Matrices sharded by rows: which rows a rank has, and an all-to-all that makes each matrix whole on one rank.
 
-Shapes: R rows of a whole matrix, C columns; rank r of W has the rows from r * ceil(R / W) on, ceil(R / W) of them or as
-many as are left.
+Shapes: R rows of a whole matrix, C columns, W ranks. Rank r has the rows from r * ceil(R / W) on, ceil(R / W) of them or
+as many as are left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,82 +15,100 @@ from torch import Tensor
 
 from ddp.process_group import World
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
-def row_range_of_rank(total: int, world_size: int, rank: int) -> tuple[int, int]:
-    """First row of a rank and the one after its last, of ``total`` rows; as `torch.chunk` and DTensor cut them."""
-    each = -(-total // world_size)
-    return min(rank * each, total), min((rank + 1) * each, total)
+
+def row_range_of_rank(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Return a rank's first row and the one after its last, as `torch.chunk` and DTensor's ``Shard(0)`` cut them."""
+    rows_per_rank = -(-num_rows // world_size)
+    return min(rank * rows_per_rank, num_rows), min((rank + 1) * rows_per_rank, num_rows)
+
+
+def as_sharded_dtensor(rows: Tensor, whole_shape: torch.Size, mesh: DeviceMesh) -> DTensor:
+    """Wrap this rank's rows as a DTensor of the whole shape, without communication."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    stride = torch.empty(whole_shape, device="meta").stride()
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole_shape, stride=stride)
 
 
 class AllToAllRows:
-    """What an optimizer needs that updates whole matrices and has parts of them; see `__call__`."""
+    """Applies a function to whole matrices whose rows are spread over the ranks. For optimizers such as Muon."""
 
     def __init__(self, shapes: Mapping[Tensor, torch.Size], world: World) -> None:
-        """``shapes``: of the whole matrices, by the parameter that has this rank's rows."""
+        """``shapes``: the shape of the whole matrix, by the parameter that holds this rank's rows of it."""
         self.shapes = shapes
         self.world = world
 
-    def whole_shape(self, part: Tensor) -> torch.Size:
-        """Of the matrix that a parameter has rows of."""
-        return self.shapes[part]
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """Return the shape of the matrix that ``parameter`` has rows of."""
+        return self.shapes[parameter]
 
     def __call__(
-        self, parts: list[Tensor], rows: list[Tensor], function: Callable[[list[Tensor]], list[Tensor]]
+        self, parameters: list[Tensor], rows: list[Tensor], function: Callable[[list[Tensor]], list[Tensor]]
     ) -> list[Tensor]:
-        """Put the rows of all ranks together, function on whole matrices, each on one rank, and give rows of the results.
+        """Gather each matrix on one rank, apply ``function`` there and scatter the rows of the results.
 
-        All ranks call it for the same matrices, also those that have no row of some. A rank sends and gets about 1 / W
-        of all numbers, twice.
+        Every rank calls this for the same matrices, in the same order, also a rank that has no row of some. A rank
+        sends and receives about 1 / W of all elements, twice.
 
         Args:
-            parts: parameters, by which the shapes of the matrices are known.
-            rows: what this rank has of each matrix, [some of R, C], of one dtype.
-            function: is given the whole matrices of this rank, and gives back as many, of the same shapes and dtype.
+            parameters: name the matrices, by their keys in ``shapes``.
+            rows: this rank's rows of each matrix, [its rows, C], all of one dtype.
+            function: maps the whole matrices of this rank to results of the same shapes and dtype.
         """
-        if not parts:
+        if not parameters:
             return []
-        shapes = [self.shapes[part] for part in parts]
-        by_owner = self._assign_owners(shapes)
-        mine = by_owner[self.world.rank]
-        # What each rank owns goes there, in the order of ranks; what comes is, by rank, its rows of what is owned here.
-        sent = [rows[index] for owned in by_owner for index in owned]
-        counts = [sum(rows[index].numel() for index in owned) for owned in by_owner]
-        ranges = [
-            [row_range_of_rank(shapes[i][0], self.world.size, rank) for i in mine] for rank in range(len(by_owner))
+        shapes = [self.shapes[parameter] for parameter in parameters]
+        indices_by_owner = self._assign_owners(shapes)
+        own_indices = indices_by_owner[self.world.rank]
+        # A rank sends its rows of each matrix to the owner, in rank order, and gets every rank's rows of its matrices.
+        send_order = [index for indices in indices_by_owner for index in indices]
+        sent = [rows[index] for index in send_order]
+        send_counts = [sum(rows[index].numel() for index in indices) for indices in indices_by_owner]
+        row_ranges = [
+            [row_range_of_rank(shapes[index][0], self.world.size, rank) for index in own_indices]
+            for rank in range(self.world.size)
         ]
-        pieces = [[(end - start, shapes[i][1]) for i, (start, end) in zip(mine, each, strict=True)] for each in ranges]
-        own_counts = [sum(height * width for height, width in each) for each in pieces]
-        came = _all_to_all(sent, counts, own_counts, rows[0])
-        found = _split_flat(came, [shape for each in pieces for shape in each])
-        matrices = [torch.cat(found[place :: len(mine)]) for place in range(len(mine))]
+        piece_shapes = [
+            [(end - start, shapes[index][1]) for index, (start, end) in zip(own_indices, ranges, strict=True)]
+            for ranges in row_ranges
+        ]
+        receive_counts = [sum(height * width for height, width in pieces) for pieces in piece_shapes]
+        received = _all_to_all(sent, send_counts, receive_counts, rows[0])
+        pieces = _split_flat(received, [shape for shapes_of_rank in piece_shapes for shape in shapes_of_rank])
+        matrices = [torch.cat(pieces[place :: len(own_indices)]) for place in range(len(own_indices))]
         results = function(matrices) if matrices else []
-        back = [result[start:end] for each in ranges for result, (start, end) in zip(results, each, strict=True)]
-        updates = _split_flat(_all_to_all(back, own_counts, counts, rows[0]), [each.shape for each in sent])
-        places = [index for owned in by_owner for index in owned]
-        given = dict(zip(places, updates, strict=True))
-        return [given[index] for index in range(len(parts))]
+        returned = [
+            result[start:end] for ranges in row_ranges for result, (start, end) in zip(results, ranges, strict=True)
+        ]
+        flat_updates = _all_to_all(returned, receive_counts, send_counts, rows[0])
+        updates = dict(zip(send_order, _split_flat(flat_updates, [piece.shape for piece in sent]), strict=True))
+        return [updates[index] for index in range(len(parameters))]
 
     def _assign_owners(self, shapes: list[torch.Size]) -> list[list[int]]:
-        """Places of the matrices that each rank owns: the dearest first, each to the rank with the least work."""
+        """Return each rank's matrices, as indices: the most expensive first, each to the rank with the least work."""
         work = [0] * self.world.size
-        owned: list[list[int]] = [[] for _ in work]
+        indices_by_owner: list[list[int]] = [[] for _ in work]
         costs = [rows * columns * min(rows, columns) for rows, columns in shapes]
         for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
             owner = work.index(min(work))
             work[owner] += costs[index]
-            owned[owner].append(index)
-        return owned
+            indices_by_owner[owner].append(index)
+        return indices_by_owner
 
 
-def _all_to_all(tensors: list[Tensor], sent: list[int], received: list[int], like: Tensor) -> Tensor:
-    """The numbers of all tensors, ``sent`` of them to each rank, for ``received`` from it; of the dtype of ``like``."""
-    buffer = torch.cat([each.flatten() for each in tensors]) if tensors else like.new_empty(0)
-    came = like.new_empty(sum(received))
-    dist.all_to_all_single(came, buffer, received, sent)
-    return came
+def _all_to_all(tensors: list[Tensor], send_counts: list[int], receive_counts: list[int], like: Tensor) -> Tensor:
+    """Exchange the elements of all tensors; counts are by rank. Returns a flat tensor of the dtype of ``like``."""
+    sent = torch.cat([tensor.flatten() for tensor in tensors]) if tensors else like.new_empty(0)
+    received = like.new_empty(sum(receive_counts))
+    dist.all_to_all_single(received, sent, receive_counts, send_counts)
+    return received
 
 
 def _split_flat(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """A row of numbers as tensors, one after the other."""
+    """Cut a flat tensor into consecutive tensors of these shapes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     return [piece.view(shape) for piece, shape in zip(torch.split(flat, sizes), shapes, strict=True)]

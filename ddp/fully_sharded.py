@@ -1,6 +1,6 @@
 """FSDP: each rank has some rows of every parameter, gradient and optimizer state (torch's FSDP2, `fully_shard`).
 
-Shapes: R rows of a whole parameter, its dimension 0; rank r has those from r * ceil(R / ranks) on.
+Shapes: R rows of a whole parameter, its dimension 0; which of them a rank has: `all_to_all_rows.row_range_of_rank`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.parallel import FSDP
-from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
+from ddp.all_to_all_rows import AllToAllRows, as_sharded_dtensor, row_range_of_rank
 from ddp.buckets import ParameterUnit
+from ddp.gradient_reducer import scale_to_norm
 from ddp.process_group import World
 from ddp.replicas import check_names
 
 
 class FullySharded:
-    """A model whose parameters are whole only while the part of it runs that uses them.
+    """A `parallelism.Parallelism` whose parameters are gathered only while their module runs.
 
-    A block's weights are gathered before its forward and again before its backward, in the dtype of the products. Those
-    of embedding, last norm and head are gathered once, in float32, which autocast expects of them. Gradients are summed
-    in float32, never divided: the loss has the denominator of all ranks in it.
+    A block's weights are gathered before its forward and again before its backward, in the dtype of matrix products.
+    Those of embedding, final norm and head are gathered once, in float32, as autocast expects. Gradients are summed in
+    float32 and never divided: the loss is already divided by the denominator of all ranks.
 
-    Every rank must make the same forwards and backwards, whatever it has to compute.
+    Every rank must run the same number of forwards and backwards, also without data.
     """
 
     def __init__(
@@ -40,16 +41,12 @@ class FullySharded:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Cut a model in place, which is on ``device``, or on ``meta`` until `materialise`.
+        """Shard a model in place; it is on ``device``, or on ``meta`` until `materialize`.
 
         Args:
-            model: all of its parameters are float32.
-            parallel: the section.
-            ranks: those of the process group, which is there.
-            device: of this rank.
-            units: modules and the parameters that they are the first to read, in order of execution: what comes before
-                the blocks, the blocks, what comes after them.
-            dtype: of the products in blocks.
+            model: has float32 parameters.
+            units: modules in execution order, with their parameters: the embedding, the blocks, the final norm and head.
+            dtype: dtype of matrix products in blocks.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -71,151 +68,148 @@ class FullySharded:
             for module, _ in units[1:-1]
         ]
         fully_shard(model, mesh=mesh, mp_policy=wide, reshard_after_forward=False)
-        for each in (self.model, *self.blocks):
-            each.set_gradient_divide_factor(1.0)
-            each.set_force_sum_reduction_for_comms(True)
+        for module in (self.model, *self.blocks):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
         self._make_local_parameters()
 
     def _make_local_parameters(self) -> None:
-        """What this rank has, as plain parameters in the same memory."""
+        """Wrap this rank's rows as plain parameters that share the DTensors' memory."""
         self._dtensors: dict[str, Any] = dict(self.model.named_parameters())
         self._local_parameters = {
-            name: nn.Parameter(each.detach().to_local(), requires_grad=each.requires_grad)
-            for name, each in self._dtensors.items()
+            name: nn.Parameter(dtensor.detach().to_local(), requires_grad=dtensor.requires_grad)
+            for name, dtensor in self._dtensors.items()
         }
 
     @torch.no_grad()
     def materialize(self, fill: Callable[[str], Tensor]) -> None:
-        """Give a model on ``meta`` memory and values.
+        """Allocate a model that is on ``meta`` and set its values.
 
         Args:
-            fill: the whole parameter of a name, on the CPU, of any dtype; asked for one after the other, and this
-                rank's rows are kept.
+            fill: returns the whole parameter of a name, on the CPU, in any dtype. It is called for one parameter after
+                the other; this rank's rows are copied.
         """
         self.model.to_empty(device=self.device)
         self._make_local_parameters()
-        for name, part in self._local_parameters.items():
-            first, end = self.row_range(name)
+        for name, parameter in self._local_parameters.items():
+            start, end = self.row_range(name)
             whole = fill(name)
             assert whole.shape == self.shapes[name], f"{name} is {list(whole.shape)}, not {list(self.shapes[name])}"
-            part.copy_(whole[first:end])
+            parameter.copy_(whole[start:end])
 
     @property
     def row_exchange(self) -> AllToAllRows:
-        """What brings the rows of matrices together, for an optimizer that needs them whole."""
-        return AllToAllRows({part: self.shapes[name] for name, part in self._local_parameters.items()}, self.world)
+        """Gathers the rows of matrices for an optimizer that updates them whole."""
+        shapes: dict[Tensor, torch.Size] = {
+            parameter: self.shapes[name] for name, parameter in self._local_parameters.items()
+        }
+        return AllToAllRows(shapes, self.world)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's rows of every parameter that is trained, perhaps none; changed in place by an optimizer."""
-        return {name: part for name, part in self._local_parameters.items() if part.requires_grad}
+        """Return this rank's rows of every parameter that requires gradients; a parameter may have none here."""
+        return {name: parameter for name, parameter in self._local_parameters.items() if parameter.requires_grad}
 
     def has_whole_parameter(self, name: str) -> bool:
-        """Whether `trained` has a whole parameter; it has rows of each."""
+        """Return False: a rank has rows of each parameter."""
         return False
 
     def row_range(self, name: str) -> tuple[int, int]:
-        """This rank's first row of a parameter, and the one after its last."""
+        """Return this rank's rows of the parameter, as start and exclusive end."""
         return row_range_of_rank(self.shapes[name][0], self.world.size, self.world.rank)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing: gradients travel in each micro-batch, since adding them up whole would take the memory that this
-        strategy saves."""
+        """Do nothing: FSDP reduces gradients in each micro-batch. Whole accumulated ones would take the memory it saves."""
         return nullcontext()
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Give `trained` its gradients, scaled so that their norm over all ranks is ``max_norm`` at most.
+        """Assign gradients to the trainable parameters and clip their norm over all ranks to ``max_norm``.
 
-        Returns:
-            That norm before, 0-d on the device, which is not waited for.
+        Returns the norm before clipping, over the whole model, 0-d on the device; the host does not wait.
         """
         gradients = []
-        for name, part in self._local_parameters.items():
+        for name, parameter in self._local_parameters.items():
             gradient = self._dtensors[name].grad
             self._dtensors[name].grad = None
-            part.grad = None if gradient is None else gradient.to_local()
-            if part.grad is not None:
-                gradients.append(part.grad)
+            parameter.grad = None if gradient is None else gradient.to_local()
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if gradients:
             square += torch.stack(list(torch._foreach_norm(gradients))).double().square().sum()
         dist.all_reduce(square)
         norm = square.sqrt().float()
-        if gradients:
-            torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        scale_to_norm(gradients, norm, max_norm)
         return norm
 
     def start_weight_gather(self) -> None:
-        """Nothing: weights are gathered where they are used."""
+        """Do nothing: weights are gathered where they are used."""
 
     def wait_for_weights(self) -> None:
-        """Nothing: the parts are those of the last update."""
+        """Do nothing: each rank's rows are those of the last update."""
 
     def check_replicas_equal(self) -> None:
-        """There are none."""
+        """Do nothing: no rank has a copy of another's rows."""
 
     @torch.no_grad()
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
-        """Go on with these weights, of which each rank keeps its rows.
+        """Replace the model's weights by this rank's rows of ``whole``.
 
         Raises:
-            ValueError: they are not those of the model's names.
+            ValueError: the names are not those of the model.
         """
         check_names(whole, self._local_parameters)
         for name, rows in self.slice_own_rows(whole).items():
             self._local_parameters[name].copy_(rows)
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's rows of whole parameters, or of what has their shapes, by name."""
-        return {name: each[slice(*self.row_range(name))] for name, each in whole.items()}
+        """Return this rank's rows of whole parameters, or of tensors in their shapes, by name."""
+        return {name: tensor[slice(*self.row_range(name))] for name, tensor in whole.items()}
 
     @torch.no_grad()
     def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in float32, whole, on the CPU of the first rank, one after the other; nothing elsewhere.
+        """Iterate over whole float32 parameters on the CPU of rank 0, and over nothing on other ranks.
 
-        All ranks iterate. A rank that stops before the end takes part in what the others still wait for.
+        All ranks iterate. A rank that stops early still takes part in the remaining gathers.
 
         Args:
-            values: this rank's rows in place of the parameters', by name: their average, for example.
+            values: this rank's rows to use in place of the parameters', by name (averages, for example).
         """
-        given = values or {}
-        left = list(self._local_parameters)
+        own_rows = {name: parameter.detach() for name, parameter in self._local_parameters.items()} | dict(values or {})
+        remaining = list(self._local_parameters)
         try:
-            while left:
-                whole = self._gather(given.get(left[0], self._local_parameters[left[0]].detach()), self.shapes[left[0]])
-                name = left.pop(0)
+            while remaining:
+                whole = self._gather(own_rows[remaining[0]], self.shapes[remaining[0]])
+                name = remaining.pop(0)
                 if whole is not None:
                     yield name, whole
         except GeneratorExit:
-            for name in left:
-                self._gather(given.get(name, self._local_parameters[name].detach()), self.shapes[name])
+            for name in remaining:
+                self._gather(own_rows[name], self.shapes[name])
             raise
 
-    def _gather(self, part: Tensor, shape: torch.Size) -> Tensor | None:
-        """Whole, on the CPU of the first rank; None elsewhere."""
-        rows = -(-shape[0] // self.world.size)
-        padded = part.new_zeros(rows, *shape[1:])
-        padded[: len(part)] = part
-        parts = [torch.empty_like(padded) for _ in range(self.world.size)] if self.world.is_first else None
-        dist.gather(padded, parts, dst=0)
-        return None if parts is None else torch.cat(parts)[: shape[0]].cpu()
+    def _gather(self, rows: Tensor, shape: torch.Size) -> Tensor | None:
+        """Gather a whole parameter on the CPU of rank 0; return None on other ranks."""
+        _, rows_per_rank = row_range_of_rank(shape[0], self.world.size, 0)  # rank 0 has the most
+        padded = rows.new_zeros(rows_per_rank, *shape[1:])
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in range(self.world.size)] if self.world.is_first else None
+        dist.gather(padded, gathered, dst=0)
+        return None if gathered is None else torch.cat(gathered)[: shape[0]].cpu()
 
     def to_checkpoint_state(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """``parameter.key`` -> tensor of a part, as a DTensor of the whole shape; scalars stay as they are."""
+        """Return optimizer state by ``parameter.key``; rows become a DTensor of the whole shape, scalars stay."""
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Shard
 
         meshes = {
             kind: init_device_mesh(kind, (self.world.size,))
-            for kind in sorted({each.device.type for each in state.values()})
+            for kind in sorted({value.device.type for value in state.values()})
         }
-        given: dict[str, Any] = {}
+        saved: dict[str, Any] = {}
         for key, value in state.items():
             name = key.rpartition(".")[0]
-            if value.shape == self._local_parameters[name].shape:
-                shape = self.shapes[name]
-                stride = torch.empty(shape, device="meta").stride()
-                mesh = meshes[value.device.type]
-                value = DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-            given[key] = value
-        return given
+            is_sharded = value.shape == self._local_parameters[name].shape
+            saved[key] = (
+                as_sharded_dtensor(value, self.shapes[name], meshes[value.device.type]) if is_sharded else value
+            )
+        return saved

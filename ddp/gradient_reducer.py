@@ -1,4 +1,4 @@
-"""When gradients travel: while the backward of the step's last micro-batch still runs, bucket after bucket."""
+"""Reduce gradient buckets while the last backward of a step is still running."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp.buckets import Bucket
 
 
-class GradientReducer:
-    """Collects gradients in buckets as autograd makes them, and launches each bucket that is complete.
+def scale_to_norm(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place by ``max_norm / norm`` if that is less than one, as `torch.nn.utils.clip_grad_norm_`.
 
-    Buckets are launched strictly in their order, so that all ranks make the same calls, whichever gradients a rank has.
-    A gradient that is in its bucket is dropped from its parameter: there is no second copy. Gradients of a parameter
-    that is used twice come as one, and frozen parameters are in no bucket.
+    The host does not wait for ``norm``, which is 0-d on the device.
+    """
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+class GradientReducer:
+    """Collects gradients in buckets as autograd produces them, and starts the collective of each complete bucket.
+
+    Buckets are launched strictly in their order, so all ranks make the same calls, whichever gradients a rank has. A
+    gradient that is in its bucket is removed from its parameter: there is no second copy. A parameter that is used
+    twice has one gradient, the sum. Frozen parameters are in no bucket.
     """
 
     def __init__(
@@ -26,7 +35,11 @@ class GradientReducer:
         launch: Callable[[Bucket], None],
         before_first_gradient: Callable[[], None] = lambda: None,
     ) -> None:
-        """``launch`` starts the collective of a bucket; ``begin`` is called before a step's first gradient is kept."""
+        """
+        Args:
+            launch: starts the collective of a bucket.
+            before_first_gradient: called in each step before the first gradient is copied into a bucket.
+        """
         self.buckets = buckets
         self._launch = launch
         self._before_first_gradient = before_first_gradient
@@ -47,7 +60,7 @@ class GradientReducer:
 
     @contextmanager
     def backward(self, is_last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch. After the last one every bucket is on its way."""
+        """Wrap the forward and backward of a micro-batch. After the last one every bucket is launched."""
         self._is_last, self._next_bucket = is_last, 0
         self._num_missing = [len(bucket.parameters) for bucket in self.buckets]
         yield
@@ -55,10 +68,12 @@ class GradientReducer:
             self._launch_remaining()
 
     def on_gradient_ready(self, parameter: nn.Parameter) -> None:
-        """The micro-batch's gradient of a parameter is in its ``grad``. Autograd's are marked by a hook; those that
-        are made otherwise, once, by who makes them."""
+        """Move a parameter's gradient of this micro-batch into its bucket, and launch the buckets that are complete.
+
+        An autograd hook calls this. Code that computes a gradient without autograd calls it once for the parameter.
+        """
         index, name = self._bucket_of_parameter[parameter]
-        assert index >= self._next_bucket, f"a second gradient of {name}, whose bucket has gone in this backward"
+        assert index >= self._next_bucket, f"{name} has a second gradient, but its bucket was launched in this backward"
         assert parameter.grad is not None
         self._notify_first_gradient()
         self.buckets[index].add(name, parameter.grad)
@@ -76,7 +91,7 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next_bucket]
         self._next_bucket += 1
-        assert bucket.work is None, "something else is still under way in the bucket's memory"
+        assert bucket.work is None, "another collective still uses the bucket's memory"
         bucket.zero_missing_gradients()
         self._launch(bucket)
 
@@ -90,11 +105,11 @@ class GradientReducer:
         self._used_work = dist.all_reduce(self._used, async_op=True)
 
     def wait(self) -> set[str]:
-        """Wait for all buckets. Returns the parameters that had a gradient on any rank; the next step begins.
+        """Wait for all buckets, end the step and return the names of parameters that have a gradient on any rank.
 
-        A parameter that nobody used has no gradient, as in one process, so that no optimizer touches it.
+        A parameter that no rank used has no gradient, as in one process, so the optimizer does not update it.
         """
-        assert self._used_work is not None, "no backward has been the last one"
+        assert self._used_work is not None, "call backward(is_last=True) before"
         for bucket in self.buckets:
             bucket.wait()
             bucket.has_gradient.clear()

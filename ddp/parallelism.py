@@ -1,4 +1,4 @@
-"""What the training loop sees of ranks, whatever the strategy."""
+"""The interface between the training loop and a parallelism strategy."""
 
 from __future__ import annotations
 
@@ -10,105 +10,101 @@ import torch
 from torch import Tensor, nn
 
 from config.parallel import DDP, FSDP, Parallel, SingleProcess
+from ddp.all_to_all_rows import AllToAllRows
 from ddp.buckets import ParameterUnit
 from ddp.process_group import SINGLE_PROCESS, World
 from ddp.replicas import Replicated
 
 
 class Parallelism(Protocol):
-    """A model trained by one rank or many, and what the loop does around its step, in this order: each micro-batch
-    within `backward`, `clip`, the optimizer over `trained`, `start_weight_gather`. All ranks make the same calls."""
+    """A model that one rank or many train.
+
+    The loop calls, in each step: `backward` around each micro-batch, `clip`, the optimizers over
+    `trainable_parameters`, `start_weight_gather`. All ranks make the same calls in the same order.
+    """
 
     @property
     def world(self) -> World:
-        """All of them."""
+        """The ranks of the run."""
+
+    @property
+    def row_exchange(self) -> AllToAllRows | None:
+        """Gathers matrices for an optimizer that updates them whole; None: `trainable_parameters` holds them whole."""
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """What optimizers are built over, by the model's names: the parameters that require gradients, or this rank's
-        rows of them, which may be none."""
+        """Return the parameters that optimizers update, by the model's names.
+
+        These are parameters that require gradients, or this rank's rows of them, which may be none.
+        """
 
     def has_whole_parameter(self, name: str) -> bool:
-        """Whether `trained` has the whole parameter, not consecutive rows of it."""
+        """Return whether `trainable_parameters` holds the whole parameter instead of some of its rows."""
 
     def row_range(self, name: str) -> tuple[int, int]:
-        """Rows of the whole parameter that `trained` has, the last one excluded."""
+        """Return the rows of the whole parameter in `trainable_parameters`, as start and exclusive end."""
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch. Gradients travel during the last one of a step only."""
+        """Wrap the forward and backward of a micro-batch; ``is_last``: it is the last one of the step."""
 
     def clip(self, max_norm: float) -> Tensor:
-        """Wait for the gradients, which are sums over the ranks, and scale them to this norm if theirs is larger.
+        """Wait for the gradients, summed over the ranks, and clip their norm to ``max_norm``.
 
-        Returns their norm before, over the whole model, 0-d on the device. The parameters of `trained` then have their
-        gradients; those that no rank used have none.
+        Afterwards `trainable_parameters` have their gradients; a parameter that no rank used has none.
+
+        Returns:
+            The norm before clipping, over the whole model, 0-d on the device.
         """
 
     def start_weight_gather(self) -> None:
-        """After the optimizer: new weights travel. Returns at once; the next forward waits for what it reads."""
+        """Start to send updated weights to other ranks. Returns at once; the next forward waits for what it reads."""
 
     def wait_for_weights(self) -> None:
-        """All weights of the model are those of the last update; to be called before they are read but by a forward."""
+        """Wait until the model's weights are those of the last update. Call this before reading them directly."""
 
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
-        """Go on with these weights, which are whole and the same on all ranks.
+        """Replace the model's weights; ``whole`` has whole parameters and is the same on all ranks.
 
         Raises:
-            ValueError: they are not those of the model's names.
+            ValueError: the names are not those of the model.
         """
 
     def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """All parameters of the model, or ``values`` of their names in this rank's form (averages of them, say), whole,
-        one after the other: on the first rank; nothing elsewhere. All ranks iterate."""
+        """Iterate over whole parameters on rank 0, and over nothing on other ranks. All ranks iterate.
+
+        Args:
+            values: tensors to use in place of the parameters, by name, in this rank's form (averages, for example).
+        """
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole values in the form that the model's parameters have on this rank."""
+        """Return whole values in the form that the model's parameters have on this rank."""
 
     def to_checkpoint_state(self, state: dict[str, Tensor]) -> dict[str, Any]:
-        """Optimizer state of `trained` by ``parameter.key``, for `torch.distributed.checkpoint`: rows of a parameter
-        become a DTensor of the whole shape; whole parameters' and scalars stay."""
+        """Convert optimizer state, by ``parameter.key``, for `torch.distributed.checkpoint`.
+
+        Rows of a parameter become a DTensor of the whole shape. Scalars and whole parameters' state stay as they are.
+        """
 
     def check_replicas_equal(self) -> None:
-        """Where every rank has all weights: are they equal?
+        """Check that all ranks have equal weights, where each has all of them.
 
         Raises:
-            ValueError: on every rank, and names the first parameter that differs.
+            ValueError: on every rank; names the first parameter that differs.
         """
 
 
 class NoParallel(Replicated):
-    """One process: nothing travels."""
+    """The `Parallelism` of a single process."""
 
     def __init__(self, model: nn.Module, world: World = SINGLE_PROCESS) -> None:
         super().__init__(model, world)
-        self._trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
-
-    def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's own parameters, those that require gradients."""
-        return self._trainable
-
-    def has_whole_parameter(self, name: str) -> bool:
-        """Always."""
-        return True
-
-    def row_range(self, name: str) -> tuple[int, int]:
-        """All rows."""
-        parameter = self._trainable[name]
-        return 0, len(parameter) if parameter.dim() else 1
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Do nothing."""
         return nullcontext()
 
     def clip(self, max_norm: float) -> Tensor:
-        """As torch does it."""
+        """Clip the gradient norm with torch and return the norm before, 0-d on the device."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
-    def start_weight_gather(self) -> None:
-        """Nothing."""
-
-    def to_checkpoint_state(self, state: dict[str, Tensor]) -> dict[str, Any]:
-        """As it is."""
-        return dict(state)
 
 
 def apply_parallelism(
@@ -121,15 +117,17 @@ def apply_parallelism(
     requires_whole_matrix: Callable[[str], bool],
     dtype: torch.dtype = torch.float32,
 ) -> Parallelism:
-    """Spread a model over the ranks, as the config says.
+    """Apply the strategy of the ``[parallel]`` section to a model.
 
-    ``units`` are modules in the order of execution, each with the names of the parameters that it is the first to
-    read: a parameter of no unit is an error, and one that several name belongs to the first. ``requires_whole_matrix`` says
-    which parameters are updated as whole matrices; others may be cut by rows. ``dtype`` is that of the products, in
-    which FSDP gathers weights.
+    Args:
+        units: modules in execution order, each with the names of the parameters that it is the first to read. Every
+            parameter is in a unit; one that several units name belongs to the first.
+        requires_whole_matrix: whether the optimizer updates the parameter of a name as a whole matrix; others may be
+            cut by rows.
+        dtype: dtype of matrix products, in which FSDP gathers weights.
 
     Raises:
-        ValueError: the strategy cannot be had with this backend.
+        ValueError: the backend does not support the strategy; names the key.
     """
     match parallel:
         case SingleProcess():

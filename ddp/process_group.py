@@ -1,4 +1,4 @@
-"""The ranks of a run: processes that train one model together, and what they tell each other on the CPU."""
+"""The process group of a run, and collectives of host values."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run.
+    """This process's rank and the size of the process group.
 
-    What the ranks tell each other here are values of the host, and go by gloo also where tensors on GPUs go by NCCL: no
-    call waits for a GPU. Every rank makes the same calls in the same order.
+    The collectives here, but for `all_reduce_on_device`, exchange host values over gloo, also where tensors on GPUs use
+    NCCL, so they never wait for a GPU. Every rank makes the same calls in the same order.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Among the ranks on this machine."""
+    """Rank among the processes on this machine."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks, and writes what is written once."""
+        """Whether this is rank 0, which logs and writes shared files."""
         return self.rank == 0
 
     @property
     def is_single_process(self) -> bool:
-        """Whether there is nobody to wait for."""
+        """Whether the world has a single process."""
         return self.size == 1
 
     def sum(self, *values: float) -> list[float]:
-        """Of each value over the ranks, in float64 and in the order of ranks: the same number on all of them."""
+        """Sum each value over the ranks, in float64 and in rank order, so all ranks get bit-equal results."""
         if self.is_single_process:
             return list(values)
-        mine = torch.tensor(values, dtype=torch.float64)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine)
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
+        own = torch.tensor(values, dtype=torch.float64)
+        of_ranks = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(of_ranks, own)
+        total = of_ranks[0]
+        for other in of_ranks[1:]:
+            total += other
         return total.tolist()
 
     def is_any(self, flag: bool) -> bool:
-        """Whether ``flag`` is set on one rank at least."""
+        """Return whether ``flag`` is set on any rank."""
         return self.sum(float(flag))[0] > 0
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         self.sum(0.0)
 
     def all_gather_objects(self, value: T) -> list[T]:
-        """What each rank gives, in the order of ranks, sent to all by pickle."""
+        """Gather a picklable value from each rank, in rank order."""
         if self.is_single_process:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -160,10 +160,10 @@ def _combine_errors(problems: list[str | None]) -> str:
 
 
 def read_torchrun_environment() -> tuple[int, int, int] | None:
-    """Rank, world size and local rank as torchrun's environment has them; None where it did not start this process.
+    """Return rank, world size and local rank from torchrun's variables; None: torchrun did not start this process.
 
     Raises:
-        ValueError: a variable of it is no number.
+        ValueError: a variable is not a number; names it.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
@@ -174,62 +174,62 @@ def read_torchrun_environment() -> tuple[int, int, int] | None:
 def _read_integer(name: str) -> int:
     value = os.environ.get(name, "0")
     if not value.isdecimal():
-        raise ValueError(
-            f"the environment has {name} = {value!r}, which is no number: unset it, or start with torchrun"
-        )
+        raise ValueError(f"environment variable {name} = {value!r} is not a number: unset it, or start with torchrun")
     return int(value)
 
 
 @contextmanager
 def process_group(parallel: Parallel, device_type: str) -> Iterator[World]:
-    """Join the other ranks of the run, and leave them at the end. ``device_type`` is ``cuda`` or ``cpu``.
+    """Create the process group of the run for the duration of the block.
 
-    On CUDA the rank's GPU becomes the current one. A run that fails leaves without waiting for what is under way: the
-    other ranks see it go.
+    On CUDA the rank's GPU becomes the current device. A rank that fails does not wait for pending collectives; the
+    other ranks see the closed connection.
+
+    Args:
+        device_type: ``cuda`` or ``cpu``.
 
     Raises:
-        ValueError: the strategy and how this process was started do not fit, NCCL without CUDA, or more ranks on this
-            machine than GPUs.
+        ValueError: the strategy does not fit the way this process was started, NCCL without CUDA, or more ranks on this
+            machine than GPUs; names the key.
     """
-    found = read_torchrun_environment()
+    environment = read_torchrun_environment()
     if isinstance(parallel, SingleProcess):
-        if found is not None and found[1] > 1:
+        if environment is not None and environment[1] > 1:
             raise ValueError(
-                f'parallel.strategy = "single" under torchrun with {found[1]} ranks, which would not know of each '
-                'other: set parallel.strategy = "ddp" or "fsdp", or start one process with diffusionlm-train'
+                f'parallel.strategy = "single" under torchrun with {environment[1]} ranks, which would train separately: '
+                'set parallel.strategy = "ddp" or "fsdp", or start one process with diffusionlm-train'
             )
         yield SINGLE_PROCESS
         return
-    if found is None:
+    if environment is None:
         raise ValueError(
-            f'parallel.strategy = "{parallel.strategy}" needs ranks, and this is one process: start it with '
-            'diffusionlm-train-ddp or torchrun, or set parallel.strategy = "single"'
+            f'parallel.strategy = "{parallel.strategy}" in a single process: start with diffusionlm-train-ddp or '
+            'torchrun, or set parallel.strategy = "single"'
         )
-    world = World(*found)
+    world = World(*environment)
     backend = _backend(parallel, device_type)
     if device_type == "cuda":
         gpus = torch.cuda.device_count()
         if world.local_rank >= gpus:
             raise ValueError(
-                f"rank {world.rank} is number {world.local_rank} on this machine, which has {gpus} GPUs: set "
+                f"rank {world.rank} has local rank {world.local_rank}, but this machine has {gpus} GPUs: set "
                 f"parallel.local_ranks (torchrun: --nproc-per-node) to {gpus} at most"
             )
         torch.cuda.set_device(world.local_rank)
     timeout = timedelta(seconds=parallel.timeout_seconds)
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
-    # Not in a `finally`: leaving waits for collectives under way, which those who failed will not see end.
+    # Not in a `finally`: destroying the group waits for pending collectives, which never end after a failure.
     yield world
     world.barrier()
     dist.destroy_process_group()
 
 
 def _backend(parallel: DDP | FSDP, device_type: str) -> str:
-    """As torch spells it: values of the host always go by gloo."""
+    """Return torch's backend string; host values always use gloo."""
     if device_type != "cuda":
         if parallel.backend == "nccl":
             raise ValueError(
-                f'parallel.backend = "nccl" moves data between GPUs, and the run is on {device_type}: set it to "auto" '
-                'or "gloo"'
+                f'parallel.backend = "nccl" needs GPUs, but the run is on {device_type}: set it to "auto" or "gloo"'
             )
         return "gloo"
     return f"cpu:gloo,cuda:{'nccl' if parallel.backend == 'auto' else parallel.backend}"

@@ -1,4 +1,4 @@
-"""Weights that every rank has: made the same at the start, and whether they still are."""
+"""Strategies in which every rank has all weights: what they share, and the check that the weights are equal."""
 
 from __future__ import annotations
 
@@ -11,26 +11,48 @@ from torch import Tensor, nn
 
 from ddp.process_group import World
 
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by size in bytes."""
+
 
 class Replicated:
-    """A model of which every rank has all weights: what the strategies that keep it so have in common."""
+    """Base of a `parallelism.Parallelism` in which every rank has all weights and, by default, updates all of them."""
+
+    row_exchange = None
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model = model
         self.world = world
+        self._trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the model that require gradients."""
+        return self._trainable
+
+    def has_whole_parameter(self, name: str) -> bool:
+        """Return True: every rank updates whole parameters."""
+        return True
+
+    def row_range(self, name: str) -> tuple[int, int]:
+        """Return all rows of the parameter."""
+        parameter = self._trainable[name]
+        return 0, len(parameter) if parameter.dim() else 1
+
+    def start_weight_gather(self) -> None:
+        """Do nothing: every rank has made all updates."""
 
     def wait_for_weights(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: every rank has made all updates."""
 
     def on_weights_replaced(self) -> None:
-        """The model's weights were set from outside, on all ranks alike: nothing else has to know."""
+        """Do nothing: the optimizer updates the model's own parameters."""
 
     @torch.no_grad()
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
-        """Go on with these weights, the same on all ranks.
+        """Replace the model's weights; ``whole`` is the same on all ranks.
 
         Raises:
-            ValueError: they are not those of the model's names.
+            ValueError: the names are not those of the model.
         """
         self.wait_for_weights()
         parameters = dict(self.model.named_parameters())
@@ -40,42 +62,58 @@ class Replicated:
         self.on_weights_replaced()
 
     def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters, or ``values`` in place of them, on the first rank; nothing elsewhere."""
+        """Iterate over the model's parameters, or ``values``, on rank 0; over nothing on other ranks."""
         self.wait_for_weights()
         if self.world.is_first:
-            named: Mapping[str, Tensor] = dict(self.model.named_parameters())
-            yield from (named if values is None else values).items()
+            parameters: Mapping[str, Tensor] = dict(self.model.named_parameters())
+            yield from (parameters if values is None else values).items()
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """All of them."""
+        """Return ``whole``: every rank has all rows."""
         return whole
 
+    def to_checkpoint_state(self, state: dict[str, Tensor]) -> dict[str, Any]:
+        """Return a copy of ``state``: every rank has all of it."""
+        return dict(state)
+
+    @torch.no_grad()
     def check_replicas_equal(self) -> None:
-        """Compare all weights over the ranks, bit by bit as far as sums can. Waits for the device.
+        """Compare fingerprints of all weights over the ranks. Waits for the device.
 
         Raises:
-            ValueError: on every rank, and names the first parameter of which a rank has another value.
+            ValueError: on every rank; names the first parameter that differs.
         """
         self.wait_for_weights()
-        check_replicas_equal(self.model, self.world)
+        parameters = dict(self.model.named_parameters())
+        if self.world.is_single_process or not parameters:
+            return
+        own = torch.stack([_fingerprint(parameter) for parameter in parameters.values()]).cpu()
+        all_ranks = [torch.empty_like(own) for _ in range(self.world.size)]
+        dist.all_gather(all_ranks, own)
+        differs = torch.stack([(other != all_ranks[0]).any(1) for other in all_ranks])  # [ranks, parameters]
+        if not differs.any():
+            return
+        first = int(differs.any(0).nonzero()[0])
+        ranks = ", ".join(str(rank) for rank in range(self.world.size) if differs[rank, first])
+        raise ValueError(
+            f"the ranks have different weights: {list(parameters)[first]} of rank {ranks} differs from rank 0, as do "
+            f"{int(differs.any(0).sum())} parameters of {len(parameters)} in all. Resume from an earlier checkpoint; a "
+            "processor or a link may be faulty"
+        )
 
 
 def check_names(whole: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """
     Raises:
-        ValueError: weights and model differ in names.
+        ValueError: the names of the weights are not those of the model.
     """
     if whole.keys() != expected.keys():
         raise ValueError(f"weights do not fit the model: {sorted(whole.keys() ^ expected.keys())}")
 
 
-INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by size in bytes."""
-
-
 @torch.no_grad()
 def broadcast_from_first(model: nn.Module, world: World) -> None:
-    """Parameters and buffers of rank 0 become those of all ranks, in place."""
+    """Copy the parameters and buffers of rank 0 to all ranks, in place."""
     if world.is_single_process:
         return
     pending: list[tuple[Any, Tensor, Tensor]] = []
@@ -88,33 +126,8 @@ def broadcast_from_first(model: nn.Module, world: World) -> None:
             tensor.copy_(sent)
 
 
-@torch.no_grad()
-def check_replicas_equal(model: nn.Module, world: World) -> None:
-    """Compare all weights over the ranks, bit by bit as far as sums can. Waits for the device.
-
-    Raises:
-        ValueError: on every rank, and names the first parameter of which a rank has another value.
-    """
-    named = dict(model.named_parameters())
-    if world.is_single_process or not named:
-        return
-    mine = torch.stack([_fingerprint(parameter) for parameter in named.values()]).cpu()
-    all_ranks = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(all_ranks, mine)
-    differs = torch.stack([(theirs != all_ranks[0]).any(1) for theirs in all_ranks])  # by rank and parameter
-    if not differs.any():
-        return
-    first = int(differs.any(0).nonzero()[0])
-    others = [rank for rank in range(world.size) if differs[rank, first]]
-    raise ValueError(
-        f"the ranks have different weights: {list(named)[first]} of rank {', '.join(map(str, others))} is not that of "
-        f"rank 0, and so are {int(differs.any(0).sum())} parameters of {len(named)}. Resume from a checkpoint that was "
-        "written before; a processor or a link may be faulty"
-    )
-
-
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """Two sums of its bits, in whole numbers modulo 2 to the 64: plain, and weighted by row."""
+    """Return two sums of the tensor's bits modulo 2^64, [2]: plain, and weighted by row so that order counts."""
     bits = tensor.detach().contiguous().view(INTEGER_DTYPES[tensor.element_size()])
     by_row = bits.reshape(len(bits) if bits.dim() and len(bits) else 1, -1).sum(1, dtype=torch.int64)
     weights = torch.arange(1, len(by_row) + 1, device=by_row.device)

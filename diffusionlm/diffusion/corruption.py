@@ -1,8 +1,9 @@
-"""Draws: which tokens are noised, and with what weight they count. Keyed chance, on the CPU.
+"""Sample which tokens are masked, and their loss weights, with keyed random numbers on the CPU.
 
-Targets fall into units (rows, documents or blocks), each with a noise level of its own.
+The target tokens of a sequence form noise groups (the whole sequence, a document or a block). The tokens of a group
+share one noise level.
 
-Shapes: B rows, L positions, U units of a row.
+Shapes: B sequences, L tokens, G noise groups of a sequence.
 """
 
 from __future__ import annotations
@@ -23,31 +24,30 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-
 MIN_TIME = 1e-12
-"""Of Bernoulli draws: at t = 0 the weight of some schedules is infinite."""
+"""Smallest time of independent masking: at t = 0 the weight of some schedules is infinite."""
 
 
 @dataclass(frozen=True)
 class MaskSample:
-    """What was noised in a batch."""
+    """Masks of a batch and their loss weights."""
 
     masked_BL: Bools
-    """Noised positions; all of them are targets."""
+    """Masked positions; all of them are target tokens."""
     weights_BL: Floats
-    """Factor of each noised token's cross-entropy; 0 elsewhere."""
+    """Loss weight of each masked token; 0 elsewhere."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Units
+# Noise groups
 
 
 def assign_noise_groups(
     batch: CleanBatch, maskable_BL: Bools, grouping: NoiseGrouping, block_length: int | None
 ) -> Ints:
-    """Number of each target's unit within its row, from 0 without gaps; -1 where there is no target. [B, L]
+    """Index of each target token's noise group in its sequence, from 0 without gaps; -1 for other tokens. [B, L]
 
-    Blocks are counted from each document's start; the last one of a document may be short.
+    Blocks are counted from the start of each document; the last one of a document may be shorter.
     """
     if grouping == "row":
         return np.where(maskable_BL, 0, -1)
@@ -57,19 +57,19 @@ def assign_noise_groups(
     if grouping == "block":
         assert block_length is not None
         offsets_BL = offsets_BL % block_length
-    run_BL = np.cumsum(offsets_BL == 0, axis=1) - 1
-    # Runs without a target get no number: strata are dealt to those that have one.
-    seen_BL = np.zeros_like(maskable_BL)
-    rows, places = np.nonzero(maskable_BL)
-    seen_BL[rows, run_BL[rows, places]] = True
-    numbers_BL = np.take_along_axis(np.cumsum(seen_BL, axis=1) - 1, run_BL, axis=1)
-    return np.where(maskable_BL, numbers_BL, -1)
+    part_BL = np.cumsum(offsets_BL == 0, axis=1) - 1
+    # Documents and blocks without a target token get no index, so that every stratum of noise levels is used.
+    has_target_BL = np.zeros_like(maskable_BL)
+    sequences, positions = np.nonzero(maskable_BL)
+    has_target_BL[sequences, part_BL[sequences, positions]] = True
+    group_ids_BL = np.take_along_axis(np.cumsum(has_target_BL, axis=1) - 1, part_BL, axis=1)
+    return np.where(maskable_BL, group_ids_BL, -1)
 
 
 def exclude_mask_tokens(batch: CleanBatch, mask_token: int | None) -> Bools:
-    """What may be noised: targets, but for a mask token that occurs in the data. [B, L]
+    """Target tokens that are not the mask token, [B, L].
 
-    That one is data, not noise: it stays as it is, is not scored (the model gives it probability zero) and not counted.
+    A mask token in the data is not noise: the model gives it probability zero, so it is never masked and not counted.
     """
     maskable_BL: Bools = batch.loss_mask_BL.numpy()
     return maskable_BL if mask_token is None else maskable_BL & (batch.tokens_BL.numpy() != mask_token)
@@ -79,39 +79,39 @@ def exclude_mask_tokens(batch: CleanBatch, mask_token: int | None) -> Bools:
 # Noise levels
 
 
-def sample_sequence_offsets(key: NoiseKey, num_rows: int, times: str = "stratified") -> Floats:
-    """A number in [0, 1) for each of the batch's rows, from which the levels of its units are made. [B]
+def sample_sequence_offsets(key: NoiseKey, num_sequences: int, times: str = "stratified") -> Floats:
+    """Offset in [0, 1) of the noise levels of each sequence of the batch, [B].
 
-    stratified: evenly spread over all rows of the step, with one shared offset, dealt out by a random permutation: a
-    stratum tied to the row's place would bias data that come in a fixed order. antithetic: u and 1 - u for the two rows
-    of a pair. uniform: independent.
+    stratified: evenly spaced over all sequences of the step, with one shared random shift, in a random permutation (a
+    stratum tied to the index of the sequence would bias data in a fixed order). antithetic: u and 1 - u for two
+    neighbors. uniform: independent.
     """
     rng = keyed_rng(key.seed, RngStream.NOISE_LEVELS, key.step)
     total = key.num_sequences_in_step
     match times:
         case "stratified":
-            spread = (rng.permutation(total) + rng.random()) / total
+            offsets = (rng.permutation(total) + rng.random()) / total
         case "antithetic":
-            spread = _antithetic_pairs(rng.random((total + 1) // 2), total)
+            offsets = _antithetic_pairs(rng.random((total + 1) // 2), total)
         case _:
-            spread = rng.random(total)
-    return spread[key.first_sequence : key.first_sequence + num_rows]
+            offsets = rng.random(total)
+    return offsets[key.first_sequence : key.first_sequence + num_sequences]
 
 
 def sample_group_levels(offset: float, num_groups: int, rng: np.random.Generator, times: str = "stratified") -> Floats:
-    """A noise level in [0, 1] for each unit of a row. [U]
+    """Noise level in [0, 1] of each noise group of a sequence, [G].
 
-    With one unit it is the row's offset. Stratified: U strata, dealt out at random, all with the row's offset; since
-    the offsets of the rows are spread evenly over one stratum, so are all levels of the step over [0, 1), wherever all
-    rows have as many units.
+    With one group it is the offset of the sequence. stratified: each group gets one of G strata at random, shifted by
+    the offset. The offsets of the sequences are evenly spaced, so the levels of the whole step are evenly spaced over
+    [0, 1) if all sequences have the same number of groups.
     """
     if times == "stratified":
         return (rng.permutation(num_groups) + offset) / num_groups
-    rest = rng.random(num_groups)
+    levels = rng.random(num_groups)
     if times == "antithetic":
-        return _antithetic_pairs(np.concatenate([[offset], rest])[: (num_groups + 1) // 2], num_groups)
-    rest[:1] = offset
-    return rest
+        return _antithetic_pairs(np.concatenate([[offset], levels])[: (num_groups + 1) // 2], num_groups)
+    levels[:1] = offset
+    return levels
 
 
 def _antithetic_pairs(values: Floats, total: int) -> Floats:
@@ -119,66 +119,74 @@ def _antithetic_pairs(values: Floats, total: int) -> Floats:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Noise
+# Masks
 
 
 def sample_masks(group_ids_BL: Ints, key: NoiseKey, estimator: Estimator, weight: LossWeighting) -> list[MaskSample]:
-    """Noised positions and weights of a batch: one `MaskSample`, or a pair where masks come with their complements.
+    """Sample masks and loss weights of a batch: one `MaskSample`, or two if masks come with their complements.
 
-    Counts: k uniform on 1 ... n of the unit's n targets, with weight n / k: the weighted sum of cross-entropies is an
-    unbiased estimate of the continuous-time NELBO (Ou et al. 2024, lambda-DCE; Nie et al. 2025, eq. 6), of less
-    variance than any estimator by times. Bernoulli: see `config.objective.Bernoulli`.
+    Fixed-count masking: k is uniform on 1 ... n for a group of n target tokens, with weight n / k. The weighted sum of
+    cross-entropies is an unbiased estimate of the continuous-time NELBO (Ou et al. 2024, lambda-DCE; Nie et al. 2025,
+    eq. 6), with less variance than any estimator that samples times. Independent masking: see
+    `config.objective.IndependentMasking`.
+
+    Args:
+        group_ids_BL: result of `assign_noise_groups`.
+        key: key of the random numbers.
+        estimator: how masks are sampled.
+        weight: loss weight of a masked token.
     """
     B = len(group_ids_BL)
     offsets_B = sample_sequence_offsets(
         key, B, "stratified" if isinstance(estimator, FixedCountMasking) else estimator.times
     )
-    parts = 2 if isinstance(estimator, FixedCountMasking) and estimator.complementary else 1
-    masked = np.zeros((parts, *group_ids_BL.shape), dtype=np.bool_)
-    weights = np.zeros((parts, *group_ids_BL.shape))
+    num_samples = 2 if isinstance(estimator, FixedCountMasking) and estimator.complementary else 1
+    masked = np.zeros((num_samples, *group_ids_BL.shape), dtype=np.bool_)
+    weights = np.zeros((num_samples, *group_ids_BL.shape))
     for row in range(B):
-        places = np.flatnonzero(group_ids_BL[row] >= 0)
-        if len(places) == 0:
+        positions = np.flatnonzero(group_ids_BL[row] >= 0)
+        if len(positions) == 0:
             continue
         rng = keyed_rng(key.seed, RngStream.MASKS, key.step, key.first_sequence + row)
-        group_ids, group_sizes_G = group_ids_BL[row, places], np.bincount(group_ids_BL[row, places])
+        group_ids, group_sizes_G = group_ids_BL[row, positions], np.bincount(group_ids_BL[row, positions])
         match estimator:
             case FixedCountMasking():
-                drawn = _sample_fixed_counts(group_ids, group_sizes_G, offsets_B[row], rng, estimator)
+                samples = _sample_fixed_counts(group_ids, group_sizes_G, offsets_B[row], rng, estimator)
             case IndependentMasking():
-                drawn = [_sample_independent(group_ids, group_sizes_G, offsets_B[row], rng, estimator, weight)]
+                samples = [_sample_independent(group_ids, group_sizes_G, offsets_B[row], rng, estimator, weight)]
             case _:
                 assert_never(estimator)
-        for part, (chosen, weight_U) in enumerate(drawn):
-            factor_U = np.ones_like(weight_U) / parts if weight == "uniform" else weight_U
+        for index, (is_masked, weight_G) in enumerate(samples):
+            weight_G = np.ones_like(weight_G) / num_samples if weight == "uniform" else weight_G
             if estimator.reweight_cap is not None:
-                factor_U = np.minimum(factor_U, estimator.reweight_cap / parts)
-            masked[part, row, places] = chosen
-            weights[part, row, places] = np.where(chosen, factor_U[group_ids], 0.0)
-    return [MaskSample(masked[part], weights[part]) for part in range(parts)]
+                weight_G = np.minimum(weight_G, estimator.reweight_cap / num_samples)
+            masked[index, row, positions] = is_masked
+            weights[index, row, positions] = np.where(is_masked, weight_G[group_ids], 0.0)
+    return [MaskSample(masked[index], weights[index]) for index in range(num_samples)]
 
 
 def _sample_fixed_counts(
     group_ids: Ints, group_sizes_G: Ints, offset: float, rng: np.random.Generator, config: FixedCountMasking
 ) -> list[tuple[Bools, Floats]]:
-    """Chosen targets and the weight of each unit, for the mask and, where asked for, its complement."""
+    """Masked target tokens and weight of each group; with ``complementary`` also those of the complement."""
     low, high = config.range
-    levels_U = low + (high - low) * sample_group_levels(offset, len(group_sizes_G), rng)
+    levels_G = low + (high - low) * sample_group_levels(offset, len(group_sizes_G), rng)
     order = _GroupOrder(group_ids, group_sizes_G, rng, config.contiguous_probability)
     if not config.complementary:
-        counts_G = masked_counts_at_levels(levels_U, group_sizes_G)
+        counts_G = masked_counts_at_levels(levels_G, group_sizes_G)
         return [(order.select_first(counts_G), group_sizes_G / counts_G)]
-    counts_G = np.minimum((levels_U * (group_sizes_G + 1)).astype(np.int64), group_sizes_G)
-    chosen = order.select_first(counts_G)
-    # k is uniform on 0 ... n: E of (n + 1) / k, over k >= 1, is the NELBO, and half of it comes from each of the pair.
+    counts_G = np.minimum((levels_G * (group_sizes_G + 1)).astype(np.int64), group_sizes_G)
+    is_masked = order.select_first(counts_G)
+    # k is uniform on 0 ... n. The expectation of the sum with weights (n + 1) / k over k >= 1 is the NELBO; each of the
+    # two samples contributes half of it.
     return [
-        (taken, (group_sizes_G + 1) / (2 * np.maximum(count_U, 1)))
-        for taken, count_U in ((chosen, counts_G), (~chosen, group_sizes_G - counts_G))
+        (mask, (group_sizes_G + 1) / (2 * np.maximum(count_G, 1)))
+        for mask, count_G in ((is_masked, counts_G), (~is_masked, group_sizes_G - counts_G))
     ]
 
 
 def masked_counts_at_levels(levels: Floats, sizes: Ints) -> Ints:
-    """Masked counts 1 ... n at levels in [0, 1]: uniform where the levels are."""
+    """Masked counts in 1 ... n for levels in [0, 1]; uniform levels give uniform counts."""
     return np.minimum((levels * sizes).astype(np.int64) + 1, np.maximum(sizes, 1))
 
 
@@ -191,31 +199,40 @@ def _sample_independent(
     weight: LossWeighting,
 ) -> tuple[Bools, Floats]:
     low, high = config.range
-    t_U = np.maximum(low + (high - low) * sample_group_levels(offset, len(group_sizes_G), rng, config.times), MIN_TIME)
+    t_G = np.maximum(low + (high - low) * sample_group_levels(offset, len(group_sizes_G), rng, config.times), MIN_TIME)
     schedule = build_schedule(config.schedule)
-    share_U = (1.0 - config.epsilon) * (1.0 - schedule.alpha(t_U)) + config.epsilon
-    p_U = np.maximum(share_U, config.min_masking_rate)
-    keys = rng.random(len(group_ids))
-    chosen = keys < p_U[group_ids]
+    share_G = (1.0 - config.epsilon) * (1.0 - schedule.alpha(t_G)) + config.epsilon
+    p_G = np.maximum(share_G, config.min_masking_rate)
+    is_masked = rng.random(len(group_ids)) < p_G[group_ids]
     if config.contiguous_probability > 0.0:
         spans = _GroupOrder(group_ids, group_sizes_G, rng, 1.0).select_first(
-            np.maximum(1, np.round(p_U * group_sizes_G)).astype(np.int64)
+            np.maximum(1, np.round(p_G * group_sizes_G)).astype(np.int64)
         )
-        chosen = np.where((rng.random(len(group_sizes_G)) < config.contiguous_probability)[group_ids], spans, chosen)
-    # Of the schedule that epsilon makes, whose alpha is (1 - epsilon) times that of the config.
-    slope_U = -(1.0 - config.epsilon) * schedule.alpha_prime(t_U)
-    factor_U = slope_U if weight == "elbo" else np.ones_like(p_U)
-    # A probability of zero chooses nothing.
-    return chosen, np.divide(factor_U, p_U, out=np.zeros_like(p_U), where=p_U > 0.0)
+        is_contiguous_G = rng.random(len(group_sizes_G)) < config.contiguous_probability
+        is_masked = np.where(is_contiguous_G[group_ids], spans, is_masked)
+    # With epsilon, alpha is (1 - epsilon) times that of the schedule.
+    slope_G = -(1.0 - config.epsilon) * schedule.alpha_prime(t_G)
+    numerator_G = slope_G if weight == "elbo" else np.ones_like(p_G)
+    # Where p is zero nothing is masked, and any weight will do.
+    return is_masked, np.divide(numerator_G, p_G, out=np.zeros_like(p_G), where=p_G > 0.0)
 
 
 def choose_masked_in_groups(group_ids: Ints, counts_G: Ints, rng: np.random.Generator) -> Bools:
-    """So many of each unit's targets, uniformly; ``units`` are the targets' units, ascending from 0 without gaps."""
+    """Choose ``counts_G[g]`` target tokens of each noise group uniformly at random.
+
+    Args:
+        group_ids: group of each target token, ascending from 0 without gaps.
+        counts_G: number of tokens to choose in each group.
+        rng: source of the random numbers.
+    """
     return _GroupOrder(group_ids, np.bincount(group_ids, minlength=len(counts_G)), rng, 0.0).select_first(counts_G)
 
 
 class _GroupOrder:
-    """An order of each unit's targets: at random, or, with probability ``contiguous``, one run from a random start."""
+    """Random order of the target tokens of each group.
+
+    With probability ``contiguous_probability`` the tokens selected from a group are contiguous, from a random start.
+    """
 
     def __init__(
         self, group_ids: Ints, group_sizes_G: Ints, rng: np.random.Generator, contiguous_probability: float
@@ -223,30 +240,27 @@ class _GroupOrder:
         self.group_ids, self.group_sizes_G = group_ids, group_sizes_G
         keys = rng.random(len(group_ids))
         order = np.lexsort((keys, group_ids))
-        firsts_U = np.concatenate([[0], np.cumsum(group_sizes_G)[:-1]])
+        starts_G = np.concatenate([[0], np.cumsum(group_sizes_G)[:-1]])
         self.random_rank = np.empty(len(group_ids), dtype=np.int64)
-        self.random_rank[order] = np.arange(len(group_ids)) - np.repeat(firsts_U, group_sizes_G)
-        self.index_in_group = np.arange(len(group_ids)) - firsts_U[group_ids]
+        self.random_rank[order] = np.arange(len(group_ids)) - np.repeat(starts_G, group_sizes_G)
+        self.index_in_group = np.arange(len(group_ids)) - starts_G[group_ids]
         self.is_contiguous_G = rng.random(len(group_sizes_G)) < contiguous_probability
         self.start_fraction_G = rng.random(len(group_sizes_G))
 
     def select_first(self, counts_G: Ints) -> Bools:
-        """So many targets of each unit."""
-        starts_U = (self.start_fraction_G * (self.group_sizes_G - counts_G + 1)).astype(np.int64)
-        place = np.where(
-            self.is_contiguous_G[self.group_ids], self.index_in_group - starts_U[self.group_ids], self.random_rank
-        )
-        return (place >= 0) & (place < counts_G[self.group_ids])
+        """Select ``counts_G[g]`` target tokens of each group."""
+        span_starts_G = (self.start_fraction_G * (self.group_sizes_G - counts_G + 1)).astype(np.int64)
+        index_in_span = self.index_in_group - span_starts_G[self.group_ids]
+        order = np.where(self.is_contiguous_G[self.group_ids], index_in_span, self.random_rank)
+        return (order >= 0) & (order < counts_G[self.group_ids])
 
 
 def sample_replacement_tokens(shape: tuple[int, int], vocab_size: int, mask_token: int, key: NoiseKey) -> Ints:
-    """Tokens drawn uniformly from the vocabulary without the mask token. [B, L]"""
-    tokens = np.stack(
-        [
-            keyed_rng(key.seed, RngStream.REPLACEMENT_TOKENS, key.step, key.first_sequence + row).integers(
-                0, vocab_size - 1, shape[1]
-            )
-            for row in range(shape[0])
-        ]
-    )
+    """Tokens sampled uniformly from the vocabulary without the mask token, [B, L]."""
+    num_sequences, length = shape
+    rngs = [
+        keyed_rng(key.seed, RngStream.REPLACEMENT_TOKENS, key.step, key.first_sequence + row)
+        for row in range(num_sequences)
+    ]
+    tokens = np.stack([rng.integers(0, vocab_size - 1, length) for rng in rngs])
     return tokens + (tokens >= mask_token)

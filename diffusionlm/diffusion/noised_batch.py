@@ -1,6 +1,7 @@
-"""Rows of tokens before noise, and what chance made of them.
+"""Clean and noised batches: the input of corruption and its result.
 
-Shapes: B rows, L tokens, S positions that the model reads (L, or 2 L of two streams), R scored of the flat B * S.
+Shapes: B sequences, L tokens, S positions that the model reads (L, or 2 L of the noisy and clean halves), N output
+positions out of B * S.
 """
 
 from __future__ import annotations
@@ -15,58 +16,60 @@ from diffusionlm.models.patterns import AttentionPattern
 
 @dataclass(frozen=True)
 class CleanBatch:
-    """Clean rows, on the CPU."""
+    """Token sequences before noise, on the CPU."""
 
     tokens_BL: Tensor
     """Token ids, int64."""
     loss_mask_BL: Tensor
-    """May be noised and scored; false for prompts and padding."""
+    """Target tokens: True where a token may be masked and counts in the loss; False for prompts and padding."""
     document_BL: Tensor | None = None
-    """Document number of each position, for packing. None: one document a row."""
+    """Document number of each token, for packing. None: each sequence is one document."""
 
     def select(self, sequences: slice) -> CleanBatch:
-        """The batch of a slice of the sequences."""
         documents = None if self.document_BL is None else self.document_BL[sequences]
         return CleanBatch(self.tokens_BL[sequences], self.loss_mask_BL[sequences], documents)
 
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """Chance is a function of this and of the row's place in the step: never of rank, micro-batch or worker."""
+    """Key of all random numbers of a batch.
+
+    They depend on seed, step and the index of the sequence in the step, never on rank, micro-batch or worker.
+    """
 
     seed: int
     step: int
     first_sequence: int
-    """Place of the batch's first row among the rows of the optimizer step, over all ranks and micro-batches."""
+    """Index of the batch's first sequence among those of the optimizer step, over all ranks and micro-batches."""
     num_sequences_in_step: int
-    """All rows of the optimizer step."""
+    """Sequences of the whole optimizer step."""
 
 
 @dataclass(frozen=True)
 class NoisedBatch:
-    """Everything that chance decided for a batch, ready for one forward."""
+    """A corrupted batch, ready for one forward."""
 
     inputs_BS: Tensor
-    """What the model reads: noised tokens, S = L; of two streams ``[xt | x0]``, S = 2 L; or, to predict the next
-    token, clean ones."""
+    """Input tokens of the model: noisy tokens, S = L; noisy and clean halves ``[xt | x0]``, S = 2 L; clean tokens for
+    next-token prediction."""
     pattern: AttentionPattern
-    """Who sees whom."""
+    """Attention pattern of the forward."""
     positions_N: Tensor
-    """Scored outputs, flat indices into B * S, ascending."""
+    """Output positions of the loss, flat indices into B * S, ascending."""
     targets_N: Tensor
-    """The clean token that each of them predicts."""
+    """Clean token that each output position predicts."""
     weights_N: Tensor
-    """Factors of their negative log-likelihoods, fp64."""
-    num_targets: int
+    """Loss weights, fp64."""
+    num_targets: int = 0
     """Target tokens of the batch."""
-    denominator: float
-    """This batch's part of what the weighted sum of the step is divided by: target tokens, rows or masked tokens, as
-    the objective says."""
+    denominator: float = 0.0
+    """Contribution of this batch to the denominator of the step: target tokens, sequences or masked tokens, depending
+    on the objective."""
     loss_mask_BL: Tensor | None = None
-    """Which tokens of the rows might have been scored, on the CPU; None: all."""
+    """Loss mask of the clean batch, on the CPU. None: all tokens."""
 
     def to(self, device: torch.device) -> NoisedBatch:
-        """The same on another device."""
+        """Copy to a device; ``loss_mask_BL`` stays on the CPU."""
         if device.type == "cpu":
             return self
         return replace(

@@ -1,9 +1,10 @@
-"""Training objectives: a draw, then the model's score of it. Sums and counts, never means.
+"""Training objectives: masked diffusion, block diffusion and next-token prediction.
 
-All objectives are one: noise some targets, score them, weight them, divide by a count of the whole step. They differ in
-who sees whom (`layout.py`), in the draw and its weights (`corruption.py`), and in the count.
+Every objective masks target tokens, sums their weighted cross-entropies and divides by a count over the whole step.
+They differ in attention pattern (`layout.py`), distribution and weights of the masks (`corruption.py`), and count. The
+code works with sums and counts, never means.
 
-Shapes: B rows, L tokens.
+Shapes: B sequences, L tokens.
 """
 
 from __future__ import annotations
@@ -33,53 +34,54 @@ from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.kernels.cross_entropy import LossInputs
 
 LossNormalizer = Literal["targets", "rows", "masked", "masked_rows"]
-"""What sums are divided by: the step's target tokens; each row's target tokens, then the number of rows; the step's
-masked tokens; each row's masked tokens, then the number of rows."""
+"""Count that divides the loss.
+
+targets: target tokens of the step. masked: masked tokens of the step. rows: the loss of each sequence is divided by its
+target tokens, and their sum by the number of sequences. masked_rows: the same with the masked tokens of each sequence.
+"""
 
 
 class Objective(Protocol):
-    """What the loop and the loader know of an objective."""
+    """Interface of an objective: corrupt a batch, then build the loss inputs of its forward."""
 
     def build_noised_batch(self, batch: CleanBatch, key: NoiseKey) -> NoisedBatch:
-        """Everything that chance decides, before the forward."""
+        """Sample masks and build the inputs of the forward."""
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
-        """What the model is asked to score, divided by the step's denominator."""
+        """Targets and weights of the forward; the weights are divided by the denominator of the step."""
 
 
 @dataclass(frozen=True)
 class DiffusionObjective:
     """Masked diffusion (Sahoo et al. 2024; Nie et al. 2025) or block diffusion (Arriola et al. 2025; Cheng et al. 2025,
-    SDAR). With the default loss and estimator, the sum over the denominator estimates the NELBO in nats per token."""
+    SDAR). With the default loss and estimator the loss is an unbiased estimate of the NELBO in nats per token."""
 
     config: MaskedDiffusionConfig | BlockDiffusionConfig
     layout: InputLayout
-    """Its block length, where there are blocks, is that of the finished model."""
+    """Layout of the finished model; a step may have another block length."""
     vocab_size: int
 
     def build_noised_batch(self, batch: CleanBatch, key: NoiseKey) -> NoisedBatch:
-        """Noise target tokens of every row."""
         config, estimator = self.config, self.config.estimator
         weight, normalizer = loss_weighting(config)
         layout = replace(self.layout, block_length=select_block_length(config, key))
         maskable_BL = layout.maskable(batch)
         group_ids_BL = assign_noise_groups(batch, maskable_BL, noise_grouping(config), layout.block_length)
-        noises = sample_masks(group_ids_BL, key, estimator, weight)
-        weights, denominator = _normalize_weights(noises, maskable_BL, normalizer)
+        samples = sample_masks(group_ids_BL, key, estimator, weight)
+        weights, denominator = _normalize_weights(samples, maskable_BL, normalizer)
         replacement_tokens_BL = None
         if estimator.replace_with == "random":
             assert layout.mask_token is not None
             replacement_tokens_BL = sample_replacement_tokens(
                 maskable_BL.shape, self.vocab_size, layout.mask_token, key
             )
-        if len(noises) > 1:
-            batch = _repeat_batch(batch, len(noises))
-            replacement_tokens_BL = (
-                None if replacement_tokens_BL is None else np.tile(replacement_tokens_BL, (len(noises), 1))
-            )
+        if len(samples) > 1:
+            batch = _repeat_batch(batch, len(samples))
+            if replacement_tokens_BL is not None:
+                replacement_tokens_BL = np.tile(replacement_tokens_BL, (len(samples), 1))
         return layout.build_noised_batch(
             batch,
-            np.concatenate([noise.masked_BL for noise in noises]),
+            np.concatenate([sample.masked_BL for sample in samples]),
             weights,
             num_targets=int(maskable_BL.sum()),
             denominator=denominator,
@@ -87,19 +89,19 @@ class DiffusionObjective:
         )
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
-        """The noised tokens, without the mask token among the answers."""
         return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
 
 
 @dataclass(frozen=True)
 class NextTokenObjective:
-    """Autoregression: every target, from the clean tokens before it. Its mean is the exact negative log-likelihood."""
+    """Autoregression: predict every target token from the clean tokens before it. The loss is the exact negative
+    log-likelihood in nats per token."""
 
     config: NextTokenConfig
     layout: InputLayout
 
     def build_noised_batch(self, batch: CleanBatch, key: NoiseKey) -> NoisedBatch:
-        """All targets, weight 1: nothing is left to chance."""
+        """All target tokens with weight 1; no random numbers are used."""
         maskable_BL = self.layout.maskable(batch)
         total = int(maskable_BL.sum())
         return self.layout.build_noised_batch(
@@ -107,15 +109,14 @@ class NextTokenObjective:
         )
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
-        """All targets."""
         return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
 
 
 def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
-    """The objective of a config section, for a model.
+    """Build the objective of a config section for a model.
 
     Raises:
-        ValueError: they do not go together: no mask token, or outputs of the other alignment.
+        ValueError: the model has no mask token, or next-token prediction has outputs at the same position.
     """
     if isinstance(config, NextTokenConfig):
         if model.logit_alignment != "shifted":
@@ -130,7 +131,7 @@ def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
 
 
 def select_block_length(config: MaskedDiffusionConfig | BlockDiffusionConfig, key: NoiseKey) -> int | None:
-    """The step's block length: of the stage it falls into, or one of several, the same for all ranks."""
+    """Block length of a step: that of its stage, or a random one of several, the same on all ranks."""
     if isinstance(config, MaskedDiffusionConfig):
         return None
     if config.stages:
@@ -142,35 +143,33 @@ def select_block_length(config: MaskedDiffusionConfig | BlockDiffusionConfig, ke
 
 
 def noise_grouping(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> NoiseGrouping:
-    """Tokens that share a noise level."""
     return config.estimator.draw_per or ("row" if isinstance(config, MaskedDiffusionConfig) else "block")
 
 
 def loss_weighting(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> tuple[LossWeighting, LossNormalizer]:
-    """Weights and count of a loss; the weights may be set otherwise."""
-    chosen = config.estimator.weight
+    """Loss weights and normalizer of ``objective.loss``; ``estimator.weight`` overrides the weights."""
+    override = config.estimator.weight
     match config.loss:
         case "elbo":
-            return chosen or "elbo", "targets"
+            return override or "elbo", "targets"
         case "guidelines" | "soft_ce":
-            return chosen or "inverse_p", "rows"
+            return override or "inverse_p", "rows"
         case "dllm":
-            return chosen or "uniform", "masked_rows" if isinstance(config, MaskedDiffusionConfig) else "rows"
+            return override or "uniform", "masked_rows" if isinstance(config, MaskedDiffusionConfig) else "rows"
         case "masked_mean":
-            return chosen or "uniform", "masked"
+            return override or "uniform", "masked"
 
 
 def why_not_nelbo(config: ObjectiveConfig) -> str | None:
-    """Why the training loss is no unbiased estimate of the NELBO per token; None where it is (docs/objectives.md)."""
+    """Why the training loss is not an unbiased estimate of the NELBO per token; None: it is (docs/objectives.md)."""
     if isinstance(config, NextTokenConfig):
-        smoothed = config.smoothing or config.z_loss
-        return "it has label smoothing or a z-loss" if smoothed else None
+        return "it has label smoothing or a z-loss" if config.smoothing or config.z_loss else None
     estimator = config.estimator
     weight, normalizer = loss_weighting(config)
-    linear = isinstance(estimator, FixedCountMasking) or estimator.schedule.kind == "linear"
+    is_linear = isinstance(estimator, FixedCountMasking) or estimator.schedule.kind == "linear"
     reasons = [
         (weight == "uniform", "masked tokens are not weighted"),
-        (weight == "inverse_p" and not linear, "weights 1 / p undo a linear schedule only"),
+        (weight == "inverse_p" and not is_linear, "weights 1 / p undo a linear schedule only"),
         (normalizer == "rows", "rows weigh the same whatever their number of targets"),
         (normalizer in ("masked", "masked_rows"), "the sum is divided by masked tokens, not by target tokens"),
         (estimator.reweight_cap is not None, "reweight_cap cuts weights"),
@@ -188,27 +187,26 @@ def why_not_nelbo(config: ObjectiveConfig) -> str | None:
         (config.smoothing > 0.0, "labels are smoothed"),
         (config.z_loss > 0.0, "there is a z-loss"),
     ]
-    found = [reason for holds, reason in reasons if holds]
-    return "; ".join(found) or None
+    return "; ".join(reason for applies, reason in reasons if applies) or None
 
 
 def _normalize_weights(
-    noises: list[MaskSample], maskable_BL: NDArray[np.bool_], normalizer: LossNormalizer
+    samples: list[MaskSample], maskable_BL: NDArray[np.bool_], normalizer: LossNormalizer
 ) -> tuple[NDArray[np.float64], float]:
-    """Weights of all parts, one below the other, and the batch's part of the denominator."""
-    masked = np.concatenate([noise.masked_BL for noise in noises])
-    weights = np.concatenate([noise.weights_BL for noise in noises])
+    """Normalized weights of all samples, concatenated, and the batch's contribution to the denominator."""
+    masked = np.concatenate([sample.masked_BL for sample in samples])
+    weights = np.concatenate([sample.weights_BL for sample in samples])
     sizes_B = maskable_BL.sum(axis=1)
     match normalizer:
         case "targets":
             return weights, float(sizes_B.sum())
         case "masked":
-            return weights * len(noises), float(masked.sum())
+            return weights * len(samples), float(masked.sum())
         case "rows":
-            each = np.tile(sizes_B, len(noises))
+            divisors = np.tile(sizes_B, len(samples))
         case "masked_rows":
-            each = masked.sum(axis=1)
-    return weights / np.maximum(each, 1)[:, None], float((sizes_B > 0).sum())
+            divisors = masked.sum(axis=1)
+    return weights / np.maximum(divisors, 1)[:, None], float((sizes_B > 0).sum())
 
 
 def _repeat_batch(batch: CleanBatch, num_copies: int) -> CleanBatch:

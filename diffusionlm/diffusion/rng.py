@@ -1,4 +1,4 @@
-"""Keyed chance: a number is a function of (seed, stream, key), never of what was drawn before it."""
+"""Keyed random numbers: they depend on (seed, stream, key) only, never on what was drawn before."""
 
 from __future__ import annotations
 
@@ -8,36 +8,39 @@ import numpy as np
 
 
 class RngStream(IntEnum):
-    """What a draw is for. The first part of every key, so that no two purposes share their chance."""
+    """Purpose of random numbers: the first part of every key, so that purposes never share numbers.
+
+    The docstring of each member names the rest of its key.
+    """
 
     NOISE_LEVELS = 0
-    """(step): offsets of the rows' noise levels."""
+    """(step): offsets of the noise levels of all sequences."""
     MASKS = 1
-    """(step, row of the step): noise of one row."""
+    """(step, sequence in the step): masks of one sequence."""
     REPLACEMENT_TOKENS = 3
-    """(step, row of the step): random tokens in place of noised ones."""
+    """(step, sequence in the step): random tokens in place of masked ones."""
     BLOCK_LENGTH = 2
-    """(step): block length of the step, where there are several."""
+    """(step): block length of the step, if there are several."""
     DOCUMENT_ORDER = 10
-    """(epoch, window), of shards (epoch); in a mixture with the part before it."""
+    """(epoch, window), for shards (epoch); in a mixture preceded by the component."""
     SEQUENCE_ORDER = 11
-    """(epoch, window); in a mixture with the part before it."""
+    """(epoch, window); in a mixture preceded by the component."""
     RANDOM_LENGTH = 12
-    """(step) whether the rows are cut, (step, row of the step) where."""
+    """(step): whether the step's sequences are cut; (step, sequence in the step): where."""
     SYNTHETIC = 13
     """(split, epoch, block of documents): text of a synthetic source."""
     LIKELIHOOD_LEVELS = 20
-    """(): offsets of the rows of an evaluation, (row): order of its blocks."""
+    """(): offsets of the sequences of an evaluation; (sequence): order of its blocks."""
     LIKELIHOOD_MASKS = 21
-    """(draw, row): masks of an evaluation."""
+    """(Monte Carlo sample, sequence): masks of an evaluation."""
     FILL_MASKS = 22
-    """(share in thousandths, row): masks of the fill test."""
+    """(masked share in thousandths, sequence): masks of the fill test."""
     TOKEN_SAMPLING = 30
-    """(forward): a request's choice of tokens."""
+    """(forward): tokens that a request samples."""
     POSITION_ORDER = 31
-    """(forward): a request's choice of positions."""
+    """(forward): positions that a request selects."""
 
 
 def keyed_rng(seed: int, stream: RngStream, *key: int) -> np.random.Generator:
-    """Counter-based chance for a key of non-negative integers: equal keys give equal numbers, anywhere."""
+    """Counter-based generator (Philox) for a key of non-negative integers."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy=seed, spawn_key=(stream, *key))))

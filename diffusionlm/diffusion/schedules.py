@@ -1,7 +1,7 @@
-"""Noise schedules: alpha(t), the probability that a token is still clean; t = 0 is clean text, t = 1 is noise.
+"""Noise schedules: alpha(t), the probability that a token is still clean at time t; t = 0 is clean, t = 1 is noise.
 
-The NELBO does not depend on the schedule (docs/objectives.md): it only says which masked shares are drawn how often,
-and the ELBO weight undoes that.
+The NELBO does not depend on the schedule (docs/objectives.md): the schedule decides how often each masked share is
+sampled, and the ELBO weight compensates for it.
 """
 
 from __future__ import annotations
@@ -29,22 +29,13 @@ Array = NDArray[np.float64]
 
 
 class NoiseSchedule(Protocol):
-    """A decreasing alpha with alpha(0) = 1 and alpha(1) = 0."""
+    """A decreasing function alpha with alpha(0) = 1 and alpha(1) = 0."""
 
     def alpha(self, t: Array) -> Array:
         """Probability that a token is still clean at time t in [0, 1]."""
 
     def alpha_prime(self, t: Array) -> Array:
-        """Its derivative, at most 0."""
-
-
-def elbo_weight(schedule: NoiseSchedule, t: Array) -> Array:
-    """-alpha'(t) / (1 - alpha(t)), the weight of masked cross-entropies in the NELBO (Sahoo et al. 2024, eq. 10).
-
-    Infinite at t = 0, where nothing is masked that it could multiply.
-    """
-    slope, masked = -schedule.alpha_prime(t), 1.0 - schedule.alpha(t)
-    return np.divide(slope, masked, out=np.full_like(masked, np.inf), where=masked > 0.0)
+        """Derivative of alpha, at most 0."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ class CleanCosineSchedule:
     """alpha = cos(pi t / 2) (BD3-LM)."""
 
     def alpha(self, t: Array) -> Array:
-        # 1 - 2 sin^2 of half the angle: near t = 0 the masked share is small, and 1 - cos would lose its digits.
+        # 1 - 2 sin^2 of half the angle: near t = 0 the masked share is small, and 1 - cos would cancel.
         return 1.0 - 2.0 * np.sin(math.pi / 4 * np.asarray(t, dtype=np.float64)) ** 2
 
     def alpha_prime(self, t: Array) -> Array:
@@ -126,7 +117,6 @@ class LogarithmicSchedule:
 
 
 def build_schedule(config: NoiseScheduleConfig) -> NoiseSchedule:
-    """The schedule of a config section."""
     match config:
         case LinearScheduleConfig():
             return PowerSchedule(1.0)

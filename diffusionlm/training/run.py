@@ -146,12 +146,10 @@ def build_train_state(
     model = builder.build_on_meta() if isinstance(config.parallel, FSDP) else builder.build(device)
     master_weights = prepare_model(model, config.runtime, precision, device)
     parallel = parallelize(model, config, world, device, precision)
-    row_exchange = None
     if isinstance(parallel, FullySharded):
         parallel.materialize(builder.values())
-        row_exchange = parallel.row_exchange
     optimizers = build_optimizers(
-        config.optimizer, parallel.trainable_parameters(), only_on_first_rank(world, log), row_exchange
+        config.optimizer, parallel.trainable_parameters(), only_on_first_rank(world, log), parallel.row_exchange
     )
     with master_weights.as_float32():
         ema = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None

@@ -210,7 +210,7 @@ def test_weights_and_buffers_of_the_first_rank_are_everybodys(tmp_path: Path) ->
     for state, told in run_ranks(act, tmp_path):
         assert all(torch.equal(value, state[name]) for name, value in tower(seed=0).state_dict().items())
         assert state["steps"].tolist() == [0, 0, 0]
-        assert "layers.1.weight of rank 1 is not that of rank 0, and so are 2 parameters of 10" in told
+        assert "layers.1.weight of rank 1" in told and "2 parameters of 10" in told
 
 
 def test_rows_that_were_exchanged_are_another_weight(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
         [batch] = batches([2], seed=0)
         with parallelism.backward(is_last=True):
             loss_of(model, batch, 2).backward()
-            with pytest.raises(AssertionError, match="a second gradient of"):
+            with pytest.raises(AssertionError, match=r"norm\.weight has a second gradient"):
                 loss_of(model, batch, 2).backward()
 
     run_ranks(act, tmp_path)
@@ -292,7 +292,7 @@ def test_whole_parameters_share_a_bucket_that_they_would_pad() -> None:
     shapes = {f"whole{index}": (16, 16) for index in range(6)}
     plans = layout(shapes, most=1, world_size=4)
     assert [len(each.slices) for each in plans] == [4, 2]
-    assert [each.segment for each in plans] == [256, 256]
+    assert [each.segment_size for each in plans] == [256, 256]
     owners = [piece.rank for each in plans for slices in each.slices.values() for piece in slices]
     assert owners == [0, 1, 2, 3, 0, 1]
 

@@ -206,7 +206,7 @@ def test_what_travels_is_the_least_there_is(tmp_path: Path, requires_whole_matri
         with recorded() as events:
             step_of_wide(parts, optimizer)
             parts.wait_for_weights()
-        return len(parts.sharding.parts), events, sum(each.nbytes for each in model.parameters())
+        return len(parts.shards), events, sum(each.nbytes for each in model.parameters())
 
     for buckets, events, least in run_ranks(act, tmp_path):
         assert [name for name, _ in events] == ["all_to_all_single"] * buckets + ["all_gather_into_tensor"] * buckets
@@ -220,7 +220,9 @@ def test_the_collective_of_gpus_gives_the_same(tmp_path: Path, monkeypatch: pyte
     def act(world: World) -> None:
         exchanged = sharded(tower(), world)
         monkeypatch.setattr(
-            sharded_data_parallel, "BucketShard", lambda bucket, rank, use_all_to_all: BucketShard(bucket, rank)
+            sharded_data_parallel,
+            "BucketShard",
+            lambda bucket, rank, use_all_to_all: BucketShard(bucket, rank, use_all_to_all=False),
         )
         scattered = sharded(tower(), world)
         expected = train(exchanged, adamw(exchanged), 2, vocabulary=11)
@@ -241,7 +243,7 @@ def test_a_forward_waits_for_the_weights_that_it_reads(tmp_path: Path, monkeypat
         parts = sharded(model, world, mib=0.0004)
         train(parts, adamw(parts), 1, vocabulary=11)
         events = []
-        order = {id(part.bucket): index for index, part in enumerate(reversed(parts.sharding.parts))}
+        order = {id(part.bucket): index for index, part in enumerate(reversed(parts.shards))}
         original = Bucket.wait
 
         def wait(bucket: Bucket) -> None:

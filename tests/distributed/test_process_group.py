@@ -73,7 +73,7 @@ def test_what_torchrun_says(torchrun: pytest.MonkeyPatch) -> None:
     torchrun.delenv("LOCAL_RANK")  # a launcher that starts one process on each machine
     assert read_torchrun_environment() == (1, 2, 0)
     torchrun.setenv("RANK", "first")
-    with pytest.raises(ValueError, match="RANK = 'first'"):
+    with pytest.raises(ValueError, match="RANK"):
         read_torchrun_environment()
     torchrun.delenv("RANK")
     assert read_torchrun_environment() is None
@@ -82,16 +82,16 @@ def test_what_torchrun_says(torchrun: pytest.MonkeyPatch) -> None:
 def test_a_start_that_does_not_fit_is_refused(torchrun: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r'parallel\.strategy = "single" under torchrun with 2 ranks'):
         process_group(SingleProcess(), "cpu").__enter__()
-    with pytest.raises(ValueError, match=r'parallel\.backend = "nccl".*the run is on cpu'):
+    with pytest.raises(ValueError, match=r'parallel\.backend = "nccl".*"gloo"'):
         process_group(DDP(backend="nccl"), "cpu").__enter__()
     torchrun.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="rank 1 is number 1 on this machine, which has 1 GPUs"):
+    with pytest.raises(ValueError, match=r"parallel\.local_ranks"):
         process_group(DDP(), "cuda").__enter__()
     torchrun.setenv("WORLD_SIZE", "1")
     with process_group(SingleProcess(), "cpu") as world:
         assert world is SINGLE_PROCESS
     torchrun.delenv("WORLD_SIZE")
-    with pytest.raises(ValueError, match=r'"fsdp" needs ranks, and this is one process.*diffusionlm-train-ddp'):
+    with pytest.raises(ValueError, match=r'parallel\.strategy = "fsdp".*diffusionlm-train-ddp'):
         process_group(FSDP(), "cpu").__enter__()
     with process_group(SingleProcess(), "cpu") as world:
         assert world is SINGLE_PROCESS
