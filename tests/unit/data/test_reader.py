@@ -1,4 +1,4 @@
-"""Windows: what they become is read as if it were one stream, resumable at every place; shuffled, encoded, ahead."""
+"""Readers: windows are read as one stream from every position; shuffled, tokenized, prefetched; first documents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diffusionlm.data.reader import ItemsFuture, WindowedReader, shuffle_windows
+from diffusionlm.data.reader import ItemsFuture, WindowedReader, read_first_documents, shuffle_windows
 from diffusionlm.data.tokenization import CHUNK_DOCUMENTS, InlineTextEncoder, tokenize_reader
 
 Drain = Callable[..., list[Any]]
@@ -33,12 +33,12 @@ def test_order_differs_between_epochs_windows_streams_and_seeds(list_reader: Lis
 
     assert order() == order()
     variants = [order(), order(epoch=1), order(seed=1), order(stream=2), order(0, 0, 1, 0)]
-    assert all(one != other for index, one in enumerate(variants) for other in variants[:index])
+    assert len(set(map(tuple, variants))) == len(variants)
     assert [item - 16 for item in order()[16:]] != order()[:16]
     assert order()[:16] != list(range(16))
 
 
-def test_resumes_at_every_place(list_reader: ListReader, drain: Drain) -> None:
+def test_resumes_at_every_position(list_reader: ListReader, drain: Drain) -> None:
     def make() -> WindowedReader[int, int]:
         return shuffle_windows(list_reader(list(range(23))), 5, seed=3, stream=1)
 
@@ -49,7 +49,7 @@ def test_resumes_at_every_place(list_reader: ListReader, drain: Drain) -> None:
         assert head + drain(make(), (2,), epoch=2, position=position) == whole
 
 
-def test_chained_shuffles_resume_at_every_place(list_reader: ListReader, drain: Drain) -> None:
+def test_chained_shuffles_resume_at_every_position(list_reader: ListReader, drain: Drain) -> None:
     def make() -> WindowedReader[int, int]:
         inner = shuffle_windows(list_reader(list(range(23))), 7, seed=3, stream=1)
         return shuffle_windows(inner, 3, seed=3, stream=2)
@@ -61,7 +61,7 @@ def test_chained_shuffles_resume_at_every_place(list_reader: ListReader, drain: 
         assert head + drain(make(), (1, 4), position=position) == whole
 
 
-def test_one_reader_serves_positions_out_of_turn(list_reader: ListReader, drain: Drain) -> None:
+def test_positions_in_any_order(list_reader: ListReader, drain: Drain) -> None:
     shuffle = shuffle_windows(list_reader(list(range(23))), 5, seed=3, stream=1)
     epochs = [drain(shuffle, epoch=epoch) for epoch in range(2)]
     for epoch, count in [(1, 7), (0, 7), (1, 2), (0, 21), (0, 3)]:
@@ -69,30 +69,30 @@ def test_one_reader_serves_positions_out_of_turn(list_reader: ListReader, drain:
         assert drain(shuffle, (4,), epoch=epoch, position=position) == epochs[epoch][count:]
 
 
-class Lazy:
-    """Notes in which order windows are handed over and asked for."""
+class RecordingTransform:
+    """Records the order of submitted and awaited windows."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
-    def __call__(self, epoch: int, number: int, items: list[int]) -> ItemsFuture[int]:
-        self.told.append(f"begin {number}")
+    def __call__(self, epoch: int, index: int, items: list[int]) -> ItemsFuture[int]:
+        self.calls.append(f"submit {index}")
 
         def finish() -> list[int]:
-            self.told.append(f"finish {number}")
-            return [item for item in items for _ in range(item % 3)]  # windows become shorter, longer and empty
+            self.calls.append(f"await {index}")
+            return [item for item in items for _ in range(item % 3)]  # the results are shorter, longer or empty
 
         return finish
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, 7])
+@pytest.mark.parametrize("prefetch_depth", [0, 1, 2, 7])
 @pytest.mark.parametrize("size", [0, 1, 3, 12, 23])
-def test_windows_ahead_change_nothing(list_reader: ListReader, drain: Drain, ahead: int, size: int) -> None:
+def test_prefetching_changes_nothing(list_reader: ListReader, drain: Drain, prefetch_depth: int, size: int) -> None:
     items = list(range(size))
     expected = [item for item in items for _ in range(item % 3)]
 
     def make() -> WindowedReader[int, int]:
-        return WindowedReader(list_reader(items), 3, Lazy(), ahead)
+        return WindowedReader(list_reader(items), 3, RecordingTransform(), prefetch_depth)
 
     for chunks in [(1,), (2, 5), (100,)]:
         assert drain(make(), chunks) == expected
@@ -107,16 +107,16 @@ def test_windows_ahead_change_nothing(list_reader: ListReader, drain: Drain, ahe
             assert drain(reader, (2,), position=position) == expected[count:], "out of turn"
 
 
-def test_windows_ahead_are_begun_before_the_first_is_asked_for(list_reader: ListReader, drain: Drain) -> None:
-    lazy = Lazy()
-    reader = WindowedReader(list_reader(list(range(12))), 3, lazy, 2)
+def test_prefetched_windows_are_submitted_before_the_first_is_awaited(list_reader: ListReader, drain: Drain) -> None:
+    transform = RecordingTransform()
+    reader = WindowedReader(list_reader(list(range(12))), 3, transform, 2)
     reader.read(0, None, 1)
-    assert lazy.told == ["begin 0", "begin 1", "begin 2", "finish 0"]
+    assert transform.calls == ["submit 0", "submit 1", "submit 2", "await 0"]
     drain(reader)
-    assert lazy.told.count("finish 1") == 1
+    assert transform.calls.count("await 1") == 1
 
 
-def test_documents_are_encoded_chunk_by_chunk(list_reader: ListReader, drain: Drain) -> None:
+def test_documents_are_tokenized_in_chunks(list_reader: ListReader, drain: Drain) -> None:
     texts = [chr(97 + index % 26) * (index % 5) for index in range(CHUNK_DOCUMENTS * 2 + 3)]
     seen: list[str] = []
 
@@ -134,3 +134,24 @@ def test_documents_are_encoded_chunk_by_chunk(list_reader: ListReader, drain: Dr
         head, position = make().read(0, None, count)
         tail = drain(make(), (7,), position=position)
         assert [tokens.tolist() for tokens in head + tail] == [tokens.tolist() for tokens in whole]
+
+
+@pytest.mark.parametrize(("max_bytes", "count"), [(1, 1), (3, 1), (4, 2), (9, 3), (10, 4), (600, 200), (10**9, 200)])
+def test_first_documents_reach_the_limit(max_bytes: int, count: int, list_reader: ListReader) -> None:
+    texts = [f"é{index % 10}" for index in range(200)]  # three bytes each
+    assert list(read_first_documents(list_reader(texts), max_bytes)) == texts[:count]
+
+
+def test_first_documents_of_empty_sources_and_texts(list_reader: ListReader) -> None:
+    assert list(read_first_documents(list_reader([]), 10)) == []
+    assert list(read_first_documents(list_reader(["", "a", "", "bc", "d"]), 3)) == ["", "a", "", "bc"]
+    assert list(read_first_documents(list_reader(["\ud800", "b"]), 4)) == ["\ud800", "b"]
+
+
+def test_first_documents_read_no_more_than_needed(list_reader: ListReader) -> None:
+    reader = list_reader(["ab"] * 1000)
+    read = reader.read
+    limits: list[int] = []
+    reader.read = lambda epoch, position, limit: limits.append(limit) or read(epoch, position, limit)
+    assert len(list(read_first_documents(reader, 20))) == 10
+    assert len(limits) == 1

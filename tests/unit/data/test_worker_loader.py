@@ -1,0 +1,194 @@
+"""Workers change nothing but the time: batches, states, errors, and the end of their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.data import DataConfig, LocalFiles, MarkovChain, MixtureEntry
+from config.model import ModelConfig
+from config.objective import BlockDiffusionConfig
+from diffusionlm.data import loader as loader_module
+from diffusionlm.data.loader import LoaderSpec, WorkerLoader
+from diffusionlm.diffusion.noised_batch import NoisedBatch
+from tokenizer import Tokenizer, train_bpe
+
+LENGTH = 16
+NUM_STEPS = 30
+"""Several epochs."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(["the cat sat on the mat"], vocab_size=262)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "a.jsonl"
+    lines = [json.dumps({"text": f"the cat {index} sat on the mat" * (1 + index % 4)}) for index in range(80)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def build_spec(
+    tokenizer: Tokenizer, texts: Path, workers: int, rank: int = 0, world_size: int = 1, **data: Any
+) -> LoaderSpec:
+    mixture = (
+        MixtureEntry(source=LocalFiles(paths=(str(texts),)), weight=2.0),
+        MixtureEntry(source=MarkovChain(documents_per_epoch=30), weight=1.0),
+    )
+    model = ModelConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        max_position_embeddings=LENGTH,
+        vocab_size=tokenizer.vocab_size,
+        mask_token_id=tokenizer.mask_token_id,
+    )
+    config = DataConfig(mixture=mixture, document_shuffle_window=40, row_shuffle_window=9, workers=workers, **data)
+    objective = BlockDiffusionConfig(block_length=4)
+    return LoaderSpec(config, tokenizer, LENGTH, objective, model, 12, 3, 1, rank, world_size)
+
+
+def tensors(batches: list[NoisedBatch]) -> list[torch.Tensor]:
+    return [
+        tensor for batch in batches for tensor in (batch.inputs_BS, batch.positions_N, batch.targets_N, batch.weights_N)
+    ]
+
+
+def equal(a: list[NoisedBatch], b: list[NoisedBatch]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, tensors(a), tensors(b)))
+
+
+Expected = tuple[list[list[NoisedBatch]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def expected(tokenizer: Tokenizer, texts: Path) -> Expected:
+    """The batches of each step, and the state after it, without workers."""
+    loader = build_spec(tokenizer, texts, 0).open()
+    steps, states = [], []
+    for step in range(NUM_STEPS):
+        steps.append(loader.next_step(step))
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    assert loader.metrics().epoch >= 1
+    return steps, states
+
+
+def test_batches_and_states_are_those_without_workers(tokenizer: Tokenizer, texts: Path, expected: Expected) -> None:
+    """Resumed from a state without workers, with two tokenizer processes; then resumed without workers again."""
+    steps, states = expected
+    loader = WorkerLoader(build_spec(tokenizer, texts, 3))
+    try:
+        loader.load_state_dict(states[4])
+        for step in range(5, 20):
+            assert equal(loader.next_step(step), steps[step])
+            assert loader.state_dict() == states[step], "the state of the last step returned, not of the last one built"
+        metrics = loader.metrics()
+        assert metrics.tokens_per_second > 0 and 0 <= metrics.buffered_steps <= 4
+    finally:
+        loader.close()
+    resumed = build_spec(tokenizer, texts, 0).open()
+    resumed.load_state_dict(json.loads(json.dumps(states[19])))
+    assert all(equal(resumed.next_step(step), steps[step]) for step in range(20, NUM_STEPS))
+
+
+def test_a_worker_that_dies_is_an_error(tokenizer: Tokenizer, texts: Path, expected: Expected) -> None:
+    loader = WorkerLoader(build_spec(tokenizer, texts, 1, prefetch_steps=1))
+    assert equal(loader.next_step(0), expected[0][0])
+    os.kill(loader._process.pid, signal.SIGKILL)
+    with pytest.raises(ChildProcessError, match=r"exit code -9.*out of memory.*prefetch_steps"):
+        [loader.next_step(step) for step in range(1, 1000)]
+    loader.close()
+
+
+def test_errors_of_a_worker_are_raised_in_the_training(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's function runs in this process: it sends the error, which the loader raises."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "valid"}\n{"body": "no text"}\n', encoding="utf-8")
+    spec = build_spec(tokenizer, path, 1)
+    connection, child_connection = Pipe()
+    connection.send_bytes(pickle.dumps((spec, None, 0)))
+    loader_module._run_loader(child_connection)
+    loader = WorkerLoader(spec)
+    monkeypatch.setattr(loader, "_start", lambda step: loader._ready.put(connection.recv_bytes()))
+    with pytest.raises(ValueError, match=r"data\.mixture\.0\.source\.text_field"):
+        loader.next_step(0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_rows_of_every_step(
+    world_size: int, tokenizer: Tokenizer, texts: Path, expected: Expected
+) -> None:
+    steps, states = expected
+    loaders = [build_spec(tokenizer, texts, 0, rank, world_size).open() for rank in range(world_size)]
+    for step in range(10):
+        batches = [batch for loader in loaders for batch in loader.next_step(step)]
+        inputs = torch.cat([batch.inputs_BS for batch in batches])
+        assert torch.equal(inputs, torch.cat([batch.inputs_BS for batch in steps[step]])), "all rows, once, in order"
+        assert all(loader.state_dict() == states[step] for loader in loaders), "a state serves any number of ranks"
+        assert sum(batch.num_targets for batch in batches) == sum(batch.num_targets for batch in steps[step])
+
+
+def test_ranks_must_divide_the_batch(tokenizer: Tokenizer, texts: Path) -> None:
+    with pytest.raises(ValueError, match=r"training\.batch_size = 12"):
+        build_spec(tokenizer, texts, 0, 0, 5).open()
+
+
+TRAINING = """
+import pickle, sys, time
+from diffusionlm.data.loader import WorkerLoader
+if __name__ == "__main__":
+    loader = WorkerLoader(pickle.loads(bytes.fromhex(sys.argv[1])))
+    loader.next_step(0)
+    print(loader._process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="asks /proc for the processes")
+def test_no_worker_outlives_a_training_that_is_killed(texts: Path, tokenizer: Tokenizer) -> None:
+    spec = pickle.dumps(build_spec(tokenizer, texts, 2)).hex()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINING, spec], env=environment, stdout=subprocess.PIPE, text=True
+    ) as training:
+        assert training.stdout is not None
+        worker = int(training.stdout.readline())
+        workers = [worker, *children(worker)]
+        assert len(workers) >= 2, "the loader and its tokenizer"
+        training.kill()
+        training.wait()
+        deadline = time.monotonic() + 60
+        while any(is_running(process) for process in workers):
+            assert time.monotonic() < deadline, "the workers are still running"
+            time.sleep(0.05)
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
