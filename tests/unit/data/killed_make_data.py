@@ -1,4 +1,4 @@
-"""A program: makes data, and is killed at one step after the other; what goes on must give the same files.
+"""A program that makes data and is killed at one step after the other. The continuation must give the same files.
 
 Arguments: the config as JSON, a directory for the reference, the stride of the steps.
 """
@@ -18,26 +18,26 @@ values, reference = json.loads(sys.argv[1]), Path(sys.argv[2])
 module.CHUNK_CHARACTERS, module.CHUNK_READ_DOCUMENTS = 700, 3
 config = MakeDataConfig.model_validate(values)
 directory = config.output.directory
-# Also loads what is loaded when it is needed, once for all children.
+# This also imports all modules, once for all forked children.
 module.make_data(config.model_copy(update={"output": config.output.model_copy(update={"directory": reference})}), print)
 countdown = -1
 
 
-def step(do):
+def count_step(function):
     def counted(*arguments, **options):
         global countdown
         countdown -= 1
         if countdown == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return do(*arguments, **options)
+        return function(*arguments, **options)
 
     return counted
 
 
 for owner, name in ((os, "replace"), (os, "rename"), (os, "fsync"), (os, "unlink"), (HashedFile, "write")):
-    setattr(owner, name, step(getattr(owner, name) if name != "fsync" else lambda descriptor: None))
-Path.unlink = step(Path.unlink)
-Path.write_text = step(Path.write_text)
+    setattr(owner, name, count_step(getattr(owner, name) if name != "fsync" else lambda descriptor: None))
+Path.unlink = count_step(Path.unlink)
+Path.write_text = count_step(Path.write_text)
 
 
 def attempt(kill_at):
@@ -54,15 +54,15 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-expected, kills = contents(reference), 0
+expected, num_kills = contents(reference), 0
 for kill_at in range(1, 1000, int(sys.argv[3])):
     shutil.rmtree(directory, ignore_errors=True)
-    ended = attempt(kill_at)
-    if ended == 0:
+    status = attempt(kill_at)
+    if status == 0:
         break
-    assert ended == signal.SIGKILL, f"{kill_at}: {ended}"
-    kills += 1
-    attempt(1 + kill_at % 11)  # goes on, and is killed again
+    assert status == signal.SIGKILL, f"{kill_at}: {status}"
+    num_kills += 1
+    attempt(1 + kill_at % 11)  # continues, and is killed again
     assert attempt(-1) == 0, f"killed at step {kill_at}"
     assert contents(directory) == expected, f"killed at step {kill_at}"
-print("killed", kills)
+print("killed", num_kills)
