@@ -28,7 +28,7 @@ from benchmarking.harness import (
     compare,
     is_installed,
 )
-from config.bench_tokenizer import BenchTokenizerConfig, BenchTokenizerSection
+from config.benchmark import BenchTokenizerConfig, BenchTokenizerSection
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
 from tokenizer import PATTERNS, Tokenizer, train_bpe

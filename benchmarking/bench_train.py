@@ -41,7 +41,7 @@ from benchmarking.implementations.training import (
     TrainImplementation,
     build_ours,
 )
-from config.bench_train import BenchShape, BenchTrainConfig, BenchTrainSection
+from config.benchmark import BenchShape, BenchTrainConfig, BenchTrainSection
 from config.runtime import RuntimeConfig
 from profiling.cores import usable_cores
 from profiling.flops import peak_flops

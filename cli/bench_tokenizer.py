@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cli.arguments import friendly_errors, parse_command
-from config.bench_tokenizer import BenchTokenizerConfig
+from config.benchmark import BenchTokenizerConfig
 
 NAME = "diffusionlm-bench-tokenizer"
 

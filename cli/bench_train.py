@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cli.arguments import friendly_errors, parse_command
-from config.bench_train import BenchTrainConfig
+from config.benchmark import BenchTrainConfig
 
 NAME = "diffusionlm-bench-train"
 

@@ -7,6 +7,8 @@
     [samples]   validation.py       [profiler]   runtime.py         [model]    model_section.py
     diffusionlm-train-tokenizer     tokenizer.py
     diffusionlm-analyze             convert.py
+    diffusionlm-bench-train         benchmark.py
+    diffusionlm-bench-tokenizer     benchmark.py
 
 `config.model` is config.json of a model, and `config.families` reads it. `config.base` has the field types,
 `config.load` reads TOML and ``--set``, `config.schema` inspects field types, `config.dump` writes TOML.

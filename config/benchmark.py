@@ -1,11 +1,74 @@
-"""Parts that the configs of benchmarks share."""
+"""The whole configs of ``diffusionlm-bench-train`` and ``-bench-tokenizer``, and parts that benchmarks share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from config.base import ConfigPath, Section
+from pydantic import Field, model_validator
+
+from config.base import ConfigPath, IntTuple, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf
+from config.data import PythonStdlib, TextSourceOrName
+from config.model import Architecture, ModelConfig
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
+from config.tokenizer import NUM_BYTES, SplitPattern
+
+Precision = Literal["float32", "bfloat16"]
+Peer = Literal["transformers", "liger"]
+ObjectiveName = Literal["masked_diffusion", "block_diffusion", "next_token"]
+Preset = Literal["tiny", "124m", "qwen3-0.6b", "qwen3-1.7b"]
+TokenizerPeer = Literal["tokenizers", "tiktoken"]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 4_096,
+        "batch_size": 16,
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 704,
+        "max_position_embeddings": 256,
+    },
+    "124m": {
+        "vocab_size": 50_304,
+        "batch_size": 64,
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "intermediate_size": 2_048,
+        "max_position_embeddings": 1_024,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151_936,
+        "batch_size": 8,
+        "num_hidden_layers": 28,
+        "hidden_size": 1_024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3_072,
+        "max_position_embeddings": 2_048,
+        "rope_theta": 1e6,
+    },
+    "qwen3-1.7b": {
+        "vocab_size": 151_936,
+        "batch_size": 4,
+        "num_hidden_layers": 28,
+        "hidden_size": 2_048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 6_144,
+        "max_position_embeddings": 4_096,
+        "rope_theta": 1e6,
+    },
+}
+"""Shapes by name: the first for a CPU, the others for a GPU. The last two are shapes of Qwen3 checkpoints with a shorter
+context. All have a tied head."""
 
 
 class BenchOutputSection(Section):
@@ -25,3 +88,146 @@ def check_distinct(lists: Mapping[str, Sequence[Any]]) -> None:
         duplicate = next((value for value in values if values.count(value) > 1), None)
         if duplicate is not None:
             raise ValueError(f"{key}: {duplicate!r} is given twice; remove one of them")
+
+
+class BenchShape(Architecture):
+    """``[[shapes]]``: a model and its batch, as a preset (shape) or in full. Sequences have max_position_embeddings
+    tokens."""
+
+    shape: Preset | None = None
+    """A preset that supplies all options that the table leaves out."""
+    name: NonEmptyStr
+    """The name of the shape in the results; by default the name of the preset."""
+    vocab_size: Annotated[int, Field(ge=2)]
+    """Size of the vocabulary; the last token is the mask token."""
+    batch_size: PositiveInt
+    """Sequences of one optimizer step, in one forward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        preset = values.get("shape") if isinstance(values, dict) else None
+        if preset is None:
+            return values
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise ValueError(
+                f"shape = {preset!r} is not one of the presets {', '.join(PRESETS)}: choose one of them, or remove "
+                "shape and set all options of a model"
+            )
+        return {"name": preset} | PRESETS[preset] | values
+
+    @model_validator(mode="after")
+    def _check_is_qwen3(self) -> Self:
+        if not self.qk_norm or self.attention_bias:
+            raise ValueError("the peers train a Qwen3, so shapes need qk_norm = true and attention_bias = false")
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.batch_size * self.max_position_embeddings
+
+    @property
+    def mask_token(self) -> int:
+        return self.vocab_size - 1
+
+    def to_model_config(self) -> ModelConfig:
+        return ModelConfig(**self.model_dump(exclude={"shape", "name", "batch_size"}), mask_token_id=self.mask_token)
+
+
+class BenchTrainSection(Section):
+    """``[bench]``: the cases, the peers, and how they are measured."""
+
+    precisions: Annotated[TupleOf[Precision], Field(min_length=1)] = ("float32", "bfloat16")
+    """Dtypes of matrix products (autocast); weights are float32."""
+    objectives: Annotated[TupleOf[ObjectiveName], Field(min_length=1)] = ("masked_diffusion",)
+    """Training objectives; each is measured as a separate case."""
+    block_length: PositiveInt = 16
+    """Block length of the objective block_diffusion."""
+    peers: TupleOf[Peer] = ()
+    """Implementations to compare with. transformers is in the dependency group `bench`; liger is transformers with the
+    kernels of liger-kernel and is left out (the report says so) if that is not installed or there is no CUDA."""
+    keep_freed_memory: bool = False
+    """On a CPU, `runtime.keep_freed_memory` for all implementations, which share a process and its allocator. false:
+    the defaults of glibc, which a script that trains with transformers has."""
+    rounds: Annotated[int, Field(ge=2)] = 12
+    """Measured steps of each implementation in each case."""
+    warmup: NonNegativeInt = 2
+    """Rounds before them that are not measured."""
+    threads: PositiveInt | None = None
+    """CPU threads of torch. None: one for each usable core."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if there is a GPU."""
+    seed: NonNegativeInt = 0
+    """Seed of weights, tokens and noise."""
+
+    def objective(self, name: ObjectiveName) -> ObjectiveConfig:
+        """Build an objective with its default options."""
+        match name:
+            case "masked_diffusion":
+                return MaskedDiffusionConfig()
+            case "block_diffusion":
+                return BlockDiffusionConfig(block_length=self.block_length)
+            case "next_token":
+                return NextTokenConfig()
+
+
+class BenchTrainConfig(Section):
+    """A training benchmark: every shape with every objective in every precision."""
+
+    shapes: Annotated[TupleOf[BenchShape], Field(min_length=1)]
+    bench: BenchTrainSection = BenchTrainSection()
+    output: BenchOutputSection = BenchOutputSection()
+
+    @model_validator(mode="after")
+    def _check_block_length(self) -> Self:
+        for shape in self.shapes if "block_diffusion" in self.bench.objectives else ():
+            if self.bench.block_length > shape.max_position_embeddings:
+                raise ValueError(
+                    f"bench.block_length = {self.bench.block_length} is longer than the sequences of the shape "
+                    f"{shape.name!r}, max_position_embeddings = {shape.max_position_embeddings}: lower it, or leave "
+                    '"block_diffusion" out of bench.objectives'
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_distinct(self) -> Self:
+        lists: dict[str, list[str]] = {"shapes.name": [shape.name for shape in self.shapes]}
+        for name in ("precisions", "objectives", "peers"):
+            lists[f"bench.{name}"] = list(getattr(self.bench, name))
+        check_distinct(lists)
+        return self
+
+
+class BenchTokenizerSection(Section):
+    """``[bench]``: the vocabularies, the peers, and how they are measured."""
+
+    vocab_sizes: Annotated[IntTuple, Field(min_length=1)] = (4_096, 16_384)
+    """Size of each vocabulary, including the 256 bytes; there are no special tokens."""
+    pattern: SplitPattern = "qwen"
+    """The pre-tokenization pattern, which splits text into words."""
+    peers: TupleOf[TokenizerPeer] = ()
+    """Libraries to compare with, from the dependency group `bench`. tiktoken cannot train."""
+    max_bytes: PositiveInt = 12_000_000
+    """The text: the first training documents that together have at least so many bytes."""
+    rounds: Annotated[int, Field(ge=2)] = 5
+    """Measured rounds of each task; in a round, each implementation processes all documents once."""
+    warmup: Annotated[int, Field(ge=1)] = 1
+    """Rounds before them that are not measured; they fill the word caches of the warm measurements."""
+
+    @model_validator(mode="after")
+    def _check_values(self) -> Self:
+        check_distinct({"vocab_sizes": self.vocab_sizes, "peers": self.peers})
+        small = next((size for size in self.vocab_sizes if size <= NUM_BYTES), None)
+        if small is not None:
+            raise ValueError(f"vocab_sizes: {small} has no room for a merge beside {NUM_BYTES} bytes; set at least 257")
+        return self
+
+
+class BenchTokenizerConfig(Section):
+    """A benchmark of training a tokenizer, encoding and decoding."""
+
+    source: TextSourceOrName = PythonStdlib()
+    """The text: a `kind` alone, or a table `[source]` with its `kind`, as `data.source` of a training run."""
+    bench: BenchTokenizerSection = BenchTokenizerSection()
+    output: BenchOutputSection = BenchOutputSection()

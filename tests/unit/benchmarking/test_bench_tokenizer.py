@@ -27,8 +27,7 @@ from benchmarking.bench_tokenizer import (
     train_tokenizers,
 )
 from benchmarking.harness import Comparison
-from config.bench_tokenizer import BenchTokenizerConfig, BenchTokenizerSection, TokenizerPeer
-from config.benchmark import BenchOutputSection
+from config.benchmark import BenchOutputSection, BenchTokenizerConfig, BenchTokenizerSection, TokenizerPeer
 from config.data import PythonStdlib
 from config.load import ConfigError, load_config
 

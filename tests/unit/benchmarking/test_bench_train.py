@@ -23,8 +23,7 @@ from benchmarking.bench_train import (
     measure_memory_in_process,
     select_device,
 )
-from config.bench_train import BenchShape, BenchTrainConfig, BenchTrainSection, Precision
-from config.benchmark import BenchOutputSection
+from config.benchmark import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection, Precision
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from diffusionlm.models.transformer import Transformer

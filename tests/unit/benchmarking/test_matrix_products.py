@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarking.implementations.matrix_products import MatrixProduct, MatrixSpec, StepProducts
 from benchmarking.implementations.training import TrainCase, build_ours
-from config.bench_train import BenchShape
+from config.benchmark import BenchShape
 
 TINY = BenchShape(
     shape="tiny", num_hidden_layers=2, hidden_size=32, head_dim=16, vocab_size=64, max_position_embeddings=32

@@ -13,8 +13,7 @@ import pytest
 from cli.arguments import parse_command
 from config.base import Section
 from config.bench_infer import BenchInferConfig
-from config.bench_tokenizer import BenchTokenizerConfig
-from config.bench_train import BenchTrainConfig
+from config.benchmark import BenchTokenizerConfig, BenchTrainConfig
 from config.data import LocalFiles, PythonStdlib
 from config.dump import to_toml
 from config.eval import EvalConfig
