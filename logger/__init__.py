@@ -1,15 +1,9 @@
 """Logging of runs. No torch."""
 
-from logger.json_console import JsonConsole
+from logger.console import ConsoleLogger, JsonConsole, format_duration
+from logger.jsonl import JsonLinesLogger
 from logger.progress import console_style
-from logger.run_logger import (
-    ConsoleLogger,
-    JsonLinesLogger,
-    LoggerGroup,
-    NoLogger,
-    RunLogger,
-    format_duration,
-)
+from logger.run_logger import LoggerGroup, RunLogger
 from logger.sinks import open_sinks
 
 __all__ = [
@@ -17,7 +11,6 @@ __all__ = [
     "JsonConsole",
     "JsonLinesLogger",
     "LoggerGroup",
-    "NoLogger",
     "RunLogger",
     "console_style",
     "format_duration",

@@ -1,4 +1,4 @@
-"""Loggers that may be slow or fail, kept away from the run."""
+"""Run slow or unreliable loggers in a thread, so that they neither delay nor end the run."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from logger.run_logger import Metrics, RunLogger
 
 LoggerCall = Callable[[RunLogger], None]
 StartLogger = Callable[[Callable[[str], None]], RunLogger]
-"""Makes a logger; what it has to say meanwhile goes to what it is given."""
+"""Creates a logger; it gets a function that takes messages for people."""
 LogEvent = Callable[[int, str], None]
-"""Takes the step and what went wrong."""
+"""Takes the step and a message."""
 
 
 class BackgroundLogger:
-    """A logger in a thread of its own, which neither ends a run nor holds up its steps.
+    """A logger in a thread of its own.
 
-    Whatever it raises is told once, by the thread of the run, and what comes later is tried all the same. One that
-    cannot be started is told of, and has nothing more to do.
+    The first error of the logger is logged by the thread of the run, and later calls are still tried. A logger that
+    cannot be started is logged and then ignored.
     """
 
     def __init__(self, name: str, start: StartLogger, log: LogEvent, finish_seconds: float = 60.0) -> None:
-        """Begin to start it.
+        """Start the thread.
 
         Args:
-            name: for people.
-            start: makes the logger, and may take its time; called in the thread.
-            tell: says what went wrong.
-            finish_seconds: so long `close` waits.
+            name: name of the logger in messages.
+            start: creates the logger; called in the thread, so it may be slow.
+            log: logs errors.
+            finish_seconds: the longest time that `close` waits.
         """
         self._name, self._log, self._finish_seconds = name, log, finish_seconds
         self._calls: SimpleQueue[LoggerCall | None] = SimpleQueue()
         self._problems: SimpleQueue[str] = SimpleQueue()
         self._num_failures = 0
         self._step = 0
-        # A daemon: a process does not wait for what hangs behind a network.
+        # A daemon: a logger that hangs on the network must not keep the process alive.
         self._thread = threading.Thread(target=self._work, args=(start,), name=name, daemon=True)
         self._thread.start()
 
     def metrics(self, step: int, values: Metrics) -> None:
-        """For the thread."""
-        kept = dict(values)
-        self._enqueue(step, lambda logger: logger.metrics(step, kept))
+        """Hand a copy of the metrics to the thread."""
+        copy = dict(values)
+        self._enqueue(step, lambda logger: logger.metrics(step, copy))
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """For the thread."""
+        """Hand the event to the thread."""
         self._enqueue(step, lambda logger: logger.event(step, kind, text, values))
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Nothing but telling what went wrong: progress is for people."""
+        """Log pending errors; progress itself is for people."""
         self._step = step
         self._log_problems()
 
     def close(self, exit_code: int = 0) -> None:
-        """Let it finish, and wait for it, but not for ever."""
+        """Close the logger and wait for it, at most ``finish_seconds``."""
         self._enqueue(self._step, lambda logger: logger.close(exit_code))
         self._calls.put(None)
         self._thread.join(self._finish_seconds)
@@ -63,7 +63,7 @@ class BackgroundLogger:
         if self._thread.is_alive():
             self._log(
                 self._step,
-                f"{self._name} was not done after {self._finish_seconds:g} s and is left alone; metrics.jsonl has all",
+                f"{self._name} did not finish within {self._finish_seconds:g} s and is abandoned; metrics.jsonl has all",
             )
         elif self._num_failures > 1:
             self._log(self._step, f"{self._name} failed {self._num_failures} times; metrics.jsonl has all")
@@ -81,7 +81,7 @@ class BackgroundLogger:
     def _work(self, start: StartLogger) -> None:
         try:
             logger = start(self._problems.put)
-        except BaseException as error:  # what others raise to end a process must not end this one
+        except BaseException as error:  # a package that raises SystemExit must not end the run
             self._record_failure(error)
             return
         while (call := self._calls.get()) is not None:
@@ -93,11 +93,10 @@ class BackgroundLogger:
     def _record_failure(self, error: BaseException) -> None:
         self._num_failures += 1
         if self._num_failures == 1:
-            self._problems.put(
-                f"{self._name}: {format_error_first_line(error)}; the run goes on, and metrics.jsonl has all"
-            )
+            message = format_error_first_line(error)
+            self._problems.put(f"{self._name}: {message}; the run continues, and metrics.jsonl has all")
 
 
 def format_error_first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its text."""
+    """Format the type of an error and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

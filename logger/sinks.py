@@ -1,4 +1,4 @@
-"""The copies of a run's metrics that a config asks for, beside metrics.jsonl."""
+"""Open the loggers of ``[logging]`` that copy a run's metrics to other services."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from logger.weights_and_biases import WandbLogger, WandbRun, choose_mode, get_ru
 def open_sinks(
     config: LoggingConfig, directory: Path, step: int, values: Mapping[str, Any], log: LogEvent
 ) -> list[RunLogger]:
-    """Weights & Biases and TensorBoard, each in a thread of its own. What is asked for and cannot be had is told; the
-    run goes on without it.
+    """Open Weights & Biases and TensorBoard as configured, each in a thread of its own.
+
+    A missing package is logged, and the run continues without that logger.
 
     Args:
-        config: the section.
-        directory: of the run.
-        step: that the run goes on from; 0: it begins.
-        values: the whole config of the run, for people there.
-        tell: says what goes wrong.
+        directory: directory of the run.
+        step: step that the run resumes from; 0: it is new.
+        values: resolved config of the run.
+        log: logs errors.
     """
     sinks: list[RunLogger] = []
     if config.tensorboard.enabled:
@@ -37,7 +37,7 @@ def open_sinks(
     wandb = config.wandb
     if wandb is not None and not is_disabled(wandb):
         if weights_and_biases.is_installed():
-            seconds = 2 * wandb.timeout_seconds  # it may still be beginning
+            seconds = 2 * wandb.timeout_seconds  # at the end the start may still be pending
             start = _make_wandb_start(wandb, directory, step, values)
             sinks.append(BackgroundLogger("Weights & Biases", start, log, seconds))
         else:
@@ -48,12 +48,13 @@ def open_sinks(
 def _make_wandb_start(
     config: WandbConfig, directory: Path, step: int, values: Mapping[str, Any]
 ) -> Callable[[Callable[[str], None]], RunLogger]:
-    samples = read_logged_samples(directory) if "samples" in config.artifacts else ()  # now: later ones come as events
+    # Read before the run logs its own samples, which come as events.
+    samples = read_logged_samples(directory) if "samples" in config.artifacts else ()
 
     def start(log: Callable[[str], None]) -> RunLogger:
-        mode, said = choose_mode(config)
-        if said is not None:
-            log(said)
+        mode, message = choose_mode(config)
+        if message is not None:
+            log(message)
         return WandbLogger(WandbRun(config, directory, mode, get_run_id(directory, step), values, samples), log)
 
     return start
@@ -61,6 +62,6 @@ def _make_wandb_start(
 
 def _missing_package_message(section: str, package: str) -> str:
     return (
-        f"[{section}] is asked for, but the package {package} is not installed (uv sync --extra {package}); the run "
-        "goes on, and metrics.jsonl has all"
+        f"[{section}] needs the package {package}, which is not installed (uv sync --extra {package}); the run "
+        "continues, and metrics.jsonl has all"
     )

@@ -1,4 +1,4 @@
-"""TensorBoard: a copy of the metrics as event files, written by its own small writer."""
+"""Write metrics as TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from logger.run_logger import Metrics
 
 
 class TensorBoardLogger:
-    """Event files in a folder. What a run that resumes makes again takes the place of what it made before."""
+    """Writes event files to a folder. A resumed run replaces the steps that it repeats."""
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
-        """Begin a file.
+        """Open a new event file.
 
         Raises:
             ImportError: the package is not installed.
@@ -27,15 +27,15 @@ class TensorBoardLogger:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary, self._text = Event, Summary, text_pb
-        goes_on = folder.is_dir() and any(folder.iterdir())
+        has_events = folder.is_dir() and any(folder.iterdir())
         self._writer: Any = EventFileWriter(str(folder))
-        if goes_on:
-            # Readers drop what they have of these steps.
+        if has_events:
+            # Tells readers to drop earlier values of these steps.
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def metrics(self, step: int, values: Metrics) -> None:
-        """Each number as a scalar; what is none, or not finite, is left out."""
+        """Write each finite number as a scalar."""
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         scalars = [
             self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items() if math.isfinite(value)
@@ -43,14 +43,13 @@ class TensorBoardLogger:
         self._add(step, self._summary(value=scalars))
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """The text, under its kind."""
+        """Write the text under the event's kind."""
         self._add(step, self._text(kind, text))
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Nothing: progress is for people."""
+        """Do nothing: progress is for people."""
 
     def close(self, exit_code: int = 0) -> None:
-        """Write what is left."""
         self._writer.close()
 
     def _add(self, step: int, summary: Any) -> None:
@@ -58,5 +57,5 @@ class TensorBoardLogger:
 
 
 def is_installed() -> bool:
-    """Whether the package is there; it is not imported."""
+    """Return whether the package is installed, without importing it."""
     return importlib.util.find_spec("tensorboard") is not None

@@ -1,4 +1,4 @@
-"""Weights & Biases: a copy of the metrics, the config, and files on request."""
+"""Log metrics, config and selected files to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from config.logging import WandbConfig
-from logger.run_logger import Metrics, parse_record
+from files.atomic import write_text_atomic
+from logger.jsonl import parse_record
+from logger.run_logger import Metrics
 
 RUN_ID_FILE = "wandb_run_id"
 STEP_METRIC = "trainer/step"
-"""Not the service's own step, which may never go back, and drops what comes with an earlier one: a run that resumes
-does go back, to its last checkpoint."""
+"""Metric used as the step. The service drops values whose own step goes back, as it does when a run resumes from a
+checkpoint."""
 
 OFFLINE_NOTICE = (
     "the run is logged offline: `wandb sync` of the folder wandb/offline-run-* in the run directory sends it later"
@@ -31,43 +33,42 @@ CONNECT_SECONDS = 5.0
 
 Mode = Literal["online", "offline"]
 
-_MODES = {each: each for each in ("online", "offline", "disabled")} | {"run": "online", "dryrun": "offline"}
-"""What WANDB_MODE may say, with the package's older words, and what it means."""
+_MODES = {mode: mode for mode in ("online", "offline", "disabled")} | {"run": "online", "dryrun": "offline"}
+"""Values of WANDB_MODE, also the package's older ones, and the modes that they mean."""
 
 
 @dataclass(frozen=True)
 class WandbRun:
-    """What a run is called there."""
+    """The settings of a Weights & Biases run."""
 
     config: WandbConfig
     directory: Path
-    """Of the run."""
+    """Directory of the run."""
     mode: Mode
     run_id: str
     values: Mapping[str, Any]
     """The resolved config."""
     samples: tuple[tuple[int, str], ...] = ()
-    """Step and text of those from before, where a run goes on: the table replaces the one that the service has."""
+    """Step and text of samples from before a resume; the new table replaces the service's."""
 
     def artifacts(self) -> list[tuple[str, str, Path]]:
-        """Name, type and place of the files that are asked for and there."""
-        places = {
+        """Return name, type and path of the configured artifacts that exist."""
+        paths = {
             "checkpoints": ("model", self.directory / "checkpoints" / "latest"),
             "tokenizer": ("tokenizer", self.directory / "tokenizer"),
         }
-        wanted = [(name, *places[name]) for name in self.config.artifacts if name in places]
-        return [(name, kind, path.resolve()) for name, kind, path in wanted if path.exists()]
+        requested = [(name, *paths[name]) for name in self.config.artifacts if name in paths]
+        return [(name, kind, path.resolve()) for name, kind, path in requested if path.exists()]
 
 
 class WandbLogger:
-    """A run of Weights & Biases. Its calls may raise anything and take long: keep it in a `BackgroundLogger`."""
+    """Logs to Weights & Biases. Calls may raise anything and be slow: use it in a `BackgroundLogger`."""
 
     def __init__(self, run: WandbRun, log: Callable[[str], None]) -> None:
-        """Begin it, or go on with the one of this id; offline where the service cannot be reached.
+        """Start the run, or resume the one with this id; offline if the service cannot be reached.
 
         Args:
-            run: what it is called.
-            say: for people.
+            log: takes messages for people.
 
         Raises:
             Exception: whatever the package raises.
@@ -82,19 +83,19 @@ class WandbLogger:
         self._wandb.define_metric("*", step_metric=STEP_METRIC)
 
     def metrics(self, step: int, values: Metrics) -> None:
-        """A row of the history."""
+        """Log the metrics with their step."""
         self._wandb.log({STEP_METRIC: step, **values})
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """Samples are kept for the table at the end; the rest is for metrics.jsonl."""
+        """Collect samples for the table at the end, if configured; ignore other events."""
         if kind == "sample" and "samples" in self._run.config.artifacts:
             self._samples.append((step, text))
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Nothing: progress is for people."""
+        """Do nothing: progress is for people."""
 
     def close(self, exit_code: int = 0) -> None:
-        """Upload what was asked for, and end the run with this code, whatever comes of the files."""
+        """Upload the configured files, and finish with this code even if an upload fails."""
         try:
             if self._samples:
                 import wandb
@@ -122,7 +123,7 @@ def _start_wandb(run: WandbRun, mode: Mode) -> Any:
         tags=list(config.tags),
         config=dict(run.values),
         settings=wandb.Settings(
-            console="off",  # standard output belongs to the run: it is neither copied nor written to
+            console="off",  # do not capture the run's standard output
             quiet=True,
             init_timeout=config.timeout_seconds,
             finish_timeout=config.timeout_seconds,
@@ -131,24 +132,24 @@ def _start_wandb(run: WandbRun, mode: Mode) -> Any:
 
 
 def is_installed() -> bool:
-    """Whether the package is there; it is not imported, which takes seconds."""
+    """Return whether the package is installed, without importing it, which takes seconds."""
     return importlib.util.find_spec("wandb") is not None
 
 
 def is_disabled(config: WandbConfig) -> bool:
-    """Whether nothing is to be done at all."""
+    """Return whether logging is disabled by the config or by WANDB_MODE."""
     return _requested_mode(config) == "disabled"
 
 
 def choose_mode(config: WandbConfig) -> tuple[Mode, str | None]:
-    """How a run that is not disabled is logged, and what has to be said of it.
+    """Return the mode of a run that is not disabled, and a message for people, if any.
 
-    Without a key the package would ask for one, or raise: so that is found out here.
+    Without a key the package would prompt for one or raise, so the mode is offline then.
     """
-    wanted = _requested_mode(config)
-    if wanted not in _MODES.values():
-        return "offline", f"WANDB_MODE={wanted} is none of online, offline and disabled; {OFFLINE_NOTICE}"
-    if wanted == "offline":
+    mode = _requested_mode(config)
+    if mode not in _MODES.values():
+        return "offline", f"WANDB_MODE={mode} is not online, offline or disabled; {OFFLINE_NOTICE}"
+    if mode == "offline":
         return "offline", None
     if has_key():
         return "online", None
@@ -158,17 +159,17 @@ def choose_mode(config: WandbConfig) -> tuple[Mode, str | None]:
 def _requested_mode(config: WandbConfig) -> str:
     if config.mode != "auto":
         return config.mode
-    asked = os.environ.get("WANDB_MODE") or "online"
-    return _MODES.get(asked, asked)
+    mode = os.environ.get("WANDB_MODE") or "online"
+    return _MODES.get(mode, mode)
 
 
 def has_key() -> bool:
-    """Whether there is a key; it is not looked at."""
+    """Return whether a key is configured, in the environment or in a netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = _service_url().hostname or ""
-    named = os.environ.get("NETRC")
-    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    netrc_path = os.environ.get("NETRC")
+    for path in [Path(netrc_path)] if netrc_path else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
             if host in netrc.netrc(path).hosts:
                 return True
@@ -176,9 +177,9 @@ def has_key() -> bool:
 
 
 def find_connection_problem() -> str | None:
-    """Why nothing answers where the service is; None: something does, or a proxy is between, so that it is not known.
+    """Return why the service cannot be reached; None: it can, or a proxy is configured, which hides it.
 
-    The package itself would try for minutes, also when the process ends.
+    The package itself would retry for minutes, also when the process ends.
     """
     service = _service_url()
     host, port = service.hostname or "", service.port or (80 if service.scheme == "http" else 443)
@@ -196,19 +197,23 @@ def _service_url() -> SplitResult:
 
 
 def read_logged_samples(directory: Path) -> tuple[tuple[int, str], ...]:
-    """Step and text of each sample in a run's record."""
-    record = directory / "metrics.jsonl"
-    found = map(parse_record, record.read_bytes().split(b"\n") if record.is_file() else [])
-    return tuple((each["step"], str(each.get("text", ""))) for each in found if each and each.get("event") == "sample")
+    """Return step and text of each sample in the run's ``metrics.jsonl``."""
+    path = directory / "metrics.jsonl"
+    records = map(parse_record, path.read_bytes().split(b"\n") if path.is_file() else [])
+    return tuple(
+        (record["step"], str(record.get("text", "")))
+        for record in records
+        if record and record.get("event") == "sample"
+    )
 
 
 def get_run_id(directory: Path, step: int) -> str:
-    """The id of a run that goes on from a step, kept in its directory; of one that starts anew, a new one."""
+    """Return the id in the run directory if the run resumes (``step`` > 0), else write a new one."""
     path = directory / RUN_ID_FILE
     if step and path.is_file():
-        kept = path.read_text(encoding="utf-8").strip()
-        if kept:
-            return kept
-    made = secrets.token_hex(4)
-    path.write_text(f"{made}\n", encoding="utf-8")
-    return made
+        run_id = path.read_text(encoding="utf-8").strip()
+        if run_id:
+            return run_id
+    run_id = secrets.token_hex(4)
+    write_text_atomic(path, f"{run_id}\n")
+    return run_id

@@ -25,7 +25,6 @@ from logger import (
     JsonConsole,
     JsonLinesLogger,
     LoggerGroup,
-    NoLogger,
     RunLogger,
     console_style,
     open_sinks,
@@ -89,7 +88,7 @@ def _read_evaluation(values: dict[str, Any]) -> EvaluationResult:
 def build_logger(run: Run) -> RunLogger:
     """The logger of the first rank: metrics.jsonl, the console, and the copies of ``[logging]``. Others log nothing."""
     if not run.world.is_first:
-        return NoLogger()
+        return LoggerGroup()
     config, step = run.config.logging, run.progress.step
     record = LoggerGroup(
         JsonLinesLogger(run.directory.metrics, step),

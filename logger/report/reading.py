@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from files.lock import is_locked
+from logger.jsonl import parse_record
 from logger.report.series import Series
-from logger.run_logger import parse_record
 
 NUMBERS = (float, int)
 """What JSON has; true and false are 1 and 0."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from logger.console import format_duration
 from logger.report.reading import LoggedRun, RunEvent
 from logger.report.series import format_number
-from logger.run_logger import format_duration
 
 MAX_EVENTS = 200
 """Of each run; all of them are in metrics.jsonl."""

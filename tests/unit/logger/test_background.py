@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from logger import NoLogger
+from logger import LoggerGroup
 from logger.background import BackgroundLogger
 from logger.run_logger import Metrics
 
 
-class Recorder(NoLogger):
+class Recorder(LoggerGroup):
     """Remembers its calls, and fails at steps that it is given."""
 
     def __init__(self, bad_steps: tuple[int, ...] = ()) -> None:
@@ -59,7 +59,7 @@ def test_what_fails_is_told_once_and_the_rest_is_tried() -> None:
     logger.close()
     assert inner.calls == [(2, {}), (4, {}), 0]
     assert [text for _, text in told] == [
-        "a sink: OSError: no room at 1; the run goes on, and metrics.jsonl has all",
+        "a sink: OSError: no room at 1; the run continues, and metrics.jsonl has all",
         "a sink failed 2 times; metrics.jsonl has all",
     ]
 
@@ -90,7 +90,7 @@ def test_one_that_hangs_is_left_alone() -> None:
     logger.metrics(5, {})
     logger.close()
     release.set()
-    assert told == [(5, "a sink was not done after 0.01 s and is left alone; metrics.jsonl has all")]
+    assert told == [(5, "a sink did not finish within 0.01 s and is abandoned; metrics.jsonl has all")]
 
 
 def test_what_it_has_to_say_while_it_starts_is_told_by_the_run() -> None:

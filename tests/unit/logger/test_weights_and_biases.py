@@ -125,7 +125,7 @@ def test_whatever_fails_is_told_once(fails_in: str, monkeypatch: pytest.MonkeyPa
     (sink,), told = open_with(fake, monkeypatch, tmp_path, mode="offline", artifacts=("tokenizer",))
     sink.metrics(1, {"loss": 2.5})
     sink.close(0)
-    assert told == [f"Weights & Biases: RuntimeError: {fails_in} failed; the run goes on, and metrics.jsonl has all"]
+    assert told == [f"Weights & Biases: RuntimeError: {fails_in} failed; the run continues, and metrics.jsonl has all"]
     assert (("finish", 0) in fake.run.calls) == (fails_in not in ("init", "define_metric"))
 
 
@@ -230,7 +230,7 @@ def test_an_unknown_mode_is_named_and_nothing_leaves_the_machine(monkeypatch: py
     monkeypatch.setenv("WANDB_API_KEY", "0")
     monkeypatch.setenv("WANDB_MODE", "offlien")
     mode, said = choose_mode(WandbConfig())
-    assert mode == "offline" and said is not None and said.startswith("WANDB_MODE=offlien is none of online, offline")
+    assert mode == "offline" and said is not None and said.startswith("WANDB_MODE=offlien")
 
 
 def test_the_table_has_the_samples_from_before_a_run_went_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

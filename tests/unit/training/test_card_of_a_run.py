@@ -14,7 +14,7 @@ from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.run import build_run
 from diffusionlm.training.run_checkpoint import resume_run
 from diffusionlm.training.signals import StopRequest
-from logger import NoLogger
+from logger import LoggerGroup
 
 
 def card_of(folder: Path) -> str:
@@ -63,7 +63,7 @@ def test_a_resumed_run_knows_the_last_validation(config: TrainConfig) -> None:
     with open_run_directory(config) as directory, StopRequest() as stop:
         run = build_run(config, directory)
         run.settings = replace(run.settings, max_steps=3)
-        train_remaining_steps(run, NoLogger(), stop)
+        train_remaining_steps(run, LoggerGroup(), stop)
         known = run.last_validation
     assert known is not None and known.step == 2
     with open_run_directory(config) as directory:

@@ -20,7 +20,7 @@ from diffusionlm.training.loop import train
 from diffusionlm.training.skipped_batches import SkippedBatches, count_step, load_skipped_step
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step_metrics import StepMetrics, TrainingProgress
-from logger import NoLogger
+from logger import LoggerGroup
 from logger.run_logger import Metrics
 
 CPU = torch.device("cpu")
@@ -165,7 +165,7 @@ def batches(tmp_path: Path) -> SkippedBatches:
     return batches
 
 
-class Events(NoLogger):
+class Events(LoggerGroup):
     def __init__(self) -> None:
         self.events: list[tuple[int, str, str]] = []
 

@@ -110,7 +110,7 @@ def test_weights_and_biases_never_touches_the_run(
     assert train(copied).step == 8
     told = [record["text"] for record in records(copied, "event") if record["event"] == "logging"]
     assert told == [
-        "Weights & Biases: RuntimeError: log failed; the run goes on, and metrics.jsonl has all",
+        "Weights & Biases: RuntimeError: log failed; the run continues, and metrics.jsonl has all",
         "Weights & Biases failed 9 times; metrics.jsonl has all",
     ]
     train(config)
