@@ -1,4 +1,4 @@
-"""``diffusionlm-infer``: continue prompts, answer chats and fill holes."""
+"""``diffusionlm-infer``: continue prompts, answer chats and fill masked spans. The arguments of the command."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command, toml_string
 from config.infer import InferConfig
+from diffusionlm.inference.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from cli.infer.inputs import Input
@@ -29,11 +30,11 @@ _ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, load the config, decode, print."""
+    """Run the command."""
     config, _ = parse_command(
         InferConfig,
         name=NAME,
-        description="Continue prompts, answer chats and fill holes with a masked diffusion language model.",
+        description="Continue prompts, answer chats and fill masked spans with a masked diffusion language model.",
         example=EXAMPLE,
         config_required=False,
         add_arguments=_add_shorthands,
@@ -44,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _load_inputs(config: InferConfig) -> list[Input]:
-    """The inputs; ends the command with 2 where something about them or the output is wrong before any model is
-    loaded."""
+    """Read the inputs and check the output paths, before the model is loaded. Exits with 2 on an error."""
     from cli.infer.answers import check_output_paths
     from cli.infer.inputs import read_inputs
 
@@ -63,27 +63,31 @@ def _load_inputs(config: InferConfig) -> list[Input]:
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
-    """Arguments that stand for overrides, so that --print-config shows what they do."""
+    """Add the arguments that are shorthands for --set; --print-config shows their effect."""
     parser.set_defaults(raw=False, prompts=[], infills=[], chats=[])
     group = parser.add_argument_group(
-        "shorthands for --set; \\n, \\t and \\\\ are read as escapes in prompts, chats and infills"
+        "shorthands for --set; \\n, \\t and \\\\ are escapes in prompts, chats and infills"
     )
     group.add_argument(
-        "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="model, checkpoint or run"
+        "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="model directory, checkpoint or run"
     )
     group.add_argument(
-        "--prompt", metavar="TEXT", action=_TextAction, dest="prompts", help="continue this; may be repeated"
+        "--prompt", metavar="TEXT", action=_TextAction, dest="prompts", help="continue this text; may be repeated"
     )
     group.add_argument(
-        "--infill", metavar="TEXT", action=_TextAction, dest="infills", help="fill its [MASK:n] holes; may be repeated"
+        "--infill",
+        metavar="TEXT",
+        action=_TextAction,
+        dest="infills",
+        help="fill each [MASK:n] with n tokens; may be repeated",
     )
-    group.add_argument("--raw", action=_RawAction, nargs=0, help="take backslashes in these texts as they are")
+    group.add_argument("--raw", action=_RawAction, nargs=0, help="do not read escapes in these texts")
     group.add_argument(
         "--prompts",
         metavar="FILE",
         action=ValueShorthand,
         const="input.prompts_file",
-        help="one prompt a line, or in .jsonl prompts, messages and infills; - is standard input",
+        help="one prompt per line, or a .jsonl file of prompts, messages and infills; - is standard input",
     )
     group.add_argument(
         "--chat",
@@ -91,63 +95,75 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
         action=_TextAction,
         nargs="?",
         dest="chats",
-        help="answer this; may be repeated; without a text, a chat in the terminal",
+        help="answer this message; may be repeated; without a text, chat in the terminal",
     )
     group.add_argument(
-        "--system", metavar="TEXT", action=ValueShorthand, const="input.system", help="what the system says in chats"
+        "--system", metavar="TEXT", action=ValueShorthand, const="input.system", help="system message of chats"
     )
-    group.add_argument("--seed", metavar="N", action=_NumberAction, const="input.seed", help="of the first request")
     group.add_argument(
-        "--batch-size", metavar="N", action=_NumberAction, const="input.batch_size", help="decoded together"
+        "--seed", metavar="N", action=_NumberAction, const="input.seed", help="seed of the first request"
+    )
+    group.add_argument(
+        "--batch-size",
+        metavar="N",
+        action=_NumberAction,
+        const="input.batch_size",
+        help="requests that are decoded together",
     )
     _add_generation(group)
     _add_output(group)
 
 
 def _add_generation(group: argparse._ArgumentGroup) -> None:
-    numbers = {
+    options = {
         "max-new-tokens": ("N", "max_new_tokens", "new tokens of a prompt or chat"),
-        "temperature": ("X", "temperature", "of the tokens' choice; 0 is greedy"),
+        "temperature": ("X", "temperature", "temperature of token sampling; 0 is greedy"),
         "steps": ("N", "steps", "forwards over all blocks"),
-        "block-length": ("N", "block_length", "tokens of a block"),
+        "block-length": ("N", "block_length", "tokens per block"),
     }
-    for name, (metavar, key, text) in numbers.items():
+    for name, (metavar, key, text) in options.items():
         group.add_argument(f"--{name}", metavar=metavar, action=_NumberAction, const=f"generation.{key}", help=text)
     group.add_argument(
         "--strategy",
         metavar="NAME",
         action=ValueShorthand,
         const="generation.remasking_strategy",
-        help="which positions become final after a forward",
+        help=f"which positions are committed after a forward: {', '.join(STRATEGIES)}",
     )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--show", action=FlagShorthand, nargs=0, const="output.show=true", help="show every forward")
     group.add_argument(
-        "--json", action=FlagShorthand, nargs=0, const='output.format="json"', help="one JSON object a request"
+        "--show", action=FlagShorthand, nargs=0, const="output.show=true", help="show the text after every forward"
     )
     group.add_argument(
-        "--output", metavar="FILE", action=ValueShorthand, const="output.file", help="a new file for the JSON lines"
+        "--json", action=FlagShorthand, nargs=0, const='output.format="json"', help="print one JSON object per request"
+    )
+    group.add_argument(
+        "--output",
+        metavar="FILE",
+        action=ValueShorthand,
+        const="output.file",
+        help="write the JSON lines to this new file",
     )
     group.add_argument(
         "--html",
         metavar="FILE",
         action=ValueShorthand,
         const="output.html",
-        help="a page that replays the decoding in a browser",
+        help="write a page that replays the decoding in a browser",
     )
 
 
 class _NumberAction(argparse.Action):
-    """The value of the key `const`, not quoted."""
+    """Set the key `const` to the value, without quotes."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         namespace.overrides = [*namespace.overrides, f"{self.const}={values}"]
 
 
 class _TextAction(argparse.Action):
-    """One more prompt, chat or infill; together they take the place of the config's."""
+    """Append a prompt, chat or infill; together they replace those of the config."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if values is None:
@@ -158,7 +174,7 @@ class _TextAction(argparse.Action):
 
 
 class _RawAction(argparse.Action):
-    """Also for the texts that came before it."""
+    """Turn off escapes, also in the texts before this argument."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         namespace.raw = True
@@ -174,18 +190,18 @@ def _override_texts(namespace: argparse.Namespace, dest: str) -> None:
 
 
 def _unescape(text: str) -> str:
-    """``\\n``, ``\\t`` and ``\\\\`` as a newline, a tab and a backslash; other backslashes stay."""
+    """Replace ``\\n``, ``\\t`` and ``\\\\`` by a newline, a tab and a backslash; other backslashes stay."""
     return _ESCAPE.sub(lambda match: _ESCAPED_CHARACTERS[match[1]], text)
 
 
 def _run(config: InferConfig, inputs: list[Input]) -> None:
-    # Only now, so that --help and config errors do not wait for torch.
+    # Imported here, so that --help and config errors do not wait for torch.
     from cli.infer.conversation import run_chat
     from cli.infer.session import answer
     from diffusionlm.checkpoints.huggingface import load_configured_model, load_tokenizer
 
     assert config.model.path is not None
-    chats = config.input.interactive or any(each.kind == "chat" for each in inputs)
+    chats = config.input.interactive or any(item.kind == "chat" for item in inputs)
     template = _load_template(config) if chats else None
     tokenizer = load_tokenizer(config.model.path)
     model = load_configured_model(config.model)
@@ -196,7 +212,7 @@ def _run(config: InferConfig, inputs: list[Input]) -> None:
 
 
 def _load_template(config: InferConfig) -> ChatTemplate | None:
-    """How chats are written: as the config names it, else as the checkpoint brings it along."""
+    """The chat template of the config, else of the checkpoint; None: there is none."""
     from config.families.model_directory import resolve_model_directory
     from tokenizer import CHAT_TEMPLATES, load_chat_template
 

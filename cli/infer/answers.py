@@ -1,4 +1,4 @@
-"""What is written of the answers: JSON lines, and whether their files can be written at all."""
+"""Answers of requests and their JSON lines; checks of the output paths."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """A request and what became of it."""
+    """An input and its result."""
 
     request: EncodedInput
     result: Generation
     output: str
-    """The new text; of an infill the whole text, its holes filled."""
+    """The new text; of an infill the whole text, its masked spans filled."""
     batch: BatchTiming
 
     @property
     def num_tokens(self) -> int:
-        """New tokens, the holes of an infill; without the stop token."""
+        """New tokens without the stop token; of an infill the filled positions."""
         return len(self.result.step_map)
 
     @property
     def mean_logprob(self) -> float | None:
-        """In nats, of the new tokens; None if there are none."""
+        """Mean log-probability of the new tokens in nats; None if there are none."""
         logprobs = [value for value in self.result.logprobs if math.isfinite(value)]
         return sum(logprobs) / len(logprobs) if logprobs else None
 
 
 @dataclass(frozen=True)
 class BatchTiming:
-    """Requests that were decoded together."""
+    """Size and duration of a batch."""
 
     size: int
     seconds: float
     num_tokens: int
-    """New ones of all requests."""
+    """New tokens of all its requests."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -57,7 +57,7 @@ class BatchTiming:
 def build_answers(
     tokenizer: Tokenizer, requests: Sequence[EncodedInput], results: Sequence[Generation], seconds: float
 ) -> list[Answer]:
-    """The answers of one batch, which took so long."""
+    """Answers of one batch that took ``seconds``."""
     batch = BatchTiming(len(requests), seconds, sum(len(result.step_map) for result in results))
     return [
         Answer(request, result, _output_text(tokenizer, request, result), batch)
@@ -73,11 +73,11 @@ def _output_text(tokenizer: Tokenizer, request: EncodedInput, result: Generation
     return tokenizer.decode(result.token_ids[request.num_hidden if request.source.kind == "infill" else 0 :])
 
 
-def answer_record(answer: Answer, settings: Mapping[str, Any]) -> dict[str, Any]:
+def answer_record(answer: Answer, params: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON object of an answer.
 
     Args:
-        settings: of the generation, as they were used.
+        params: keys of the generation config with their defaults.
     """
     request, result = answer.request, answer.result
     text: dict[str, Any] = {"prompt": request.text, "output": answer.output}
@@ -86,7 +86,7 @@ def answer_record(answer: Answer, settings: Mapping[str, Any]) -> dict[str, Any]
     return {
         "kind": request.source.kind,
         "text": text,
-        "params": {**settings, "seed": request.seed},
+        "params": {**params, "seed": request.seed},
         "metrics": {
             "finish_reason": result.finish_reason,
             "num_tokens": answer.num_tokens,
@@ -107,30 +107,32 @@ def answer_record(answer: Answer, settings: Mapping[str, Any]) -> dict[str, Any]
 
 
 def append_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line, on the disk when this returns."""
+    """Append one JSON object per line and close the file."""
     with path.open("a", encoding="utf-8", newline="\n") as file:
-        for each in records:
-            file.write(json.dumps(each) + "\n")
+        for record in records:
+            file.write(json.dumps(record) + "\n")
 
 
 def check_output_paths(config: InferOutputConfig) -> None:
-    """Say now what would be in the way of writing later.
+    """Check that the output files can be written, before decoding.
 
     Raises:
-        ValueError: a file whose directory is not there or cannot be written to, a directory in its place, or answers
-            that are already there.
+        ValueError: a directory does not exist or is not writable, a path is a directory, both paths are equal, or the
+            answers file is not empty.
     """
     for key, path in (("file", config.file), ("html", config.html)):
         if path is None:
             continue
         parent = path.parent
         if not parent.is_dir():
-            raise ValueError(f'output.{key} = "{path}": there is no directory {parent}; make it, or name another')
+            raise ValueError(
+                f'output.{key} = "{path}": the directory {parent} does not exist: create it or set another path'
+            )
         if path.is_dir():
-            raise ValueError(f'output.{key} = "{path}" is a directory: name a file')
+            raise ValueError(f'output.{key} = "{path}" is a directory: set the path of a file')
         if not os.access(parent, os.W_OK):
-            raise ValueError(f'output.{key} = "{path}": {parent} cannot be written to; name another directory')
+            raise ValueError(f'output.{key} = "{path}": {parent} is not writable: set a path in another directory')
     if config.file is not None and config.file.exists() and config.file.stat().st_size > 0:
-        raise ValueError(f'output.file = "{config.file}" has answers already: name a new file, or remove it')
+        raise ValueError(f'output.file = "{config.file}" contains answers already: set a new path or remove the file')
     if config.file is not None and config.file == config.html:
-        raise ValueError(f'output.file and output.html are both "{config.file}": name two files')
+        raise ValueError(f'output.file and output.html are both "{config.file}": set two paths')

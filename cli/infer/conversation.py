@@ -1,4 +1,4 @@
-"""A chat in a terminal: a person asks, the model answers while it decodes."""
+"""A chat in the terminal; answers are printed while they are decoded."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from tokenizer import ChatTemplate, Tokenizer, encode_chat
 
 
 def run_chat(model: Transformer, tokenizer: Tokenizer, config: InferConfig, template: ChatTemplate | None) -> None:
-    """Ask and answer until the input ends (Ctrl-D). Ctrl-C ends an answer, and between answers the chat.
+    """Read questions and print answers until the input ends (Ctrl-D). Ctrl-C ends an answer or, between answers, the
+    chat.
 
-    A turn that goes wrong, as when the chat gets longer than the model's context, is told and taken back.
+    A turn that fails, for example because the chat exceeds the model's context, is reported and dropped.
 
     Raises:
-        ValueError: there is no chat template, or the settings do not suit the model.
+        ValueError: there is no chat template.
     """
     template = require_template(template)
     generation = suppress_ids_without_text(config.generation, tokenizer, model.config.vocab_size)
     messages = [] if config.input.system is None else [{"role": "system", "content": config.input.system}]
     with suppress(ImportError):
-        importlib.import_module("readline")  # with it, input() lets lines be edited
+        importlib.import_module("readline")  # lets input() edit lines
     for number in count():
         question = _read_question()
         if question is None:
             print()
             return
-        asked = [*messages, {"role": "user", "content": question}]
+        turn_messages = [*messages, {"role": "user", "content": question}]
         try:
-            ids = encode_chat(tokenizer, template, asked, add_generation_prompt=True)
+            ids = encode_chat(tokenizer, template, turn_messages, add_generation_prompt=True)
             answer = _print_answer(stream(model, tokenizer, ids, generation, config.input.seed + number))
         except ValueError as error:
             print(f"failed; the conversation continues without this turn: {error}")
             continue
-        messages = [*asked, {"role": "assistant", "content": answer}]
+        messages = [*turn_messages, {"role": "assistant", "content": answer}]
 
 
 def _read_question() -> str | None:
-    """A line that is not empty; None: there are no more."""
+    """The next line that is not empty; None at the end of the input."""
     try:
         while not (line := input("> ")).strip():
             pass
@@ -55,13 +56,13 @@ def _read_question() -> str | None:
 
 
 def _print_answer(pieces: Iterator[str]) -> str:
-    """Print the pieces as they come; the answer, or what there is of it when it is interrupted."""
-    said = []
+    """Print the pieces as they are decoded. Returns the answer, or its beginning if Ctrl-C interrupts it."""
+    answer = []
     try:
         for piece in pieces:
-            said.append(piece)
+            answer.append(piece)
             print(style_text(piece, ""), end="", flush=True)
     except KeyboardInterrupt:
         print(" ...", end="")
     print()
-    return "".join(said)
+    return "".join(answer)

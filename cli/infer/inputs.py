@@ -1,6 +1,6 @@
-"""What is asked of a model: texts, files of prompts, chats and texts with holes, and their token ids.
+"""The inputs of a run: prompts, chats and infills from the config and from files, and their token ids.
 
-Nothing here loads torch: mistakes in a file are told before a model is loaded.
+Nothing here loads torch at import, so that errors in a file are reported before the model is loaded.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ _KEYS: dict[str, InputKind] = {"prompt": "prompt", "messages": "chat", "infill":
 
 @dataclass(frozen=True)
 class Input:
-    """One thing that is asked."""
+    """One prompt, chat or infill."""
 
     kind: InputKind
     text: str = ""
-    """Of a prompt or an infill."""
+    """Empty for a chat."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Of a chat."""
+    """Messages of a chat."""
     place: str = ""
-    """File and line, for errors; empty where it was given as such."""
+    """File and line, for errors; empty if the input is from the config."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Other keys of its line."""
+    """Other keys of its JSON line."""
 
 
 @dataclass(frozen=True)
 class EncodedInput:
-    """An input in the model's tokens."""
+    """An input as token ids."""
 
     source: Input
     number: int
-    """Among those of its kind, from 1 on."""
+    """Number among the inputs of its kind, from 1 on."""
     text: str
-    """Of a prompt or an infill as it was given, of a chat as the template writes it."""
+    """The text of a prompt or an infill, the rendered template of a chat."""
     token_ids: tuple[int, ...]
-    """A prompt that is continued, or the canvas of an infill."""
+    """The prompt, or the canvas of an infill."""
     masked_positions: frozenset[int]
-    """Positions of an infill that are filled."""
+    """Positions of an infill to fill; empty otherwise."""
     num_hidden: int
-    """Tokens at the beginning that are not shown: what every text of the model begins with."""
+    """Prefix tokens of every text of the model, which are not displayed."""
     seed: int
 
     @property
@@ -61,23 +61,23 @@ class EncodedInput:
         return f"{self.source.kind} {self.number}"
 
     def is_new(self, length: int) -> list[bool]:
-        """Which positions of its canvas of so many tokens are decoded."""
+        """True at the positions that are generated, for a canvas of ``length`` tokens."""
         if self.source.kind == "infill":
             return [position in self.masked_positions for position in range(length)]
         return [position >= len(self.token_ids) for position in range(length)]
 
 
 def read_inputs(config: InferInputConfig) -> list[Input]:
-    """All inputs of a config, infills last; none of an interactive chat.
+    """Read all inputs of a config, in the order of its keys; an interactive chat has none.
 
     Raises:
-        ValueError: there are none, or a line of the file is no request; it names file and line.
+        ValueError: there is no input, or a line of the file is invalid (the message names file and line).
         OSError: the file cannot be read.
     """
     if config.interactive:
         if not sys.stdin.isatty():
             raise ValueError(
-                "a chat without a text (--chat alone, input.interactive) needs a terminal: give --chat TEXT, or chats "
+                "a chat without a text (--chat alone, input.interactive) needs a terminal: use --chat TEXT, or chats "
                 "in a file with --prompts FILE.jsonl"
             )
         return []
@@ -89,7 +89,7 @@ def read_inputs(config: InferInputConfig) -> list[Input]:
     inputs += [Input("infill", text) for text in config.infills]
     if not inputs:
         raise ValueError(
-            'nothing to do: add --prompt "TEXT", --chat "TEXT", --infill "TEXT with [MASK:4] holes" or --prompts FILE'
+            'no input: add --prompt "TEXT", --chat "TEXT", --infill "TEXT with [MASK:4]" or --prompts FILE'
         )
     return inputs
 
@@ -101,33 +101,33 @@ def encode_inputs(
     template: ChatTemplate | None,
     seed: int,
 ) -> list[EncodedInput]:
-    """The inputs in tokens.
+    """Encode the inputs.
 
-    Plain texts begin with what the model's texts begin with, or, where it has no opinion, with the tokenizer's
-    beginning; a chat template writes its own.
+    Prompts and infills begin with the prefix tokens of the model, or of the tokenizer if the model has none; a chat
+    template writes its own.
 
     Args:
         template: of chats; None: the checkpoint has none.
-        seed: of the first one; each further one has the next.
+        seed: of the first input; each further one has the next.
 
     Raises:
-        ValueError: a hole that cannot be read, no template for a chat, or what the template has against it.
+        ValueError: a masked span is invalid, a chat has no template, or the template rejects it.
     """
-    begin = tuple(model.prefix_ids or tokenizer.prefix_ids)
+    prefix_ids = tuple(model.prefix_ids or tokenizer.prefix_ids)
     counts = dict.fromkeys(_KEYS.values(), 0)
-    requests = []
+    encoded_inputs = []
     for index, source in enumerate(inputs):
         counts[source.kind] += 1
         with _prefix_errors(source.place):
-            text, ids, num_hidden = _encode(source, tokenizer, model, template, begin)
+            text, ids, num_hidden = _encode(source, tokenizer, model, template, prefix_ids)
         is_infill = source.kind == "infill"
         masked_positions = frozenset(
-            place for place, token in enumerate(ids) if is_infill and token == model.mask_token_id
+            position for position, token in enumerate(ids) if is_infill and token == model.mask_token_id
         )
-        requests.append(
+        encoded_inputs.append(
             EncodedInput(source, counts[source.kind], text, ids, masked_positions, num_hidden, seed + index)
         )
-    return requests
+    return encoded_inputs
 
 
 def _encode(
@@ -135,16 +135,16 @@ def _encode(
     tokenizer: Tokenizer,
     model: ModelConfig,
     template: ChatTemplate | None,
-    begin: tuple[int, ...],
+    prefix_ids: tuple[int, ...],
 ) -> tuple[str, tuple[int, ...], int]:
-    """Text, token ids and how many of them are hidden."""
+    """Text, token ids and the number of hidden tokens."""
     from diffusionlm.inference.text import parse_infill
     from tokenizer import encode_chat, render_chat
 
     if source.kind == "prompt":
-        return source.text, (*begin, *tokenizer.encode(source.text)), len(begin)
+        return source.text, (*prefix_ids, *tokenizer.encode(source.text)), len(prefix_ids)
     if source.kind == "infill":
-        return source.text, (*begin, *parse_infill(source.text, tokenizer, model.mask_token_id)), len(begin)
+        return source.text, (*prefix_ids, *parse_infill(source.text, tokenizer, model.mask_token_id)), len(prefix_ids)
     template = require_template(template)
     text = render_chat(template, source.messages, add_generation_prompt=True)
     ids = encode_chat(tokenizer, template, source.messages, add_generation_prompt=True)
@@ -152,22 +152,22 @@ def _encode(
 
 
 def require_template(template: ChatTemplate | None) -> ChatTemplate:
-    """The template, if there is one.
+    """Return the template.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it is None.
     """
     if template is None:
         raise ValueError(
-            "this model brings no chat template: choose one with --set input.chat_template=chatml (qwen3, llama3, "
-            "llada), or write the whole text as --prompt"
+            "the model has no chat template: set one with --set input.chat_template=chatml (qwen3, llama3, llada), or "
+            "write the whole text as --prompt"
         )
     return template
 
 
 @contextmanager
 def _prefix_errors(place: str) -> Iterator[None]:
-    """Errors begin with the place."""
+    """Prefix the message of a ValueError with the place."""
     try:
         yield
     except ValueError as error:
@@ -187,7 +187,7 @@ def _read_file(path: Path, file_format: str | None) -> list[Input]:
                 place = f"{name}:{number}"
                 inputs.append(_parse_json_line(text, place) if is_json else Input("prompt", text, place=place))
     if not inputs:
-        raise ValueError(f"{name}: has no prompts: write one a line")
+        raise ValueError(f"{name}: has no prompts: write one per line")
     return inputs
 
 
@@ -199,7 +199,7 @@ def _decode_utf8(line: bytes) -> str:
 
 
 def _parse_json_line(line: str, place: str) -> Input:
-    """What a line of a .jsonl file asks."""
+    """The input of a line of a .jsonl file."""
     try:
         value = json.loads(line, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
@@ -208,8 +208,8 @@ def _parse_json_line(line: str, place: str) -> Input:
         return Input("prompt", value, place=place)
     names = [key for key in _KEYS if isinstance(value, dict) and key in value]
     if len(names) != 1:
-        what = f"has {' and '.join(names)}" if names else f"is {_shorten(line)}"
-        raise ValueError(f'{what}: expected a string, or an object with one of "prompt", "messages" and "infill"')
+        problem = f"has {' and '.join(names)}" if names else f"is {_shorten(line)}"
+        raise ValueError(f'{problem}: expected a string, or an object with one of "prompt", "messages" and "infill"')
     [name] = names
     extra = {key: item for key, item in value.items() if key != name}
     if name == "messages":
@@ -220,12 +220,12 @@ def _parse_json_line(line: str, place: str) -> Input:
 
 
 def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _parse_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     messages = value if isinstance(value, list) else []
-    if not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
+    if not messages or not all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in messages):
         raise ValueError(
             f'"messages" is {_shorten(json.dumps(value))}: expected a list of objects such as '
             '{"role": "user", "content": "..."}'

@@ -138,7 +138,7 @@ def test_chats_are_answered_through_the_template(
 ) -> None:
     arguments = ("--model", model_dir, "--max-new-tokens", 3, "--json")
     message = failure(capsys, 1, *arguments, "--chat", "hi")
-    assert "this model brings no chat template: choose one with --set input.chat_template=chatml" in message
+    assert "the model has no chat template: set one with --set input.chat_template=chatml" in message
     (tmp_path / "chats.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "<|endoftext|>"}], "id": 7}\n', encoding="utf-8"
     )
@@ -165,11 +165,11 @@ def test_a_chat_in_the_terminal(
     capsys: pytest.CaptureFixture[str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--model", model_dir, "--max-new-tokens", 3, "--chat")
-    assert "needs a terminal: give --chat TEXT" in failure(capsys, 2, *arguments)
+    assert "needs a terminal: use --chat TEXT" in failure(capsys, 2, *arguments)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert "[output] has no effect on an interactive chat" in failure(capsys, 2, *arguments, "--json")
     assert "interactive takes no prompts" in failure(capsys, 2, *arguments, "--prompt", "a")
-    assert "this model brings no chat template" in failure(capsys, 1, *arguments)
+    assert "the model has no chat template" in failure(capsys, 1, *arguments)
 
     own = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
     template = model_dir / "chat_template.jinja"
@@ -211,7 +211,7 @@ def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_p
     html = page.read_text(encoding="utf-8")
     assert html.count('<section class="request"') == 2
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["answers.jsonl", "prompts.txt", "replay.html"]
-    assert "has answers already: name a new file, or remove it" in failure(capsys, 2, *arguments)
+    assert "contains answers already" in failure(capsys, 2, *arguments)
 
 
 def test_files_that_cannot_be_read_or_written_are_told_at_once(
@@ -220,10 +220,10 @@ def test_files_that_cannot_be_read_or_written_are_told_at_once(
     """Before the model is looked at: there is none."""
     arguments = ("--model", tmp_path / "none", "--prompt", "a")
     message = failure(capsys, 2, *arguments, "--html", tmp_path / "no" / "a.html")
-    assert f'output.html = "{tmp_path}/no/a.html": there is no directory {tmp_path}/no' in message
-    assert "is a directory: name a file" in failure(capsys, 2, *arguments, "--output", tmp_path)
+    assert f'output.html = "{tmp_path}/no/a.html": the directory {tmp_path}/no does not exist' in message
+    assert "is a directory" in failure(capsys, 2, *arguments, "--output", tmp_path)
     same = ("--html", tmp_path / "a", "--output", tmp_path / "a")
-    assert "name two files" in failure(capsys, 2, *arguments, *same)
+    assert "set two paths" in failure(capsys, 2, *arguments, *same)
     message = failure(capsys, 2, *arguments, "--prompts", tmp_path / "a.txt")
     assert message == f"diffusionlm-infer: error: {tmp_path}/a.txt: No such file or directory\n"
     assert "system is for chats, and there are none" in failure(capsys, 2, *arguments, "--system", "x")
@@ -315,7 +315,7 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str], model_dir:
     assert failure(capsys, 2, "--prompt", "a") == (
         "diffusionlm-infer: error: no model given: add --model DIR, or path to [model] of the config\n"
     )
-    assert "nothing to do: add --prompt" in failure(capsys, 2, "--model", model_dir)
+    assert "no input: add --prompt" in failure(capsys, 2, "--model", model_dir)
     assert "--set input.seed=x: expected an integer" in failure(capsys, 2, "--seed", "x")
     assert "--set generation.steps=1.5: expected an integer" in failure(capsys, 2, "--steps", "1.5")
     assert "remasking_strategy" in failure(capsys, 2, "--strategy", "best")

@@ -85,7 +85,7 @@ def test_standard_input_and_formats(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     [
         (b"{", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        (b'{"prompt": "a", "score": NaN}', "is not JSON (NaN is no number of JSON)"),
+        (b'{"prompt": "a", "score": NaN}', "is not JSON (NaN is not a JSON number)"),
         (b"3", "is 3: expected a string, or an object with one of"),
         (b"null", "is null: expected a string, or an object with one of"),
         (b'{"text": "a"}', 'is {"text": "a"}: expected a string, or an object with one of'),
@@ -105,9 +105,9 @@ def test_bad_lines_name_file_and_line(tmp_path: Path, line: bytes, message: str)
 
 
 def test_nothing_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match='nothing to do: add --prompt "TEXT", --chat "TEXT", --infill'):
+    with pytest.raises(ValueError, match='no input: add --prompt "TEXT", --chat "TEXT", --infill'):
         read_inputs(InferInputConfig())
-    with pytest.raises(ValueError, match=r"p.txt: has no prompts: write one a line"):
+    with pytest.raises(ValueError, match=r"p.txt: has no prompts: write one per line"):
         read_inputs(written(tmp_path / "p.txt", b"\n \n"))
 
 
@@ -146,7 +146,7 @@ def test_chats_are_what_the_template_writes(words: Tokenizer) -> None:
     assert request.text == "<bos>a<bos>:"
     assert list(request.token_ids) == [bos, *words.encode("a<bos>:")], "what a user writes stays text"
     assert request.num_hidden == 0
-    with pytest.raises(ValueError, match="f:3: this model brings no chat template: choose one with --set input"):
+    with pytest.raises(ValueError, match="f:3: the model has no chat template: set one with --set input"):
         encode_inputs([chat], words, model, None, 0)
     broken = ChatTemplate("{{ raise_exception('no') }}")
     with pytest.raises(ValueError, match=r"^f:3: .*no"):
