@@ -1,4 +1,4 @@
-"""The whole config of ``diffusionlm-infer``."""
+"""The config of ``diffusionlm-infer``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from config.runtime import AttentionBackend
 
 
 class InferModelConfig(Section):
-    """``[model]``: what is loaded, and where it runs."""
+    """``[model]``: the model, its device and its dtype."""
 
     path: ConfigPath | None = None
     """A model directory, a checkpoint or a run directory; required, here or as --model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one."""
+    """auto: CUDA if it is available."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Of weights and activations; probabilities are float64 in decoding, and at least float32 anywhere."""
+    """Dtype of weights and activations. Probabilities are float64 in decoding, and at least float32 elsewhere."""
     attention_backend: AttentionBackend = "auto"
     """Implementation of attention. auto: the fastest for device, dtype, length and pattern. eager and sdpa use a dense
     mask. tiled (on a CPU) and flex (on CUDA) skip hidden keys and need generation.cache = "none"."""
     threads: PositiveInt | None = None
-    """CPU threads of torch. None: its own choice."""
+    """CPU threads of torch. None: the default of torch."""
 
     def check_cache(self, cache: str | None, key: str) -> None:
         """Raise if the attention backend cannot use the cache that ``key`` of the config requests.
@@ -40,31 +40,31 @@ class InferModelConfig(Section):
 
 
 class InferInputConfig(Section):
-    """``[input]``: the requests, answered in this order: prompts, prompts_file, chats, infills. Texts are taken as they
-    are; special tokens written in them are ordinary text."""
+    """``[input]``: the inputs, decoded in this order: prompts, prompts_file, chats, infills. Special tokens written in
+    them are ordinary text."""
 
     prompts: StrTuple = ()
-    """Texts to go on from; an empty one samples from nothing."""
+    """Texts to continue; an empty text is valid."""
     prompts_file: ConfigPath | None = None
-    """A file of requests; "-": standard input. Text: one prompt a line. JSON lines: a string, or an object with
-    "prompt", "messages" (a chat) or "infill"; its other keys come back with the answer. Blank lines are left out."""
+    """A file of inputs; "-": standard input. Text: one prompt per line. JSON lines: a string, or an object with
+    "prompt", "messages" (a chat) or "infill"; its other keys are copied to the answer. Blank lines are skipped."""
     prompts_format: Literal["text", "jsonl"] | None = None
-    """Of prompts_file. None: "jsonl" if its name ends so, else "text"."""
+    """Format of prompts_file. None: "jsonl" if its name ends in .jsonl, else "text"."""
     chats: StrTuple = ()
-    """What a user says, each in a chat of its own; the model answers."""
+    """User messages, each in a chat of its own, which the model answers."""
     interactive: bool = False
-    """A chat in the terminal, in place of all of these."""
+    """Chat in the terminal, instead of all other inputs."""
     system: str | None = None
-    """What the system says at the beginning of each of `chats`, or of the interactive one. None: the template's own,
-    if it has one."""
+    """System message of each of `chats`, or of the interactive one. None: the template's default, if it has one."""
     chat_template: Literal["chatml", "qwen3", "llama3", "llada"] | None = None
-    """How chats are written. None: as the checkpoint's own template has it."""
+    """Chat template. None: the checkpoint's own."""
     infills: StrTuple = ()
-    """Texts with holes: [MASK:n] stands for n tokens."""
+    """Texts with masked spans: [MASK:n] stands for n tokens to fill in."""
     seed: NonNegativeInt = 0
-    """Of the first request; each further one has the next. Chance enters with temperature > 0 or a random strategy."""
+    """Seed of the first input; each further one has the next. It has an effect with temperature > 0 or a random
+    strategy."""
     batch_size: PositiveInt = 16
-    """Requests that are decoded together; the answers do not depend on it."""
+    """Inputs that are decoded together; the answers do not depend on it."""
 
     @model_validator(mode="after")
     def _check_keys_agree(self) -> Self:
@@ -74,29 +74,28 @@ class InferInputConfig(Section):
             raise ValueError("interactive takes no prompts, prompts_file, chats or infills: remove them, or this")
         if self.system is not None and not self.chats and not self.interactive:
             raise ValueError(
-                "system is for chats, and there are none: add --chat TEXT; "
-                'in a prompts_file the system has a message of its own, {"role": "system", ...}'
+                "system has no effect without chats: add --chat TEXT; in a prompts_file write a message "
+                '{"role": "system", ...}'
             )
         return self
 
 
 class InferOutputConfig(Section):
-    """``[output]``: what is printed and written."""
+    """``[output]``: the format and the files of the answers."""
 
     format: Literal["text", "json"] = "text"
-    """text: the texts. json: one JSON object a line for each request."""
+    """text: the texts. json: one JSON object per input, one per line."""
     show: bool = False
-    """Show the text with its holes after each forward: redrawn in a terminal, one line a forward elsewhere. With
-    json or a file it goes to standard error."""
+    """Show the text with its masks after each forward: redrawn in a terminal, else one line per forward. With json or a
+    file it is printed to standard error."""
     file: ConfigPath | None = None
-    """A new file for the JSON lines, whatever the format, in place of standard output; each is there as soon as its
-    batch is done."""
+    """Write JSON lines to this new file instead of standard output, after each batch."""
     html: ConfigPath | None = None
-    """A page that replays the decoding in a browser, forward by forward; it needs nothing but itself."""
+    """Write a self-contained page that replays the decoding in a browser, forward by forward."""
 
 
 class InferConfig(Section):
-    """One call of ``diffusionlm-infer``."""
+    """The config of one call of ``diffusionlm-infer``."""
 
     model: InferModelConfig = InferModelConfig()
     input: InferInputConfig = InferInputConfig()

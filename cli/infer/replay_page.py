@@ -1,7 +1,7 @@
-"""A page that replays decodings in a browser, forward by forward. It is one file and asks for no other.
+"""A self-contained HTML page that replays decodings in a browser, forward by forward.
 
-What the page shows stands in `replay.html`; here are the numbers for it, the parts that can be read without a script,
-and the charts.
+`replay.html` is its template and script; this module writes the data, the texts that are readable without a script, and
+the charts.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from files.atomic import write_text_atomic
 from logger.report.template import fill_template, script_json
 from tokenizer import Tokenizer
 
-_MAIN_SETTINGS = ("remasking_strategy", "attention", "block_length", "denoising_steps", "steps", "temperature", "cache")
+_MAIN_KEYS = ("remasking_strategy", "attention", "block_length", "denoising_steps", "steps", "temperature", "cache")
 _NAMES = {"remasking_strategy": "strategy", "denoising_steps": "steps per block"}
 
 
 @dataclass(frozen=True)
 class ReplayFrame:
-    """What one forward changed in a canvas."""
+    """The changes of one forward in a canvas."""
 
     length: int
-    """Of the canvas, in tokens, hidden ones included."""
+    """Tokens of the canvas, including hidden ones."""
     committed: tuple[tuple[int, int, float], ...]
-    """Position, token id and log-probability in nats, of positions that became text, or another text."""
+    """Position, token id and log-probability in nats of positions that were committed or whose token changed."""
     masked: tuple[int, ...]
-    """Positions that became masks again."""
+    """Positions that were masked again."""
 
     @property
     def is_empty(self) -> bool:
@@ -47,12 +47,12 @@ class RequestReplay:
 
     request: EncodedInput
     start: CanvasSnapshot | None = None
-    """As it was before the first forward."""
+    """The canvas before the first forward."""
     last: CanvasSnapshot | None = None
     frames: list[ReplayFrame] = field(default_factory=list)
 
     def add(self, canvas: CanvasSnapshot) -> None:
-        """Take down what a forward changed."""
+        """Append the changes of a forward."""
         before = self.last
         if before is None:
             is_masked = self.request.is_new(len(canvas.token_ids))
@@ -61,10 +61,7 @@ class RequestReplay:
         self.last = canvas
 
     def trim_frames(self, num_forwards: int) -> list[ReplayFrame]:
-        """One for each of the request's forwards.
-
-        The batch may have had more: those that came after this request's end, and those that it took no part in.
-        """
+        """One frame per forward of the request, without the forwards of the batch that it took no part in."""
         frames = list(self.frames)
         if sum(not frame.is_empty for frame in frames) == num_forwards:
             return [frame for frame in frames if not frame.is_empty]
@@ -74,14 +71,14 @@ class RequestReplay:
 
 
 class ReplayRecorder:
-    """Takes down the forwards of one batch; to be given to ``generate`` or ``infill`` as ``on_step``."""
+    """Records what each forward of a batch changed, for the replay page (pass as ``on_step``)."""
 
     def __init__(self, requests: Sequence[EncodedInput]) -> None:
         self.replays = [RequestReplay(request) for request in requests]
 
     def __call__(self, step: DecodingStep) -> None:
-        for recording, canvas in zip(self.replays, step.canvases, strict=True):
-            recording.add(canvas)
+        for replay, canvas in zip(self.replays, step.canvases, strict=True):
+            replay.add(canvas)
 
 
 def _diff_snapshots(before: CanvasSnapshot, after: CanvasSnapshot) -> ReplayFrame:
@@ -100,38 +97,38 @@ def write_page(
     path: Path,
     tokenizer: Tokenizer,
     model_name: str,
-    settings: Mapping[str, Any],
+    params: Mapping[str, Any],
     replays: Sequence[tuple[RequestReplay, Answer]],
 ) -> None:
-    """Write the page aside and rename it.
+    """Write the page atomically.
 
     Args:
-        settings: of the generation, as they were used.
+        params: keys of the generation config with their defaults.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    write_text_atomic(path, render_page(tokenizer, model_name, settings, replays))
+    write_text_atomic(path, render_page(tokenizer, model_name, params, replays))
 
 
 def render_page(
     tokenizer: Tokenizer,
     model_name: str,
-    settings: Mapping[str, Any],
+    params: Mapping[str, Any],
     replays: Sequence[tuple[RequestReplay, Answer]],
 ) -> str:
-    """The page's HTML."""
+    """Return the HTML of the page."""
     sections, data = [], []
-    for index, (recording, answer) in enumerate(replays):
-        frames = recording.trim_frames(answer.result.num_forwards)
-        sections.append(_section(index, tokenizer, recording, answer, frames))
-        data.append(_replay_data(recording, answer, frames))
+    for index, (replay, answer) in enumerate(replays):
+        frames = replay.trim_frames(answer.result.num_forwards)
+        sections.append(_section(index, tokenizer, replay, answer, frames))
+        data.append(_replay_data(replay, answer, frames))
     names = [answer.request.name for _, answer in replays]
     parts = {
         "title": escape(f"{model_name}: a replay"),
         "model": escape(model_name),
-        "main": _definition_list({key: settings.get(key) for key in _MAIN_SETTINGS}),
-        "settings": _definition_list(settings),
+        "main": _definition_list({key: params.get(key) for key in _MAIN_KEYS}),
+        "settings": _definition_list(params),
         "tabs": _tabs(names),
         "requests": "\n".join(sections),
         "data": script_json({"tokens": _token_table(tokenizer, data), "requests": data}),
@@ -139,11 +136,11 @@ def render_page(
     return fill_template("cli.infer", "replay.html", parts)
 
 
-def _definition_list(settings: Mapping[str, Any]) -> str:
-    """Settings as terms of a list, without those that are not set."""
+def _definition_list(params: Mapping[str, Any]) -> str:
+    """Items of an HTML description list; keys that are None are left out."""
     return "".join(
         f"<div><dt>{escape(_NAMES.get(key, key.replace('_', ' ')))}</dt><dd>{escape(_format_value(value))}</dd></div>"
-        for key, value in settings.items()
+        for key, value in params.items()
         if value is not None
     )
 
@@ -165,9 +162,9 @@ def _tabs(names: Sequence[str]) -> str:
 
 
 def _section(
-    index: int, tokenizer: Tokenizer, recording: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]
+    index: int, tokenizer: Tokenizer, replay: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]
 ) -> str:
-    """A request as it can be read without a script: its numbers, its text, its chart."""
+    """HTML of one request that is readable without a script: numbers, text, chart."""
     result = answer.result
     facts = {
         "finished by": {"stop": "a stop token", "length": "its length"}[result.finish_reason],
@@ -183,14 +180,14 @@ def _section(
         f'<section class="request" id="request{index}" aria-label="{escape(answer.request.name)}">'
         f"<h2>{escape(answer.request.name)}</h2>"
         f'<dl class="facts">{terms}</dl>'
-        f'<div class="canvas" lang="">{_final_text(tokenizer, recording, answer)}</div>'
+        f'<div class="canvas" lang="">{_final_text(tokenizer, replay, answer)}</div>'
         f"{render_chart(frames)}</section>"
     )
 
 
-def _final_text(tokenizer: Tokenizer, recording: RequestReplay, answer: Answer) -> str:
-    """The whole text, what was given apart from what is new."""
-    request, ids = recording.request, answer.result.token_ids
+def _final_text(tokenizer: Tokenizer, replay: RequestReplay, answer: Answer) -> str:
+    """HTML of the whole text, with given and new pieces marked."""
+    request, ids = replay.request, answer.result.token_ids
     if request.source.kind != "infill":
         ids = (*request.token_ids, *ids)
     shown, is_new = ids[request.num_hidden :], request.is_new(len(ids))[request.num_hidden :]
@@ -198,11 +195,11 @@ def _final_text(tokenizer: Tokenizer, recording: RequestReplay, answer: Answer) 
     return "".join(f'<span class="{"new" if new else "given"}">{escape(text)}</span>' for text, new in pieces)
 
 
-def _replay_data(recording: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]) -> dict[str, Any]:
-    """A request's canvases for the script; positions count from the first token that is shown."""
-    num_hidden = recording.request.num_hidden
-    start = recording.start
-    ids = recording.request.token_ids if start is None else start.token_ids
+def _replay_data(replay: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]) -> dict[str, Any]:
+    """Frames of a request for the script; positions count from the first visible token."""
+    num_hidden = replay.request.num_hidden
+    start = replay.start
+    ids = replay.request.token_ids if start is None else start.token_ids
     is_masked = (False,) * len(ids) if start is None else start.is_masked
     is_infill = answer.request.source.kind == "infill"
     end = None if is_infill else len(answer.request.token_ids) - num_hidden + len(answer.result.token_ids)
@@ -211,13 +208,15 @@ def _replay_data(recording: RequestReplay, answer: Answer, frames: Sequence[Repl
             -1 if masked else token for token, masked in zip(ids[num_hidden:], is_masked[num_hidden:], strict=True)
         ],
         "new": [
-            int(new) for new in answer.request.is_new(max([len(ids), *(each.length for each in frames)]))[num_hidden:]
+            int(new) for new in answer.request.is_new(max([len(ids), *(frame.length for frame in frames)]))[num_hidden:]
         ],
         "end": end,
         "frames": [
             {
                 "length": frame.length - num_hidden,
-                "settled": [[position - num_hidden, token, _probability(p)] for position, token, p in frame.committed],
+                "committed": [
+                    [position - num_hidden, token, _probability(p)] for position, token, p in frame.committed
+                ],
                 "masked": [position - num_hidden for position in frame.masked],
             }
             for frame in frames
@@ -230,9 +229,9 @@ def _probability(logprob: float) -> float | None:
 
 
 def _token_table(tokenizer: Tokenizer, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tokens that occur, by id: a text, {"special": text}, or {"bytes": hex} where they are no text alone."""
+    """Token id -> its text, {"special": text}, or {"bytes": hex} if it is not valid UTF-8 alone."""
     ids = {token for request in requests for token in request["start"] if token >= 0}
-    ids |= {token for request in requests for frame in request["frames"] for _, token, _ in frame["settled"]}
+    ids |= {token for request in requests for frame in request["frames"] for _, token, _ in frame["committed"]}
     special = {token: text for text, token in tokenizer.special_tokens.items()}
     return {str(token): _token(tokenizer, token, special) for token in sorted(ids)}
 
@@ -251,7 +250,7 @@ _CHART_HEIGHT = 48.0
 
 
 def render_chart(frames: Sequence[ReplayFrame]) -> str:
-    """Bars of the tokens that each forward settled, and, hanging down, of those that it masked again. Inline SVG."""
+    """SVG bars of the tokens that each forward committed and, downwards, of those that it masked again."""
     if not frames:
         return ""
     most = max(1, *(len(frame.committed) for frame in frames))
@@ -263,7 +262,7 @@ def render_chart(frames: Sequence[ReplayFrame]) -> str:
         up, down = len(frame.committed), len(frame.masked)
         again = f", {down} masked again" if down else ""
         bars.append(
-            f'<g class="bar"><title>forward {number}: {up} settled{again}</title>'
+            f'<g class="bar"><title>forward {number}: {up} committed{again}</title>'
             f'<rect class="hit" x="{number - 1}" y="0" width="1" height="{_CHART_HEIGHT:g}"/>'
             f'<rect class="up" x="{number - 0.9:g}" y="{base - up * scale:.2f}" width="0.8" height="{up * scale:.2f}"/>'
             + (f'<rect class="down" x="{number - 0.9:g}" y="{base:.2f}" width="0.8" height="{down * scale:.2f}"/>')
@@ -273,8 +272,8 @@ def render_chart(frames: Sequence[ReplayFrame]) -> str:
     below = " (below the line: masked again)" if fewest else ""
     widest = "1 token" if most == 1 else f"{most} tokens"
     return (
-        f'<figure class="chart"><figcaption>Tokens settled per forward{below}; at most {widest}</figcaption>'
+        f'<figure class="chart"><figcaption>Tokens committed per forward{below}; at most {widest}</figcaption>'
         f'<svg viewBox="0 0 {len(frames)} {_CHART_HEIGHT:g}" style="max-width:{3 * len(frames)}rem" '
         f'preserveAspectRatio="none" role="img" '
-        f'aria-label="Tokens settled per forward">{"".join(bars)}</svg></figure>'
+        f'aria-label="Tokens committed per forward">{"".join(bars)}</svg></figure>'
     )

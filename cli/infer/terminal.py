@@ -1,4 +1,4 @@
-"""What a person sees of a decoding: the answers, and the canvases while masks become text."""
+"""Terminal output: the answers, and the canvases while they are decoded (``--show``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASK_GLYPH = "░"
 
 
 def print_answer(tokenizer: Tokenizer, answer: Answer, *, shows_name: bool) -> None:
-    """The text of an answer on standard output: of a chat the answer alone, else with what was given, dimmed."""
+    """Print an answer; of prompts and infills with the given text, dimmed."""
     if shows_name:
         print(style_text(f"[{answer.request.name}]", DIM))
     pieces = _final_pieces(tokenizer, answer)
@@ -42,7 +42,7 @@ def _final_pieces(tokenizer: Tokenizer, answer: Answer) -> list[tuple[str, bool]
 
 
 def style_text(text: str, style: str) -> str:
-    """The text as it is, or, in a terminal, with a style and without characters that would command it."""
+    """In a terminal, apply a style and replace control characters; elsewhere return the text unchanged."""
     if not sys.stdout.isatty():
         return text
     text = _replace_control_characters(text)
@@ -50,8 +50,7 @@ def style_text(text: str, style: str) -> str:
 
 
 def _replace_control_characters(text: str) -> str:
-    """Without control characters, also those of the direction of writing: tabs become spaces, others a replacement;
-    newlines stay."""
+    """Replace tabs by spaces, and other control and bidirectional characters except newlines by U+FFFD."""
     text = text.replace("\t", "    ")
     return "".join("\ufffd" if _is_control_character(char) else char for char in text)
 
@@ -65,10 +64,7 @@ def _is_control_character(char: str) -> bool:
 
 
 class LiveView:
-    """Shows the canvases of a batch after each forward: redrawn in a terminal, else one line for each that changed.
-
-    Nothing is remembered of a canvas but what it was: a token that becomes a mask again is a mask again.
-    """
+    """Shows the canvases of a batch after each forward: redrawn in a terminal, else one line per changed canvas."""
 
     def __init__(self, tokenizer: Tokenizer, requests: Sequence[EncodedInput], stream: TextIO) -> None:
         self._tokenizer = tokenizer
@@ -87,14 +83,14 @@ class LiveView:
         self._stream.flush()
 
     def close(self) -> None:
-        """Take the drawing away, for the final text to stand in its place."""
+        """Erase the drawing, so that the final text replaces it."""
         if self._num_lines_drawn:
             self._stream.write(f"\x1b[{self._num_lines_drawn}A\r\x1b[J")
             self._num_lines_drawn = 0
 
     def _append(self, step: DecodingStep) -> None:
         for index, (request, canvas) in enumerate(zip(self._requests, step.canvases, strict=True)):
-            # Log-probabilities are nan where nothing is settled, so whole canvases are never equal.
+            # Log-probabilities are nan at masked positions, so snapshots are never equal.
             if self._canvases and _visible_state(self._canvases[index]) == _visible_state(canvas):
                 continue
             ids, is_masked = canvas.token_ids[request.num_hidden :], canvas.is_masked[request.num_hidden :]
@@ -107,15 +103,15 @@ class LiveView:
         for request, canvas in zip(self._requests, step.canvases, strict=True):
             if len(self._requests) > 1:
                 lines += wrap_pieces([(f"[{request.name}]", False)], width)
-            # Of a chat the answer alone: what the template writes is no news.
+            # Of a chat show the answer alone.
             first = len(request.token_ids) if request.source.kind == "chat" else request.num_hidden
-            shown = slice(first, None)
+            visible = slice(first, None)
             is_new = request.is_new(len(canvas.token_ids))
             pieces = canvas_text_pieces(
-                canvas.token_ids[shown], canvas.is_masked[shown], is_new[shown], self._tokenizer
+                canvas.token_ids[visible], canvas.is_masked[visible], is_new[visible], self._tokenizer
             )
             lines += wrap_pieces(pieces, width)
-        # Of what does not fit the end is shown: the terminal cannot go back further than its top line.
+        # Show the last lines that fit: the cursor cannot move above the top line.
         lines = lines[-max(height - 1, 1) :]
         self.close()
         self._stream.write("".join(f"{line}\n" for line in lines))
@@ -127,13 +123,13 @@ def _visible_state(canvas: CanvasSnapshot) -> tuple[tuple[int, ...], tuple[bool,
 
 
 def wrap_pieces(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
-    """Lines that fit a terminal of so many columns, what is not new dimmed."""
+    """Split pieces into lines of at most ``width`` columns; pieces that are not new are dimmed."""
     rows: list[list[tuple[str, bool]]] = [[]]
     column = 0
     for text, new in pieces:
         for char in _replace_control_characters(text):
             wide = _display_width(char)
-            # A wide character in a terminal of one column has a line of its own all the same.
+            # In a terminal of one column a wide character has a line of its own.
             if char == "\n" or (column and column + wide > width):
                 rows.append([])
                 column = 0
@@ -144,7 +140,7 @@ def wrap_pieces(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
 
 
 def _display_width(char: str) -> int:
-    """How many columns of a terminal a character takes."""
+    """Columns that a character takes in a terminal."""
     if unicodedata.category(char) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1

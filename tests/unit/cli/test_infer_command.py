@@ -226,7 +226,7 @@ def test_files_that_cannot_be_read_or_written_are_told_at_once(
     assert "set two paths" in failure(capsys, 2, *arguments, *same)
     message = failure(capsys, 2, *arguments, "--prompts", tmp_path / "a.txt")
     assert message == f"diffusionlm-infer: error: {tmp_path}/a.txt: No such file or directory\n"
-    assert "system is for chats, and there are none" in failure(capsys, 2, *arguments, "--system", "x")
+    assert "system has no effect without chats" in failure(capsys, 2, *arguments, "--system", "x")
     needs = failure(capsys, 2, *arguments, "--set", "input.prompts_format=jsonl")
     assert 'prompts_format = "jsonl" needs prompts_file' in needs
 

@@ -84,7 +84,7 @@ def test_only_the_forwards_of_the_request_are_frames() -> None:
     change, nothing = ReplayFrame(2, ((1, 3, -1.0),), ()), ReplayFrame(2, (), ())
     recording = RequestReplay(request_of([0]), frames=[nothing, change, nothing, change, nothing])
     assert recording.trim_frames(2) == [change, change], "the batch went on without it"
-    assert recording.trim_frames(4) == [nothing, change, nothing, change], "a forward may settle nothing"
+    assert recording.trim_frames(4) == [nothing, change, nothing, change], "a forward may commit nothing"
 
 
 class Reader(HTMLParser):
@@ -175,9 +175,9 @@ def test_what_the_script_gets(words: Tokenizer, replay: tuple[RequestReplay, Ans
     [request] = data["requests"]
     assert (request["start"], request["new"], request["end"]) == ([a, -1, -1, -1], [0, 1, 1, 1], 3)
     assert request["frames"] == [
-        {"length": 4, "settled": [[1, first, 0.25], [3, line, 0.5]], "masked": []},
-        {"length": 4, "settled": [], "masked": [3]},
-        {"length": 4, "settled": [[2, second, 0.95], [3, end, 1.0]], "masked": []},
+        {"length": 4, "committed": [[1, first, 0.25], [3, line, 0.5]], "masked": []},
+        {"length": 4, "committed": [], "masked": [3]},
+        {"length": 4, "committed": [[2, second, 0.95], [3, end, 1.0]], "masked": []},
     ]
 
 
@@ -189,13 +189,13 @@ def test_hidden_tokens_and_special_ones(words: Tokenizer) -> None:
     replay = recorded(words, request, canvases, Generation((eos,), "length", 1, (-1.0,), (1,)))
     [data] = json.loads(Reader(render_page(words, "m", {}, [replay])).text("data"))["requests"]
     assert (data["start"], data["new"], data["end"]) == ([mask, a, -1], [0, 0, 1], 3), "a mask in a prompt is text"
-    assert data["frames"][0]["settled"] == [[2, eos, 0.36788]]
+    assert data["frames"][0]["committed"] == [[2, eos, 0.36788]]
 
 
 def test_the_chart(replay: tuple[RequestReplay, Answer]) -> None:
     svg = render_chart(replay[0].frames)
     titles = re.findall("<title>(.*?)</title>", svg)
-    assert titles == ["forward 1: 2 settled", "forward 2: 0 settled, 1 masked again", "forward 3: 2 settled"]
+    assert titles == ["forward 1: 2 committed", "forward 2: 0 committed, 1 masked again", "forward 3: 2 committed"]
     assert re.findall(r'class="up" x="([\d.]+)" y="([\d.]+)" width="0.8" height="([\d.]+)"', svg) == [
         ("0.1", "0.00", "32.00"),
         ("1.1", "32.00", "0.00"),
@@ -263,7 +263,7 @@ def test_the_script_replays(words: Tokenizer, replay: tuple[RequestReplay, Answe
     ]
     assert shown["back"] == shown["frames"][2]
     assert (shown["state"], shown["now"]) == ("forward 2 of 3 · 1 of 3 tokens · 0 now · 1 masked again", 1)
-    assert [part for part in shown["mask"] if isinstance(part, str)] == ["mask", "not settled yet"]
+    assert [part for part in shown["mask"] if isinstance(part, str)] == ["mask", "not committed yet"]
     assert [part for part in shown["token"] if isinstance(part, str)] == [
         '"<"',
         f"token {words.vocab[b'<']}",
