@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command
+from cli.tables import align_columns
 from config.convert import AnalyzeConfig
 
 if TYPE_CHECKING:
@@ -105,10 +106,7 @@ def _format_shape(info: TensorInfo) -> str:
 
 def _format_table(rows: Sequence[Sequence[str]], max_rows: int) -> str:
     visible = rows[:max_rows] if max_rows else rows
-    widths = [max(map(len, column)) for column in zip(*visible, strict=True)]
-    lines = [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in visible
-    ]
+    lines = [f"  {line}" for line in align_columns(visible)]
     if len(visible) < len(rows):
         lines.append(f"  ... and {len(rows) - len(visible)} more; set max_rows = 0 to see all")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import friendly_errors, parse_command
+from cli.tables import align_columns
 from config.make_data import MakeDataConfig
 
 if TYPE_CHECKING:
@@ -70,16 +71,9 @@ def format_summary(index: ShardIndex, directory: Path) -> str:
         counts = (f"{count:,}" for count in (split.documents, split.tokens, split.text_bytes))
         rows.append([name, *counts, ratio, str(len(split.file_sizes)), f"{split.bytes_on_disk / 2**20:,.1f}"])
         skipped.append(f"left out or mended, {name}: {format_skip_counts(split.skipped)}")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
     return "\n".join(
         [
-            *table,
+            *align_columns(rows, right=range(1, len(rows[0]))),
             *skipped,
             f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists the files",
             "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",

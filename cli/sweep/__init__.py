@@ -18,11 +18,11 @@ EXAMPLE = f"""  {NAME} --config config/resources/train.toml --set training.max_s
   {NAME} --command infer --config config/resources/infer.toml --set generation.denoising_steps=1,2,4,8
   {NAME} --config train.toml --set 'optimizer.rest.betas=[0.9,0.95],[0.9,0.98]' --dry-run
 
-The same command goes on with a sweep that was interrupted; with more values it extends it."""
+The same command continues an interrupted sweep; with more values it extends the sweep."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, then run the grid. Returns 0, 1 where a run failed, 2 where nothing was started, or 128 + signal."""
+    """Run a grid. Returns 0, 1 if a run failed, 2 if the arguments are invalid, or 128 + the signal that ended it."""
     arguments = _parser().parse_args(argv)
     if arguments.jobs < 1:
         print(f"{NAME}: error: --jobs {arguments.jobs} must be at least 1", file=sys.stderr)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=NAME,
-        description="Run a grid of configs, one process after the other, and lay their results side by side.",
+        description="Run a grid of configs, each in a process, and compare their results.",
         epilog=f"example:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -58,14 +58,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECTION.KEY=VALUE[,VALUE...]",
         action="append",
         default=[],
-        help="one value for all runs, or several: an axis of the grid; values with commas stand in quotes or brackets",
+        help="one value for all runs, or several for an axis of the grid; quote values that contain commas",
     )
     parser.add_argument(
-        "--command", choices=("train", "infer"), default="train", help="what is run (default: %(default)s)"
+        "--command", choices=("train", "infer"), default="train", help="the command that runs (default: %(default)s)"
     )
     parser.add_argument(
-        "--directory", metavar="DIR", type=Path, help="of the sweep (default: runs/sweeps/, and the config's name)"
+        "--directory",
+        metavar="DIR",
+        type=Path,
+        help="directory of the sweep (default: runs/sweeps/NAME, with the name of the config)",
     )
-    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="runs beside each other (default: 1)")
-    parser.add_argument("--dry-run", action="store_true", help="validate all runs, show them, and start nothing")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="runs at the same time (default: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="validate and list all runs, but start none")
     return parser

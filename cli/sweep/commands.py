@@ -1,4 +1,4 @@
-"""What can be swept: training runs and calls of ``diffusionlm-infer``."""
+"""The commands that a sweep can run: training and ``diffusionlm-infer``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from config.train import KEY_HINTS, TrainConfig
 
 @dataclass(frozen=True)
 class SweepCommand:
-    """One of the commands that a sweep can start."""
+    """A command that a sweep can run."""
 
     name: str
     config: type[Section]
     key_hints: Mapping[str, str]
     managed_keys: tuple[str, ...]
-    """Keys that the sweep sets itself; a name that ends in a dot stands for a whole section."""
+    """Keys that the sweep sets itself; a name that ends in a dot is a whole section."""
     threads_key: str
     overrides: Callable[[Path], list[str]]
-    """What puts a run's files into its directory."""
-    problem: Callable[[Any], str | None]
-    """What is in the way of sweeping a valid config, and the remedy."""
+    """Overrides that place the files of a run in its directory."""
+    find_problem: Callable[[Any], str | None]
+    """Returns why a valid config cannot be swept, and the remedy."""
     module: Callable[[Any], str]
-    """What Python runs for it."""
+    """The module that Python runs."""
 
 
 def _train_overrides(directory: Path) -> list[str]:
@@ -37,7 +37,7 @@ def _train_overrides(directory: Path) -> list[str]:
 
 def _train_problem(config: TrainConfig) -> str | None:
     if config.checkpoint.resume == "never":
-        return 'checkpoint.resume = "never": an interrupted run of a sweep goes on from its checkpoint; leave it "auto"'
+        return 'checkpoint.resume = "never": a sweep resumes interrupted runs from their checkpoints; set it to "auto"'
     return None
 
 
@@ -51,16 +51,16 @@ def _infer_overrides(directory: Path) -> list[str]:
 
 
 def _infer_problem(config: InferConfig) -> str | None:
-    asked, path = config.input, config.model.path
+    inputs, path = config.input, config.model.path
     if path is None:
         return "no model given: add --set model.path=DIR, or path to [model] of the config"
     if not path.exists():
-        return f'model.path = "{path}": there is no such directory'
-    if asked.prompts_file is not None and str(asked.prompts_file) == "-":
-        return 'input.prompts_file = "-": the runs share no standard input; name a file'
-    if asked.prompts_file is not None and not asked.prompts_file.is_file():
-        return f'input.prompts_file = "{asked.prompts_file}": there is no such file'
-    if not (asked.prompts or asked.chats or asked.infills or asked.prompts_file):
+        return f'model.path = "{path}": no such directory'
+    if inputs.prompts_file is not None and str(inputs.prompts_file) == "-":
+        return 'input.prompts_file = "-": runs of a sweep have no standard input; name a file'
+    if inputs.prompts_file is not None and not inputs.prompts_file.is_file():
+        return f'input.prompts_file = "{inputs.prompts_file}": no such file'
+    if not (inputs.prompts or inputs.chats or inputs.infills or inputs.prompts_file):
         return "[input] has no prompts, prompts_file, chats or infills: add some"
     return None
 
@@ -76,7 +76,7 @@ SWEEP_COMMANDS = {
         managed_keys=("run.directory",),
         threads_key="run.threads",
         overrides=_train_overrides,
-        problem=_train_problem,
+        find_problem=_train_problem,
         module=_train_module,
     ),
     "infer": SweepCommand(
@@ -86,8 +86,8 @@ SWEEP_COMMANDS = {
         managed_keys=("output.",),
         threads_key="model.threads",
         overrides=_infer_overrides,
-        problem=_infer_problem,
+        find_problem=_infer_problem,
         module=lambda config: "cli.infer",
     ),
 }
-"""By the value of ``--command``."""
+"""Value of ``--command`` -> command."""

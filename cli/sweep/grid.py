@@ -1,6 +1,6 @@
-"""The grid that ``--set key=a,b`` arguments span: its points, their configs and their names.
+"""The grid of ``--set key=a,b`` arguments: its points, their configs and their names.
 
-Raises GridError, a ValueError with all that is wrong, before anything is started.
+All errors are raised as GridError before a run starts.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.+-]+")
 
 
 class GridError(ValueError):
-    """A grid that cannot be run; the message is complete and may have several lines."""
+    """The grid cannot be run; the message may have several lines."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One ``--set``: a key, and what it is set to."""
+    """One ``--set`` argument."""
 
     key: str
     values: tuple[str, ...]
-    """As they were written; each is what follows ``=`` in an override of a config."""
+    """Values as written; each is the right side of an override of a config."""
 
     @property
     def is_axis(self) -> bool:
-        """Whether it has several values."""
         return len(self.values) > 1
 
 
@@ -47,25 +46,24 @@ class GridPoint:
     """A run of the grid."""
 
     name: str
-    """Of its directory."""
+    """Name of its directory."""
     values: Mapping[str, str]
-    """What it has of each axis, as it was written."""
+    """Its value of each axis, as written."""
     config: Section
-    """All of it, with the place of its files."""
+    """The whole config, with the paths of its files."""
 
     @property
     def label(self) -> str:
-        """For people."""
         return format_values(self.values)
 
 
 def format_values(values: Mapping[str, str]) -> str:
-    """``optimizer.learning_rate=1e-3, training.batch_size=16``."""
+    """Format values as ``optimizer.learning_rate=1e-3, training.batch_size=16``."""
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 def split_values(text: str) -> list[str]:
-    """The values between the commas, those inside of quotes, brackets and braces left alone.
+    """Split at commas, except those inside quotes, brackets and braces.
 
     Raises:
         GridError: a bracket or a quote is not closed, or a value is empty.
@@ -73,7 +71,7 @@ def split_values(text: str) -> list[str]:
     values: list[str] = []
     closers: list[str] = []
     start, quote, opens, skips = 0, "", True, False
-    for place, letter in enumerate(text):
+    for position, letter in enumerate(text):
         if quote:
             if letter == quote and not skips:
                 quote = ""
@@ -85,23 +83,23 @@ def split_values(text: str) -> list[str]:
         elif closers and letter == closers[-1]:
             closers.pop()
         elif letter == "," and not closers:
-            values.append(text[start:place].strip())
-            start = place + 1
+            values.append(text[start:position].strip())
+            start = position + 1
         if not letter.isspace():
             opens = letter in ",[{=" and not quote  # a quote within a word is an apostrophe
     if quote or closers:
         raise GridError(f"{text}: {quote or closers[-1]} is missing at the end")
     values.append(text[start:].strip())
     if len(values) > 1 and "" in values:
-        raise GridError(f'{text}: a value between the commas is empty (write "" for an empty text)')
+        raise GridError(f'{text}: a value between the commas is empty; write "" for an empty string')
     return values
 
 
 def read_settings(texts: Sequence[str], sweep_command: SweepCommand) -> list[Setting]:
-    """The ``--set`` arguments of a sweep.
+    """Parse the ``--set`` arguments of a sweep.
 
     Raises:
-        GridError: one cannot be read, a key comes twice, belongs to the sweep, or none has several values.
+        GridError: an argument is malformed, a key is set twice or managed by the sweep, or no key has several values.
     """
     settings: dict[str, Setting] = {}
     for text in texts:
@@ -109,8 +107,8 @@ def read_settings(texts: Sequence[str], sweep_command: SweepCommand) -> list[Set
         key = name.strip()
         if not equals or not key:
             raise GridError(f"--set {text}: expected section.key=value or section.key=value,value")
-        if any(key == own or (own.endswith(".") and key.startswith(own)) for own in sweep_command.managed_keys):
-            raise GridError(f"--set {text}: the sweep says where its runs are written; use --directory")
+        if any(key == name or (name.endswith(".") and key.startswith(name)) for name in sweep_command.managed_keys):
+            raise GridError(f"--set {text}: the sweep sets the paths of its runs; use --directory")
         if key in settings:
             raise GridError(f"--set {text}: {key} is set twice; write its values with commas: {key}=a,b")
         try:
@@ -124,28 +122,32 @@ def read_settings(texts: Sequence[str], sweep_command: SweepCommand) -> list[Set
 
 
 def iterate_grid(settings: Sequence[Setting]) -> Iterator[dict[str, str]]:
-    """Every point's value of each axis; the last axis changes fastest."""
+    """Yield the values of each point by axis; the last axis changes fastest."""
     axes = [setting for setting in settings if setting.is_axis]
     for values in itertools.product(*(axis.values for axis in axes)):
         yield dict(zip((axis.key for axis in axes), values, strict=True))
 
 
 def build_overrides(settings: Sequence[Setting], values: Mapping[str, str]) -> list[str]:
-    """As `load_config` takes them: what all points share, then what this one has."""
-    shared = [f"{each.key}={each.values[0]}" for each in settings if not each.is_axis and each.key not in values]
+    """Build the overrides of a point for `load_config`: the shared settings, then its own values."""
+    shared = [
+        f"{setting.key}={setting.values[0]}"
+        for setting in settings
+        if not setting.is_axis and setting.key not in values
+    ]
     return [*shared, *(f"{key}={value}" for key, value in values.items())]
 
 
 def load_point(sweep_command: SweepCommand, path: Path | None, overrides: Sequence[str], directory: Path) -> Section:
-    """The config of a point whose files lie in ``directory``.
+    """Load the config of a point whose files are in ``directory``.
 
     Raises:
-        ConfigError: it is not valid, or cannot be swept.
+        ConfigError: it is invalid, or cannot be swept.
     """
     config = load_config(
         sweep_command.config, path, [*overrides, *sweep_command.overrides(directory)], key_hints=sweep_command.key_hints
     )
-    problem = sweep_command.problem(config)
+    problem = sweep_command.find_problem(config)
     if problem is not None:
         raise ConfigError(problem)
     return config
@@ -156,46 +158,48 @@ def load_points(
     path: Path | None,
     settings: Sequence[Setting],
     directory: Path,
-    known: Sequence[GridPoint] = (),
+    existing: Sequence[GridPoint] = (),
 ) -> list[GridPoint]:
-    """All points, validated.
+    """Load and validate all points.
 
     Args:
-        kind: what is swept.
-        path: the config that all share; None: its defaults.
-        settings: of `read_settings`.
-        directory: in which each run has its own, of its name.
-        known: runs that have a name already; a point with the same config is that run.
+        sweep_command: the command that runs.
+        path: the config that all points share; None: the defaults.
+        settings: the result of `read_settings`.
+        directory: parent of the directories of the runs.
+        existing: runs of the record, which keep their names; a point with the same config is that run.
 
     Raises:
-        GridError: names each point whose config is not valid and what is wrong with it, or two points that are equal.
+        GridError: configs are invalid (names each point and its problem), or two points are equal.
     """
-    wanted = list(iterate_grid(settings))
-    names = name_points(wanted, {point.name: point.values for point in known})
-    runs = {run_identity(sweep_command, point.config): point for point in known}
+    grid = list(iterate_grid(settings))
+    names = name_points(grid, {point.name: point.values for point in existing})
+    runs = {run_identity(sweep_command, point.config): point for point in existing}
     points: dict[str, GridPoint] = {}
     problems: dict[str, list[str]] = {}
-    for name, values in zip(names, wanted, strict=True):
+    for name, values in zip(names, grid, strict=True):
         try:
             config = load_point(sweep_command, path, build_overrides(settings, values), directory / name)
         except ConfigError as error:
             lines = str(error).splitlines()
             problems.setdefault("\n  ".join(lines[1:] or lines), []).append(format_values(values))
             continue
-        same = run_identity(sweep_command, config)
-        if same in points:
-            raise GridError(f"{points[same].label} and {format_values(values)} are the same run; remove one of them")
-        points[same] = runs.get(same) or GridPoint(name, values, config)
+        identity = run_identity(sweep_command, config)
+        if identity in points:
+            raise GridError(
+                f"{points[identity].label} and {format_values(values)} are the same run; remove one of them"
+            )
+        points[identity] = runs.get(identity) or GridPoint(name, values, config)
     if problems:
-        raise GridError(_format_problems(problems, len(wanted)))
+        raise GridError(_format_problems(problems, len(grid)))
     return list(points.values())
 
 
 def run_identity(sweep_command: SweepCommand, config: Section) -> str:
-    """What makes a run this one and no other: its config without the place of its files."""
+    """Return a string that is equal for equal runs: the config without the paths of its files."""
     values: dict[str, Any] = config.model_dump(mode="json")
-    for own in sweep_command.managed_keys:
-        section, _, key = own.partition(".")
+    for name in sweep_command.managed_keys:
+        section, _, key = name.partition(".")
         if key:
             values[section].pop(key)
         else:
@@ -209,32 +213,32 @@ def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:
         others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
         where = "every run" if len(labels) == count else f"{labels[0]}{others}"
         lines.append(f"{where}:\n  {problem}")
-    bad = sum(map(len, problems.values()))
-    return "\n".join([f"{bad} of {count} runs have no valid config; nothing was started", *lines])
+    invalid = sum(map(len, problems.values()))
+    return "\n".join([f"{invalid} of {count} runs have an invalid config; nothing was started", *lines])
 
 
-def name_points(wanted: Sequence[Mapping[str, str]], known: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A name for each: the changed keys by their last parts and their values, in letters that every file system takes.
+def name_points(grid: Sequence[Mapping[str, str]], existing: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Build names of shortened keys and their values, with characters that every file system supports.
 
     Args:
-        wanted: values by key.
-        known: values of runs that keep their names.
+        grid: values of each point by key.
+        existing: values of runs that keep their names.
     """
-    keys = [*wanted[0]] if wanted else []
+    keys = [*grid[0]] if grid else []
     short = short_keys(keys)
     names: list[str] = []
-    taken = {name.lower() for name in known}
-    for values in wanted:
-        name = next((name for name, others in known.items() if dict(others) == dict(values)), None)
+    used_names = {name.lower() for name in existing}
+    for values in grid:
+        name = next((name for name, others in existing.items() if dict(others) == dict(values)), None)
         if name is None:
-            name = _unique_name(values, short, taken)
-            taken.add(name.lower())
+            name = _unique_name(values, short, used_names)
+            used_names.add(name.lower())
         names.append(name)
     return names
 
 
 def short_keys(keys: Collection[str]) -> dict[str, str]:
-    """As few of the last parts of each dotted key as tell it from the others."""
+    """Shorten dotted keys to the fewest last parts that are unambiguous."""
     short = {}
     for key in keys:
         parts = key.split(".")
@@ -242,22 +246,22 @@ def short_keys(keys: Collection[str]) -> dict[str, str]:
         ends = [tuple(other.split(".")) for other in keys if other != key]
         short[key] = next(
             (
-                each
-                for each in candidates
-                if not any(end[-len(each.split(".")) :] == tuple(each.split(".")) for end in ends)
+                candidate
+                for candidate in candidates
+                if not any(end[-len(candidate.split(".")) :] == tuple(candidate.split(".")) for end in ends)
             ),
             key,
         )
     return short
 
 
-def _unique_name(values: Mapping[str, str], short: Mapping[str, str], taken: Collection[str]) -> str:
-    whole = "_".join(f"{_sanitize(short[key])}-{_sanitize(_unquote(value))}" for key, value in values.items())
+def _unique_name(values: Mapping[str, str], short: Mapping[str, str], used_names: Collection[str]) -> str:
+    full_name = "_".join(f"{_sanitize(short[key])}-{_sanitize(_unquote(value))}" for key, value in values.items())
     parts = [f"{_sanitize(short[key])}-{_sanitize(_unquote(value))[:_VALUE_LENGTH]}" for key, value in values.items()]
     name = "_".join(parts)
-    if name != whole or len(name) > _NAME_LENGTH or name.lower() in taken:
-        mark = hashlib.sha256(format_values(values).encode()).hexdigest()[:6]
-        name = f"{name[:_NAME_LENGTH]}-{mark}"
+    if name != full_name or len(name) > _NAME_LENGTH or name.lower() in used_names:
+        suffix = hashlib.sha256(format_values(values).encode()).hexdigest()[:6]
+        name = f"{name[:_NAME_LENGTH]}-{suffix}"
     return name
 
 
@@ -267,7 +271,7 @@ def _sanitize(text: str) -> str:
 
 
 def _unquote(text: str) -> str:
-    """A string of TOML without its quotes."""
+    """Return the value of a TOML string; other text is returned as it is."""
     try:
         value = tomllib.loads(f"v={text}").get("v")
     except ValueError:

@@ -1,6 +1,6 @@
-"""The gallery of a sweep: one page with the table, the curves and the texts of its runs; it asks for no other file.
+"""The HTML page of a sweep: the table, the loss curves and the texts of its runs, without external resources.
 
-What it looks like stands in `gallery.html`; it can be read without a script, which only sorts the table.
+The template is `gallery.html`; its script only sorts the table.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from logger.report.template import fill_template
 
 _WIDTH, _HEIGHT = 240.0, 64.0
 _UNSCALED_FRACTION = 0.1
-"""Share of a curve whose height does not count for the scale: losses fall from far above."""
+"""First part of a curve that the vertical scale ignores, because initial losses are much higher."""
 _TEXT_LENGTH = 4_000
-"""Letters of a text that are shown; the files have all of it."""
+"""Maximum length of a text on the page; the files contain all of it."""
 
 
 def render_page(table: SweepTable, title: str, directory: Path) -> str:
-    """The page's HTML.
+    """Render the page.
 
     Args:
-        table: the runs, in the order in which they are shown.
-        title: of the page.
-        directory: of the sweep, in which files that a run left are looked for; links go from there.
+        table: the runs in display order.
+        title: title of the page.
+        directory: directory of the sweep; existing files of runs are linked relative to it.
     """
     done = sum(row.status == "done" for row in table.rows)
     parts = {
@@ -60,7 +60,7 @@ def _render_table(table: SweepTable) -> str:
 
 
 def _sort_attribute(table: SweepTable, heading: str) -> str:
-    """Which column the rows are sorted by to begin with."""
+    """Mark the heading of the column that the rows are sorted by."""
     by_bytes = any("bits per byte" in note for note in table.notes)
     column = table.columns["bits_per_byte" if by_bytes else "bound"] if table.command == "train" else None
     return ' aria-sort="ascending"' if heading == column else ""
@@ -71,7 +71,7 @@ def _render_table_row(table: SweepTable, row: SweepTableRow) -> str:
     numbers: list[Measurement | None] = [None] * len(table.keys)
     numbers += [row.result.numbers.get(name) for name in table.columns]
     numbers += [Measurement(row.seconds) if row.seconds else None, None]
-    shown = []
+    cells = []
     for column, (text, number) in enumerate(zip(texts, numbers, strict=True)):
         key = _sort_key(text) if column < len(table.keys) else ("" if number is None else repr(number.value))
         if column == len(texts) - 1:
@@ -79,13 +79,13 @@ def _render_table_row(table: SweepTable, row: SweepTableRow) -> str:
             text = f'<a href="#{_anchor(row)}">{escape(row.status)}</a>' + ' <b class="tag">best</b>' * row.is_best
         else:
             text = escape(text).replace("+-", "&plusmn;")
-        shown.append(f'<td data-key="{escape(key)}">{text}</td>')
+        cells.append(f'<td data-key="{escape(key)}">{text}</td>')
     best = ' class="best"' * row.is_best
-    return f"<tr{best}>{''.join(shown)}</tr>"
+    return f"<tr{best}>{''.join(cells)}</tr>"
 
 
 def _sort_key(text: str) -> str:
-    """A number that a script can read, where the value is one."""
+    """Format a numeric value for the script; other text is returned as it is."""
     try:
         return repr(float(text.replace("_", "")))
     except ValueError:
@@ -97,17 +97,18 @@ def _anchor(row: SweepTableRow) -> str:
 
 
 def _render_texts(table: SweepTable) -> str:
-    """For each text that was given, what each run made of it, side by side."""
+    """Render the outputs of all runs side by side, for each prompt."""
     longest = max((len(row.result.texts) for row in table.rows), default=0)
     sections = []
     for index in range(longest):
-        having = [row for row in table.rows if index < len(row.result.texts)]
-        given = list(dict.fromkeys(row.result.texts[index][0] for row in having))
-        head = _truncate(given[0]) if len(given) == 1 else ""
-        figures = "".join(_render_text(table, row, index, with_given=len(given) > 1) for row in having)
-        shown = f'<pre class="given">{escape(head)}</pre>' if head else '<p class="given">Sampled from nothing</p>'
+        rows = [row for row in table.rows if index < len(row.result.texts)]
+        prompts = list(dict.fromkeys(row.result.texts[index][0] for row in rows))
+        is_shared = len(prompts) == 1
+        prompt = _truncate(prompts[0]) if is_shared else ""
+        figures = "".join(_render_text(table, row, index, with_prompt=not is_shared) for row in rows)
+        head = f'<pre class="given">{escape(prompt)}</pre>' if prompt else '<p class="given">Without a prompt</p>'
         sections.append(
-            f'<section class="card" aria-label="text {index + 1}">{shown if len(given) == 1 else ""}'
+            f'<section class="card" aria-label="text {index + 1}">{head if is_shared else ""}'
             f'<div class="side">{figures}</div></section>'
         )
     if not sections:
@@ -116,16 +117,16 @@ def _render_texts(table: SweepTable) -> str:
     return f"<h2>{heading}, side by side</h2>{''.join(sections)}"
 
 
-def _render_text(table: SweepTable, row: SweepTableRow, index: int, with_given: bool) -> str:
-    given, made = row.result.texts[index]
-    before = f'<pre class="given">{escape(_truncate(given))}</pre>' if with_given and given else ""
+def _render_text(table: SweepTable, row: SweepTableRow, index: int, with_prompt: bool) -> str:
+    prompt, output = row.result.texts[index]
+    head = f'<pre class="given">{escape(_truncate(prompt))}</pre>' if with_prompt and prompt else ""
     best = ' <b class="tag">best</b>' * row.is_best
-    shown = (
-        f'<pre lang="">{escape(_truncate(made))}</pre>' if made.strip() else '<p class="given">white space alone</p>'
+    body = (
+        f'<pre lang="">{escape(_truncate(output))}</pre>' if output.strip() else '<p class="given">only whitespace</p>'
     )
     return (
         f'<figure><figcaption><a href="#{_anchor(row)}">{escape(_format_run_values(table, row))}</a>{best}</figcaption>'
-        f"{before}{shown}</figure>"
+        f"{head}{body}</figure>"
     )
 
 
@@ -139,7 +140,7 @@ def _truncate(text: str) -> str:
 
 
 def _render_run(table: SweepTable, row: SweepTableRow, directory: Path) -> str:
-    """A card: what it was, where its files are, its curve, and how it failed."""
+    """Render the card of a run: values, status, links, loss curve and error."""
     error = f'<pre class="error">{escape(chr(10).join(row.error))}</pre>' if row.error else ""
     status = f"{row.status}, best" if row.is_best else row.status
     kind = " best" * row.is_best
@@ -150,7 +151,7 @@ def _render_run(table: SweepTable, row: SweepTableRow, directory: Path) -> str:
 
 
 def _render_links(row: SweepTableRow, directory: Path) -> str:
-    """Files that are there, as seen from the page."""
+    """Render links to the existing files of a run."""
     candidates = {
         "report": Path("runs") / row.name / "report.html",
         "replay": Path("runs") / row.name / REPLAY_FILE,
@@ -166,12 +167,12 @@ def _render_links(row: SweepTableRow, directory: Path) -> str:
 
 
 def _render_curve(table: SweepTable, row: SweepTableRow) -> str:
-    """The loss of a run before that of the first of the table, all cards in one scale. Inline SVG."""
+    """Draw the loss curve of a run and of the first run of the table as inline SVG; all cards have one scale."""
     if len(row.result.curve) < 2:
         return ""
-    curves = [each.result.curve for each in table.rows if len(each.result.curve) > 1]
-    settled = [loss for curve in curves for _, loss in curve[int(len(curve) * _UNSCALED_FRACTION) :]]
-    low, high = min(settled), max(settled)
+    curves = [other.result.curve for other in table.rows if len(other.result.curve) > 1]
+    losses = [loss for curve in curves for _, loss in curve[int(len(curve) * _UNSCALED_FRACTION) :]]
+    low, high = min(losses), max(losses)
     last = max(step for curve in curves for step, _ in curve)
 
     def line(curve: Sequence[tuple[int, float]], name: str) -> str:
@@ -182,11 +183,11 @@ def _render_curve(table: SweepTable, row: SweepTableRow) -> str:
         return f'<polyline class="{name}" points="{points}" vector-effect="non-scaling-stroke"/>'
 
     first = table.rows[0]
-    behind = line(first.result.curve, "first") if row is not first and len(first.result.curve) > 1 else ""
+    reference = line(first.result.curve, "first") if row is not first and len(first.result.curve) > 1 else ""
     step, loss = row.result.curve[-1]
     return (
         f'<figure class="curve"><svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none" role="img" '
-        f'aria-label="Training loss">{behind}{line(row.result.curve, "own")}</svg>'
+        f'aria-label="Training loss">{reference}{line(row.result.curve, "own")}</svg>'
         f"<figcaption>training loss {loss:.3f} at step {step:,}; {low:.2f} to {high:.2f}"
-        f"{', grey: the first of the table' if behind else ''}</figcaption></figure>"
+        f"{', gray: the first run of the table' if reference else ''}</figcaption></figure>"
     )

@@ -1,4 +1,4 @@
-"""A run as a process: started, asked to stop, and what it left in its log."""
+"""Start and stop the process of a run, and read its log."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _TAIL_BYTES = 65_536
 
 
 def build_command(module: str, config_path: Path, overrides: Sequence[str] = ()) -> list[str]:
-    """The same Python, and a command of this project, whatever lies in the working directory."""
-    settings = [part for override in overrides for part in ("--set", override)]
-    return [sys.executable, "-P", "-m", module, "--config", str(config_path), *settings]
+    """Build the command line of a module of this project; ``-P`` ignores modules in the working directory."""
+    arguments = [part for override in overrides for part in ("--set", override)]
+    return [sys.executable, "-P", "-m", module, "--config", str(config_path), *arguments]
 
 
 def build_environment() -> Mapping[str, str]:
-    """That of the sweep, so that the runs use its code, write at once, and draw no bars into a log."""
+    """The environment of this process, with this project on the path and unbuffered output."""
     root = str(Path(config.__file__ or "").parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
@@ -36,24 +36,24 @@ def build_environment() -> Mapping[str, str]:
 
 @dataclass
 class RunProcess:
-    """A run under way, in a session of its own: a Ctrl-C in the terminal reaches it through `send_signal` alone."""
+    """A running process in its own session: Ctrl-C does not reach it directly, only through `send_signal`."""
 
     name: str
     log: Path
     log_start: int
-    """Bytes of the log that earlier parts of the run wrote."""
+    """Size of the log when the process started."""
     popen: subprocess.Popen[bytes]
     started: float
     gpu: str | None = None
-    """The one that it was given; None: all there are."""
+    """The GPU of the process; None: all GPUs."""
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it was started."""
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
     def send_signal(self, number: int = signal.SIGINT) -> None:
-        """A signal to the run and all its processes; one that has ended gets none."""
+        """Send a signal to the process group if the process is still running."""
         if self.popen.poll() is None:
             try:
                 os.killpg(self.popen.pid, number)
@@ -61,7 +61,7 @@ class RunProcess:
                 return
 
     def wait_or_kill(self, seconds: float) -> None:
-        """Wait for its end; kill it if that takes longer."""
+        """Wait for the end of the process, and kill it after ``seconds``."""
         try:
             self.popen.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -69,24 +69,24 @@ class RunProcess:
             self.popen.wait()
 
     def last_lines(self, count: int = ERROR_LINES) -> list[str]:
-        """Of what this part of the run wrote."""
+        """Read the last lines that this process wrote."""
         return last_lines(self.log, count, self.log_start)
 
 
 def start(name: str, command: Sequence[str], log: Path, extra_environment: Mapping[str, str]) -> RunProcess:
-    """Start a run; its output goes to the end of a log.
+    """Start a run; its output is appended to a log.
 
     Args:
-        name: of the run.
-        command: of the process.
-        log: of all its parts.
-        more: what its environment has beside that of the sweep.
+        name: name of the run.
+        command: command line of the process.
+        log: log file, which earlier processes of the run may have written to.
+        extra_environment: variables added to `build_environment`.
 
     Raises:
-        OSError: the log cannot be written, or there is no memory for a process.
+        OSError: the log cannot be written, or the process cannot be started.
     """
     with log.open("ab") as file:
-        begin = file.tell()
+        log_start = file.tell()
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
         popen = subprocess.Popen(
@@ -97,11 +97,11 @@ def start(name: str, command: Sequence[str], log: Path, extra_environment: Mappi
             env={**build_environment(), **extra_environment},
             start_new_session=True,
         )
-    return RunProcess(name, log, begin, popen, time.monotonic(), extra_environment.get(VISIBLE_DEVICES_VARIABLE))
+    return RunProcess(name, log, log_start, popen, time.monotonic(), extra_environment.get(VISIBLE_DEVICES_VARIABLE))
 
 
 def last_lines(log: Path, count: int, begin: int = 0) -> list[str]:
-    """The last lines of a log that are not empty, from byte ``begin`` on, without the line of the command."""
+    """Read the last non-empty lines of a log from byte ``begin`` on, without command lines."""
     try:
         with log.open("rb") as file:
             end = file.seek(0, 2)
@@ -115,37 +115,37 @@ def last_lines(log: Path, count: int, begin: int = 0) -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES would name them; empty where there are none."""
-    named = os.environ.get(VISIBLE_DEVICES_VARIABLE)
-    return [str(index) for index in range(len(drivers()))] if named is None else [*filter(None, named.split(","))]
+    """List the GPUs as in CUDA_VISIBLE_DEVICES."""
+    devices = os.environ.get(VISIBLE_DEVICES_VARIABLE)
+    return [str(index) for index in range(len(drivers()))] if devices is None else [*filter(None, devices.split(","))]
 
 
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 class SignalQueue:
-    """A context in which SIGINT, SIGTERM, SIGHUP and SIGUSR1 are remembered, one by one."""
+    """A context that queues SIGINT, SIGTERM, SIGHUP and SIGUSR1."""
 
     HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.first: int | None = None
-        """The one that the sweep ends for."""
+        """The signal that ended the sweep."""
         self._waiting: list[int] = []
-        self._before: dict[int, Any] = {}
+        self._original_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> SignalQueue:
-        self._before = {number: signal.signal(number, self._remember) for number in self.HANDLED}
+        self._original_handlers = {number: signal.signal(number, self._enqueue) for number in self.HANDLED}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._original_handlers.items():
             signal.signal(number, handler)
 
     def take(self) -> int | None:
-        """The next one that came, if any."""
+        """Remove and return the next signal, if there is one."""
         return self._waiting.pop(0) if self._waiting else None
 
-    def _remember(self, number: int, frame: object) -> None:
+    def _enqueue(self, number: int, frame: object) -> None:
         self.first = self.first or number
         self._waiting.append(number)

@@ -1,4 +1,7 @@
-"""What came of a run, from its files. Half lines and missing files are no errors: a run may be under way."""
+"""Read the results of a run from its files.
+
+Missing files and truncated lines are ignored, because the run may still be active.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _CURVE_POINTS = 200
 
 @dataclass(frozen=True)
 class Measurement:
-    """A number, and its standard error where that is known."""
+    """A number and its standard error, if it has one."""
 
     value: float
     error: float | None = None
@@ -24,16 +27,16 @@ class Measurement:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Numbers and texts of a run; what it has not come to yet is missing."""
+    """Numbers and texts of a run; those that do not exist yet are missing."""
 
     numbers: dict[str, Measurement] = field(default_factory=dict)
-    """By the name of a column."""
+    """Measurements by column."""
     texts: tuple[tuple[str, str], ...] = ()
-    """What was given, and what the model made of it."""
+    """Pairs of a prompt and the output of the model."""
     curve: tuple[tuple[int, float], ...] = ()
-    """Step and smoothed training loss."""
+    """Pairs of a step and the smoothed training loss."""
     step: int | None = None
-    """The last one that is known; None: of an inference run, or before the first."""
+    """The last step; None: an inference run, or no step yet."""
     is_final: bool = False
 
 
@@ -51,30 +54,32 @@ INFER_COLUMNS = {
 
 
 def read_result(command: str, directory: Path) -> RunResult:
-    """Of a run of this command."""
+    """Read the result of a run of this command."""
     return read_training_result(directory) if command == "train" else read_inference_result(directory)
 
 
 def read_training_result(directory: Path) -> RunResult:
-    """From ``summary.json``, and from ``metrics.jsonl`` where the run is not at its end."""
+    """Read ``summary.json``, or ``metrics.jsonl`` while the run is active."""
     curve: list[tuple[int, float]] = []
     samples: dict[int, list[tuple[str, str]]] = {}
     numbers: dict[str, Measurement] = {}
     step = None
     for line in read_json_lines(directory / "metrics.jsonl"):
-        at, values = line.get("step"), line.get("metrics")
-        if not isinstance(at, int):
+        line_step, values = line.get("step"), line.get("metrics")
+        if not isinstance(line_step, int):
             continue
         if line.get("event") == "sample":
-            told = line.get("values")
-            pair = (told.get("given"), told.get("filled")) if isinstance(told, dict) else ("", line.get("text", ""))
-            samples.setdefault(at, []).append((str(pair[0]), str(pair[1])))
+            sample = line.get("values")
+            pair = (
+                (sample.get("given"), sample.get("filled")) if isinstance(sample, dict) else ("", line.get("text", ""))
+            )
+            samples.setdefault(line_step, []).append((str(pair[0]), str(pair[1])))
         if not isinstance(values, dict):
             continue
-        step = at
+        step = line_step
         loss = values.get("loss_smooth", values.get("loss"))
         if _is_number(loss):
-            curve.append((at, float(loss)))
+            curve.append((line_step, float(loss)))
         _set_number(numbers, "bound", values.get("val_nats_per_token"), values.get("val_standard_error"))
         _set_number(
             numbers, "bits_per_byte", values.get("val_bits_per_byte"), values.get("val_bits_per_byte_standard_error")
@@ -90,7 +95,7 @@ def read_training_result(directory: Path) -> RunResult:
 
 def _set_summary_numbers(numbers: dict[str, Measurement], summary: dict[str, Any]) -> None:
     evaluation = summary.get("evaluation", {})
-    # What a run said on its way is not its end, even where the end is not finite.
+    # Values of the last validation are dropped, because the final ones may be missing if they are not finite.
     for name in ("bound", "bits_per_byte"):
         numbers.pop(name, None)
     _set_number(numbers, "bound", evaluation.get("nats_per_token"), evaluation.get("standard_error"))
@@ -102,7 +107,7 @@ def _set_summary_numbers(numbers: dict[str, Measurement], summary: dict[str, Any
 
 
 def read_inference_result(directory: Path) -> RunResult:
-    """From the JSON lines of ``diffusionlm-infer``."""
+    """Read the JSON lines of ``diffusionlm-infer``."""
     texts, logprobs = [], []
     tokens = forwards = seconds = 0.0
     for line in read_json_lines(directory / ANSWERS_FILE):
@@ -110,7 +115,7 @@ def read_inference_result(directory: Path) -> RunResult:
         texts.append((str(text.get("prompt", "")), str(text.get("output", ""))))
         tokens += metrics.get("num_tokens", 0)
         forwards += metrics.get("num_forwards", 0)
-        # The seconds are those of a batch, and each of its answers tells them.
+        # Each answer of a batch states the seconds of the whole batch.
         seconds += metrics.get("seconds", 0.0) / max(1, metrics.get("batch_size", 1))
         if _is_number(metrics.get("mean_logprob")):
             logprobs.append((metrics["mean_logprob"], metrics.get("num_tokens", 0)))
@@ -125,7 +130,7 @@ def read_inference_result(directory: Path) -> RunResult:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, without those that cannot be read."""
+    """Yield the objects of a JSON lines file, except invalid lines."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -140,7 +145,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object; empty where there is none."""
+    """Read a JSON object; empty if there is no valid one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -149,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def last_metrics(path: Path, size: int = 16_384) -> tuple[int, dict[str, Any]] | None:
-    """Step and numbers of the last line of a run's record that has a loss; its end alone is read."""
+    """Read step and metrics of the last line with a loss, within the last ``size`` bytes of the file."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -177,6 +182,6 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _thin_out(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Few enough points for a small picture, the last one among them."""
+    """Reduce a curve to `_CURVE_POINTS` points at most; the last one stays."""
     stride = max(1, -(-len(curve) // _CURVE_POINTS))
     return curve[::-1][::stride][::-1]

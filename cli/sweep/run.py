@@ -1,4 +1,4 @@
-"""A sweep from its command to its results."""
+"""Run a sweep: validate the grid, start the runs and write the results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cli.sweep.page import render_page
 from cli.sweep.record import SweepDirectory, lock_sweep, read_record
 from cli.sweep.runner import SweepRunner
 from cli.sweep.table import build_table, render_json_lines, render_markdown, render_text
+from cli.tables import align_columns
 from config.base import Section
 from config.train import TrainConfig
 from files.atomic import write_text_atomic
@@ -31,34 +32,35 @@ def run_sweep(
     jobs: int = 1,
     dry_run: bool = False,
 ) -> int:
-    """Validate all points, run those that are not done, and write table and page.
+    """Validate all points, run those that are not done, and write the table and the page.
 
     Args:
         command: "train" or "infer".
-        config: what all runs share; None: defaults.
+        config: config file that all runs share; None: the defaults.
         settings: ``section.key=value`` or ``section.key=value,value``.
-        directory: of the sweep; None: by the config's name.
-        jobs: runs beside each other.
-        dry_run: show the runs, and change nothing.
+        directory: directory of the sweep; None: named after the config.
+        jobs: number of concurrent runs.
+        dry_run: print the runs without starting them or writing files.
 
     Returns:
-        0, 1 where a run is not done, or 128 + the signal that ended the sweep.
+        0, 1 if a run is not done, or 128 + the signal that ended the sweep.
 
     Raises:
-        GridError: a point is not valid, or the directory holds another sweep; nothing was started.
-        ValueError: the directory is in use.
-        OSError: it cannot be written.
+        GridError: a point is invalid, or the directory is in use or contains another sweep; nothing was started.
+        OSError: the directory cannot be written.
     """
     sweep_command = SWEEP_COMMANDS[command]
-    read = read_settings(settings, sweep_command)
+    grid_settings = read_settings(settings, sweep_command)
     path = directory or SWEEPS / (config.stem if config is not None else command)
     sweep = read_record(path, sweep_command)
-    points = load_points(sweep_command, config, read, sweep.runs_path, sweep.reload_points(config, read))
+    points = load_points(
+        sweep_command, config, grid_settings, sweep.runs_path, sweep.reload_points(config, grid_settings)
+    )
     if dry_run:
         print(_render_dry_run(sweep, points))
         return 0
     with lock_sweep(path):
-        # Once more, since another sweep may have written it before the directory was this one's.
+        # Read again, because another sweep may have written the record before the lock was taken.
         sweep = read_record(path, sweep_command)
         sweep.add(points)
         write_results(sweep)
@@ -72,7 +74,7 @@ def run_sweep(
 
 
 def write_results(sweep: SweepDirectory) -> None:
-    """Table and page of what there is."""
+    """Write the table and the page of the current results."""
     table = build_table(sweep)
     title = f"Sweep {sweep.path.resolve().name}"
     write_text_atomic(sweep.path / MARKDOWN, render_markdown(table, title))
@@ -81,19 +83,22 @@ def write_results(sweep: SweepDirectory) -> None:
 
 
 def _render_dry_run(sweep: SweepDirectory, points: Sequence[GridPoint]) -> str:
-    lines = [
-        ["run", "values", "is", *(["parameters", "tokens", "memory"] if sweep.sweep_command.name == "train" else [])]
+    rows = [
+        [
+            "run",
+            "values",
+            "status",
+            *(["parameters", "tokens", "memory"] if sweep.sweep_command.name == "train" else []),
+        ]
     ]
     for point in points:
         status = sweep.runs[point.name].status if point.name in sweep.runs else "new"
-        lines.append([point.name, format_values(point.values), status, *_format_plan(point.config)])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*shown, f"{len(points)} runs in {sweep.path}; nothing was started"])
+        rows.append([point.name, format_values(point.values), status, *_format_plan(point.config)])
+    return "\n".join([*align_columns(rows), f"{len(points)} runs in {sweep.path}; nothing was started"])
 
 
 def _format_plan(config: Section) -> list[str]:
-    """Parameters, tokens and memory of a training run, on paper."""
+    """Estimate parameters, tokens and memory of a training run."""
     if not isinstance(config, TrainConfig):
         return []
     plan: Any = estimate_run(config)

@@ -1,4 +1,4 @@
-"""One run after the other, or several beside each other, until all are done or a signal comes."""
+"""Run the points of a sweep, one or several at a time, until all are done or a signal arrives."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from profiling.cores import usable_cores
 
 POLL_SECONDS = 0.2
 PROGRESS_LINE_SECONDS = 60.0
-"""Between lines of progress where nobody watches a terminal."""
+"""Interval of progress lines outside of a terminal."""
 SAVE_TIMEOUT_SECONDS = 120.0
-"""For a run to save in, where the sweep itself broke off."""
+"""Time for the runs to save after an error in the sweep itself."""
 STOPPED_EXIT_CODES = (130, 138, 143, -2, -10, -15)
-"""Exit codes of a run that a signal ended, after it saved or before it began."""
+"""Exit codes of runs that a signal ended."""
 
 
 class SweepRunner:
-    """Runs the points of a sweep that are not done."""
+    """Runs the unfinished points of a sweep."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class SweepRunner:
     ) -> None:
         """
         Args:
-            sweep: its directory and record.
-            points: those to run, in order.
-            jobs: how many go on beside each other.
-            stream: for progress.
-            on_change: called when a run has ended.
+            sweep: directory and record of the sweep.
+            points: the points to run, in order.
+            jobs: number of concurrent runs.
+            stream: receives progress.
+            on_change: called after the end of each run.
         """
         self._sweep, self._points, self._jobs = sweep, points, jobs
         self._stream, self._on_change = stream, on_change
@@ -54,11 +54,11 @@ class SweepRunner:
         self._line_length = 0
 
     def run(self) -> int | None:
-        """Run them all. Returns the signal that ended the sweep, if one did.
+        """Run all points. Returns the signal that ended the sweep, or None.
 
         Raises:
-            GridError: a process of an earlier sweep still works on one of the runs.
-            OSError: the record or a log cannot be written; runs under way were asked to stop.
+            GridError: a process of an earlier sweep still uses the directory of a run.
+            OSError: the record or a log cannot be written; active runs were stopped.
         """
         for point in self._waiting:
             if is_locked(self._sweep.run_path(point.name)):
@@ -100,10 +100,10 @@ class SweepRunner:
     def _start(self, point: GridPoint) -> None:
         run, sweep = self._sweep.runs[point.name], self._sweep
         directory = sweep.run_path(point.name)
-        if sweep.sweep_command.name == "infer":  # it has no checkpoints, and refuses a file with answers
+        if sweep.sweep_command.name == "infer":  # it cannot resume, and rejects an existing file of answers
             directory.mkdir(parents=True, exist_ok=True)
             (directory / ANSWERS_FILE).unlink(missing_ok=True)
-        if not (directory / "checkpoints").is_dir():  # it begins anew
+        if not (directory / "checkpoints").is_dir():  # it starts from the beginning
             run.seconds = 0.0
         command = build_command(
             sweep.sweep_command.module(point.config), sweep.config_path(point.name), self._overrides(point)
@@ -114,7 +114,7 @@ class SweepRunner:
         self._print_message(f"{self._run_label(point.name)}: {point.label}")
 
     def _overrides(self, point: GridPoint) -> list[str]:
-        """Cores are shared out between runs beside each other, unless the config says how many threads a run has."""
+        """Divide the cores among concurrent runs, unless the config sets the number of threads."""
         section, _, key = self._sweep.sweep_command.threads_key.partition(".")
         values: Mapping[str, Any] = point.config.model_dump()
         if self._jobs == 1 or values[section][key] is not None:
@@ -122,11 +122,11 @@ class SweepRunner:
         return [f"{section}.{key}={max(1, usable_cores() // self._jobs)}"]
 
     def _select_gpu(self, point: GridPoint) -> dict[str, str]:
-        """Runs beside each other take a GPU each, the one that fewest have; one that starts ranks takes all."""
+        """Select the least used GPU for a run of several; a run with several ranks gets all GPUs."""
         if len(self._gpus) < 2 or self._sweep.sweep_command.module(point.config) == "cli.train_ddp":
             return {}
-        taken = [process.gpu for process in self._running.values()]
-        return {VISIBLE_DEVICES_VARIABLE: min(self._gpus, key=taken.count)}
+        used_gpus = [process.gpu for process in self._running.values()]
+        return {VISIBLE_DEVICES_VARIABLE: min(self._gpus, key=used_gpus.count)}
 
     def _record_end(self, process: RunProcess, is_stopping: bool) -> None:
         del self._running[process.name]
@@ -140,35 +140,36 @@ class SweepRunner:
             run.status = "interrupted"
         else:
             run.status = "failed"
-            run.error = process.last_lines() or ["it wrote nothing"]
+            run.error = process.last_lines() or ["no output"]
         self._sweep.save()
         self._on_change()
         self._print_message(f"{self._run_label(run.name)} {self._describe_outcome(run)}")
 
     def _describe_outcome(self, run: SweepRun) -> str:
-        took = format_duration(run.seconds)
+        duration = format_duration(run.seconds)
         if run.status == "done":
             result = read_result(self._sweep.sweep_command.name, self._sweep.run_path(run.name))
             bound = result.numbers.get("bound")
-            shown = "" if bound is None else f", bound {bound.value:.3f} +- {bound.error or 0.0:.3f} nats per token"
-            return f"is done after {took}{shown}"
+            loss = "" if bound is None else f", bound {bound.value:.3f} +- {bound.error or 0.0:.3f} nats per token"
+            return f"is done after {duration}{loss}"
         if run.status == "interrupted":
-            return f"was interrupted after {took}; the same command goes on with it"
+            return f"was interrupted after {duration}; the same command continues it"
         code = run.exit_code or 0
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
         lines = "".join(f"\n    {line}" for line in run.error)
-        return f"FAILED with {how} after {took}; {self._sweep.log_path(run.name)} ends with:{lines}"
+        return f"FAILED with {reason} after {duration}; {self._sweep.log_path(run.name)} ends with:{lines}"
 
     def _forward_signal(self, number: int) -> None:
-        how = "finish their step and save" if self._sweep.sweep_command.name == "train" else "stop"
-        self._print_message(f"stopping: runs under way {how}; a second signal ends them at once")
-        # Of these a run knows what to do: a training run saves, inference writes the page of what it has.
-        known = self._sweep.sweep_command.name == "train" and number != signal.SIGHUP
+        is_training = self._sweep.sweep_command.name == "train"
+        action = "finish their step and save" if is_training else "stop"
+        self._print_message(f"stopping: active runs {action}; a second signal ends them immediately")
+        # Training handles the other signals itself. After SIGINT, inference writes the page of its answers so far.
+        handles_signal = is_training and number != signal.SIGHUP
         for process in self._running.values():
-            process.send_signal(number if known else signal.SIGINT)
+            process.send_signal(number if handles_signal else signal.SIGINT)
 
     def _stop_all(self) -> None:
-        """Nothing goes on behind a sweep that breaks off; what it asked to stop may save first."""
+        """Stop all active runs, and wait until they have saved."""
         for process in self._running.values():
             process.send_signal()
         for process in self._running.values():
@@ -179,14 +180,14 @@ class SweepRunner:
         return f"run {number} of {len(self._points)}"
 
     def _print_progress(self) -> None:
-        """A line that is drawn again in a terminal, and one a minute elsewhere."""
+        """Update the progress line in a terminal; elsewhere print a line every `PROGRESS_LINE_SECONDS`."""
         is_terminal = self._stream.isatty()
         if time.monotonic() < self._last_progress_time + (1.0 if is_terminal else PROGRESS_LINE_SECONDS):
             return
         self._last_progress_time = time.monotonic()
         parts = [self._format_progress(process) for process in self._running.values()]
         left = self._seconds_left() if self._waiting or len(self._running) > 1 else None
-        parts += [f"{format_duration(left)} left of the sweep"] if left is not None else []
+        parts += [f"{format_duration(left)} left in the sweep"] if left is not None else []
         line = "; ".join(parts)
         if is_terminal:
             line = line[: max(20, shutil.get_terminal_size().columns - 1)]
@@ -198,27 +199,27 @@ class SweepRunner:
 
     def _format_progress(self, process: RunProcess) -> str:
         metrics = last_metrics(self._sweep.run_path(process.name) / "metrics.jsonl")
-        place = f"{self._run_label(process.name)}, {format_duration(process.elapsed)}"
+        label = f"{self._run_label(process.name)}, {format_duration(process.elapsed)}"
         if metrics is None:
-            return place
+            return label
         step, values = metrics
-        return f"{place}, step {step:,}, loss {values['loss'] if values['loss'] is not None else float('nan'):.3f}"
+        return f"{label}, step {step:,}, loss {values['loss'] if values['loss'] is not None else float('nan'):.3f}"
 
     def _seconds_left(self) -> float | None:
-        """By the mean time of the runs that are done, and what those under way say themselves."""
+        """Estimate the remaining time from the mean duration of finished runs and the estimates of active runs."""
         done = [run.seconds for run in map(self._record, self._points) if run.status == "done" and run.seconds]
-        own = {}
+        estimates = {}
         for process in self._running.values():
             metrics = last_metrics(self._sweep.run_path(process.name) / "metrics.jsonl")
             left = None if metrics is None else metrics[1].get("seconds_left")
             if isinstance(left, int | float):
-                own[process.name] = float(left)
-        if not done and len(own) < len(self._running):
+                estimates[process.name] = float(left)
+        if not done and len(estimates) < len(self._running):
             return None
-        whole = [self._record_seconds(name) + left for name, left in own.items()]
-        mean = sum(done) / len(done) if done else sum(whole) / len(whole)
-        under_way = [own.get(name, max(0.0, mean - process.elapsed)) for name, process in self._running.items()]
-        return (sum(under_way) + mean * len(self._waiting)) / min(self._jobs, len(under_way) + len(self._waiting))
+        totals = [self._record_seconds(name) + left for name, left in estimates.items()]
+        mean = sum(done) / len(done) if done else sum(totals) / len(totals)
+        active = [estimates.get(name, max(0.0, mean - process.elapsed)) for name, process in self._running.items()]
+        return (sum(active) + mean * len(self._waiting)) / min(self._jobs, len(active) + len(self._waiting))
 
     def _record(self, point: GridPoint) -> SweepRun:
         return self._sweep.runs[point.name]

