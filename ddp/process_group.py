@@ -88,8 +88,8 @@ class World:
         if self.is_first:
             try:
                 message = [(function(), None)]
-            except ValueError as error:
-                dist.broadcast_object_list([(None, str(error))], src=0)
+            except Exception as error:
+                dist.broadcast_object_list([(None, _error_text(error))], src=0)
                 raise
         dist.broadcast_object_list(message, src=0)
         result, problem = message[0]

@@ -52,6 +52,20 @@ def test_an_error_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
     assert run_ranks(act, tmp_path) == [told, told]
 
 
+def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
+    """Else they would wait for its broadcast."""
+
+    def act(world: World) -> None:
+        def fail() -> None:
+            raise OSError("disk full")
+
+        with pytest.raises(OSError if world.is_first else ValueError, match="disk full"):
+            world.run_on_first(fail)
+        world.barrier()
+
+    run_ranks(act, tmp_path)
+
+
 def test_one_alone_needs_no_group() -> None:
     assert not dist.is_initialized()
     assert SINGLE_PROCESS.is_single_process and SINGLE_PROCESS.is_first
