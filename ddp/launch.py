@@ -1,13 +1,11 @@
-"""Starts the ranks of a run on this machine, by torch's own elastic agent, and ends as they end.
+"""Start the ranks of a run on this machine with torch's elastic agent, and return their exit code.
 
-What the agent does not do, and a training run needs:
+This adds what a training run needs beyond the agent:
 
-* Signals. The agent ends its ranks, kills them after half a minute, and exits with 1 and a traceback. Here a signal is
-  passed on to each rank, once, whoever it was sent to; the ranks finish their step and save, and their exit code is the
-  command's.
-* Restarts. The agent starts the ranks anew after any failure; here not after one that is the user's to mend, nor after
-  a signal.
-* Errors. What several ranks have to say is said once.
+* Signals. The agent terminates its ranks, kills them after 30 seconds and exits with 1 and a traceback. Here a signal is
+  forwarded to each rank once; the ranks finish their step and save, and their exit code is the command's.
+* Restarts. The agent restarts the ranks after any failure; here not after a user error or a signal.
+* Errors. An error that several ranks share is printed once.
 """
 
 from __future__ import annotations
@@ -32,16 +30,16 @@ from types import FrameType
 from urllib.parse import quote
 
 from config.parallel import MultiProcessOptions
+from files.atomic import write_text_atomic
 from profiling.cores import usable_cores
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What asks a run to save and end: Ctrl-C, a batch system, Slurm's warning. Where the launcher itself is gone, its
-ranks get SIGINT from the system."""
+"""Signals that ask a run to save and end: Ctrl-C, a batch system, Slurm's warning."""
 EXIT_CODE_UNKNOWN = -1
-"""How a run ends, while that is open."""
+"""Value of the shared exit code while the run goes on."""
 
 RankFunction = Callable[[], int]
-"""What a rank runs, a picklable function; returns its exit code."""
+"""A picklable function that a rank runs; returns its exit code."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +48,27 @@ class Nodes:
 
     count: int = 1
     rendezvous: str = "localhost:0"
-    """HOST:PORT where the machines meet: HOST is one of them. Port 0: any free one, where there is one machine."""
+    """HOST:PORT of the rendezvous, on one of the machines. Port 0: any free port, for a single machine."""
     job: str = "diffusionlm"
-    """What tells this run from others that meet there."""
+    """Id of this run among those that use the rendezvous."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What ended a rank."""
+    """The error that ended a rank."""
 
     rank: int
     attempt: int
-    """Restarts before this."""
+    """Number of restarts before this one."""
     is_user_error: bool
-    """Whether it is an error that the user can mend; else one of the program or the machine."""
+    """Whether the user can fix it; else it is an error of the program or the machine."""
     text: str
     at: float
     """Seconds since the epoch."""
 
 
 def count_local_ranks(parallel: MultiProcessOptions, device: str) -> int:
-    """Ranks to start on this machine; ``device`` is `run.device`.
+    """Return the number of ranks to start on this machine; ``device`` is `run.device`.
 
     Raises:
         ValueError: fewer GPUs than `parallel.local_ranks`.
@@ -91,16 +89,16 @@ def count_local_ranks(parallel: MultiProcessOptions, device: str) -> int:
 def launch(
     function: RankFunction, local_ranks: int, *, name: str, max_restarts: int = 0, nodes: Nodes | None = None
 ) -> int:
-    """Run ``act`` in ``local_ranks`` fresh processes of this machine, with torchrun's environment, and wait for them.
+    """Run ``function`` in ``local_ranks`` new processes with torchrun's environment, and wait for them.
 
-    Each has its share of the cores as OMP_NUM_THREADS, unless that is set. Errors go to stderr, headed by ``name``. To
-    be called by the main thread.
+    OMP_NUM_THREADS, unless set, becomes a rank's share of the cores. Errors go to stderr, prefixed with ``name``. Call
+    this in the main thread.
 
     Returns:
-        The exit code: that of the ranks, which is 128 + signal where one stopped them; 1 where one failed.
+        The exit code of the ranks: 128 + signal if a signal stopped them; 1 if a rank failed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_ranks)))
-    # Else the agent keeps one store over all restarts, in which new ranks find the addresses of dead ones.
+    # Else all restarts share one store, in which new ranks find the addresses of dead ones.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     shared_exit_code: Synchronized[int] = multiprocessing.get_context("spawn").Value("i", EXIT_CODE_UNKNOWN)
     with tempfile.TemporaryDirectory(prefix="diffusionlm-ranks-") as folder, _forward_signals(shared_exit_code):
@@ -110,24 +108,24 @@ def launch(
         return outcome
     last = [failure for failure in failures if failure.attempt == failures[-1].attempt]
     is_user_error = any(failure.is_user_error for failure in last)
-    ended_by = shared_exit_code.value
-    if ended_by > 128 and not is_user_error:
-        print(f"{name}: ended by {signal.Signals(ended_by - 128).name}, before it could save", file=sys.stderr)
-        return ended_by
-    told = [format_failures(name, last)] if last else []
+    exit_code = shared_exit_code.value
+    if exit_code > 128 and not is_user_error:
+        print(f"{name}: ended by {signal.Signals(exit_code - 128).name}, before it could save", file=sys.stderr)
+        return exit_code
+    messages = [format_failures(name, last)] if last else []
     if isinstance(outcome, str) and not is_user_error:
-        told.append(f"{name}: {outcome}")
-    print("\n".join(told), file=sys.stderr, flush=True)
+        messages.append(f"{name}: {outcome}")
+    print("\n".join(messages), file=sys.stderr, flush=True)
     return 1
 
 
 def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder: str, name: str) -> int:
-    """What the agent starts in each process: ``act``, and a note of how it failed, if it does.
+    """Run ``function`` in a process of the agent, and write a `RankFailure` to ``folder`` if it fails.
 
-    ``verdict`` is how the run ends, once that is known; a rank that is started later does so at once.
+    If ``shared_exit_code`` is already set, the run is ending and this rank returns the code at once.
     """
     launcher = os.getppid()
-    # The terminal's Ctrl-C now reaches the launcher alone, which passes it on as any other signal.
+    # In a session of its own: Ctrl-C of the terminal reaches the launcher alone, which forwards it.
     with suppress(PermissionError):
         os.setsid()
     pending = [number for number in FORWARDED_SIGNALS if number in signal.sigpending()]
@@ -137,20 +135,20 @@ def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder
     rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt and os.environ["LOCAL_RANK"] == "0":
         before = [failure for failure in read_failures(Path(folder)) if failure.attempt == attempt - 1]
-        why = format_failures(name, before) or f"{name}: a rank died without a word"
+        why = format_failures(name, before) or f"{name}: a rank died without an error message"
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        print(f"{why}\n{name}: all ranks start anew, {attempt} of {most} times", file=sys.stderr, flush=True)
+        print(f"{why}\n{name}: restarting all ranks, {attempt} of {most} times", file=sys.stderr, flush=True)
     try:
         code = function()
-        if os.getppid() != launcher:  # for whom torch would have this process wait
+        if os.getppid() != launcher:  # the launcher is gone, and torch would wait for it
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
         return code
     except (ValueError, OSError) as error:
         shared_exit_code.value = 1
-        whole = os.environ.get("DIFFUSIONLM_TRACEBACK") == "1"
-        failure = RankFailure(rank, attempt, True, traceback.format_exc() if whole else str(error), time.time())
+        text = traceback.format_exc() if os.environ.get("DIFFUSIONLM_TRACEBACK") == "1" else str(error)
+        failure = RankFailure(rank, attempt, True, text, time.time())
     except Exception:
         failure = RankFailure(rank, attempt, False, traceback.format_exc(), time.time())
     _write_failure(failure, Path(folder))
@@ -158,20 +156,21 @@ def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder
 
 
 def _write_failure(failure: RankFailure, folder: Path) -> None:
-    part = folder / f"{failure.attempt}-{failure.rank}.part"
-    part.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    part.rename(part.with_suffix(".json"))
+    write_text_atomic(folder / f"{failure.attempt}-{failure.rank}.json", json.dumps(asdict(failure)))
 
 
 def read_failures(folder: Path) -> list[RankFailure]:
-    """What ranks of this machine have put down, in the order of time."""
+    """Read the failures that ranks of this machine have written, in order of time."""
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("*.json")]
     return sorted((RankFailure(**json.loads(text)) for text in texts), key=lambda failure: failure.at)
 
 
 def format_failures(name: str, failures: Sequence[RankFailure]) -> str:
-    """What to say of them, in the order of time: the user's errors alone, where there are any, since the others follow
-    from these. Else the first traceback, and the last lines of the others."""
+    """Format failures for stderr.
+
+    User errors hide the others, which follow from them. Without any, the first traceback and the last lines of the
+    others are shown.
+    """
     users = [failure for failure in failures if failure.is_user_error]
     if users:
         texts = dict.fromkeys(failure.text for failure in users)
@@ -188,29 +187,29 @@ def format_failures(name: str, failures: Sequence[RankFailure]) -> str:
 
 @contextmanager
 def _forward_signals(shared_exit_code: Synchronized[int]) -> Iterator[None]:
-    """Pass signals on to the ranks; the first one is the verdict.
+    """Forward signals to the ranks; the first one sets the shared exit code.
 
-    Ranks start with them blocked, and are not ended in the middle of their imports: they take them up in `run_rank`.
-    The main thread blocks them for that, since its processes inherit it. A thread that only waits takes them, and
-    Python then calls the handlers in the main one.
+    Ranks start with the signals blocked, so that none ends them during their imports, and unblock them in `run_rank`.
+    They inherit the mask of the main thread. Another thread that only waits receives the signals; Python then calls the
+    handlers in the main thread.
     """
     forwarded = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         if shared_exit_code.value == EXIT_CODE_UNKNOWN:
             shared_exit_code.value = 128 + number
         ranks = multiprocessing.active_children()
-        if not ranks:  # nothing has begun
+        if not ranks:  # none has started
             raise SystemExit(128 + number)
         for process in ranks:
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, number)
 
-    # Python's helper process unblocks signals here when it is started, so that must be over.
+    # Starting this helper process unblocks signals here, so start it before they are blocked.
     resource_tracker.ensure_running()
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
-    handlers = {number: signal.signal(number, pass_on) for number in forwarded}
+    handlers = {number: signal.signal(number, forward) for number in forwarded}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     try:
         yield
@@ -222,12 +221,12 @@ def _forward_signals(shared_exit_code: Synchronized[int]) -> Iterator[None]:
 
 
 def _run_agent(arguments: tuple[object, ...], local_ranks: int, max_restarts: int, nodes: Nodes) -> int | str:
-    """The largest exit code, if all ranks have one; else what became of the one that failed."""
+    """Return the largest exit code of the ranks; if one died, a description of that."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # They log each failure with a traceback of their own; `describe` says it once.
+    # Both log each failure with a traceback; `format_failures` reports it once.
     for logs in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(logs).setLevel(logging.CRITICAL)
     config = LaunchConfig(
@@ -247,8 +246,8 @@ def _run_agent(arguments: tuple[object, ...], local_ranks: int, max_restarts: in
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         code = first.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"rank {rank} {how}"
+        outcome = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"rank {rank} {outcome}"
     except SignalException as error:
         return 128 + int(error.sigval)
     return max(codes.values())

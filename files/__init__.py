@@ -1,1 +1,1 @@
-"""Files that others read, written whole or not at all; pages of one file; streams that break. No torch."""
+"""Atomic file writes, directory locks and output streams that may break. No torch."""

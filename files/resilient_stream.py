@@ -1,4 +1,4 @@
-"""Streams that a run outlives."""
+"""Output streams whose failure does not end a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import IO, Any, cast
 
 
 class _ResilientStream:
-    """Writes as long as that works, then nowhere."""
+    """Writes to a stream until a write fails; then discards everything."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -30,14 +30,14 @@ class _ResilientStream:
 
 
 def resilient(stream: IO[str]) -> IO[str]:
-    """The stream, but that a reader who goes away or a full disk is no error: what cannot be written goes nowhere."""
+    """Wrap a stream so that a closed pipe or a full disk drops the output instead of raising."""
     return cast("IO[str]", _ResilientStream(stream))
 
 
 def discard_pending_output(stream: IO[str]) -> None:
-    """Send what the stream still holds nowhere, or Python would fail to write it when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Redirect a broken stream to the null device; else Python fails at exit when it flushes the buffer."""
+    null_device = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, stream.fileno())
+        os.dup2(null_device, stream.fileno())
     finally:
-        os.close(nowhere)
+        os.close(null_device)

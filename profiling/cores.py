@@ -1,4 +1,4 @@
-"""The processor time that this process has: its cores, and what its control group grants."""
+"""CPU cores that this process may use: its affinity and the quota of its control group."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Cores that this process can keep busy: those that it may use, or fewer where its control group grants less."""
+    """Return the number of cores that this process can keep busy: its affinity, or a lower quota of its cgroup."""
     quota = cgroup_cpu_quota()
     cores = affinity_cores()
     return cores if quota is None else max(1, min(cores, round(quota)))
 
 
 def affinity_cores() -> int:
-    """Cores that this process may use; where the system does not tell, all there are."""
+    """Return the number of cores in the process's affinity; all cores where the system has none."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cgroup_cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that the control group and those above it grant; None: no limit.
+    """Return the lowest CPU quota, in cores, of the control group and its parents; None: no limit.
 
     Args:
-        root: where the system's files are; a test lays out its own.
+        root: root of the system's files (tests use a directory of their own).
     """
     quotas = []
     for folder in cgroup_folders(root, "cpu"):
@@ -36,7 +36,7 @@ def cgroup_cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Directories of this process's control group and those above it, whichever version the system has."""
+    """Return the directories of this process's control group and its parents, for cgroup v1 or v2."""
     folders = []
     for line in read_small_file(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -48,13 +48,13 @@ def cgroup_folders(root: Path, controller: str) -> list[Path]:
         else:
             continue
         inner = base / path.lstrip("/")
-        # In a container the group's own directory is the root of what is mounted, so that comes too.
+        # In a container the group's own directory is mounted as the root, so the root is included.
         folders += [inner, *(parent for parent in inner.parents if base in parent.parents), base]
     return list(dict.fromkeys(folders))
 
 
 def read_small_file(path: Path) -> str:
-    """A small file of the system; empty where it cannot be read."""
+    """Read a small system file; return "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -62,6 +62,6 @@ def read_small_file(path: Path) -> str:
 
 
 def read_number(path: Path) -> int | None:
-    """The number in a small file of the system; None where there is none."""
+    """Read the integer in a small system file; None: it has none."""
     text = read_small_file(path).strip()
     return int(text) if text.lstrip("-").isdecimal() else None

@@ -1,6 +1,6 @@
-"""What this machine is and grants this process, read from its files and environment. No torch.
+"""Read facts about this machine from system files and the environment. No torch.
 
-The system's files are looked for below ``root``, so that a test can lay out another machine. Sizes are in bytes.
+System files are read below ``root``, so that tests can use other machines' files. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from profiling.cores import affinity_cores, cgroup_cpu_quota, cgroup_folders, read_number, read_small_file
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
-"""Of a processor, by the names of /proc/cpuinfo, that torch's matrix products use; the last three are ARM's."""
+"""CPU features that torch's matrix products use, as in /proc/cpuinfo; the last three are ARM's."""
 VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -37,47 +37,45 @@ VARIABLES = (
     "WANDB_MODE",
     "DIFFUSIONLM_NVTX",
 )
-"""Of the environment, that change how a run runs."""
+"""Environment variables that change how a run behaves."""
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
 class Processor:
-    """Cores and what they can do."""
-
     model: str
     cores: int
     usable: int
-    """By the process's affinity."""
+    """Cores in the process's affinity."""
     quota: float | None
-    """Cores' worth of time that the control group grants; None: no limit."""
+    """CPU quota of the control group, in cores; None: no limit."""
     features: tuple[str, ...]
     load: float | None
-    """Processes that wanted a core, on average over the last minute."""
+    """Load average over the last minute."""
 
     @property
     def num_usable_cores(self) -> int:
-        """Cores that a process can really keep busy."""
+        """Cores that this process can keep busy."""
         return max(1, min(self.usable, round(self.quota))) if self.quota else self.usable
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the machine, and of this process's control group."""
+    """Memory of the machine and of this process's control group, in bytes."""
 
     total: int | None
     available: int | None
     limit: int | None
-    """Of the control group; None: none below the machine's."""
+    """Limit of the control group; None: the machine's memory is the limit."""
     used: int | None
-    """By the control group, without the copies of files that it would give back."""
+    """Use by the control group, without reclaimable file cache."""
     shared_total: int | None
-    """Of /dev/shm, through which NCCL joins the GPUs of a machine."""
+    """Size of /dev/shm, which NCCL uses between the GPUs of a machine."""
     shared_free: int | None
 
     @property
     def free(self) -> int | None:
-        """What a run can still take."""
+        """Memory that a run can still allocate."""
         left = None if self.limit is None or self.used is None else max(0, self.limit - self.used)
         known = [value for value in (self.available, left) if value is not None]
         return min(known) if known else None
@@ -85,34 +83,34 @@ class Memory:
 
 @dataclass(frozen=True)
 class Storage:
-    """Where runs are written."""
+    """The file system that runs are written to."""
 
     path: Path
-    """The directory itself, or the nearest one above it that exists."""
+    """The directory of runs, or its nearest existing parent."""
     kind: str
-    """Of the file system, as /proc/mounts names it."""
+    """Type of the file system, as in /proc/mounts."""
     free: int
     is_writable: bool
 
 
 @dataclass(frozen=True)
 class Network:
-    """What the ranks of a distributed run look for."""
+    """Names and addresses that ranks of a distributed run use."""
 
     hostname: str
     address: str | None
-    """What the name stands for; None: nobody knows it."""
+    """Address of the host name; None: it cannot be resolved."""
     interfaces: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """All of it."""
+    """Facts about this machine."""
 
     system: str
     python: str
     version: tuple[int, int]
-    """Of Python."""
+    """Version of Python."""
     uv: str | None
     allocator: str
     processor: Processor
@@ -120,13 +118,13 @@ class Machine:
     storage: Storage
     network: Network
     open_files: int
-    """Files that a process may have open at once."""
+    """Limit of open files of a process."""
     variables: Mapping[str, str]
-    """Those of `VARIABLES` that are set."""
+    """The `VARIABLES` that are set."""
 
 
 def read_machine(runs: Path, root: Path = Path("/")) -> Machine:
-    """The machine as it is now; runs would be written to ``runs``."""
+    """Read the facts about this machine; ``runs`` is the directory that runs are written to."""
     return Machine(
         system=platform.platform(),
         python=f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})",
@@ -143,7 +141,7 @@ def read_machine(runs: Path, root: Path = Path("/")) -> Machine:
 
 
 def read_processor(root: Path) -> Processor:
-    """From /proc and the control group."""
+    """Read /proc/cpuinfo and the control group."""
     info = read_small_file(root / "proc/cpuinfo")
     flags: set[str] = set()
     model = ""
@@ -168,7 +166,7 @@ def read_processor(root: Path) -> Processor:
 
 
 def read_memory(root: Path) -> Memory:
-    """From /proc, the control group and /dev/shm."""
+    """Read /proc/meminfo, the control group and /dev/shm."""
     known = {}
     for line in read_small_file(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -182,7 +180,7 @@ def read_memory(root: Path) -> Memory:
         ):
             limit, used = read_number(folder / limit_name), read_number(folder / used_name)
             if limit is not None and limit < min(_NO_LIMIT, known.get("MemTotal", _NO_LIMIT)):
-                # Of files that were read or written it keeps copies in memory, and gives that to whoever wants it.
+                # The file cache counts as used, but is reclaimed on demand.
                 copies = dict(line.split(maxsplit=1) for line in read_small_file(folder / "memory.stat").splitlines())
                 used = None if used is None else max(0, used - int(copies.get(given_back, 0)))
                 limits.append((limit, used))
@@ -200,7 +198,7 @@ def read_memory(root: Path) -> Memory:
 
 
 def read_storage(runs: Path, root: Path) -> Storage:
-    """Of the file system that the directory is on, or will be."""
+    """Read the file system that the directory is on, or would be created on."""
     path = runs.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -215,7 +213,7 @@ def read_storage(runs: Path, root: Path) -> Storage:
 
 
 def read_network() -> Network:
-    """This machine's name, and whether it leads anywhere."""
+    """Read host name, its address and the network interfaces."""
     hostname = socket.gethostname()
     try:
         address: str | None = socket.gethostbyname(hostname)
@@ -229,7 +227,7 @@ def read_network() -> Network:
 
 
 def allocator(environment: Mapping[str, str]) -> str:
-    """Of memory on the CPU: one that is loaded before the program, else the system's."""
+    """Return the name of the CPU allocator: one in LD_PRELOAD, else the system's."""
     for word in environment.get("LD_PRELOAD", "").replace(":", " ").split():
         for name in ("jemalloc", "tcmalloc", "mimalloc"):
             if name in Path(word).name:

@@ -1,4 +1,4 @@
-"""Memory of this process: resident bytes on a CPU, allocated bytes on a GPU."""
+"""Measure the memory of this process: resident bytes on a CPU, allocated bytes on a GPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def resident_bytes() -> int:
-    """Resident set of this process now; where there is no /proc, its peak."""
+    """Return the resident set size in bytes; its peak, on systems without /proc."""
     return _status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident set since the process began, or since `reset_peak_resident`."""
+    """Return the largest resident set size since the start or `reset_peak_resident`, in bytes."""
     return _status_bytes("VmHWM")
 
 
 def reset_peak_resident() -> bool:
-    """Let the peak begin anew at the present resident set. Whether the system can do that (Linux can)."""
+    """Reset the peak to the current resident set. Return whether the system supports it (Linux does)."""
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
@@ -35,7 +35,7 @@ def reset_peak_resident() -> bool:
 
 
 def release_freed_memory() -> None:
-    """Give back what the allocator kept: it would hold what comes next, and hide it. Only glibc can be told."""
+    """Return freed memory to the system, so that later growth is visible. Only glibc supports it."""
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
@@ -43,10 +43,10 @@ def release_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep what a step frees for the next one, on the CPU. Only glibc can be told.
+    """Let the CPU allocator reuse freed memory in the next step. Only glibc supports it.
 
-    By default glibc maps each tensor of 32 MiB and more anew, and gives back the end of its heap: the system then fills
-    with zeros, page by page, what was there a moment ago.
+    By default glibc maps each tensor of 32 MiB or more anew and returns the end of its heap, so the system zeroes the
+    same pages again in every step.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
@@ -67,10 +67,9 @@ def _status_bytes(field: str) -> int:
 
 
 class PeakGrowth:
-    """How far memory rose above what was in use when this was made.
+    """Measures how far memory rises above its use at construction.
 
-    For one measurement in a fresh process: an allocator keeps what it once had, so a later measurement in the same
-    process would come out too small.
+    Use it once, in a new process: an allocator keeps freed memory, so a second measurement would be too small.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -85,7 +84,7 @@ class PeakGrowth:
             self.before = resident_bytes()
 
     def bytes(self) -> int:
-        """Peak since then, minus what was in use then."""
+        """Return the peak since construction minus the use at construction, in bytes."""
         if self.device == "cuda":
             import torch
 
@@ -94,8 +93,11 @@ class PeakGrowth:
 
 
 def peak_memory(device: str | None = None) -> dict[str, int]:
-    """Largest use of memory so far, or since `reset_peak_memory`, in bytes: ``peak_allocated`` and ``peak_reserved`` on CUDA,
-    ``peak_resident`` on a CPU. None: CUDA where it is in use."""
+    """Return peak memory since the start or `reset_peak_memory`, in bytes.
+
+    Keys are ``peak_allocated`` and ``peak_reserved`` on CUDA, ``peak_resident`` on a CPU. ``device`` None: CUDA if it is
+    in use.
+    """
     if not _uses_cuda(device):
         return {"peak_resident": peak_resident_bytes()}
     import torch
@@ -107,7 +109,7 @@ def peak_memory(device: str | None = None) -> dict[str, int]:
 
 
 def reset_peak_memory(device: str | None = None) -> None:
-    """Let `peaks` begin anew."""
+    """Reset the values of `peak_memory`."""
     if not _uses_cuda(device):
         reset_peak_resident()
         return
@@ -117,7 +119,7 @@ def reset_peak_memory(device: str | None = None) -> None:
 
 
 def summary() -> str:
-    """What CUDA's allocator says of itself; empty without CUDA."""
+    """Return the statistics of CUDA's allocator; "" without CUDA."""
     if not _uses_cuda(None):
         return ""
     import torch
@@ -126,17 +128,18 @@ def summary() -> str:
 
 
 def start_history(max_entries: int = 100_000) -> bool:
-    """Record each allocation on CUDA, for `dump_snapshot`. Whether there is anything to record."""
+    """Start to record CUDA allocations for `dump_snapshot`. Return whether CUDA is in use."""
     if not _uses_cuda(None):
         return False
     import torch
 
+    # Documented by PyTorch, but without public names.
     torch.cuda.memory._record_memory_history(max_entries=max_entries)
     return True
 
 
 def dump_snapshot(path: Path) -> bool:
-    """Write what was recorded, for https://pytorch.org/memory_viz, and stop recording. Whether anything was written.
+    """Write the recorded allocations for https://pytorch.org/memory_viz and stop recording. Return whether it did.
 
     Raises:
         OSError: the file cannot be written.
@@ -151,7 +154,7 @@ def dump_snapshot(path: Path) -> bool:
 
 
 def count_tensor_bytes(tensors: Iterable[Any]) -> int:
-    """What tensors hold, one that several share counted once."""
+    """Return the bytes of the tensors' storages, each shared one counted once."""
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values())
 
@@ -159,7 +162,7 @@ def count_tensor_bytes(tensors: Iterable[Any]) -> int:
 def split_peak_memory(
     weights: Iterable[Any], gradients: Iterable[Any], optimizer: Iterable[Any], peak: int
 ) -> dict[str, int]:
-    """A measured peak, in bytes: what tensors hold, and ``activations``, which is the rest."""
+    """Split a measured peak, in bytes, into tensors and ``activations``, the rest."""
     parts = {
         "weights": count_tensor_bytes(weights),
         "gradients": count_tensor_bytes(gradients),
@@ -171,6 +174,6 @@ def split_peak_memory(
 def _uses_cuda(device: str | None) -> bool:
     if device is not None:
         return device == "cuda"
-    # Not imported for the question: without torch nobody uses CUDA.
+    # Torch is not imported here: if it is not loaded, CUDA is not in use.
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_available()) and bool(torch.cuda.is_initialized())

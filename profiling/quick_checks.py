@@ -1,4 +1,4 @@
-"""Short measurements of this machine, a second or two each. They say what to expect, not how fast a run will be."""
+"""Measure the speed of this machine in a second or two each. These are rough values, not benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 0.25
-"""Of one measurement; each is the median of some rounds that take turns."""
+"""Duration of one measurement, the median over rounds."""
 _SIZE = 768
 _BYTES = 1 << 28
 _SYNCS = 9
@@ -21,27 +21,26 @@ _SYNCS = 9
 
 @dataclass(frozen=True)
 class MeasuredSpeeds:
-    """What was measured; None: it was not."""
+    """Measured speeds; None: not measured."""
 
     float32: float | None = None
-    """Of a matrix product on one thread, FLOPs a second."""
+    """Matrix product on one thread, FLOPs per second; so is ``bfloat16``."""
     bfloat16: float | None = None
     float32_all: float | None = None
-    """With as many threads as cores are granted."""
+    """Matrix product on ``threads`` threads, FLOPs per second."""
     threads: int = 1
-    """That many."""
     bandwidth: float | None = None
-    """Bytes a second that a copy reads and writes, with these threads."""
+    """Bytes per second that a copy reads and writes, on ``threads`` threads."""
     fsync: float | None = None
-    """Seconds until a small file is on the disk."""
+    """Seconds to write a small file durably."""
 
 
 def measure_speeds(runs: Path, threads: int, with_torch: bool) -> MeasuredSpeeds:
-    """All of it; torch's number of threads is put back.
+    """Measure everything; torch's number of threads is restored.
 
     Args:
         runs: an existing directory on the file system of the runs.
-        threads: cores that are granted.
+        threads: number of usable cores.
         with_torch: whether torch can be imported.
     """
     fsync = fsync_seconds(runs)
@@ -65,7 +64,7 @@ def measure_speeds(runs: Path, threads: int, with_torch: bool) -> MeasuredSpeeds
 def measure_rates(
     works: Sequence[Callable[[], object]], amount: float, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """``amount`` by the median time of each work; they take turns, so that a busy machine is busy for all."""
+    """Return ``amount`` divided by the median time of each function. They alternate, so other load affects all alike."""
     for work in works:
         work()
     times: list[list[float]] = [[] for _ in works]
@@ -90,7 +89,7 @@ def _copy(torch: Any) -> Callable[[], object]:
 
 
 def fsync_seconds(directory: Path) -> float | None:
-    """Median time to write 4 KiB and wait for the disk; None: nothing can be written there."""
+    """Return the median seconds to write and sync 4 KiB; None: the directory is not writable."""
     path = directory / f".diffusionlm-doctor-{os.getpid()}"
     taken = []
     try:

@@ -1,4 +1,7 @@
-"""What torch says of itself and of the GPUs. Torch is imported inside: a machine without it is a finding, no crash."""
+"""Read facts about the torch installation and the GPUs.
+
+Torch is imported inside functions, so that the doctor can report a machine without it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from importlib import metadata
 from typing import Any
 
 PACKAGES = ("datasets", "jinja2", "numpy", "pyarrow", "pydantic", "regex", "safetensors", "tomli-w", "torch", "tqdm")
-"""What this project cannot do without."""
+"""Required packages."""
 _DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
 _QUERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """One that torch can use."""
+    """A GPU that torch can use."""
 
     name: str
     memory: int
@@ -26,40 +29,42 @@ class GpuInfo:
     free: int
     capability: tuple[int, int]
     has_bfloat16: bool
-    """In hardware."""
+    """Whether it multiplies bfloat16 matrices in hardware."""
 
 
 @dataclass(frozen=True)
 class TorchInfo:
-    """The one that is installed."""
+    """The torch installation."""
 
     version: str | None
-    """None: it cannot be used."""
+    """None: torch cannot be imported."""
     problem: str
-    """Why it cannot be used; empty: it can."""
+    """Why torch cannot be imported; "": it can."""
     build: str = ""
     """``CUDA 13.2``, ``ROCm 6.4`` or ``CPU``."""
     threads: int = 0
     interop_threads: int = 0
     capability: str = ""
-    """The instructions that its CPU kernels use, by its own name."""
+    """CPU instruction set of torch's kernels, as torch names it."""
     has_bfloat16: bool = False
-    """Whether the CPU multiplies matrices of bfloat16 in hardware, as training asks it."""
+    """Whether the CPU multiplies bfloat16 matrices in hardware."""
     gpus: tuple[GpuInfo, ...] = ()
     gpu_problem: str = ""
-    """Why a GPU that may be there cannot be used."""
+    """Why torch cannot use a GPU; "": no error."""
 
 
 def read_torch() -> TorchInfo:
-    """Import it, and ask."""
+    """Import torch and read its facts; an import error is part of the result."""
     try:
         torch: Any = importlib.import_module("torch")
     except Exception as error:  # a broken installation raises anything
         return TorchInfo(None, _first_line(error))
     try:
         return _read_torch_info(torch)
-    except Exception as error:  # one that is not whole as well
-        return TorchInfo(None, f"{getattr(torch, '__file__', None) or 'its folder'} is not whole: {_first_line(error)}")
+    except Exception as error:  # so does an incomplete one
+        return TorchInfo(
+            None, f"{getattr(torch, '__file__', None) or 'its folder'} is incomplete: {_first_line(error)}"
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -114,7 +119,7 @@ def _read_gpus(torch: Any) -> tuple[tuple[GpuInfo, ...], str]:
 
 
 def drivers() -> list[str]:
-    """``driver, name`` of each GPU that the driver knows, whatever torch says; empty without one."""
+    """Return ``driver, name`` of each GPU that nvidia-smi lists; empty without a driver."""
     try:
         done = subprocess.run(_DRIVER_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -123,12 +128,12 @@ def drivers() -> list[str]:
 
 
 def missing_packages(names: Sequence[str] = PACKAGES) -> list[str]:
-    """Those that are not installed."""
+    """Return the names of packages that are not installed."""
     return [name for name in names if installed_version(name) is None]
 
 
 def installed_version(name: str) -> str | None:
-    """Of an installed package; None: it is not there."""
+    """Return the version of a package; None: it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

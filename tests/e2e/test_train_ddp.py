@@ -166,7 +166,7 @@ def test_a_rank_that_dies_is_replaced(config: Path, uninterrupted: Path) -> None
     os.kill(ranks[1], signal.SIGKILL)
     code, told = finish(process)
     assert code == 0, told
-    assert "all ranks start anew, 1 of 1 times" in told and "going on from" in told
+    assert "restarting all ranks, 1 of 1 times" in told and "going on from" in told
     assert losses(directory) == losses(uninterrupted)
     process = start("cli.train_ddp", config, config.parent / "lost")
     wait_for_step(process, config.parent / "lost", 2)

@@ -181,7 +181,7 @@ def test_a_rank_puts_down_how_it_failed(
     with pytest.raises(SystemExit):
         run_rank(fails(ValueError("no such file")), verdict, str(tmp_path), "train")
     told = capsys.readouterr().err
-    assert "rank 3 failed first:" in told and "KeyError: 1" in told and "all ranks start anew, 1 of 2 times" in told
+    assert "rank 3 failed first:" in told and "KeyError: 1" in told and "restarting all ranks, 1 of 2 times" in told
     bug, users = read_failures(tmp_path)
     assert (bug.rank, bug.attempt, bug.is_user_error) == (3, 0, False) and bug.text.endswith("KeyError: 1\n")
     assert (users.attempt, users.is_user_error, users.text) == (1, True, "no such file")

@@ -315,7 +315,7 @@ def test_a_torch_that_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setitem(sys.modules, "torch", shadow)
         read = torch_setup.read_torch()
     assert read.version is None
-    assert read.problem == "/here/torch.py is not whole: AttributeError: module 'torch' has no attribute 'cuda'"
+    assert read.problem == "/here/torch.py is incomplete: AttributeError: module 'torch' has no attribute 'cuda'"
 
 
 def test_it_needs_no_package() -> None:
