@@ -1,4 +1,4 @@
-"""What the commands share: their arguments for the config, and errors without a traceback."""
+"""Arguments and errors of all commands: ``--config``, ``--set`` and the like, and messages without a traceback."""
 
 from __future__ import annotations
 
@@ -34,16 +34,25 @@ def parse_command(
 ) -> tuple[T, argparse.Namespace]:
     """Parse the command line of a command and load its config.
 
-    `example` is shown at the end of `--help`, `extra` may add arguments of the command's own, and
-    `renamed` is that of `load_config`. Without `config_required` the defaults alone are a config.
-    Exits with 2 and a message if there is no valid config.
+    Args:
+        config_class: class of the whole config.
+        name: of the command.
+        description: first text of `--help`.
+        example: last text of `--help`.
+        config_required: `--config` must be given. False: the defaults alone are a config.
+        key_hints: advice for unknown keys; see `load_config`.
+        add_arguments: adds arguments of the command's own.
+        argv: arguments. None: those of the process.
+
+    Returns:
+        The config and the parsed arguments. Exits with 2 and a message if the config is invalid.
     """
     parser = _build_parser(config_class, name, description, example)
     if add_arguments is not None:
         add_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.config is None and config_required:
-        parser.error("no config given: add --config FILE.toml")
+        parser.error("--config is missing: add --config FILE.toml")
     try:
         config = load_config(config_class, arguments.config, arguments.overrides, key_hints=key_hints)
     except ConfigError as error:
@@ -60,19 +69,19 @@ def _build_parser(config_class: type[Section], name: str, description: str, exam
         description=description,
         epilog=f"example:\n{example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # An abbreviation would change its meaning when another argument is added.
+        # An abbreviation would change its meaning if another argument is added.
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE.toml", type=Path, help="the config of the run")
+    parser.add_argument("--config", metavar="FILE.toml", type=Path, help="TOML file of the config")
     parser.add_argument(
         "--set",
         dest="overrides",
         metavar="SECTION.KEY=VALUE",
         action="append",
         default=[],
-        help="override one value of the config; may be repeated, the last one wins",
+        help="override a value of the config; repeatable, the last one wins",
     )
-    parser.add_argument("--print-config", action="store_true", help="print the config with all values, and exit")
+    parser.add_argument("--print-config", action="store_true", help="print the config with all defaults, and exit")
     parser.add_argument(
         "--schema",
         action=_PrintSchema,
@@ -84,26 +93,26 @@ def _build_parser(config_class: type[Section], name: str, description: str, exam
 
 
 class ValueShorthand(argparse.Action):
-    """An argument whose text is the value of the key `const`, so that --print-config shows it."""
+    """An argument whose text becomes the value of the config key `const`, so that --print-config shows it."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         namespace.overrides = [*namespace.overrides, f"{self.const}={toml_string(values)}"]
 
 
 class FlagShorthand(argparse.Action):
-    """An argument that stands for the override `const`."""
+    """An argument that is a shorthand of the override `const`."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         namespace.overrides = [*namespace.overrides, self.const]
 
 
 def toml_string(text: str) -> str:
-    """A basic string of TOML; JSON's differ in one character."""
+    """Format a basic string of TOML. JSON differs in one character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class _PrintSchema(argparse.Action):
-    """Prints the schema while arguments are parsed, so that no other argument is required."""
+    """Prints the schema during parsing, so that no other argument is required."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         sys.stdout.write(json_schema(self.const) + "\n")
@@ -112,11 +121,11 @@ class _PrintSchema(argparse.Action):
 
 @contextmanager
 def friendly_errors(name: str) -> Iterator[None]:
-    """End the command with a message in place of a traceback when the user or the system is at fault.
+    """End the command with a message instead of a traceback, for errors of the user or the system.
 
-    This concerns ValueError and OSError (a missing file, no permission, a full disk), which exit
-    with 1, and Ctrl-C, which exits with 130. Other errors are bugs and keep their traceback, and so do these with
-    DIFFUSIONLM_TRACEBACK=1 in the environment. Also works as a decorator.
+    ValueError and OSError (a missing file, no permission, a full disk) exit with 1, Ctrl-C with 130. Other errors are
+    bugs and keep their traceback. With DIFFUSIONLM_TRACEBACK=1 in the environment, all errors keep it. Also works as a
+    decorator.
     """
     try:
         yield
@@ -126,7 +135,7 @@ def friendly_errors(name: str) -> Iterator[None]:
         print(f"{name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
-        discard_pending_output(sys.stdout)  # whoever read it has enough; nothing is wrong
+        discard_pending_output(sys.stdout)  # the reader of a pipe closed it, as `head` does
         raise SystemExit(0) from None
     except (ValueError, OSError) as error:
         if _wants_traceback():

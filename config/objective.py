@@ -160,8 +160,9 @@ class _DiffusionConfig(Section):
 
     loss: LossKind = "elbo"
     """Weights of the masked tokens' cross-entropies, and the count that divides their sum.
-    elbo: ELBO weights; divided by all target tokens of the step.
-    guidelines: weight 1 / p; the sum of each row divided by its target tokens, then the mean over rows (LLaDA).
+    elbo: weight -alpha'(t) / (1 - alpha(t)), or n / k for fixed counts; divided by all target tokens of the step.
+    guidelines: weight 1 / p, or n / k for fixed counts; the sum of each row divided by its target tokens, then the mean
+    over rows (LLaDA).
     soft_ce: guidelines with label smoothing 0.1.
     dllm: weight 1; the sum of each row divided by its masked tokens (masked diffusion) or its target tokens (block
     diffusion), then the mean over rows (dLLM-RL).

@@ -61,7 +61,7 @@ def test_the_shipped_config_is_what_the_docs_say() -> None:
         ("bench.vocab_sizes=[]", "must not be empty"),
         ("bench.rounds=1", "2"),
         ("bench.warmup=0", "must be at least 1"),
-        ("source.kind=shards", "has tokens already"),
+        ("source.kind=shards", 'kind = "shards"'),
         ("bench.threads=3", "unknown key"),
     ],
 )

@@ -61,9 +61,9 @@ def test_symbols_that_look_like_a_number_are_symbols() -> None:
         ("markov", "stay=-0.1", "must be at least 0"),
         ("markov", "symbols=a", "give at least 2 symbols"),
         ("markov", "symbols=", "give at least 2 symbols"),
-        ("copy", "symbols=abca", "'a' is there twice"),
-        ("copy", "symbols=aé", "'é' is not a printable ASCII character"),
-        ("markov", "symbols=a b", "' ' is not a printable ASCII character"),
+        ("copy", "symbols=abca", "'a'"),
+        ("copy", "symbols=aé", "'é'"),
+        ("markov", "symbols=a b", "' '"),
         ("markov", "length=0", "must be greater than 0"),
         ("copy", "length=0", "must be greater than 0"),
         ("copy", "stay=0.5", 'stay needs kind = "markov"'),
@@ -83,7 +83,7 @@ def test_bad_values_of_the_sources(kind: str, override: str, message: str) -> No
     assert message in str(caught.value)
 
 
-def test_misspelt_kinds_are_answered() -> None:
+def test_a_misspelled_kind_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean") as caught:
         load("data.source.kind=shidokus")
     assert '"shidoku"' in str(caught.value)
@@ -117,13 +117,13 @@ def test_first_documents_of_a_hub_split(overrides: tuple[str, ...], part: tuple[
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("train_split=train:x",), "'train:x' is neither the name of a split, nor one with a number"),
-        (("train_split=train:0",), "'train:0' is neither"),
-        (("train_split=train:",), "'train:' is neither"),
-        (("train_split=:5",), "':5' is neither"),
-        (("train_split=train[:10]",), "'train[:10]' is neither"),
-        (("validation_split=test:5",), "'test:5' is not the name of a split"),
-        (("train_split=train:5", "max_documents=5"), "leave one of them out"),
+        (("train_split=train:x",), "train:1000"),
+        (("train_split=train:0",), "'train:0'"),
+        (("train_split=train:",), "'train:'"),
+        (("train_split=:5",), "':5'"),
+        (("train_split=train[:10]",), "'train[:10]'"),
+        (("validation_split=test:5",), "'test:5'"),
+        (("train_split=train:5", "max_documents=5"), "max_documents = 5"),
         (("max_documents=0",), "must be greater than 0"),
         (("on_bad_row=ignore",), '"skip"'),
     ],

@@ -399,17 +399,17 @@ run.toml:22: [optimizer]: unknown section (did you mean [training.optimizer]?)""
             '6: optimizers.0.betas.0 = "x": expected a number, got the string "x"',
         ]
 
-    def test_renamed_keys(self, problems: Any) -> None:
+    def test_key_hints(self, problems: Any) -> None:
         key_hints = {
-            "training.max_train_iteration": "is called training.max_steps here",
-            "optim.lr": "is called training.optimizer.rate here",
+            "training.max_train_iteration": "set training.max_steps",
+            "optim.lr": "set training.optimizer.rate",
             "*.wandb": "is not supported",
         }
         text = DATA + "[training]\nmax_train_iteration = 5\n[optim]\nlr = 3\nwandb = true\nbeta = 1\n"
         assert problems(text, "wandb=x", key_hints=key_hints) == [
-            "run.toml:4: training.max_train_iteration = 5: is called training.max_steps here",
+            "run.toml:4: training.max_train_iteration = 5: set training.max_steps",
             "run.toml:5: [optim]: unknown section (known keys: data, training, stages, title)",
-            "run.toml:6: optim.lr = 3: is called training.optimizer.rate here",
+            "run.toml:6: optim.lr = 3: set training.optimizer.rate",
             "run.toml:7: optim.wandb = true: is not supported",
             "--set wandb=x: is not supported",
         ]

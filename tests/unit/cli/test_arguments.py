@@ -1,4 +1,4 @@
-"""The command line that all commands share."""
+"""Arguments and errors of all commands."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_config_may_be_optional() -> None:
 
 
 def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "dlm-run: error: no config given: add --config FILE.toml" in failure(capsys, 2)
+    assert "add --config FILE.toml" in failure(capsys, 2)
 
 
 def test_missing_config(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,11 +83,9 @@ def test_bad_config(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     )
 
 
-def test_renamed(capsys: pytest.CaptureFixture[str], file: Path) -> None:
-    message = failure(
-        capsys, 2, "--config", file, "--set", "inner.iters=1", key_hints={"*.iters": "is called steps here"}
-    )
-    assert message.endswith("--set inner.iters=1: is called steps here\n")
+def test_key_hints(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    message = failure(capsys, 2, "--config", file, "--set", "inner.iters=1", key_hints={"*.iters": "set inner.steps"})
+    assert message.endswith("--set inner.iters=1: set inner.steps\n")
 
 
 def test_print_config_prints_a_config_that_loads(capsys: pytest.CaptureFixture[str], file: Path) -> None:
