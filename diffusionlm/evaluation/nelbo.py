@@ -20,6 +20,7 @@ from diffusionlm.diffusion.layout import InputLayout, target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.evaluation.statistics import ratio_with_standard_error
+from diffusionlm.inference.sampling import check_finite
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
@@ -272,11 +273,7 @@ def compute_masked_nll(
             noised.inputs_BS, pattern=noised.pattern, output_positions=noised.positions_N, loss_inputs=loss_inputs
         )
     nll_N = output.nll_N.double().cpu().numpy()
-    if np.isnan(nll_N).any():
-        raise ValueError(
-            "the model's probabilities are not finite: its weights are damaged, or it overflows in this dtype; try "
-            'dtype = "float32"'
-        )
+    check_finite(~np.isnan(nll_N))
     nll_BL = np.full(masked_BL.size, np.nan)
     nll_BL[target_positions_N] = nll_N
     return nll_BL.reshape(masked_BL.shape)

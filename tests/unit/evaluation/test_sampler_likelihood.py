@@ -291,11 +291,11 @@ def test_refusals(small: MakeModel) -> None:
         with pytest.raises(ValueError, match=f'"{strategy}" has no exact likelihood.*low_confidence, sequential'):
             sampler_likelihood(model, tokens_BL, config=settings(remasking_strategy=strategy))
     for values, words in (
-        ({"temperature": 0.5}, "temperature = 0.5: the likelihood is that of temperature 1"),
-        ({"top_k": 2}, "top_k = 2 changes what the sampler may say"),
-        ({"top_p": 0.9}, "top_p = 0.9 changes what the sampler may say"),
-        ({"suppress_token_ids": [1]}, "suppress_token_ids = .* changes what the sampler may say"),
-        ({"cfg_scale": 1.0}, "cfg_scale = 1.0 changes what the sampler may say"),
+        ({"temperature": 0.5}, "temperature = 0.5"),
+        ({"top_k": 2}, "top_k = 2"),
+        ({"top_p": 0.9}, "top_p = 0.9"),
+        ({"suppress_token_ids": [1]}, "suppress_token_ids = "),
+        ({"cfg_scale": 1.0}, "cfg_scale = 1.0"),
         ({"alg_temp": 1.0}, "alg_temp = 1.0 has no exact likelihood"),
         ({"block_length": 1, "steps": 2}, "steps = 2 .* 3 .block_length = 1"),
         ({"attention": "block_causal"}, "needs block_length"),

@@ -1,4 +1,4 @@
-"""Bfloat16 weights that lose nothing of float32."""
+"""Runs with ``runtime.weights = "bfloat16_with_master"``."""
 
 from __future__ import annotations
 
@@ -11,33 +11,13 @@ import torch
 
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
-from diffusionlm.optim.master_weights import join_float32, split_float32
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train
-from diffusionlm.training.run import Run, build_run
+from diffusionlm.training.run import build_run
 from diffusionlm.training.run_checkpoint import save_checkpoint
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
 from logger import LoggerGroup
-
-
-def test_splitting_loses_nothing() -> None:
-    """All exponents and signs, the ends of all halves, infinities, NaNs and subnormals."""
-    high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
-    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
-    bits = (high[:, None] | low).flatten()
-    rounded, rest = split_float32(bits.view(torch.float32))
-    assert rounded.dtype == torch.bfloat16
-    assert rest.dtype == torch.int16
-    assert torch.equal(join_float32(rounded, rest).view(torch.int32), bits)
-
-
-def test_the_larger_part_is_the_nearest_bfloat16() -> None:
-    numbers = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 3
-    is_half = numbers.view(torch.int32) & 0xFFFF == 0x8000
-    assert torch.equal(split_float32(numbers)[0][~is_half], numbers.bfloat16()[~is_half])
-    half = torch.tensor([1.0 + 2**-8, -1.0 - 2**-8])  # between 1 and the next bfloat16
-    assert torch.equal(split_float32(half)[0].float(), torch.tensor([1.0 + 2**-7, -1.0 - 2**-7]))
 
 
 def narrow(config: TrainConfig, directory: Path, weights: str = "bfloat16_with_master", **training: Any) -> TrainConfig:
@@ -48,34 +28,6 @@ def narrow(config: TrainConfig, directory: Path, weights: str = "bfloat16_with_m
     values["model"] |= {"num_hidden_layers": 2}
     values["checkpoint"] |= {"every_steps": 100}
     return TrainConfig.model_validate(values)
-
-
-def test_with_equal_gradients_the_master_is_a_float32_runs_weight(config: TrainConfig, tmp_path: Path) -> None:
-    """Two micro-batches of made-up gradients, exact in bfloat16, for three steps."""
-    runs: list[Run] = []
-    for weights in ("float32", "bfloat16_with_master"):
-        with open_run_directory(narrow(config, tmp_path / weights, weights)) as directory:
-            runs.append(build_run(narrow(config, tmp_path / weights, weights), directory))
-    rng = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        for _ in range(2):
-            gradients = [torch.randn(each.shape, generator=rng) for each in runs[0].state.model.parameters()]
-            for run in runs:
-                for parameter, gradient in zip(run.state.model.parameters(), gradients, strict=True):
-                    gradient = gradient.bfloat16().to(parameter.dtype)
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                run.state.master_weights.accumulate_gradients()
-        for run in runs:
-            with run.state.master_weights.as_float32():
-                run.state.optimizers.step(1.0)
-    first, second = (dict(run.state.model.named_parameters()) for run in runs)
-    kinds = {name: each.dtype for name, each in second.items()}
-    assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
-    assert {kinds[name] for name in ("model.embed_tokens.weight", "model.norm.weight")} == {torch.float32}
-    with runs[1].state.master_weights.as_float32():
-        assert all(torch.equal(first[name], second[name]) for name in first)
-    assert kinds == {name: each.dtype for name, each in second.items()}
-    assert all(each.dtype == torch.float32 for each in runs[1].state.optimizers.state_dict().values())
 
 
 def losses(config: TrainConfig) -> list[float]:
