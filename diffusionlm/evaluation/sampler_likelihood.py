@@ -82,9 +82,8 @@ def sampler_likelihood(
 
     Raises:
         ValueError: there is no target token, ``steps`` is less than the number of blocks, the probabilities are not
-            finite, or the sampler has no exact likelihood: its order is random, its temperature is not 1 (or 0, which
-            counts as 1 here), or it changes the model's distributions by top_k, top_p, suppressed or deferred tokens,
-            guidance, an approximate cache or a growing canvas.
+            finite, or the sampler has no exact likelihood: its order is random, its temperature is not 1 (or 0, read as
+            1), or it changes the model's distributions (top_k, top_p, suppressed or deferred tokens, guidance, ...).
     """
     settings = resolve_settings(GenerationConfig() if config is None else config, model.config)
     _check_settings(settings)
@@ -96,11 +95,8 @@ def sampler_likelihood(
         raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
     reader = _LogitReader(settings.strategy, model.config.mask_token_id)
     # Sorted by length, so that a forward needs little padding.
-    waiting = sorted(
-        (document for document in documents if document.blocks),
-        key=lambda document: len(document.tokens_L),
-        reverse=True,
-    )
+    with_targets = [document for document in documents if document.blocks]
+    waiting = sorted(with_targets, key=lambda document: len(document.tokens_L), reverse=True)
     active: list[_DocumentState] = []
     num_scored = 0
     while waiting or active:

@@ -34,10 +34,10 @@ def probability(train: list[int], context: tuple[int, ...], word: int) -> float:
 def test_probabilities_are_the_definition(order: int) -> None:
     train, held_out = text(0, 200), text(1, 30)
     held_out[5] = VOCAB - 1  # never seen in training
-    found = NgramModel(train, order, VOCAB).probabilities(held_out)
+    probabilities = NgramModel(train, order, VOCAB).probabilities(held_out)
     for place, word in enumerate(held_out.tolist()):
         context = tuple(held_out[max(0, place - order + 1) : place].tolist())
-        assert found[place] == pytest.approx(probability(train.tolist(), context, word), rel=1e-12)
+        assert probabilities[place] == pytest.approx(probability(train.tolist(), context, word), rel=1e-12)
 
 
 def test_probabilities_sum_to_one() -> None:

@@ -38,13 +38,13 @@ def train(model: Transformer, optimizers: Optimizers, steps: range) -> None:
 
 def settings_of(optimizers: Optimizers) -> dict[str, dict[str, Any]]:
     """Torch's settings by name of parameter."""
-    found: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                assert optimizers.names[parameter] not in found
-                found[optimizers.names[parameter]] = group
-    return found
+                assert optimizers.names[parameter] not in options
+                options[optimizers.names[parameter]] = group
+    return options
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
@@ -56,11 +56,11 @@ def test_every_parameter_is_in_one_group(
     frozen = "model.layers.0.mlp.experts.1.up_proj.weight"
     model.get_parameter(frozen).requires_grad_(False)
     optimizers = build_optimizers(config, named(model))
-    found = settings_of(optimizers)
+    options = settings_of(optimizers)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert found.keys() == trained and frozen not in found
+    assert options.keys() == trained and frozen not in options
     is_muon = isinstance(config, MuonConfig)
-    for name, settings in found.items():
+    for name, settings in options.items():
         if name.endswith(("norm.weight", ".bias")):
             expected = ("scalar", 0.0)
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -89,10 +89,10 @@ def test_groups_may_differ_from_the_rest(tiny_model: MakeModel) -> None:
     hidden = groups.pop("hidden")
     keys = ("lr", "momentum", "weight_decay", "adjust_lr", "dtype")
     assert tuple(hidden[key] for key in keys) == (0.3, 0.75, 0.1, "original", torch.float32)
-    found = {
+    options = {
         name: tuple(group[key] for key in ("lr", "betas", "eps", "weight_decay")) for name, group in groups.items()
     }
-    assert found == {
+    assert options == {
         "head": (0.02, (0.5, 0.75), 1e-3, 0.25),
         "embed": (0.01, (0.5, 0.75), 1e-3, 0.25),
         "router": (0.01, (0.25, 0.5), 1e-3, 0.0),
@@ -111,9 +111,9 @@ def test_groups_may_differ_from_the_rest(tiny_model: MakeModel) -> None:
 def test_groups_of_one_kind_may_differ(tiny_model: MakeModel) -> None:
     config = LionConfig(learning_rate=0.5, embed=LionGroup(learning_rate=0.25, weight_decay=0.75, betas=(0.5, 0.5)))
     [optimizer] = build_optimizers(config, named(tiny_model())).optimizers
-    found = {group["name"]: (group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups}
+    options = {group["name"]: (group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups}
     rest = (0.5, (0.9, 0.99))
-    assert found == {"hidden": (*rest, 1.0), "embed": (0.25, (0.5, 0.5), 0.75), "scalar": (*rest, 0.0)}
+    assert options == {"hidden": (*rest, 1.0), "embed": (0.25, (0.5, 0.5), 0.75), "scalar": (*rest, 0.0)}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
@@ -157,11 +157,11 @@ def test_going_on_leaves_alone_what_was_loaded(
     optimizers = build_optimizers(config, named(model))
     train(model, optimizers, range(2))
     state = {name: value.clone() for name, value in optimizers.state_dict().items()}
-    kept = {name: value.clone() for name, value in state.items()}
+    copies = {name: value.clone() for name, value in state.items()}
     optimizers.load_state_dict(state)
     train(model, optimizers, range(2, 4))
-    assert all(torch.equal(state[name], kept[name]) for name in kept)
-    assert any(not torch.equal(value, kept[name]) for name, value in optimizers.state_dict().items())
+    assert all(torch.equal(state[name], copies[name]) for name in copies)
+    assert any(not torch.equal(value, copies[name]) for name, value in optimizers.state_dict().items())
 
 
 def test_state_of_torchs_muon_goes_on_in_ours(tiny_model: MakeModel) -> None:
@@ -178,7 +178,7 @@ def test_state_of_torchs_muon_goes_on_in_ours(tiny_model: MakeModel) -> None:
     with torch.no_grad():
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             one.copy_(other)
-    start = [each.detach().clone() for each in theirs.parameters()]
+    start = [parameter.detach().clone() for parameter in theirs.parameters()]
     optimizers.load_state_dict(old.state_dict())
     assert optimizers.state_dict().keys() == old.state_dict().keys()
     train(ours, optimizers, range(3, 5))
@@ -191,9 +191,9 @@ def test_state_of_another_kind_is_refused_in_few_words(tiny_model: MakeModel) ->
     model = tiny_model()
     optimizers = build_optimizers(AdamWConfig(), named(model))
     train(model, optimizers, range(1))
-    with pytest.raises(ValueError, match="does not fit the model") as told:
+    with pytest.raises(ValueError, match="does not fit the model") as caught:
         build_optimizers(MuonConfig(), named(tiny_model())).load_state_dict(optimizers.state_dict())
-    text = str(told.value)
+    text = str(caught.value)
     assert "missing model.layers.0.mlp.down_proj.weight.momentum_buffer; " in text and "and 10 more; unexpected" in text
     assert text.endswith("another optimizer.kind") and len(text) < 700
 
@@ -254,25 +254,25 @@ def test_rows_are_updated_as_in_the_whole(config: AdamWConfig | LionConfig, tiny
     models = tiny_model(), tiny_model()
     whole = build_optimizers(config, named(models[0]))
     halves = [
-        {name: nn.Parameter(each.detach()[rows]) for name, each in models[1].named_parameters()}
+        {name: nn.Parameter(parameter.detach()[rows]) for name, parameter in models[1].named_parameters()}
         for rows in (slice(5), slice(5, None))
     ]
-    assert all(not requires_whole_matrix(config, *each) for each in named(models[0]).items())
+    assert all(not requires_whole_matrix(config, *item) for item in named(models[0]).items())
     optimizers = [build_optimizers(config, half) for half in halves]
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        for name, each in models[0].named_parameters():
-            each.grad = torch.randn(each.shape, generator=generator)
-            halves[0][name].grad, halves[1][name].grad = each.grad[:5].clone(), each.grad[5:].clone()
+        for name, parameter in models[0].named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            halves[0][name].grad, halves[1][name].grad = parameter.grad[:5].clone(), parameter.grad[5:].clone()
         for every in (whole, *optimizers):
             every.step(1.0)
         if step == 1:
-            states = [each.state_dict() for each in optimizers]
+            states = [optimizer.state_dict() for optimizer in optimizers]
             optimizers = [build_optimizers(config, half) for half in halves]
             for restored, state in zip(optimizers, states, strict=True):
                 restored.load_state_dict(state)
-    for name, each in models[0].named_parameters():
-        assert torch.equal(torch.cat([half[name].detach() for half in halves]), each), name
+    for name, parameter in models[0].named_parameters():
+        assert torch.equal(torch.cat([half[name].detach() for half in halves]), parameter), name
     with pytest.raises(ValueError, match=r"exp_avg has shape \[5, 24\], the parameter \[14, 24\]"):
         optimizers[1].load_state_dict(states[0])
 
@@ -281,7 +281,7 @@ def test_what_must_be_whole(tiny_model: MakeModel) -> None:
     parameters = named(tiny_model(tie_word_embeddings=False, **MIXTURE))
 
     def whole(config: AdamWConfig | LionConfig | MuonConfig) -> set[str]:
-        return {name for name, each in parameters.items() if requires_whole_matrix(config, name, each)}
+        return {name for name, parameter in parameters.items() if requires_whole_matrix(config, name, parameter)}
 
     wide = {name for name in parameters if "norm" in name} | {"model.embed_tokens.weight"}
     apart = {name for name in parameters if name.endswith("mlp.gate.weight")} | {"lm_head.weight"}

@@ -138,9 +138,9 @@ def test_a_missing_package_is_named(
     plain = config.kind.removesuffix("8bit")
     with pytest.raises(ValueError, match=rf'needs the package bitsandbytes.*choose kind = "{plain}", or set fallback'):
         build_optimizers(config, named(tiny_model()))
-    told: list[str] = []
-    optimizers = build_optimizers(config.model_copy(update={"fallback": True}), named(tiny_model()), told.append)
-    [text] = told
+    messages: list[str] = []
+    optimizers = build_optimizers(config.model_copy(update={"fallback": True}), named(tiny_model()), messages.append)
+    [text] = messages
     assert f'using kind = "{plain}"' in text
     expected = build_optimizers(type(config)(), named(tiny_model()))
     assert [type(each) for each in optimizers.optimizers] == [type(each) for each in expected.optimizers]
@@ -164,7 +164,7 @@ def test_cut_parameters_are_refused(tiny_model: MakeModel) -> None:
     row_exchange: Any = object()
     with pytest.raises(ValueError, match=r'"fsdp" shards them: set parallel.strategy = "ddp", choose kind = "adamw"'):
         build_optimizers(KINDS[0], named(tiny_model()), row_exchange=row_exchange)
-    told: list[str] = []
+    messages: list[str] = []
     config = AdamWConfig(kind="adamw8bit", fallback=True)
-    build_optimizers(config, named(tiny_model()), told.append, row_exchange)
-    assert "fallback = true" in told[0]
+    build_optimizers(config, named(tiny_model()), messages.append, row_exchange)
+    assert "fallback = true" in messages[0]

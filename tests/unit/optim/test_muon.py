@@ -46,7 +46,7 @@ def test_coefficients_are_the_published_ones() -> None:
     assert COEFFICIENTS == (3.4445, -4.7750, 2.0315)
 
 
-def test_orthogonalise_is_pure_and_works_matrix_by_matrix() -> None:
+def test_orthogonalize_is_pure_and_works_matrix_by_matrix() -> None:
     stack = torch.randn(5, 8, 16)
     before = stack.clone()
     whole = orthogonalize(stack)
@@ -57,7 +57,7 @@ def test_orthogonalise_is_pure_and_works_matrix_by_matrix() -> None:
     assert torch.equal(orthogonalize(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4, dtype=torch.bfloat16))
 
 
-def made(shapes: list[tuple[int, int]]) -> list[nn.Parameter]:
+def make_parameters(shapes: list[tuple[int, int]]) -> list[nn.Parameter]:
     torch.manual_seed(1)
     return [nn.Parameter(torch.randn(shape)) for shape in shapes]
 
@@ -73,7 +73,7 @@ def give_gradients(parameters: list[nn.Parameter], step: int) -> None:
 def test_updates_are_those_of_torch(adjust_lr: AdjustLr, decay: float) -> None:
     """To a hundredth of their length: a processor may round products of stacks otherwise than those of matrices."""
     shapes = [(24, 24), (40, 24), (24, 40), (24, 24), (40, 24), (3, 50)]
-    ours, theirs, start = made(shapes), made(shapes), made(shapes)
+    ours, theirs, start = make_parameters(shapes), make_parameters(shapes), make_parameters(shapes)
     settings: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": decay}
     one, other = (
         Muon(ours, **settings, adjust_lr=adjust_lr),
@@ -91,7 +91,7 @@ def test_updates_are_those_of_torch(adjust_lr: AdjustLr, decay: float) -> None:
 
 
 def test_float32_products_give_the_exact_update() -> None:
-    [parameter] = made([(6, 4)])
+    [parameter] = make_parameters([(6, 4)])
     begin = parameter.detach().clone()
     give_gradients([parameter], 0)
     assert parameter.grad is not None
@@ -113,7 +113,7 @@ def test_rate_factors() -> None:
 
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
-    parameters = made([(4, 4)] * 3)
+    parameters = make_parameters([(4, 4)] * 3)
     before = [each.detach().clone() for each in parameters]
     give_gradients(parameters, 0)
     parameters[1].grad = None
@@ -132,7 +132,7 @@ def test_equal_matrices_are_made_orthogonal_together(monkeypatch: pytest.MonkeyP
         return orthogonalize(stack, dtype)
 
     monkeypatch.setattr(muon, "orthogonalize", spy)
-    parameters = made([(8, 4), (4, 8), (8, 4), (8, 4), (8, 4), (8, 4)])
+    parameters = make_parameters([(8, 4), (4, 8), (8, 4), (8, 4), (8, 4), (8, 4)])
     give_gradients(parameters, 0)
     Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.1).step()
     assert shapes == [(5, 8, 4), (1, 4, 8)]
