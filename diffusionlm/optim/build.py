@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from config.optimizer import PARAMETER_GROUPS, AdamWConfig, LionConfig, MuonConfig
+from config.optimizer import PARAMETER_GROUPS, AdamWConfig, LionConfig, MuonConfig, OptimizerSection
 from ddp.all_to_all_rows import AllToAllRows
 from diffusionlm.optim import eight_bit
 from diffusionlm.optim.adamw import AdamW
@@ -20,6 +20,11 @@ OptimizerState = dict[str, torch.Tensor]
 Group = dict[str, Any]
 """A parameter group in torch's form: ``params``, ``name`` and options."""
 
+ELEMENTWISE_OPTIMIZERS: Mapping[type[OptimizerSection], type[AdamW] | type[Lion]] = {
+    AdamWConfig: AdamW,
+    LionConfig: Lion,
+}
+"""Config section -> optimizer that updates each element by that element's gradients alone."""
 FULL_PRECISION_STATE_GROUPS = ("embed", "scalar")
 """Groups whose moments are never quantized, as Dettmers et al. advise: the gradients of an embedding are too uneven for
 blocks with one scale."""
@@ -112,9 +117,8 @@ class Optimizers:
 
 
 def _state_keys(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> tuple[str, ...]:
-    if isinstance(optimizer, AdamW | Lion | Muon):
-        return optimizer.state_keys
-    return eight_bit.state_keys(optimizer, parameter)
+    keys: tuple[str, ...] | None = getattr(optimizer, "state_keys", None)
+    return eight_bit.state_keys(optimizer, parameter) if keys is None else keys
 
 
 def _truncate(problems: list[str], limit: int = 4) -> list[str]:
@@ -236,7 +240,7 @@ def _build_full_precision(config: AdamWConfig | LionConfig, groups: list[Group])
         return []
     # Every group has all options, so those of the first one serve as torch's defaults, which nothing reads.
     defaults = {key: value for key, value in groups[0].items() if key not in ("params", "name")}
-    return [AdamW(groups, **defaults) if isinstance(config, AdamWConfig) else Lion(groups, **defaults)]
+    return [ELEMENTWISE_OPTIMIZERS[type(config)](groups, **defaults)]
 
 
 def _build_muon(group: Group, row_exchange: AllToAllRows | None) -> Muon:

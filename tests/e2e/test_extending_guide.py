@@ -1,0 +1,77 @@
+"""The worked examples of docs/extending.md, applied to a copy of the source."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PACKAGES = ("config", "ddp", "diffusionlm", "files", "logger", "profiling", "tokenizer")
+MAX_FILES = {
+    "A decoding strategy": 1,
+    "A noise schedule": 2,
+    "An optimizer": 3,
+    "A data source": 3,
+    "A model family": 1,
+}
+"""Section -> number of files that its example may touch."""
+
+SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+EDIT = re.compile(
+    r"^In `(?P<path>[^`]+)`(?:"
+    r", replace `(?P<old>[^`]+)` with `(?P<new>[^`]+)`\.$"
+    r"|(?:, before `(?P<anchor>[^`]+)`)?:\n\n```python\n(?P<code>.*?)```$)",
+    re.MULTILINE | re.DOTALL,
+)
+CHECK = re.compile(r"^Check:\n\n```python\n(.*?)```$", re.MULTILINE | re.DOTALL)
+
+
+def apply(edit: re.Match[str], tree: Path) -> None:
+    path = tree / edit["path"]
+    if edit["code"] is not None and edit["anchor"] is None:
+        assert not path.exists(), f"{edit['path']} exists already"
+        path.write_text(edit["code"], encoding="utf-8")
+        return
+    old = edit["old"] or edit["anchor"]
+    new = edit["new"] if edit["code"] is None else edit["code"] + old
+    text = path.read_text(encoding="utf-8")
+    assert text.count(f"\n{old}") + text.startswith(old) == 1, f"{edit['path']}: {old!r} must begin one line"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source with all edits of the guide."""
+    tree = tmp_path_factory.mktemp("extended")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for edit in EDIT.finditer(GUIDE):
+        apply(edit, tree)
+    return tree
+
+
+def test_examples_touch_no_more_files_than_promised() -> None:
+    titles = [match[1] for match in SECTION.finditer(GUIDE)]
+    bodies = SECTION.split(GUIDE)[2::2]
+    files = {title: {edit["path"] for edit in EDIT.finditer(body)} for title, body in zip(titles, bodies, strict=True)}
+    assert {title: len(paths) for title, paths in files.items() if paths} == MAX_FILES
+
+
+def test_examples_run(tree: Path) -> None:
+    checks = "\n".join(CHECK.findall(GUIDE))
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", checks],
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr
