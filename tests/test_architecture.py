@@ -28,7 +28,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "diffusionlm.kernels": set(),
     "diffusionlm.models": {"diffusionlm.kernels"},
     "diffusionlm.diffusion": {"diffusionlm.models", "diffusionlm.kernels"},
-    "diffusionlm.data": {"logger", "tokenizer", "diffusionlm.diffusion"},
+    "diffusionlm.data": {"tokenizer", "diffusionlm.diffusion"},
     "diffusionlm.optim": {"ddp"},
     "diffusionlm.checkpoints": {"tokenizer", "diffusionlm.models"},
     "diffusionlm.inference": {"tokenizer", "diffusionlm.models", "diffusionlm.diffusion"},

@@ -1,4 +1,4 @@
-"""Every example of the guide to data is read: config, sources, rows of both splits."""
+"""Each example of docs/data.md is a valid config, and its sources give rows of both splits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINES = [json.dumps({"text": f"the cat {index} sat on the mat {index * index}"})
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the examples name, in small."""
+    """Small versions of the files that the examples name."""
     folder = tmp_path_factory.mktemp("guide")
     for name in ("texts", "more", "books", "held-out", "crawl", "tiny"):
         (folder / name).mkdir()
@@ -61,9 +61,9 @@ def test_examples_give_rows(example: dict[str, Any], folder: Path, monkeypatch: 
     config = DataConfig.model_validate({"source": "python-stdlib"} | values if "mixture" not in values else values)
     tokenizer = load_tokenizer(folder / "data/stdlib/tokenizer")
     for split in ("train", "validation"):
-        parts = open_components(config, split)  # type: ignore[arg-type]
+        components = open_components(config, split)  # type: ignore[arg-type]
         rows, _ = build_row_reader(
-            parts, config, tokenizer, config.row_length or 32, seed=0, repeat=split == "train"
+            components, config, tokenizer, config.row_length or 32, seed=0, repeat=split == "train"
         ).read(0, None, 4)
         assert rows and all(row.loss_mask_L.any() for row in rows)
-        assert all(part.source.provenance and part.source.identity for part in parts)
+        assert all(component.source.provenance and component.source.identity for component in components)

@@ -1,4 +1,4 @@
-"""Readers and a tokenizer that are simple enough to see through."""
+"""Simple readers and a simple tokenizer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ListReader:
 
     def read(self, epoch: int, position: Any, limit: int) -> tuple[list[Any], Any]:
         start = position or 0
-        some = self.items[start : start + limit]
-        return some, start + limit if len(some) == limit else None
+        chunk = self.items[start : start + limit]
+        return chunk, start + limit if len(chunk) == limit else None
 
 
 class ByteTokenizer:
-    """UTF-8 bytes, and 256 for end-of-text."""
+    """Tokens are UTF-8 bytes, and 256 is end-of-text."""
 
     eos_token_id: int | None = 256
 
@@ -44,24 +44,24 @@ def byte_tokenizer() -> ByteTokenizer:
 
 @pytest.fixture
 def drain() -> Drain:
-    """``drain(reader, chunks, epoch=0, position=None)``: what is left of an epoch, read in these sizes in turn.
+    """``drain(reader, chunks, epoch=0, position=None)``: the rest of an epoch, read in chunks of these sizes.
 
-    Each position goes through JSON, as in a checkpoint, and the protocol of `Reader.read` is checked on the way.
+    Positions go through JSON, as in a checkpoint, and the protocol of `ResumableReader.read` is checked.
     """
 
     def read_all(reader: Any, chunks: tuple[int, ...] = (1000,), epoch: int = 0, position: Any = None) -> list[Any]:
         items: list[Any] = []
-        turn = 0
+        num_reads = 0
         while True:
-            limit = chunks[turn % len(chunks)]
-            some, position = reader.read(epoch, position, limit)
-            assert len(some) <= limit
-            items += some
-            if len(some) < limit:
+            limit = chunks[num_reads % len(chunks)]
+            chunk, position = reader.read(epoch, position, limit)
+            assert len(chunk) <= limit
+            items += chunk
+            if len(chunk) < limit:
                 assert position is None, "an epoch that has ended has no position"
             if position is None:
                 return items
             position = json.loads(json.dumps(position))
-            turn += 1
+            num_reads += 1
 
     return read_all

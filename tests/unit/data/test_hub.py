@@ -31,8 +31,8 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.disable_progress_bars()
 
 
-def opened(dataset: Path | str, split: Split = "train", **options: Any) -> DocumentSource:
-    options.setdefault("validation_split", "test")  # so that no document is kept for validation
+def open_documents(dataset: Path | str, split: Split = "train", **options: Any) -> DocumentSource:
+    options.setdefault("validation_split", "test")  # so that no document is validation out
     return open_source(HubDataset(dataset=str(dataset), **options), split, "data.source")
 
 
@@ -56,7 +56,7 @@ def json_directory(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture
 def cached(tmp_path: Path) -> str:
-    """What the library leaves in its cache of a dataset of the Hub."""
+    """A cached dataset of the Hub, as the library stores it."""
     folder = tmp_path / "cache/someone___tiny/default/0.0.0" / COMMIT
     folder.mkdir(parents=True)
     table = pa.table({"text": TEXTS})
@@ -74,58 +74,61 @@ def cached(tmp_path: Path) -> str:
     return "someone/tiny"
 
 
-def test_all_documents_in_order_whatever_the_chunks(parquet: Path, drain: Drain) -> None:
-    source = opened(parquet)
+def test_all_documents_in_order_in_any_chunks(parquet: Path, drain: Drain) -> None:
+    source = open_documents(parquet)
     assert drain(source) == TEXTS
     assert drain(source, (len(TEXTS),)) == TEXTS
     assert drain(source, (1,)) == TEXTS
     assert drain(source, (10, 1, 3), epoch=1) == TEXTS
-    assert drain(opened(parquet, split="validation")) == ["held", "out"]
+    assert drain(open_documents(parquet, split="validation")) == ["held", "out"]
     assert source.skipped == {}
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "cached"])
-def test_resuming_at_every_cut(kind: str, request: pytest.FixtureRequest, tmp_path: Path, drain: Drain) -> None:
+def test_resuming_at_every_position(kind: str, request: pytest.FixtureRequest, tmp_path: Path, drain: Drain) -> None:
     if kind == "json":
         dataset: Path | str = json_directory(tmp_path / "lines", [{"text": text} for text in TEXTS])
     else:
         dataset = request.getfixturevalue(kind)
-    source, fresh = opened(dataset), opened(dataset)
+    source, fresh = open_documents(dataset), open_documents(dataset)
     position: Any = None
     for cut in range(1, len(TEXTS) + 1):
         _, position = source.read(0, position, 1)
         position = json.loads(json.dumps(position))
         assert drain(fresh, (9,), position=position) == TEXTS[cut:], cut
-        assert fresh.read(0, position, 2)[0] == TEXTS[cut : cut + 2], "back to it, out of turn"
+        assert fresh.read(0, position, 2)[0] == TEXTS[cut : cut + 2], "the same position again"
     assert drain(source, position=position) == [], "saved exactly at the end of the epoch"
     assert drain(fresh, position=position) == [] and drain(fresh, epoch=1) == drain(fresh, epoch=2) == TEXTS
-    some, position = opened(dataset).read(0, None, 20)
+    documents, position = open_documents(dataset).read(0, None, 20)
     for _ in range(3):
-        more, position = opened(dataset).read(0, json.loads(json.dumps(position)), 10)
-        some += more
-    assert some == TEXTS[:50]
+        chunk, position = open_documents(dataset).read(0, json.loads(json.dumps(position)), 10)
+        documents += chunk
+    assert documents == TEXTS[:50]
 
 
 @pytest.mark.parametrize("limit", [{"train_split": "train:20"}, {"max_documents": 20}])
-def test_the_first_training_documents_alone(limit: dict[str, Any], parquet: Path, drain: Drain) -> None:
+def test_max_documents(limit: dict[str, Any], parquet: Path, drain: Drain) -> None:
     options: dict[str, Any] = {"validation_split": None, "validation_fraction": 0.3}
-    everything, held = drain(opened(parquet, **options)), drain(opened(parquet, "validation", **options))
-    assert sorted(everything + held) == sorted(TEXTS) and held
-    source = opened(parquet, **options, **limit)
+    everything, validation = (
+        drain(open_documents(parquet, **options)),
+        drain(open_documents(parquet, "validation", **options)),
+    )
+    assert sorted(everything + validation) == sorted(TEXTS) and validation
+    source = open_documents(parquet, **options, **limit)
     assert drain(source, (7,)) == drain(source, (20,)) == everything[:20]
     position = source.read(0, None, 15)[1]
-    assert drain(opened(parquet, **options, **limit), (1,), position=position) == everything[15:20]
-    assert drain(opened(parquet, "validation", **options, **limit)) == held
-    assert source.identity != opened(parquet, **options).identity
+    assert drain(open_documents(parquet, **options, **limit), (1,), position=position) == everything[15:20]
+    assert drain(open_documents(parquet, "validation", **options, **limit)) == validation
+    assert source.identity != open_documents(parquet, **options).identity
     assert source.provenance.endswith("split train, the first 20 documents")
 
 
-def test_rows_that_are_no_text(tmp_path: Path, drain: Drain) -> None:
+def test_bad_records(tmp_path: Path, drain: Drain) -> None:
     values = ["a", "", None, 12, 1.5, True, ["x"], {"y": 1}, "b\ufffd"]
     folder = json_directory(tmp_path / "mixed", [{"text": value} for value in values])
     with pytest.raises(ValueError, match=rf"data\.source\.text_field = 'text': {folder}, row 3: null .*\"skip\""):
-        drain(opened(folder))
-    source = opened(folder, on_bad_row="skip")
+        drain(open_documents(folder))
+    source = open_documents(folder, on_bad_row="skip")
     for _ in range(2):
         assert drain(source, (1,)) == ["a", "b\ufffd"]
     assert source.skipped == {
@@ -136,50 +139,50 @@ def test_rows_that_are_no_text(tmp_path: Path, drain: Drain) -> None:
         "list instead of text": 1,
         "object instead of text": 1,
     }
-    source = opened(folder, on_bad_row="replace")
+    source = open_documents(folder, on_bad_row="replace")
     assert drain(source, (2,)) == ["a", "12", "1.5", "b\ufffd"]
     assert source.skipped["mended: number instead of text"] == 2
 
 
-def test_times_that_the_library_makes_of_text(tmp_path: Path, drain: Drain) -> None:
+def test_timestamps_are_bad_records(tmp_path: Path, drain: Drain) -> None:
     folder = tmp_path / "times"
     folder.mkdir()
     pq.write_table(pa.table({"text": [datetime.datetime(2020, 1, 2)]}), folder / "train.parquet")
     with pytest.raises(ValueError, match="row 1: datetime instead of text"):
-        drain(opened(folder))
+        drain(open_documents(folder))
 
 
 def test_other_columns_are_not_decoded(tmp_path: Path, drain: Drain) -> None:
-    """As pictures that are none."""
+    """Such as invalid pictures."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     table = pa.table({"text": ["a"], "image": [{"bytes": b"no picture", "path": "a.png"}]})
     features = {"text": {"dtype": "string", "_type": "Value"}, "image": {"_type": "Image"}}
     table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pq.write_table(table, folder / "train.parquet")
-    assert drain(opened(folder)) == ["a"]
+    assert drain(open_documents(folder)) == ["a"]
 
 
 def test_missing_column(parquet: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.source\.text_field = 'body' is no column .*'id', 'text'"):
-        opened(parquet, text_field="body")
+        open_documents(parquet, text_field="body")
 
 
-def test_missing_things(parquet: Path, tmp_path: Path) -> None:
+def test_missing_splits_configs_and_datasets(parquet: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.source\.train_split = 'nope'.*'train', 'test'"):
-        opened(parquet, train_split="nope")
+        open_documents(parquet, train_split="nope")
     with pytest.raises(ValueError, match=r"data\.source\.validation_split = 'nope'"):
-        opened(parquet, "validation", validation_split="nope")
+        open_documents(parquet, "validation", validation_split="nope")
     with pytest.raises(ValueError, match=r"with config = 'other' cannot be opened: .*'default'"):
-        opened(parquet, config="other")
+        open_documents(parquet, config="other")
     with pytest.raises(ValueError, match=r"data\.source\.dataset = '\./nowhere': there is no such directory"):
-        opened("./nowhere")
+        open_documents("./nowhere")
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match=r"data\.source\.dataset = .*nothing.* doesn't contain any data files"):
-        opened(tmp_path / "nothing")
+        open_documents(tmp_path / "nothing")
     (tmp_path / "nothing/train.jsonl").touch()
     with pytest.raises(ValueError, match=r"data\.source\..*is one of its files missing or empty\?"):
-        opened(tmp_path / "nothing").read(0, None, 1)
+        open_documents(tmp_path / "nothing").read(0, None, 1)
 
 
 def test_damage_ends_the_stream_with_an_error(tmp_path: Path, drain: Drain) -> None:
@@ -187,32 +190,32 @@ def test_damage_ends_the_stream_with_an_error(tmp_path: Path, drain: Drain) -> N
     folder = json_directory(tmp_path / "lines", rows)
     (folder / "train-1.jsonl").write_text('{"text": "a"}\n{"text": broken}\n')
     with pytest.raises(ValueError, match=r"data\.source\.dataset = .*cannot be read after row 57.*kind = "):
-        drain(opened(folder, on_bad_row="skip"))
+        drain(open_documents(folder, on_bad_row="skip"))
 
 
 def test_identity_and_provenance_of_a_directory(parquet: Path) -> None:
-    source = opened(parquet)
-    assert opened(parquet).identity == source.identity
-    assert opened(parquet, on_bad_row="skip").identity != source.identity
-    assert opened(parquet, "validation").identity != source.identity
+    source = open_documents(parquet)
+    assert open_documents(parquet).identity == source.identity
+    assert open_documents(parquet, on_bad_row="skip").identity != source.identity
+    assert open_documents(parquet, "validation").identity != source.identity
     assert source.provenance == f"{parquet}, config default, 3 files in a directory, split train"
     pq.write_table(pa.table({"id": [0], "text": ["another"]}), parquet / "train-0.parquet")
-    assert opened(parquet).identity != source.identity
+    assert open_documents(parquet).identity != source.identity
 
 
 def test_offline_with_a_cache(cached: str, drain: Drain) -> None:
-    source = opened(cached)
+    source = open_documents(cached)
     assert drain(source, (5,)) == TEXTS
     assert source.provenance.startswith(f"someone/tiny, config default, revision {COMMIT}, from the local cache")
     assert COMMIT in source.identity
-    pinned = opened(cached, revision=COMMIT)
+    pinned = open_documents(cached, revision=COMMIT)
     assert pinned.identity == source.identity and drain(pinned) == TEXTS
     with pytest.raises(ValueError, match=rf"data\.source\.revision = 'v2': .*the local cache has the commit {COMMIT}"):
-        opened(cached, revision="v2")
+        open_documents(cached, revision="v2")
 
 
 def test_offline_without_a_cache(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'someone/other' is not in the local cache, .*HF_HUB_OFFLINE") as caught:
-        opened("someone/other", config="big")
+        open_documents("someone/other", config="big")
     assert "datasets.load_dataset('someone/other', 'big')" in str(caught.value)
     assert str(tmp_path / "cache") in str(caught.value)

@@ -1,4 +1,4 @@
-"""Interruptions where data is at its worst: among bad rows, and where an epoch ends exactly with a step."""
+"""Resuming among bad records, and where an epoch ends exactly with a step."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ def loader_of(source: Any, rows: str, batch_size: int, tokenizer: Any) -> Loader
 
 
 def read(loader: Loader, step: int) -> list[Any]:
-    """All that chance and data decided for a step, in plain values."""
-    return [_plain(draw) for draw in loader.next_step(step)]
+    """Return the batches of a step as lists."""
+    return [to_lists(batch) for batch in loader.next_step(step)]
 
 
-def _plain(draw: NoisedBatch) -> Any:
-    return draw.inputs_BS.tolist(), draw.positions_N.tolist(), draw.targets_N.tolist(), draw.weights_N.tolist()
+def to_lists(batch: NoisedBatch) -> Any:
+    return batch.inputs_BS.tolist(), batch.positions_N.tolist(), batch.targets_N.tolist(), batch.weights_N.tolist()
 
 
 def texts(step: list[Any]) -> list[str]:
-    """The clean rows of a step of masked diffusion."""
-    found = []
+    """Return the clean rows of a step of masked diffusion."""
+    texts_of_rows = []
     for inputs_BS, positions_N, targets_N, _ in step:
         flat = [token for row in inputs_BS for token in row]
-        for place, target in zip(positions_N, targets_N, strict=True):
-            flat[place] = target
+        for index, target in zip(positions_N, targets_N, strict=True):
+            flat[index] = target
         rows = [flat[first : first + LENGTH] for first in range(0, len(flat), LENGTH)]
-        found += [bytes(token for token in row if token < EOS).decode() for row in rows]
-    return found
+        texts_of_rows += [bytes(token for token in row if token < EOS).decode() for row in rows]
+    return texts_of_rows
 
 
 @pytest.mark.parametrize("policy", ["skip", "replace"])
-def test_a_run_over_bad_rows_resumes_exactly(policy: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+def test_a_run_over_bad_records_resumes_exactly(policy: str, tmp_path: Path, byte_tokenizer: Any) -> None:
     lines = []
     for index in range(21):
         lines += [b'{"text": "good %d %s"}' % (index, b"ab" * (index % 4)), BAD[index % len(BAD)]]

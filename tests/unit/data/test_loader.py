@@ -1,4 +1,4 @@
-"""The loader: an interrupted run sees what an uninterrupted one would have seen."""
+"""The loader: an interrupted run reads the same batches as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ MODEL = ModelConfig(
 )
 
 
-class Recording:
-    """The objective, noting the batches and keys that it is given."""
+class RecordingObjective:
+    """An objective that records its batches and keys."""
 
     def __init__(self) -> None:
         self.inner = build_objective(MaskedDiffusionConfig(), MODEL)
@@ -54,7 +54,7 @@ class Recording:
         return self.inner.build_loss_inputs(noised_batch, denominator)
 
 
-def rows_from(source: Any, config: DataConfig, tokenizer: Any, length: int, seed: int) -> ResumableReader[Row]:
+def build_rows(source: Any, config: DataConfig, tokenizer: Any, length: int, seed: int) -> ResumableReader[Row]:
     return build_row_reader([MixtureComponent("only", 1.0, source)], config, tokenizer, length, seed)
 
 
@@ -62,14 +62,14 @@ def config_of(rows: str, documents: int = 5, window: int = 4) -> DataConfig:
     return DataConfig(source=PythonStdlib(), rows=rows, document_shuffle_window=documents, row_shuffle_window=window)  # type: ignore[arg-type]
 
 
-def equal(one: list[NoisedBatch], other: list[NoisedBatch]) -> bool:
+def equal(x: list[NoisedBatch], y: list[NoisedBatch]) -> bool:
     return all(
         torch.equal(a.inputs_BS, b.inputs_BS)
         and torch.equal(a.positions_N, b.positions_N)
         and torch.equal(a.targets_N, b.targets_N)
         and torch.equal(a.weights_N, b.weights_N)
         and a.num_targets == b.num_targets
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
     )
 
 
@@ -83,8 +83,8 @@ def test_resumed_tail_equals_the_uninterrupted_run(
     rows: str, windows: tuple[int, int], list_reader: Any, byte_tokenizer: Any
 ) -> None:
     def make() -> Loader:
-        reader = rows_from(list_reader(DOCUMENTS), config_of(rows, *windows), byte_tokenizer, LENGTH, seed=1)
-        return Loader(reader, Recording(), BATCH, 3, seed=1)
+        reader = build_rows(list_reader(DOCUMENTS), config_of(rows, *windows), byte_tokenizer, LENGTH, seed=1)
+        return Loader(reader, RecordingObjective(), BATCH, 3, seed=1)
 
     loader = make()
     states, steps = [], []
@@ -102,9 +102,9 @@ def test_resumed_tail_equals_the_uninterrupted_run(
 
 def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     config = config_of(rows)
-    reader = rows_from(list_reader(DOCUMENTS), config, byte_tokenizer, LENGTH, seed=1)
+    reader = build_rows(list_reader(DOCUMENTS), config, byte_tokenizer, LENGTH, seed=1)
     total = count_rows(reader)
-    objective = Recording()
+    objective = RecordingObjective()
     loader = Loader(reader, objective, total, total, seed=1)  # a step is an epoch
     for step in range(2):
         loader.next_step(step)
@@ -115,32 +115,32 @@ def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer
     assert not torch.equal(objective.batches[0].tokens_BL, objective.batches[1].tokens_BL)
 
 
-def test_micro_batches_do_not_change_what_is_seen(rows: str, list_reader: Any, byte_tokenizer: Any) -> None:
+def test_micro_batches_do_not_change_the_batch(rows: str, list_reader: Any, byte_tokenizer: Any) -> None:
     def run(micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        reader = rows_from(list_reader(DOCUMENTS), config_of(rows), byte_tokenizer, LENGTH, seed=1)
-        objective = Recording()
+        reader = build_rows(list_reader(DOCUMENTS), config_of(rows), byte_tokenizer, LENGTH, seed=1)
+        objective = RecordingObjective()
         loader = Loader(reader, objective, BATCH, micro, seed=1)
-        draws = [draw for step in range(3) for draw in loader.next_step(step)]
+        batches = [batch for step in range(3) for batch in loader.next_step(step)]
         assert {key.num_sequences_in_step for key in objective.keys} == {BATCH}
         assert [key.first_sequence for key in objective.keys[: BATCH // micro]] == list(range(0, BATCH, micro))
-        return torch.cat([draw.inputs_BS for draw in draws]), torch.cat([draw.weights_N for draw in draws])
+        return torch.cat([batch.inputs_BS for batch in batches]), torch.cat([batch.weights_N for batch in batches])
 
     for micro in (3, 1):
-        for one, other in zip(run(6), run(micro), strict=True):
-            assert torch.equal(one, other)
+        for a, b in zip(run(6), run(micro), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_step_larger_than_the_epoch(list_reader: Any, byte_tokenizer: Any) -> None:
-    reader = rows_from(list_reader(["one", "two"]), config_of("padded"), byte_tokenizer, LENGTH, seed=1)
-    loader = Loader(reader, Recording(), 7, 7, seed=1)
+    reader = build_rows(list_reader(["one", "two"]), config_of("padded"), byte_tokenizer, LENGTH, seed=1)
+    loader = Loader(reader, RecordingObjective(), 7, 7, seed=1)
     assert loader.next_step(0)[0].inputs_BS.shape == (7, LENGTH)
     assert loader.epoch >= 3
 
 
-def test_no_documents_is_an_error_and_no_endless_loop(rows: str, list_reader: Any, byte_tokenizer: Any) -> None:
-    reader = rows_from(list_reader([]), config_of(rows), byte_tokenizer, LENGTH, seed=1)
+def test_no_documents_is_an_error(rows: str, list_reader: Any, byte_tokenizer: Any) -> None:
+    reader = build_rows(list_reader([]), config_of(rows), byte_tokenizer, LENGTH, seed=1)
     with pytest.raises(ValueError, match=r"\[data\]"):
-        Loader(reader, Recording(), 4, 4, seed=1).next_step(0)
+        Loader(reader, RecordingObjective(), 4, 4, seed=1).next_step(0)
     assert count_rows(reader) == 0
 
 
@@ -151,23 +151,23 @@ def test_count_rows_around_its_chunk(size: int, list_reader: Any) -> None:
 
 def test_seeds_order_the_data_differently(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     def first(seed: int) -> list[int]:
-        reader = rows_from(list_reader(DOCUMENTS), config_of("padded"), byte_tokenizer, LENGTH, seed=seed)
+        reader = build_rows(list_reader(DOCUMENTS), config_of("padded"), byte_tokenizer, LENGTH, seed=seed)
         return [token for row in drain(reader) for token in row.tokens_L.tolist()]
 
     assert first(0) == first(0) != first(1)
 
 
 def test_batch_has_targets_and_documents(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    rows = drain(rows_from(list_reader(DOCUMENTS), config_of("packed", 0, 0), byte_tokenizer, LENGTH, seed=0))
+    rows = drain(build_rows(list_reader(DOCUMENTS), config_of("packed", 0, 0), byte_tokenizer, LENGTH, seed=0))
     batch = collate_rows(rows)
     assert batch.tokens_BL.dtype == torch.int64 and batch.document_BL is not None
     assert torch.equal(batch.loss_mask_BL, batch.document_BL >= 0)
     assert not batch.loss_mask_BL.all() and batch.loss_mask_BL[:-1].all()
 
 
-def test_rows_begin_and_end_as_the_config_says(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+def test_rows_begin_and_end_as_configured(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     config = config_of(rows, 0, 0).model_copy(update={"begin_with_eos": True, "end_with_eos": False})
-    batch = collate_rows(drain(rows_from(list_reader(["abc", "de"]), config, byte_tokenizer, LENGTH, seed=0)))
+    batch = collate_rows(drain(build_rows(list_reader(["abc", "de"]), config, byte_tokenizer, LENGTH, seed=0)))
     assert batch.document_BL is not None and batch.loss_mask_BL.dtype == torch.bool
     assert bytes(batch.tokens_BL[batch.loss_mask_BL].tolist()) == b"abcde"
     context = (batch.document_BL >= 0) & ~batch.loss_mask_BL
@@ -175,13 +175,15 @@ def test_rows_begin_and_end_as_the_config_says(rows: str, list_reader: Any, byte
 
 
 def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path, byte_tokenizer: Any) -> None:
-    """The whole chain as a run has it, with the positions of a file inside."""
+    """Positions contain those of a file."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
 
     def make() -> Loader:
         source = open_source(LocalFiles(paths=(str(path),), validation_fraction=0.2), "train", "data.source")
-        return Loader(rows_from(source, config_of(rows), byte_tokenizer, LENGTH, seed=1), Recording(), 4, 2, seed=1)
+        return Loader(
+            build_rows(source, config_of(rows), byte_tokenizer, LENGTH, seed=1), RecordingObjective(), 4, 2, seed=1
+        )
 
     loader = make()
     states, steps = [], []
@@ -197,17 +199,19 @@ def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
-def test_steps_are_cut_with_the_given_probability(probability: float, list_reader: Any, byte_tokenizer: Any) -> None:
+def test_steps_are_split_with_the_configured_probability(
+    probability: float, list_reader: Any, byte_tokenizer: Any
+) -> None:
     def batches(micro: int) -> list[CleanBatch]:
-        reader = rows_from(list_reader(["x" * 3000]), config_of("packed"), byte_tokenizer, LENGTH, seed=1)
-        objective = Recording()
+        reader = build_rows(list_reader(["x" * 3000]), config_of("packed"), byte_tokenizer, LENGTH, seed=1)
+        objective = RecordingObjective()
         loader = Loader(reader, objective, BATCH, micro, 1, random_length_probability=probability)
         for step in range(60):
             loader.next_step(step)
         return objective.batches
 
     whole = batches(BATCH)
-    # Rows come from one document but for the epochs' ends.
+    # Except at the ends of epochs a row has one document.
     share = sum(batch.document_BL is not None and int(batch.document_BL.max()) > 1 for batch in whole) / len(whole)
     assert share == pytest.approx(probability, abs=0.15)
     assert probability not in (0.0, 1.0) or share == probability

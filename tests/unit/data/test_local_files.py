@@ -1,4 +1,4 @@
-"""Local files: what was written is read, from any place on, whatever the format and the compression."""
+"""Local files: documents are read back from any position, in every format and compression."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ FORMATS = ["jsonl", "array", "document", "paragraph", "line", "parquet"]
 KINDS = [(form, ending) for form in FORMATS for ending in COMPRESS if form != "parquet" or not ending]
 
 
-def opened(*paths: Path | str, split: Split = "train", **options: Any) -> DocumentSource:
-    options.setdefault("validation_paths", ("unused",))  # so that no document is kept for validation
+def open_documents(*paths: Path | str, split: Split = "train", **options: Any) -> DocumentSource:
+    options.setdefault("validation_paths", ("unused",))  # so that no document is validation out
     return open_source(LocalFiles(paths=tuple(map(str, paths)), **options), split, "data.source")
 
 
@@ -65,7 +65,7 @@ def random_texts(count: int, seed: int, form: str) -> list[str]:
         for _ in range(int(rng.integers(0, 4))):
             pieces.insert(int(rng.integers(0, len(pieces) + 1)), str(rng.choice(breaks)))
         text = "".join(pieces)
-        if form in ("paragraph", "line"):  # their ends would be read otherwise
+        if form in ("paragraph", "line"):  # so that their ends are not stripped
             text = "\n".join(f"a{line}z" for line in text.split("\n"))
         if form == "document":
             text = text.replace("\r\n", "\n").lstrip("\ufeff")
@@ -121,11 +121,11 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("form", "ending"), KINDS)
-def test_what_was_written_is_read(form: str, ending: str, tmp_path: Path, drain: Drain) -> None:
+def test_documents_are_read_back(form: str, ending: str, tmp_path: Path, drain: Drain) -> None:
     for seed in range(3):
         texts = random_texts(60, seed, form)
         folder = write(tmp_path / str(seed), texts, form, ending, seed)
-        source = opened(folder, **options_of(form))
+        source = open_documents(folder, **options_of(form))
         assert drain(source) == texts
         assert drain(source, (len(texts),)) == texts
         assert drain(source, (1,), epoch=1) == texts
@@ -135,18 +135,18 @@ def test_what_was_written_is_read(form: str, ending: str, tmp_path: Path, drain:
 
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize(("form", "ending"), KINDS)
-def test_resuming_at_every_cut(form: str, ending: str, tmp_path: Path, drain: Drain) -> None:
+def test_resuming_at_every_position(form: str, ending: str, tmp_path: Path, drain: Drain) -> None:
     texts = random_texts(45, 9, form)
     folder = write(tmp_path / "data", texts, form, ending)
-    source = opened(folder, **options_of(form))
+    source = open_documents(folder, **options_of(form))
     position: Any = None
     for cut in range(1, len(texts) + 1):
-        some, position = source.read(0, position, 1)
-        assert some == texts[cut - 1 : cut]
+        chunk, position = source.read(0, position, 1)
+        assert chunk == texts[cut - 1 : cut]
         position = json.loads(json.dumps(position))
-        fresh = opened(folder, **options_of(form))
+        fresh = open_documents(folder, **options_of(form))
         assert drain(fresh, (7, 1000), position=position) == texts[cut:], cut
-        assert fresh.read(3, position, 2)[0] == texts[cut : cut + 2], "back to it, out of turn"
+        assert fresh.read(3, position, 2)[0] == texts[cut : cut + 2], "the same position again"
     assert source.read(0, position, 1) == ([], None)
     assert source.read(1, None, 2)[0] == texts[:2]
 
@@ -159,8 +159,8 @@ def test_a_chain_of_resumes(form: str, ending: str, tmp_path: Path) -> None:
     read: list[str] = []
     position: Any = None
     for limit in (3, 1, 20, 1, 9, 100):
-        some, position = opened(folder, **options_of(form)).read(0, json.loads(json.dumps(position)), limit)
-        read += some
+        chunk, position = open_documents(folder, **options_of(form)).read(0, json.loads(json.dumps(position)), limit)
+        read += chunk
     assert position is None and read == texts
 
 
@@ -169,7 +169,7 @@ def test_json_and_parquet_together(tmp_path: Path, drain: Drain) -> None:
     (tmp_path / "b.json").write_text('{\n "text": "c",\n "id": 1}\n')
     (tmp_path / "c.json").write_text('{"text": "d"}\n{"text": "e"}\n')
     pq.write_table(pa.table({"text": ["f"]}), tmp_path / "d.parquet")
-    source = opened(tmp_path)
+    source = open_documents(tmp_path)
     assert drain(source, (1,)) == list("abcdef")
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert source.provenance == f"4 files, {size:,} bytes, json and json (zst) and parquet, of {tmp_path}"
@@ -194,9 +194,9 @@ def test_forms_of_a_json_file(content: str, expected: list[str] | None, tmp_path
     path.write_text(content, encoding="utf-8")
     if expected is None:
         with pytest.raises(ValueError, match=r"no field 'text'|empty file"):
-            drain(opened(path))
+            drain(open_documents(path))
     else:
-        assert drain(opened(path)) == expected
+        assert drain(open_documents(path)) == expected
 
 
 @pytest.mark.parametrize(("form", "ending"), [kind for kind in KINDS if kind[1] in ("", ".gz") and kind[0] != "array"])
@@ -211,7 +211,7 @@ def test_the_datasets_library_reads_the_same(form: str, ending: str, tmp_path: P
     files = [str(path) for path in sorted(folder.iterdir())]
     stream = datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
     theirs = [row["text"].strip("\n") for row in stream]
-    assert drain(opened(folder, **options)) == [text for text in theirs if text] == texts
+    assert drain(open_documents(folder, **options)) == [text for text in theirs if text] == texts
 
 
 @pytest.mark.parametrize(
@@ -229,34 +229,34 @@ def test_documents_of_a_text_file(
     """Line breaks of Windows become plain ones, a lone carriage return stays, and a byte order mark goes."""
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf" + b"one\ntwo\n\n \nthree\rfour\n".replace(b"\n", line_break))
-    assert drain(opened(path, sample_by=sample_by), (1,)) == expected
+    assert drain(open_documents(path, sample_by=sample_by), (1,)) == expected
 
 
-def test_a_position_may_be_used_twice_and_out_of_turn(tmp_path: Path) -> None:
-    source = opened(write(tmp_path / "data", TEXTS, "jsonl", ""))
-    first, behind = source.read(0, None, 5)
-    source.read(0, behind, 9)
-    assert source.read(0, behind, 3)[0] == TEXTS[5:8]
-    assert source.read(0, None, 5) == (first, behind)
+def test_positions_in_any_order(tmp_path: Path) -> None:
+    source = open_documents(write(tmp_path / "data", TEXTS, "jsonl", ""))
+    first, position = source.read(0, None, 5)
+    source.read(0, position, 9)
+    assert source.read(0, position, 3)[0] == TEXTS[5:8]
+    assert source.read(0, None, 5) == (first, position)
 
 
-def test_going_on_does_not_open_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuing_does_not_open_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "data", TEXTS[:30], "jsonl", ".gz")
-    source = opened(folder)
+    source = open_documents(folder)
     opens: list[Path] = []
-    monkeypatch.setattr("diffusionlm.data.file_formats.open_bytes", counting(opens, file_formats.open_bytes))
+    monkeypatch.setattr("diffusionlm.data.file_formats.open_bytes", count_calls(opens, file_formats.open_bytes))
     position: Any = None
     for _ in range(30):
         _, position = source.read(0, position, 1)
     assert len(opens) == 3
 
 
-def counting(opens: list[Path], open_bytes: Callable[..., Any]) -> Callable[..., Any]:
-    def opening(path: Path, offset: int = 0) -> Any:
+def count_calls(opens: list[Path], open_bytes: Callable[..., Any]) -> Callable[..., Any]:
+    def open_and_count(path: Path, offset: int = 0) -> Any:
         opens.append(path)
         return open_bytes(path, offset)
 
-    return opening
+    return open_and_count
 
 
 # Splits
@@ -267,43 +267,45 @@ def test_splits_by_the_hash_of_the_text(fraction: float, tmp_path: Path, drain: 
     folder = write(tmp_path / "data", TEXTS, "jsonl", "")
     options: dict[str, Any] = {"validation_paths": (), "validation_fraction": fraction}
     shares = {text: int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) / 2**64 for text in TEXTS}
-    train, held = opened(folder, **options), opened(folder, split="validation", **options)
-    assert drain(held, (3,)) == [text for text in TEXTS if shares[text] < fraction]
+    train, validation = open_documents(folder, **options), open_documents(folder, split="validation", **options)
+    assert drain(validation, (3,)) == [text for text in TEXTS if shares[text] < fraction]
     assert drain(train, (4,)) == [text for text in TEXTS if shares[text] >= fraction]
-    assert train.identity != held.identity
+    assert train.identity != validation.identity
 
 
 def test_validation_paths_are_read_instead(tmp_path: Path, drain: Drain) -> None:
     folder = write(tmp_path / "data", TEXTS, "jsonl", "")
-    held = tmp_path / "held.jsonl"
-    held.write_text(json_lines(["held out"]))
-    assert drain(opened(folder, split="validation", validation_paths=(str(held),), max_documents=7)) == ["held out"]
-    assert drain(opened(folder, validation_paths=(str(held),))) == TEXTS
+    validation = tmp_path / "held.jsonl"
+    validation.write_text(json_lines(["held out"]))
+    assert drain(open_documents(folder, split="validation", validation_paths=(str(validation),), max_documents=7)) == [
+        "held out"
+    ]
+    assert drain(open_documents(folder, validation_paths=(str(validation),))) == TEXTS
 
 
 @pytest.mark.parametrize("chunks", [(1,), (3,), (10,), (1000,), (4, 6)])
-@pytest.mark.parametrize("most", [1, 10, 22, 1000])
-def test_the_first_training_documents_alone(most: int, chunks: tuple[int, ...], tmp_path: Path, drain: Drain) -> None:
+@pytest.mark.parametrize("limit", [1, 10, 22, 1000])
+def test_max_documents(limit: int, chunks: tuple[int, ...], tmp_path: Path, drain: Drain) -> None:
     folder = write(tmp_path / "data", TEXTS, "jsonl", ".gz")
     options: dict[str, Any] = {"validation_paths": (), "validation_fraction": 0.3}
-    everything = drain(opened(folder, **options))
-    limited = opened(folder, max_documents=most, **options)
-    assert drain(limited, chunks) == everything[:most]
-    assert drain(limited, chunks, epoch=1) == everything[:most]
-    position = opened(folder, max_documents=most, **options).read(0, None, 4)[1]
-    if most > 4:
-        assert drain(limited, chunks, position=position) == everything[4:most]
-    whole = opened(folder, split="validation", **options)
-    held = opened(folder, split="validation", max_documents=most, **options)
-    assert drain(held) == drain(whole) and held.identity == whole.identity
+    everything = drain(open_documents(folder, **options))
+    limited = open_documents(folder, max_documents=limit, **options)
+    assert drain(limited, chunks) == everything[:limit]
+    assert drain(limited, chunks, epoch=1) == everything[:limit]
+    position = open_documents(folder, max_documents=limit, **options).read(0, None, 4)[1]
+    if limit > 4:
+        assert drain(limited, chunks, position=position) == everything[4:limit]
+    whole = open_documents(folder, split="validation", **options)
+    validation = open_documents(folder, split="validation", max_documents=limit, **options)
+    assert drain(validation) == drain(whole) and validation.identity == whole.identity
 
 
-def test_nothing_is_read_behind_the_last_document(tmp_path: Path, drain: Drain) -> None:
+def test_nothing_is_read_after_the_last_document(tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json_lines(["a", "b"]) + "broken")
-    assert drain(opened(path, max_documents=2), (2,)) == ["a", "b"]
+    assert drain(open_documents(path, max_documents=2), (2,)) == ["a", "b"]
     with pytest.raises(ValueError, match="line 3: malformed JSON"):
-        drain(opened(path, max_documents=3))
+        drain(open_documents(path, max_documents=3))
 
 
 # Identity
@@ -311,13 +313,13 @@ def test_nothing_is_read_behind_the_last_document(tmp_path: Path, drain: Drain) 
 
 def test_identity_follows_the_files_and_not_their_place(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", TEXTS, "jsonl", "")
-    before = opened(folder).identity
-    assert opened(folder).identity == before
+    before = open_documents(folder).identity
+    assert open_documents(folder).identity == before
     moved = folder.rename(tmp_path / "elsewhere")
-    assert opened(moved).identity == before
+    assert open_documents(moved).identity == before
     with (moved / "002.jsonl").open("a") as file:
         file.write(json_lines(["more"]))
-    assert opened(moved).identity != before
+    assert open_documents(moved).identity != before
 
 
 @pytest.mark.parametrize(
@@ -334,17 +336,17 @@ def test_identity_follows_the_files_and_not_their_place(tmp_path: Path) -> None:
 )
 def test_identity_follows_what_changes_the_documents(option: dict[str, Any], tmp_path: Path) -> None:
     folder = write(tmp_path / "data", TEXTS, "jsonl", "")
-    identities = {opened(folder).identity, opened(folder, **option).identity}
+    identities = {open_documents(folder).identity, open_documents(folder, **option).identity}
     assert len(identities) == 2
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", TEXTS, "jsonl", "")
     last = folder / "002.jsonl"
-    source, other, touched, edited = (opened(folder) for _ in range(4))
-    _, behind = source.read(0, None, 3)
+    source, other, touched, edited = (open_documents(folder) for _ in range(4))
+    _, position = source.read(0, None, 3)
     os.utime(last, ns=(1, 1))
-    assert len(touched.read(0, None, 100)[0]) == 57, "it was only touched"
+    assert len(touched.read(0, None, 100)[0]) == 57, "only the modification time differs"
     content = last.read_bytes()
     last.write_bytes(content.replace(b"document", b"Document"))
     with pytest.raises(ValueError, match=r"002\.jsonl has changed"):
@@ -352,66 +354,66 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
     last.write_bytes(content)
     last.write_text(last.read_text() + json_lines(["more"]))
     with pytest.raises(ValueError, match=r"data\.source\.paths: .*002\.jsonl has changed .*start a new run"):
-        source.read(0, behind, 100)
+        source.read(0, position, 100)
     last.unlink()
     with pytest.raises(ValueError, match=r"002\.jsonl can no longer be read \(No such file"):
         other.read(0, None, 100)
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
-def test_a_place_behind_the_end_of_a_file(ending: str, tmp_path: Path) -> None:
-    """As after a run went on with other data on purpose."""
+def test_a_position_after_the_end_of_a_file(ending: str, tmp_path: Path) -> None:
+    """The file was replaced by a shorter one."""
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(COMPRESS[ending](json_lines(TEXTS).encode()))
-    _, position = opened(path).read(0, None, 30)
+    _, position = open_documents(path).read(0, None, 30)
     path.write_bytes(COMPRESS[ending](json_lines(TEXTS[:9]).encode()))
     with pytest.raises(ValueError, match=r"a\.jsonl.* has no byte [\d,]+, where reading continues"):
-        opened(path).read(0, position, 1)
+        open_documents(path).read(0, position, 1)
 
 
-# Which files
+# Finding files
 
 
 def test_globs_and_directories_without_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"data\.source\.paths: .*nothing\*\.jsonl.* matches no file"):
-        opened(tmp_path / "nothing*.jsonl")
+        open_documents(tmp_path / "nothing*.jsonl")
     with pytest.raises(ValueError, match=r"data\.source\.paths: .*empty' is a directory without files"):
-        opened(tmp_path / "empty")
+        open_documents(tmp_path / "empty")
     with pytest.raises(ValueError, match=r"data\.source\.validation_paths: .* matches no file"):
-        opened(tmp_path / "a.jsonl", split="validation", validation_paths=(str(tmp_path / "none"),))
+        open_documents(tmp_path / "a.jsonl", split="validation", validation_paths=(str(tmp_path / "none"),))
 
 
-def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "data", TEXTS, "jsonl", "")
     denied, open_file = folder / "001.jsonl", Path.open
 
-    def refusing(path: Path, *arguments: Any, **options: Any) -> Any:
+    def open_or_refuse(path: Path, *arguments: Any, **options: Any) -> Any:
         if path == denied:
             raise PermissionError(13, "Permission denied", str(path))
         return open_file(path, *arguments, **options)
 
-    source = opened(folder)
-    monkeypatch.setattr(Path, "open", refusing)
+    source = open_documents(folder)
+    monkeypatch.setattr(Path, "open", open_or_refuse)
     with pytest.raises(ValueError, match=r"data\.source\.paths: .*001\.jsonl cannot be read \(Permission denied\)"):
-        opened(folder)
+        open_documents(folder)
     with pytest.raises(ValueError, match=r"data\.source\.paths: .*001\.jsonl cannot be read \(Permission denied\)"):
         source.read(0, None, 100)
 
 
-def test_formats_that_cannot_be_told(tmp_path: Path) -> None:
+def test_unknown_and_mixed_formats(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json_lines(["a"]))
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "c.dat").write_text(json_lines(["c"]))
     (tmp_path / "d.parquet.gz").write_bytes(b"d")
     with pytest.raises(ValueError, match=r"b\.txt is plain text and .*a\.jsonl is json; .*\[\[data\.mixture\]\]"):
-        opened(tmp_path / "a.jsonl", tmp_path / "b.txt")
+        open_documents(tmp_path / "a.jsonl", tmp_path / "b.txt")
     with pytest.raises(ValueError, match=r"c\.dat does not tell its format; .*data\.source\.format"):
-        opened(tmp_path / "c.dat")
+        open_documents(tmp_path / "c.dat")
     with pytest.raises(ValueError, match=r"d\.parquet\.gz .*unpack it"):
-        opened(tmp_path / "d.parquet.gz")
-    assert opened(tmp_path / "c.dat", format="json").read(0, None, 1)[0] == ["c"]
-    assert opened(tmp_path / "a.jsonl", tmp_path / "b.txt", format="text").read(0, None, 3)[0][1] == "b"
+        open_documents(tmp_path / "d.parquet.gz")
+    assert open_documents(tmp_path / "c.dat", format="json").read(0, None, 1)[0] == ["c"]
+    assert open_documents(tmp_path / "a.jsonl", tmp_path / "b.txt", format="text").read(0, None, 3)[0][1] == "b"
 
 
 def test_find_files_sorts_and_does_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,18 +421,18 @@ def test_find_files_sorts_and_does_not_repeat(tmp_path: Path, monkeypatch: pytes
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     monkeypatch.chdir(tmp_path)
-    found = find_files((str(tmp_path / "**" / "*.txt"), str(tmp_path / "a"), "c.txt", "./c.txt"), "key")
-    assert [path.relative_to(tmp_path).as_posix() for path in found] == ["a/1.txt", "b/2.txt", "c.txt"]
-    assert find_files((".",), "key") == found
+    paths = find_files((str(tmp_path / "**" / "*.txt"), str(tmp_path / "a"), "c.txt", "./c.txt"), "key")
+    assert [path.relative_to(tmp_path).as_posix() for path in paths] == ["a/1.txt", "b/2.txt", "c.txt"]
+    assert find_files((".",), "key") == paths
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_files(("~/a",), "key") == found[:1]
+    assert find_files(("~/a",), "key") == paths[:1]
 
 
 def test_name_with_glob_characters(tmp_path: Path, drain: Drain) -> None:
     """A file that exists is read, whatever its name."""
     path = tmp_path / "part[1].jsonl"
     path.write_text(json_lines(["a"]))
-    assert drain(opened(path)) == ["a"]
+    assert drain(open_documents(path)) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -445,7 +447,7 @@ def test_name_with_glob_characters(tmp_path: Path, drain: Drain) -> None:
         ("a.py", "text"),
     ],
 )
-def test_format_by_ending(name: str, expected: str | None) -> None:
+def test_format_by_extension(name: str, expected: str | None) -> None:
     assert detect_format(Path(name)) == expected
 
 
@@ -454,7 +456,7 @@ def test_format_by_ending(name: str, expected: str | None) -> None:
 
 @pytest.fixture
 def peak() -> Iterator[Callable[[], int]]:
-    """Bytes that Python held at most so far."""
+    """Return the peak of the bytes that Python holds."""
     tracemalloc.start()
     yield lambda: tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -469,10 +471,10 @@ def test_files_are_not_held_in_memory(ending: str, tmp_path: Path, peak: Callabl
     del rows
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    source, position, count = opened(path), None, 0
+    source, position, count = open_documents(path), None, 0
     while count == 0 or position is not None:
-        some, position = source.read(0, position, 100)
-        count += len(some)
+        chunk, position = source.read(0, position, 100)
+        count += len(chunk)
     assert count == 12_000
     assert peak() - before < 6_000_000, "of 12 MB"
 
@@ -483,4 +485,4 @@ def test_a_row_of_40_megabytes(ending: str, tmp_path: Path, drain: Drain) -> Non
     path = tmp_path / f"a.jsonl{ending}"
     content = json_lines(["a", text, "b"]).replace("\\u00e9", "é").encode()
     path.write_bytes(gzip.compress(content, 1) if ending else content)
-    assert drain(opened(path), (1,)) == ["a", text, "b"]
+    assert drain(open_documents(path), (1,)) == ["a", text, "b"]

@@ -1,4 +1,4 @@
-"""Mixtures: tokens by weight, every row of every part, resumable at every place."""
+"""Mixtures: tokens by weight, each row of each component, resumable at every position."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from diffusionlm.data.pipeline import MixedRowReader
 Drain = Callable[..., list[Any]]
 
 
-class Numbered:
-    """Rows that say which part, epoch and place they are of; ``sizes`` are their tokens."""
+class LabeledRows:
+    """Rows labeled (component, epoch, index); ``sizes`` are their numbers of tokens."""
 
     def __init__(self, part: int, sizes: list[int]) -> None:
         self.part, self.sizes = part, sizes
@@ -30,13 +30,13 @@ class Numbered:
         return Row(np.array([self.part, epoch, place], dtype=np.int32), document_ids_L, document_ids_L >= 0)
 
 
-def told(rows: list[Row]) -> list[tuple[int, int, int]]:
+def labels(rows: list[Row]) -> list[tuple[int, int, int]]:
     return [tuple(row.tokens_L.tolist()) for row in rows]  # type: ignore[misc]
 
 
-def mixed(sizes: list[list[int]], weights: list[float], repeat: bool = True) -> MixedRowReader:
-    parts: list[Any] = [Numbered(part, each) for part, each in enumerate(sizes)]
-    return MixedRowReader(parts, weights, [f"part {index}" for index in range(len(parts))], repeat)
+def mix(sizes: list[list[int]], weights: list[float], repeat: bool = True) -> MixedRowReader:
+    readers: list[Any] = [LabeledRows(component, counts) for component, counts in enumerate(sizes)]
+    return MixedRowReader(readers, weights, [f"component {index}" for index in range(len(readers))], repeat)
 
 
 def random_sizes() -> list[list[int]]:
@@ -45,49 +45,51 @@ def random_sizes() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [5.0, 1.0, 3.0], [0.1, 0.7, 0.2]])
-def test_tokens_follow_the_weights_at_every_place(weights: list[float]) -> None:
-    rows, _ = mixed(random_sizes(), weights).read(0, None, 400)
+def test_tokens_follow_the_weights_at_every_position(weights: list[float]) -> None:
+    rows, _ = mix(random_sizes(), weights).read(0, None, 400)
     tokens = np.zeros((len(rows), 3))
     for place, row in enumerate(rows):
         tokens[place, row.tokens_L[0]] = (row.document_ids_L >= 0).sum()
     so_far = tokens.cumsum(axis=0)
-    wanted = so_far.sum(axis=1, keepdims=True) * np.array(weights) / sum(weights)
-    assert np.abs(so_far - wanted).max() <= 16 * 2
+    expected = so_far.sum(axis=1, keepdims=True) * np.array(weights) / sum(weights)
+    assert np.abs(so_far - expected).max() <= 16 * 2
 
 
-def test_an_epoch_has_every_row_of_every_part(drain: Drain) -> None:
+def test_an_epoch_has_every_row_of_every_component(drain: Drain) -> None:
     sizes = random_sizes()
-    seen = told(drain(mixed(sizes, [1.0, 1.0, 1.0]), (7,)))
-    for part, each in enumerate(sizes):
-        first_pass = [place for owner, epoch, place in seen if owner == part and epoch == 0]
-        assert first_pass == list(range(len(each)))
+    seen = labels(drain(mix(sizes, [1.0, 1.0, 1.0]), (7,)))
+    for component, counts in enumerate(sizes):
+        first_pass = [index for owner, epoch, index in seen if owner == component and epoch == 0]
+        assert first_pass == list(range(len(counts)))
     passes = {part: {epoch for owner, epoch, _ in seen if owner == part} for part in range(3)}
-    assert passes[0] == {0} and len(passes[1]) > 3, "short parts begin again, in a pass of their own"
-    later = {epoch for _, epoch, _ in told(drain(mixed(sizes, [1.0, 1.0, 1.0]), epoch=1))}
-    assert not later & {epoch for _, epoch, _ in seen}, "no pass comes again in another epoch"
+    assert passes[0] == {0} and len(passes[1]) > 3, "short components start again, with another pass"
+    later = {epoch for _, epoch, _ in labels(drain(mix(sizes, [1.0, 1.0, 1.0]), epoch=1))}
+    assert not later & {epoch for _, epoch, _ in seen}, "epochs share no pass"
 
 
-def test_without_repeating_each_row_comes_once(drain: Drain) -> None:
+def test_without_repeat_each_row_comes_once(drain: Drain) -> None:
     sizes = [*random_sizes(), []]
-    seen = told(drain(mixed(sizes, [1.0, 2.0, 3.0, 1.0], repeat=False), (5, 1)))
-    assert sorted(seen) == [(part, 0, place) for part, each in enumerate(sizes) for place in range(len(each))]
+    seen = labels(drain(mix(sizes, [1.0, 2.0, 3.0, 1.0], repeat=False), (5, 1)))
+    assert sorted(seen) == [
+        (component, 0, index) for component, counts in enumerate(sizes) for index in range(len(counts))
+    ]
 
 
 @pytest.mark.parametrize("repeat", [False, True])
-def test_resumes_at_every_place(repeat: bool, drain: Drain) -> None:
+def test_resuming_at_every_position(repeat: bool, drain: Drain) -> None:
     sizes = [[3, 5, 8, 1, 1, 9], [16, 2], [4, 4, 4, 4]]
 
     def make() -> MixedRowReader:
-        return mixed(sizes, [2.0, 1.0, 1.5], repeat)
+        return mix(sizes, [2.0, 1.0, 1.5], repeat)
 
     for epoch in (0, 2):
-        whole = told(drain(make(), epoch=epoch))
+        whole = labels(drain(make(), epoch=epoch))
         for count in range(1, len(whole) + 1):
             head, position = make().read(epoch, None, count)
             tail = [] if position is None else drain(make(), (2, 1), epoch=epoch, position=position)
-            assert told(head) + told(tail) == whole
+            assert labels(head) + labels(tail) == whole
 
 
-def test_a_part_without_rows_is_named() -> None:
-    with pytest.raises(ValueError, match=r"data\.mixture: part 1 has no documents"):
-        mixed([[1, 2], []], [1.0, 1.0]).read(0, None, 3)
+def test_a_component_without_rows_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"data\.mixture: component 1 has no documents"):
+        mix([[1, 2], []], [1.0, 1.0]).read(0, None, 3)

@@ -1,4 +1,4 @@
-"""Rows: nothing lost, nothing doubled, everything in order."""
+"""Packing: each token is in exactly one row, in order; positions resume exactly."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def streams(documents: list[str]) -> list[int]:
     return [token for text in documents for token in [*text.encode(), EOS]]
 
 
-def equal(one: list[Row], other: list[Row]) -> bool:
-    return len(one) == len(other) and all(
+def equal_rows(x: list[Row], y: list[Row]) -> bool:
+    return len(x) == len(y) and all(
         np.array_equal(a.tokens_L, b.tokens_L)
         and np.array_equal(a.document_ids_L, b.document_ids_L)
         and np.array_equal(a.loss_mask_L, b.loss_mask_L)
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
     )
 
 
@@ -65,7 +65,7 @@ def test_packed_rows_are_the_documents_end_to_end(
 
 @pytest.mark.parametrize("documents", CASES)
 @pytest.mark.parametrize("length", [3, 8])
-def test_packed_rows_resume_at_every_place(
+def test_packed_rows_resume_at_every_position(
     documents: list[str], length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     def make() -> PackedRowReader:
@@ -74,15 +74,15 @@ def test_packed_rows_resume_at_every_place(
         )
 
     whole = drain(make())
-    assert equal(drain(make(), (1,)), whole) and equal(drain(make(), (2, 1)), whole)
+    assert equal_rows(drain(make(), (1,)), whole) and equal_rows(drain(make(), (2, 1)), whole)
     for count in range(1, len(whole) + 1):
         head, position = make().read(0, None, count)
         tail = [] if position is None else drain(make(), (2,), position=json.loads(json.dumps(position)))
-        assert equal(head + tail, whole)
+        assert equal_rows(head + tail, whole)
 
 
 def format_row(text: str, begin: bool, end: bool) -> tuple[list[int], list[bool]]:
-    """Tokens of a document, and which of them are targets."""
+    """Return the tokens of a document and their loss mask."""
     scored = [*text.encode(), *[EOS] * end]
     if not scored:
         return [], []
@@ -90,8 +90,8 @@ def format_row(text: str, begin: bool, end: bool) -> tuple[list[int], list[bool]
 
 
 def packed_rows(scored: list[list[int]], length: int, begin: bool) -> list[list[tuple[int, bool, int]]]:
-    """(token, is it a target, document) slot by slot: a token is put down where it fits, with a beginning before it
-    where its document or its row starts."""
+    """Reference: (token, loss mask, document) per position; a token goes where it fits, after a start token at the
+    beginning of its document or row."""
     rows: list[list[tuple[int, bool, int]]] = []
     for tokens in scored:
         for place, token in enumerate(tokens):
@@ -107,7 +107,7 @@ def packed_rows(scored: list[list[int]], length: int, begin: bool) -> list[list[
 @pytest.mark.parametrize("documents", CASES)
 @pytest.mark.parametrize("length", [2, 3, 8, 64])
 @pytest.mark.parametrize(("begin", "end"), ENDS)
-def test_packed_documents_begin_and_end_as_asked(
+def test_packed_documents_begin_and_end_as_configured(
     documents: list[str], length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     def make() -> PackedRowReader:
@@ -129,10 +129,10 @@ def test_packed_documents_begin_and_end_as_asked(
     for count in range(1, len(rows) + 1):
         head, position = make().read(0, None, count)
         tail = [] if position is None else drain(make(), (2, 1), position=json.loads(json.dumps(position)))
-        assert equal(head + tail, rows)
+        assert equal_rows(head + tail, rows)
 
 
-def test_a_document_that_goes_on_begins_again(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+def test_a_cut_document_begins_again(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     rows = drain(
         PackedRowReader(
             tokenize_reader(list_reader(["ab", "cdefgh", "i"]), InlineTextEncoder(byte_tokenizer.encode)),
@@ -149,7 +149,7 @@ def test_a_document_that_goes_on_begins_again(list_reader: Any, byte_tokenizer: 
     assert rows[2].loss_mask_L.tolist() == [False, True, False, True, True, False]
 
 
-def test_a_beginning_alone_at_the_end_of_a_row_is_left_out(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+def test_no_start_token_alone_at_the_end_of_a_row(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     rows = drain(
         PackedRowReader(
             tokenize_reader(list_reader(["abc", "d"]), InlineTextEncoder(byte_tokenizer.encode)),
@@ -162,7 +162,7 @@ def test_a_beginning_alone_at_the_end_of_a_row_is_left_out(list_reader: Any, byt
 
 @pytest.mark.parametrize("length", [2, 3, 8, 64])
 @pytest.mark.parametrize(("begin", "end"), ENDS)
-def test_padded_documents_begin_and_end_as_asked(
+def test_padded_documents_begin_and_end_as_configured(
     length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     def make() -> PaddedRowReader:
@@ -184,12 +184,12 @@ def test_padded_documents_begin_and_end_as_asked(
     for count in range(1, len(rows) + 1):
         head, position = make().read(0, None, count)
         tail = [] if position is None else drain(make(), (2, 1), position=json.loads(json.dumps(position)))
-        assert equal(head + tail, rows)
+        assert equal_rows(head + tail, rows)
 
 
 @pytest.mark.parametrize("kind", [PackedRowReader, PaddedRowReader])
 @pytest.mark.parametrize("begin", [False, True])
-def test_documents_without_anything_to_score_are_left_out(
+def test_empty_documents_are_left_out(
     kind: Any, begin: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     for documents in (["", "", ""], [], ["", "", "ab", "", "", "cd", "", ""]):
@@ -206,7 +206,7 @@ def test_documents_without_anything_to_score_are_left_out(
 
 
 @pytest.mark.parametrize("kind", [PackedRowReader, PaddedRowReader])
-def test_a_beginning_needs_room_behind_it(kind: Any, list_reader: Any, byte_tokenizer: Any) -> None:
+def test_a_row_needs_room_for_a_start_and_a_token(kind: Any, list_reader: Any, byte_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"data\.begin_with_eos needs rows of at least 2 tokens.* is 1"):
         kind(
             tokenize_reader(list_reader(["ab"]), InlineTextEncoder(byte_tokenizer.encode)),
@@ -257,7 +257,7 @@ def test_padded_rows_hold_one_document_each(length: int, list_reader: Any, byte_
         assert (row.tokens_L[len(expected) :] == EOS).all()
 
 
-def test_padded_rows_resume_at_every_place(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+def test_padded_rows_resume_at_every_position(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     def make() -> PaddedRowReader:
         return PaddedRowReader(
             tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)), row_format(8)
@@ -266,11 +266,11 @@ def test_padded_rows_resume_at_every_place(list_reader: Any, byte_tokenizer: Any
     whole = drain(make())
     for count in range(1, len(whole) + 1):
         head, position = make().read(0, None, count)
-        assert equal(head + drain(make(), (2,), position=json.loads(json.dumps(position))), whole)
+        assert equal_rows(head + drain(make(), (2,), position=json.loads(json.dumps(position))), whole)
 
 
-def test_packed_rows_of_two_epochs_are_not_mixed_up(byte_tokenizer: Any) -> None:
-    """A position is the same in every epoch, the document there is not: what is held must be the epoch's own."""
+def test_the_cached_document_is_of_the_same_epoch(byte_tokenizer: Any) -> None:
+    """Positions are the same in every epoch; documents are not."""
 
     class Changing:
         def read(self, epoch: int, position: Any, limit: int) -> tuple[list[str], Any]:
@@ -285,7 +285,7 @@ def test_packed_rows_of_two_epochs_are_not_mixed_up(byte_tokenizer: Any) -> None
 @pytest.mark.parametrize("documents", [*CASES, [f"{'ab' * (index * 7 % 13)}" for index in range(60)]])
 @pytest.mark.parametrize("length", [2, 3, 8, 64])
 @pytest.mark.parametrize(("begin", "end"), ENDS)
-def test_best_fit_keeps_every_document_whole_where_it_fits(
+def test_best_fit_cuts_long_documents_only(
     documents: list[str], length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
 ) -> None:
     def make() -> Any:
@@ -298,7 +298,7 @@ def test_best_fit_keeps_every_document_whole_where_it_fits(
     for text in documents:
         scored = [*text.encode(), *[EOS] * end]
         expected += [[*[EOS] * begin, *scored[at : at + longest]] for at in range(0, len(scored), longest)]
-    found = []
+    actual = []
     for row in rows:
         used = int((row.document_ids_L >= 0).sum())
         assert (row.document_ids_L[used:] == -1).all() and (row.tokens_L[used:] == EOS).all()
@@ -306,18 +306,16 @@ def test_best_fit_keeps_every_document_whole_where_it_fits(
         for number in range(int(row.document_ids_L.max()) + 1):
             places = np.flatnonzero(row.document_ids_L == number)
             assert (np.diff(places) == 1).all()
-            found.append(row.tokens_L[places].tolist())
+            actual.append(row.tokens_L[places].tolist())
             assert row.loss_mask_L[places].tolist() == [not begin or at > 0 for at in range(len(places))]
-    assert sorted(found) == sorted(expected)
+    assert sorted(actual) == sorted(expected)
     for count in range(1, len(rows) + 1, 1 + len(rows) // 12):
         head, position = make().read(0, None, count)
         tail = [] if position is None else drain(make(), (2, 1), position=json.loads(json.dumps(position)))
-        assert equal(head + tail, rows)
+        assert equal_rows(head + tail, rows)
 
 
-def test_best_fit_of_pieces_that_can_be_put_together_exactly(
-    list_reader: Any, byte_tokenizer: Any, drain: Drain
-) -> None:
+def test_best_fit_of_documents_that_fill_rows_exactly(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     rng = np.random.default_rng(0)
     sizes: list[int] = []
     for _ in range(200):  # 200 full rows, each cut into documents
@@ -329,14 +327,14 @@ def test_best_fit_of_pieces_that_can_be_put_together_exactly(
             tokenize_reader(list_reader(texts), InlineTextEncoder(byte_tokenizer.encode)), row_format(64), 1000
         )
     )
-    assert 200 <= len(rows) <= 204, "within two percent of the best"
-    in_turn = drain(
+    assert 200 <= len(rows) <= 204, "within 2 % of the optimum"
+    small_window = drain(
         pack_best_fit(tokenize_reader(list_reader(texts), InlineTextEncoder(byte_tokenizer.encode)), row_format(64), 3)
     )
-    assert len(in_turn) > 230, "a small window has less to choose from"
+    assert len(small_window) > 230, "a small window has less to choose from"
 
 
-def test_cutting_keeps_tokens_padding_and_documents() -> None:
+def test_split_rows_keep_tokens_padding_and_documents() -> None:
     documents = np.array([0] * 9 + [1] * 5 + [-1] * 2, dtype=np.int32)
     targets = np.random.default_rng(0).random(16) < 0.5
     row = Row(np.arange(16, dtype=np.int32), documents, targets)
@@ -358,7 +356,7 @@ def test_cutting_keeps_tokens_padding_and_documents() -> None:
     assert max(pieces) > 4
 
 
-def test_rows_that_are_cut_do_not_change_the_others() -> None:
+def test_splitting_does_not_change_the_row() -> None:
     row = Row(np.arange(4, dtype=np.int32), np.zeros(4, dtype=np.int32), np.ones(4, dtype=np.bool_))
     split_row_randomly(row, np.random.default_rng(0))
     assert not row.document_ids_L.any()

@@ -1,4 +1,4 @@
-"""From the config to rows: names, identities, tokenizers, and what is refused."""
+"""The pipeline from [data] to rows: names, identities, tokenizers, errors."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def shards(files: LocalFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def documents(config: DataConfig, tokenizer: Tokenizer, **options: Any) -> Counter[str]:
     """Texts of the rows' documents, each row one document."""
-    rows, behind = build_row_reader(open_components(config, "train"), config, tokenizer, 128, 0, **options).read(
+    rows, position = build_row_reader(open_components(config, "train"), config, tokenizer, 128, 0, **options).read(
         0, None, 10_000
     )
-    assert behind is None
+    assert position is None
     return Counter(tokenizer.decode(row.tokens_L[row.loss_mask_L].tolist(), skip_special=True) for row in rows)
 
 
-def test_shards_hold_the_documents_of_the_text_they_were_made_from(files: LocalFiles, shards: Path) -> None:
+def test_shards_hold_the_documents_of_their_source(files: LocalFiles, shards: Path) -> None:
     tokenizer = load_tokenizer(shards / "tokenizer")
     text = DataConfig(source=files, rows="padded")
     made = DataConfig(source=Shards(path=shards), rows="padded")
@@ -62,7 +62,7 @@ def test_shards_hold_the_documents_of_the_text_they_were_made_from(files: LocalF
     assert 120 < len(documents(made, tokenizer)) < 200
 
 
-def test_shards_of_another_tokenizer_are_refused(shards: Path, tokenizer: Tokenizer) -> None:
+def test_shards_of_another_tokenizer_are_rejected(shards: Path, tokenizer: Tokenizer) -> None:
     other = train_bpe(["something else"], vocab_size=265)
     config = DataConfig(source=Shards(path=shards))
     with pytest.raises(ValueError, match=r"made with another tokenizer.*set tokenizer\.path"):
@@ -71,15 +71,15 @@ def test_shards_of_another_tokenizer_are_refused(shards: Path, tokenizer: Tokeni
 
 def test_a_mixture_of_everything_has_its_shares(files: LocalFiles, shards: Path) -> None:
     tokenizer = load_tokenizer(shards / "tokenizer")
-    parts = (
+    components = (
         MixtureEntry(source=files, weight=1.0, name="text"),
         MixtureEntry(source=Shards(path=shards), weight=2.0, name="shards"),
         MixtureEntry(source=MarkovChain(), weight=5.0),
     )
-    config = DataConfig(mixture=parts, rows="packed", row_shuffle_window=50)
-    opened = open_components(config, "train")
-    assert [part.name for part in opened] == ["text", "shards", "markov-2"]
-    rows, _ = build_row_reader(opened, config, tokenizer, 64, 0).read(0, None, 400)
+    config = DataConfig(mixture=components, rows="packed", row_shuffle_window=50)
+    components = open_components(config, "train")
+    assert [component.name for component in components] == ["text", "shards", "markov-2"]
+    rows, _ = build_row_reader(components, config, tokenizer, 64, 0).read(0, None, 400)
     markov = [row for row in rows if set(tokenizer.decode(row.tokens_L.tolist(), skip_special=True)) <= set("abcdefgh")]
     assert len(markov) == pytest.approx(400 * 5 / 8, abs=2)
 
@@ -87,8 +87,10 @@ def test_a_mixture_of_everything_has_its_shares(files: LocalFiles, shards: Path)
 def test_identity_is_of_the_documents_and_their_weights(files: LocalFiles) -> None:
     def identity(*weights: float, seed: int = 0) -> str:
         sources = (files, MarkovChain(seed=seed))
-        parts = tuple(MixtureEntry(source=each, weight=weight) for each, weight in zip(sources, weights, strict=True))
-        return compute_data_identity(open_components(DataConfig(mixture=parts), "train"))
+        components = tuple(
+            MixtureEntry(source=source, weight=weight) for source, weight in zip(sources, weights, strict=True)
+        )
+        return compute_data_identity(open_components(DataConfig(mixture=components), "train"))
 
     assert identity(1.0, 2.0) == identity(1.0, 2.0)
     assert len({identity(1.0, 2.0), identity(2.0, 1.0), identity(1.0, 2.0, seed=1)}) == 3
@@ -96,10 +98,10 @@ def test_identity_is_of_the_documents_and_their_weights(files: LocalFiles) -> No
     assert compute_data_identity(single) == single[0].source.identity
 
 
-def test_parts_of_one_name_are_refused(files: LocalFiles) -> None:
-    parts = (MixtureEntry(source=files, name="a"), MixtureEntry(source=MarkovChain(), name="a"))
+def test_components_of_one_name_are_rejected(files: LocalFiles) -> None:
+    components = (MixtureEntry(source=files, name="a"), MixtureEntry(source=MarkovChain(), name="a"))
     with pytest.raises(ValueError, match=r"data\.mixture: two entries are named 'a'"):
-        open_components(DataConfig(mixture=parts), "train")
+        open_components(DataConfig(mixture=components), "train")
 
 
 def test_source_and_mixture_exclude_each_other(files: LocalFiles) -> None:
@@ -109,19 +111,19 @@ def test_source_and_mixture_exclude_each_other(files: LocalFiles) -> None:
         DataConfig(source=PythonStdlib(), mixture=(MixtureEntry(source=files),))
 
 
-def test_a_tokenizer_without_end_of_text_is_refused(files: LocalFiles, tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_without_end_of_text_is_rejected(files: LocalFiles, tokenizer: Tokenizer) -> None:
     bare = Tokenizer(tokenizer.vocab, tokenizer.merges, {}, "qwen")
     config = DataConfig(source=files)
     with pytest.raises(ValueError, match="no end-of-text token"):
         build_row_reader(open_components(config, "train"), config, bare, 16, 0)
 
 
-def test_the_parts_of_a_mixture_are_shuffled_apart(list_reader: Any, tokenizer: Tokenizer) -> None:
-    """Equal parts under one chance would come in the same order."""
+def test_components_have_different_orders(list_reader: Any, tokenizer: Tokenizer) -> None:
+    """With the same RNG key, equal components would have the same order."""
     texts = [f"{index:03}" for index in range(64)]
-    parts = [MixtureComponent(name, 1.0, list_reader(texts)) for name in ("a", "b")]
+    components = [MixtureComponent(name, 1.0, list_reader(texts)) for name in ("a", "b")]
     config = DataConfig(source=PythonStdlib(), rows="padded", row_shuffle_window=0)
-    rows, _ = build_row_reader(parts, config, tokenizer, 8, 0).read(0, None, 128)
+    rows, _ = build_row_reader(components, config, tokenizer, 8, 0).read(0, None, 128)
     seen = [tokenizer.decode(row.tokens_L.tolist(), skip_special=True) for row in rows]
     assert sorted(seen[::2]) == sorted(seen[1::2]) == texts and seen[::2] != seen[1::2]
 
@@ -129,13 +131,13 @@ def test_the_parts_of_a_mixture_are_shuffled_apart(list_reader: Any, tokenizer: 
 def test_shards_are_read_in_another_order_each_epoch(shards: Path) -> None:
     tokenizer = load_tokenizer(shards / "tokenizer")
     config = DataConfig(source=Shards(path=shards), rows="padded", row_shuffle_window=0)
-    parts = open_components(config, "train")
-    source = parts[0].source
+    components = open_components(config, "train")
+    source = components[0].source
     assert isinstance(source, ShardDocuments)
-    reader = build_row_reader(parts, config, tokenizer, 128, 0)
+    reader = build_row_reader(components, config, tokenizer, 128, 0)
     epochs = [[row.tokens_L.tolist() for row in reader.read(epoch, None, 1000)[0]] for epoch in (0, 1)]
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
-    in_order = build_row_reader(parts, config.model_copy(update={"document_shuffle_window": 0}), tokenizer, 128, 0)
+    in_order = build_row_reader(components, config.model_copy(update={"document_shuffle_window": 0}), tokenizer, 128, 0)
     document = source.documents(np.array([0]))[0]
     first = in_order.read(0, None, 1)[0][0]
     assert np.array_equal(first.tokens_L[: len(document)], document)

@@ -1,4 +1,4 @@
-"""Rows that are no text, under each policy: what is read, what is counted, what is said."""
+"""Bad records under each `on_bad_row`: documents, skip counts, errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GOOD = b'{"text": "a"}\n%s\n{"text": "b"}\n'
 FFFD = "\ufffd"
 
 
-def opened(path: Path, on_bad_row: str, **options: Any) -> DocumentSource:
+def open_documents(path: Path, on_bad_row: str, **options: Any) -> DocumentSource:
     config = LocalFiles.model_validate(
         {"paths": (str(path),), "validation_paths": ("unused",), "on_bad_row": on_bad_row, **options}
     )
@@ -35,14 +35,14 @@ def opened(path: Path, on_bad_row: str, **options: Any) -> DocumentSource:
 
 @dataclass(frozen=True)
 class Case:
-    """A bad row between the documents "a" and "b"."""
+    """A bad record between the documents "a" and "b"."""
 
     row: bytes
     reason: str
-    mended: str | None = None
-    says: str | None = None
-    """Part of the message, a pattern."""
-    where: str = "line 2"
+    repaired_text: str | None = None
+    message: str | None = None
+    """Pattern of a part of the message."""
+    location: str = "line 2"
     name: str = "a.jsonl"
     content: bytes = GOOD
     options: dict[str, str] = field(default_factory=dict)
@@ -60,28 +60,28 @@ LINES = b"a\n%s\nb\n"
 LINE: dict[str, str] = {"sample_by": "line"}
 
 CASES = {
-    "broken": Case(b"not json", "malformed JSON", says=r"Expecting value at character 0 of 'not json'"),
-    "cut": Case(b'{"text": "cut', "malformed JSON", says="Unterminated string"),
-    "trailing": Case(b'{"text": "x"} {"text": "y"}', "malformed JSON", says="Extra data"),
-    "deep": Case(b"[" * 100_000, "malformed JSON", says="nested too deeply"),
+    "broken": Case(b"not json", "malformed JSON", message=r"Expecting value at character 0 of 'not json'"),
+    "cut": Case(b'{"text": "cut', "malformed JSON", message="Unterminated string"),
+    "trailing": Case(b'{"text": "x"} {"text": "y"}', "malformed JSON", message="Extra data"),
+    "deep": Case(b"[" * 100_000, "malformed JSON", message="nested too deeply"),
     "comma": Case(b'{"text": "x",}', "malformed JSON"),
-    "control": Case(b'{"text": "x\x01"}', "malformed JSON", says="control character"),
-    "utf8": Case(b'{"text": "x\xff\xfey"}', "not UTF-8", f"x{FFFD}{FFFD}y", says=r"xff\\xfey.*byte 11"),
+    "control": Case(b'{"text": "x\x01"}', "malformed JSON", message="control character"),
+    "utf8": Case(b'{"text": "x\xff\xfey"}', "not UTF-8", f"x{FFFD}{FFFD}y", message=r"xff\\xfey.*byte 11"),
     "utf8 in another field": Case(b'{"id": "\xc3", "text": "x"}', "not UTF-8", "x"),
     "utf8 and number": Case(b'{"id": "\xc3", "text": 5}', "not UTF-8", "5"),
     "utf8 and null": Case(b'{"id": "\xc3", "text": null}', "not UTF-8"),
     "utf8 and broken": Case(b'{"id": "\xc3", "text', "not UTF-8"),
     "encoded surrogate": Case(b'{"text": "x\xed\xa0\x80"}', "not UTF-8", "x" + FFFD * 3),
-    "lone surrogate": Case(b'{"text": "x\\ud800y\\udc00"}', "lone surrogate", f"x{FFFD}y{FFFD}", says=r"ud800"),
+    "lone surrogate": Case(b'{"text": "x\\ud800y\\udc00"}', "lone surrogate", f"x{FFFD}y{FFFD}", message=r"ud800"),
     "null": Case(b'{"text": null}', "null instead of text", key=NOT_TEXT),
-    "nan": Case(b'{"text": NaN}', "number instead of text", key=NOT_TEXT, says="nan"),
+    "nan": Case(b'{"text": NaN}', "number instead of text", key=NOT_TEXT, message="nan"),
     "integer": Case(b'{"text": 12}', "number instead of text", "12", key=NOT_TEXT),
     "digits as written": Case(b'{"text": -1.50e3}', "number instead of text", "-1.50e3", key=NOT_TEXT),
     "many digits": Case(b'{"text": %s}' % (b"7" * 5000), "number instead of text", "7" * 5000, key=NOT_TEXT),
-    "boolean": Case(b'{"text": true}', "boolean instead of text", key=NOT_TEXT, says="true"),
-    "list": Case(b'{"text": ["x"]}', "list instead of text", key=NOT_TEXT, says=r"\['x'\]"),
+    "boolean": Case(b'{"text": true}', "boolean instead of text", key=NOT_TEXT, message="true"),
+    "list": Case(b'{"text": ["x"]}', "list instead of text", key=NOT_TEXT, message=r"\['x'\]"),
     "object": Case(b'{"text": {"text": "x"}}', "object instead of text", key=NOT_TEXT),
-    "no field": Case(b'{"id": 1, "Text": "x"}', "no field 'text'", key=NOT_TEXT, says="its fields are 'id', 'Text'"),
+    "no field": Case(b'{"id": 1, "Text": "x"}', "no field 'text'", key=NOT_TEXT, message="its fields are 'id', 'Text'"),
     "no field at all": Case(b"{}", "no field 'text'", key=NOT_TEXT),
     "list of its own": Case(b'["text"]', "not an object"),
     "text of its own": Case(b'"text"', "not an object"),
@@ -91,7 +91,7 @@ CASES = {
     "array, null": Case(b'{"text": null}', "null instead of text", name="a.json", content=ARRAY, key=NOT_TEXT),
     "array, surrogate": Case(b'{"text": "\\ud800"}', "lone surrogate", FFFD, name="a.json", content=ARRAY),
     "line, utf8": Case(b"x\xff", "not UTF-8", f"x{FFFD}", name="a.txt", content=LINES, options=LINE),
-    "line, binary": Case(b"x\0y", "binary data", name="a.txt", content=LINES, options=LINE, says="plain text"),
+    "line, binary": Case(b"x\0y", "binary data", name="a.txt", content=LINES, options=LINE, message="plain text"),
 }
 
 
@@ -102,33 +102,33 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def test_raise_names_key_file_line_and_remedy(case: Case, tmp_path: Path, drain: Drain) -> None:
     path = case.write(tmp_path)
-    source = opened(path, "raise", **case.options)
+    source = open_documents(path, "raise", **case.options)
     _, position = source.read(0, None, 1)
-    with pytest.raises(ValueError, match=case.says) as caught:
+    with pytest.raises(ValueError, match=case.message) as caught:
         source.read(0, position, 5)
     message = str(caught.value)
-    assert message.startswith(f"{case.key}: {path}, {case.where}: {case.reason}: ")
+    assert message.startswith(f"{case.key}: {path}, {case.location}: {case.reason}: ")
     assert 'set data.source.on_bad_row = "skip"' in message
-    assert ('"replace"' in message) == (case.mended is not None)
-    assert len(message) < 450 + len(str(path)), "long rows are shortened"
-    with pytest.raises(ValueError, match=case.says):
-        source.read(0, position, 1)  # the next call does not go on behind it
+    assert ('"replace"' in message) == (case.repaired_text is not None)
+    assert len(message) < 450 + len(str(path)), "long records are shortened"
+    with pytest.raises(ValueError, match=case.message):
+        source.read(0, position, 1)  # the next call fails again
     assert source.skipped == {}
 
 
-def test_skip_leaves_it_out_and_counts_it_once(case: Case, tmp_path: Path, drain: Drain) -> None:
-    source = opened(case.write(tmp_path), "skip", **case.options)
+def test_skip_leaves_a_record_out_and_counts_it_once(case: Case, tmp_path: Path, drain: Drain) -> None:
+    source = open_documents(case.write(tmp_path), "skip", **case.options)
     for epoch in (0, 0, 1):
         assert drain(source, (1,), epoch=epoch) == ["a", "b"]
         assert source.skipped == {case.reason: 1}
 
 
-def test_replace_mends_what_can_be_mended(case: Case, tmp_path: Path, drain: Drain) -> None:
-    source = opened(case.write(tmp_path), "replace", **case.options)
-    middle = [] if case.mended is None else [case.mended]
+def test_replace_repairs_records(case: Case, tmp_path: Path, drain: Drain) -> None:
+    source = open_documents(case.write(tmp_path), "replace", **case.options)
+    middle = [] if case.repaired_text is None else [case.repaired_text]
     for epoch in (0, 0, 1):
         assert drain(source, (1,), epoch=epoch) == ["a", *middle, "b"]
-        assert source.skipped == {case.reason if case.mended is None else f"mended: {case.reason}": 1}
+        assert source.skipped == {case.reason if case.repaired_text is None else f"mended: {case.reason}": 1}
 
 
 @pytest.mark.parametrize("policy", ["skip", "replace"])
@@ -139,28 +139,28 @@ def test_resuming_among_bad_rows(policy: str, ending: str, tmp_path: Path, drain
     for number, case in enumerate(cases):
         lines += [b'{"text": "good %d"}' % number, case.row]
         expected.append(f"good {number}")
-        expected += [case.mended] if case.mended is not None and policy == "replace" else []
+        expected += [case.repaired_text] if case.repaired_text is not None and policy == "replace" else []
     content = b"\n\n".join([*lines, b'{"text": "the end'])
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(gzip.compress(content) if ending else content)
-    source = opened(path, policy)
+    source = open_documents(path, policy)
     whole = drain(source)
     assert whole == expected
     assert sum(source.skipped.values()) == 3 + len(cases) + 1
-    again = opened(path, policy)
+    again = open_documents(path, policy)
     position: Any = None
     for cut in range(1, len(whole) + 1):
-        some, position = again.read(0, position, 1)
+        chunk, position = again.read(0, position, 1)
         position = json.loads(json.dumps(position))
-        assert some == whole[cut - 1 : cut]
-        assert drain(opened(path, policy), (3,), position=position) == whole[cut:]
+        assert chunk == whole[cut - 1 : cut]
+        assert drain(open_documents(path, policy), (3,), position=position) == whole[cut:]
     assert drain(again, (1,), position=position) == []
     assert again.skipped == source.skipped
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "replace"])
-def test_rows_that_are_no_fault(policy: str, tmp_path: Path, drain: Drain) -> None:
-    """Blank lines, Windows line breaks, byte order marks, new fields late, NaN elsewhere, keys that are there twice."""
+def test_valid_unusual_records(policy: str, tmp_path: Path, drain: Drain) -> None:
+    """Blank lines, Windows line breaks, byte order marks, late fields, NaN in other fields, duplicate keys."""
     rows = [
         b'\xef\xbb\xbf{"text": "a"}',
         b"",
@@ -175,16 +175,16 @@ def test_rows_that_are_no_fault(policy: str, tmp_path: Path, drain: Drain) -> No
     ]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(rows))
-    source = opened(path, policy)
+    source = open_documents(path, policy)
     assert drain(source, (1,)) == ["a", "b", "c", "d", "e", "\U0001f600", "\0", "h"]
     assert source.skipped == {}
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "replace"])
-def test_empty_text_is_counted_and_no_fault(policy: str, tmp_path: Path, drain: Drain) -> None:
+def test_empty_text_is_skipped_and_counted(policy: str, tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ""}\n{"text": "a"}\n{"text": ""}\n')
-    source = opened(path, policy)
+    source = open_documents(path, policy)
     assert drain(source, (1,)) == drain(source) == ["a"]
     assert source.skipped == {"empty": 2}
 
@@ -193,19 +193,19 @@ def test_long_and_last_rows(tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "' + b"x" * 5_000_000)
     with pytest.raises(ValueError, match=r"line 2: malformed JSON: .*is the file cut off\?") as caught:
-        drain(opened(path, "raise"))
+        drain(open_documents(path, "raise"))
     assert len(str(caught.value)) < 500
-    assert drain(opened(path, "skip")) == ["a"]
+    assert drain(open_documents(path, "skip")) == ["a"]
 
 
 @pytest.mark.parametrize("end", [b'{"text": "c"}', b'{"text": "c"', b'"c"]]', b"", b'] {"text": "c"}', b",]"])
-def test_array_that_breaks_off(end: bytes, tmp_path: Path, drain: Drain) -> None:
+def test_broken_array(end: bytes, tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'[{"text": "a"},\n\n{"text": "b"}' + end)
     with pytest.raises(ValueError, match=r"a\.json, line 3: malformed JSON: .*the rest of the array is lost"):
-        drain(opened(path, "raise"))
+        drain(open_documents(path, "raise"))
     for policy in ("skip", "replace"):
-        source = opened(path, policy)
+        source = open_documents(path, policy)
         assert drain(source, (1,)) == ["a", "b"]
         assert source.skipped == {"malformed JSON": 1}
 
@@ -218,8 +218,8 @@ def test_binary_file(content: bytes, tmp_path: Path, drain: Drain) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     (tmp_path / "b.txt").write_text("b")
     with pytest.raises(ValueError, match=r"a\.txt: binary data|a\.txt: not UTF-8"):
-        drain(opened(tmp_path, "raise"))
-    source = opened(tmp_path, "skip")
+        drain(open_documents(tmp_path, "raise"))
+    source = open_documents(tmp_path, "skip")
     assert drain(source) == ["b"] and sum(source.skipped.values()) == 1
 
 
@@ -227,23 +227,23 @@ def test_text_file_that_is_not_utf8(tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"abc \xff\r\n def")
     with pytest.raises(ValueError, match=rf"{path}: not UTF-8: b'abc .*byte 4"):
-        drain(opened(path, "raise"))
-    assert drain(opened(path, "replace")) == [f"abc {FFFD}\n def"]
+        drain(open_documents(path, "raise"))
+    assert drain(open_documents(path, "replace")) == [f"abc {FFFD}\n def"]
 
 
 def test_empty_files(tmp_path: Path, drain: Drain) -> None:
     (tmp_path / "a.jsonl").touch()
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n')
     with pytest.raises(ValueError, match=r"empty file .*a\.jsonl; remove it"):
-        opened(tmp_path, "raise")
-    source = opened(tmp_path, "skip")
+        open_documents(tmp_path, "raise")
+    source = open_documents(tmp_path, "skip")
     assert drain(source) == drain(source) == ["b"] and source.skipped == {"empty file": 1}
     with pytest.raises(ValueError, match=r"empty file .*a\.jsonl; remove it, name other files$"):
-        opened(tmp_path / "a.jsonl", "skip")
+        open_documents(tmp_path / "a.jsonl", "skip")
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.py").touch()
     (tmp_path / "text/b.py").write_text("b")
-    source = opened(tmp_path / "text", "raise")
+    source = open_documents(tmp_path / "text", "raise")
     assert drain(source) == ["b"] and source.skipped == {"empty": 1}
 
 
@@ -252,7 +252,7 @@ ARCHIVES = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".
 
 @pytest.mark.parametrize("ending", ARCHIVES)
 def test_truncated_archive(ending: str, tmp_path: Path, drain: Drain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All whole rows before the end are there; how many are lost nobody knows."""
+    """All whole records before the end are read; the number of lost ones is unknown."""
     monkeypatch.setattr("diffusionlm.data.file_formats.BUFFER_BYTES", 100)
     texts = [f"{number}" for number in range(200)]
     rows = [f'{{"text": "{text}"}}\n'.encode() for text in texts]
@@ -261,9 +261,9 @@ def test_truncated_archive(ending: str, tmp_path: Path, drain: Drain, monkeypatc
     path.write_bytes(first + second[: len(second) // 2])
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n')
     with pytest.raises(ValueError, match=rf"{path}, line 1\d\d: truncated archive: .*copy it again; .*\"skip\""):
-        drain(opened(tmp_path, "raise"))
+        drain(open_documents(tmp_path, "raise"))
     for policy in ("skip", "replace"):
-        source = opened(tmp_path, policy)
+        source = open_documents(tmp_path, policy)
         whole = drain(source)
         assert whole[-1] == "b" and whole[:-1] == texts[: len(whole) - 1] and len(whole) > 150
         assert source.skipped == {"truncated archive": 1}
@@ -271,7 +271,7 @@ def test_truncated_archive(ending: str, tmp_path: Path, drain: Drain, monkeypatc
         for cut in range(1, len(whole) + 1):
             _, position = source.read(0, position, 1)
             if cut >= 145:
-                assert drain(opened(tmp_path, policy), position=position) == whole[cut:]
+                assert drain(open_documents(tmp_path, policy), position=position) == whole[cut:]
 
 
 @pytest.mark.parametrize("ending", ARCHIVES)
@@ -281,16 +281,16 @@ def test_damaged_archive(ending: str, tmp_path: Path, drain: Drain) -> None:
     for content in (row, b"\x07garbage" + row):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=rf"{path}: damaged archive: .*copy it again"):
-            drain(opened(path, "raise"))
+            drain(open_documents(path, "raise"))
     path.write_bytes(ARCHIVES[ending](row) + b"garbage behind it")
-    source = opened(path, "skip")
+    source = open_documents(path, "skip")
     assert drain(source) == ["a"] and source.skipped == {"damaged archive": 1}
 
 
-def test_damage_behind_a_bad_row_is_counted_too(tmp_path: Path, drain: Drain) -> None:
+def test_damage_after_a_bad_record_is_counted_too(tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\nbroken\n') + b"garbage")
-    source = opened(path, "skip")
+    source = open_documents(path, "skip")
     assert drain(source) == drain(source) == ["a"]
     assert source.skipped == {"malformed JSON": 1, "damaged archive": 1}
 
@@ -299,7 +299,7 @@ def test_archive_padded_with_zeros(tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.jsonl.gz"
     member = gzip.compress(b'{"text": "a"}\n')
     path.write_bytes(member + bytes(100_000) + member + bytes(512))
-    assert drain(opened(path, "raise")) == ["a", "a"]
+    assert drain(open_documents(path, "raise")) == ["a", "a"]
 
 
 # Parquet
@@ -311,15 +311,15 @@ def test_parquet_cells(tmp_path: Path, drain: Drain) -> None:
     table = pa.table({"text": pa.Array.from_buffers(pa.string(), len(binary), binary.buffers())})
     pq.write_table(table, path)
     with pytest.raises(ValueError, match=rf"data\.source\.paths: {path}, row 2: not UTF-8: b'x"):
-        drain(opened(path, "raise"))
-    source = opened(path, "skip")
+        drain(open_documents(path, "raise"))
+    source = open_documents(path, "skip")
     assert drain(source, (1,)) == ["a", "b"]
     assert source.skipped == {"not UTF-8": 1, "null instead of text": 1, "empty": 1}
-    source = opened(path, "replace")
+    source = open_documents(path, "replace")
     assert drain(source, (1,)) == ["a", f"x{FFFD}", "b"]
     assert source.skipped == {"mended: not UTF-8": 1, "null instead of text": 1, "empty": 1}
     pq.write_table(pa.table({"text": binary}), path)
-    assert drain(opened(path, "replace")) == ["a", f"x{FFFD}", "b"]
+    assert drain(open_documents(path, "replace")) == ["a", f"x{FFFD}", "b"]
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "replace"])
@@ -327,8 +327,8 @@ def test_parquet_columns(policy: str, tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": [1, 2], "text": ["a", "b"], "tags": [["x"], []]}), path)
     with pytest.raises(ValueError, match=r"text_field = 'body' is no column of .*'id', 'text', 'tags'"):
-        drain(opened(path, policy, text_field="body"))
-    numbers, lists = opened(path, policy, text_field="id"), opened(path, policy, text_field="tags")
+        drain(open_documents(path, policy, text_field="body"))
+    numbers, lists = open_documents(path, policy, text_field="id"), open_documents(path, policy, text_field="tags")
     if policy == "raise":
         with pytest.raises(ValueError, match=r"text_field = 'id': .*row 1: number instead of text: 1;.*\"replace\""):
             drain(numbers)
@@ -344,14 +344,14 @@ def test_corrupt_parquet(tmp_path: Path, drain: Drain) -> None:
     content = bytearray(path.read_bytes())
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match=rf"{path}: damaged Parquet: .*copy it again"):
-        drain(opened(path, "raise"))
-    source = opened(path, "skip")
+        drain(open_documents(path, "raise"))
+    source = open_documents(path, "skip")
     assert drain(source) == [] and source.skipped == {"damaged Parquet": 1}
     start = pq.ParquetFile(pa.BufferReader(bytes(content))).metadata.row_group(2).column(0)
     first = start.dictionary_page_offset or start.data_page_offset
     content[first : first + 200] = bytes(200)
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{path}, row 200: damaged Parquet"):
-        drain(opened(path, "raise"))
-    source = opened(path, "skip")
+        drain(open_documents(path, "raise"))
+    source = open_documents(path, "skip")
     assert drain(source, (7,)) == texts[:200] and source.skipped == {"damaged Parquet": 1}

@@ -1,4 +1,4 @@
-"""Shards: every token comes back, in every format; order and resuming; what is damaged is said."""
+"""Shards: tokens are read back in every format; order, resuming, damaged files."""
 
 from __future__ import annotations
 
@@ -33,30 +33,32 @@ Drain = Callable[..., list[Any]]
 
 
 def random_documents(seed: int, count: int, vocab_size: int, longest: int = 60) -> list[Tokens]:
-    """Some of them empty; end-of-text does not come up in text."""
+    """Random documents without end-of-text; some are empty."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, longest, count)
     lengths[rng.random(count) < 0.1] = 0
     ids = [rng.integers(4, vocab_size, length, dtype=np.int32) for length in lengths]
-    return [np.where(rng.random(len(each)) < 0.1, 1, each).astype(np.int32) for each in ids]
+    return [np.where(rng.random(len(tokens)) < 0.1, 1, tokens).astype(np.int32) for tokens in ids]
 
 
 def write_shards(
     folder: Path, shards: list[list[Tokens]], kind: ShardFormat = "bin", vocab_size: int = 1_000, split: Split = "train"
 ) -> Path:
-    """A complete directory with these documents in its shards, which come in portions."""
+    """Write a complete directory with these documents in its shards."""
     dtype: ShardDtype = "int32" if kind == "parquet" else "uint16" if vocab_size <= 1 << 16 else "uint32"
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-    made: list[ShardEntry] = []
+    entries: list[ShardEntry] = []
     for number, documents in enumerate(shards):
-        start = sum(part.bytes for shard in made for part in shard.parts)
+        start = sum(part.bytes for shard in entries for part in shard.parts)
         writer = open_writer(kind, folder, split, number, start, dtype, EOS)
         for first in range(0, len(documents), 7):
             writer.add(documents[first : first + 7])
         tokens = sum(map(len, documents))
-        made.append(ShardEntry(documents=len(documents), tokens=tokens, text_bytes=3 * tokens, parts=writer.finish()))
+        entries.append(
+            ShardEntry(documents=len(documents), tokens=tokens, text_bytes=3 * tokens, parts=writer.finish())
+        )
     rename_dat_file(folder, split)
-    split_index = SplitIndex(identity="source/1", provenance="7 files of 1,234 bytes", shards=tuple(made))
+    split_index = SplitIndex(identity="source/1", provenance="7 files of 1,234 bytes", shards=tuple(entries))
     index = ShardIndex(
         format=kind,
         dtype=dtype,
@@ -70,7 +72,7 @@ def write_shards(
     return folder
 
 
-def opened(folder: Path, max_documents: int | None = None, split: Split = "train") -> ShardDocuments:
+def open_shards(folder: Path, max_documents: int | None = None, split: Split = "train") -> ShardDocuments:
     return ShardDocuments.open(Shards(path=folder, max_documents=max_documents), split, "data.source")
 
 
@@ -78,8 +80,8 @@ def read_document(documents: ShardDocuments, index: int) -> Tokens:
     return documents.documents(np.array([index]))[0]
 
 
-def same(found: list[Tokens], expected: list[Tokens]) -> bool:
-    return len(found) == len(expected) and all(map(np.array_equal, found, expected))
+def same(actual: list[Tokens], expected: list[Tokens]) -> bool:
+    return len(actual) == len(expected) and all(map(np.array_equal, actual, expected))
 
 
 @pytest.fixture
@@ -91,39 +93,39 @@ def three(tmp_path: Path) -> tuple[Path, list[Tokens]]:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("vocab_size", [1_000, 1 << 16, 200_000])
-def test_every_token_comes_back(tmp_path: Path, kind: ShardFormat, vocab_size: int) -> None:
+def test_tokens_are_read_back(tmp_path: Path, kind: ShardFormat, vocab_size: int) -> None:
     documents = random_documents(vocab_size, 300, vocab_size)
     documents[7] = np.random.default_rng(0).integers(4, vocab_size, 1_000_000, dtype=np.int32)
     documents[8] = np.array([vocab_size - 1, 0, 4], dtype=np.int32)
     documents[299] = np.array([], dtype=np.int32)
     cuts = [documents[:1], documents[1:7], documents[7:8], documents[8:250], documents[250:]]
-    found = opened(write_shards(tmp_path, cuts, kind, vocab_size))
-    assert len(found) == 300
-    assert found.num_tokens == sum(map(len, documents))
-    assert same(found.documents(np.arange(300)), documents)
+    actual = open_shards(write_shards(tmp_path, cuts, kind, vocab_size))
+    assert len(actual) == 300
+    assert actual.num_tokens == sum(map(len, documents))
+    assert same(actual.documents(np.arange(300)), documents)
     order = np.random.default_rng(1).integers(0, 300, 1_000)
-    assert same(found.documents(order), [documents[index] for index in order])
+    assert same(actual.documents(order), [documents[index] for index in order])
     for index in (0, 1, 7, 8, 299):
-        assert np.array_equal(read_document(found, index), documents[index])
-        assert read_document(found, index).dtype == np.int32
-    assert found.documents(np.array([], dtype=np.int64)) == []
+        assert np.array_equal(read_document(actual, index), documents[index])
+        assert read_document(actual, index).dtype == np.int32
+    assert actual.documents(np.array([], dtype=np.int64)) == []
     with pytest.raises(AssertionError):
-        read_document(found, 300)
+        read_document(actual, 300)
     with pytest.raises(AssertionError):
-        read_document(found, -1)
+        read_document(actual, -1)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_documents_without_any_token(tmp_path: Path, kind: ShardFormat) -> None:
     empty = np.array([], dtype=np.int32)
-    found = opened(write_shards(tmp_path, [[empty], [empty, empty]], kind))
-    assert (len(found), found.num_tokens) == (3, 0)
-    assert same(found.documents(np.arange(3)), [empty] * 3)
-    read, position = ShardReader(found, 0, True).read(0, None, 5)
+    actual = open_shards(write_shards(tmp_path, [[empty], [empty, empty]], kind))
+    assert (len(actual), actual.num_tokens) == (3, 0)
+    assert same(actual.documents(np.arange(3)), [empty] * 3)
+    read, position = ShardReader(actual, 0, True).read(0, None, 5)
     assert same(read, [empty] * 3) and position is None
 
 
-def test_the_files_are_what_the_documentation_says(tmp_path: Path) -> None:
+def test_the_documented_file_formats(tmp_path: Path) -> None:
     documents = [np.array(ids, dtype=np.int32) for ids in ([5, 600], [], [7], [8, 9, 10])]
     folder = write_shards(tmp_path / "bin", [documents[:3], documents[3:]])
     assert (folder / "train-00000.bin").read_bytes() == bytes([5, 0, 600 % 256, 600 // 256, 7, 0])
@@ -151,50 +153,50 @@ def test_row_groups_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = write_shards(tmp_path, [documents], "parquet")
     file = pq.ParquetFile(folder / "train-00000.parquet")
     assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [3] * 6 + [2]
-    assert same(opened(folder).documents(np.arange(20)), documents)
+    assert same(open_shards(folder).documents(np.arange(20)), documents)
 
 
 def test_identity_and_provenance(tmp_path: Path, three: tuple[Path, list[Tokens]]) -> None:
     folder, documents = three
-    found = opened(folder)
-    assert found.identity == opened(folder).identity
-    assert found.identity.startswith("shards/train/")
-    changed = [each.copy() for each in documents]
-    next(each for each in changed if len(each))[0] += 1
+    actual = open_shards(folder)
+    assert actual.identity == open_shards(folder).identity
+    assert actual.identity.startswith("shards/train/")
+    changed = [tokens.copy() for tokens in documents]
+    next(tokens for tokens in changed if len(tokens))[0] += 1
     again = write_shards(tmp_path / "again", [documents[:40], documents[40:41], documents[41:]])
     other = write_shards(tmp_path / "other", [changed[:40], changed[40:41], changed[41:]])
-    fewer = opened(folder, 99)
-    assert opened(again).identity == found.identity
-    assert len({found.identity, opened(other).identity, fewer.identity}) == 3
+    fewer = open_shards(folder, 99)
+    assert open_shards(again).identity == actual.identity
+    assert len({actual.identity, open_shards(other).identity, fewer.identity}) == 3
     text = (again / "index.json").read_text()
     (again / "index.json").write_text(text.replace('"abc"', '"abd"'))
-    assert opened(again).identity != found.identity
-    assert (found.tokenizer_directory, found.tokenizer_fingerprint) == (folder / "tokenizer", "abc")
+    assert open_shards(again).identity != actual.identity
+    assert (actual.tokenizer_directory, actual.tokenizer_fingerprint) == (folder / "tokenizer", "abc")
     tokens = sum(map(len, documents))
     size = sum(path.stat().st_size for path in folder.glob("train-*"))
-    assert found.provenance == (
+    assert actual.provenance == (
         f"100 documents, {tokens:,} tokens, {size / 2**20:,.1f} MiB of bin in {folder}, "
         "made from 7 files of 1,234 bytes"
     )
     assert fewer.provenance.startswith("the first 99 of 100 documents")
-    parquet = opened(write_shards(tmp_path / "parquet", [documents], "parquet"))
+    parquet = open_shards(write_shards(tmp_path / "parquet", [documents], "parquet"))
     assert "MiB in memory" in parquet.provenance
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_only_the_first_documents(tmp_path: Path, kind: ShardFormat) -> None:
+def test_max_documents(tmp_path: Path, kind: ShardFormat) -> None:
     documents = random_documents(2, 100, 1_000)
     folder = write_shards(tmp_path / kind, [documents[:40], documents[40:41], documents[41:]], kind)
     for count in (1, 39, 40, 41, 42, 99):
-        found = opened(folder, count)
-        assert len(found) == count
-        assert found.num_tokens == sum(map(len, documents[:count]))
-        assert same(found.documents(np.arange(count)), documents[:count])
+        actual = open_shards(folder, count)
+        assert len(actual) == count
+        assert actual.num_tokens == sum(map(len, documents[:count]))
+        assert same(actual.documents(np.arange(count)), documents[:count])
         with pytest.raises(AssertionError):
-            read_document(found, count)
-    assert len(opened(folder, 1_000)) == 100
+            read_document(actual, count)
+    assert len(open_shards(folder, 1_000)) == 100
     held_out = write_shards(tmp_path / "validation", [documents], kind, split="validation")
-    assert len(opened(held_out, 5, "validation")) == 100  # it is about training documents
+    assert len(open_shards(held_out, 5, "validation")) == 100  # it limits training documents only
 
 
 @pytest.mark.parametrize("ahead", [1, 4, 1_000])
@@ -203,7 +205,7 @@ def test_an_epoch_is_a_permutation(
 ) -> None:
     monkeypatch.setattr(shards_module, "LOOK_AHEAD_DOCUMENTS", ahead)
     folder, documents = three
-    reader = ShardReader(opened(folder), 11, is_shuffled=True)
+    reader = ShardReader(open_shards(folder), 11, is_shuffled=True)
     orders = []
     for epoch in (0, 1, 0):
         order = KeyedPermutation(100, 11, RngStream.DOCUMENT_ORDER, epoch)(np.arange(100)).tolist()
@@ -211,25 +213,25 @@ def test_an_epoch_is_a_permutation(
         assert same(drain(reader, (1, 7, 30), epoch), [documents[index] for index in order])
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == list(range(100))
-    in_order = ShardReader(opened(folder), 11, is_shuffled=False)
+    in_order = ShardReader(open_shards(folder), 11, is_shuffled=False)
     for epoch in (0, 1):
         assert same(drain(in_order, (13,), epoch), documents)
 
 
 @pytest.mark.parametrize("ahead", [1, 8, 1_000])
-def test_reading_on_is_exact_at_every_place(
+def test_resuming_at_every_position(
     three: tuple[Path, list[Tokens]], monkeypatch: pytest.MonkeyPatch, drain: Drain, ahead: int
 ) -> None:
     monkeypatch.setattr(shards_module, "LOOK_AHEAD_DOCUMENTS", ahead)
     folder, _ = three
-    found = opened(folder)
-    whole = drain(ShardReader(found, 4, True), (9,), epoch=3)
-    used = ShardReader(found, 4, True)
+    actual = open_shards(folder)
+    whole = drain(ShardReader(actual, 4, True), (9,), epoch=3)
+    used = ShardReader(actual, 4, True)
     for cut in range(1, 101):
-        head, position = ShardReader(found, 4, True).read(3, None, cut)
+        head, position = ShardReader(actual, 4, True).read(3, None, cut)
         assert position == cut
-        assert same(head + drain(ShardReader(found, 4, True), (6, 1), 3, position), whole)
-        assert same(drain(used, (11,), 3, position), whole[cut:])  # one that was elsewhere before
+        assert same(head + drain(ShardReader(actual, 4, True), (6, 1), 3, position), whole)
+        assert same(drain(used, (11,), 3, position), whole[cut:])  # a reader that was at another position before
     head, position = used.read(3, None, 101)
     assert (len(head), position) == (100, None)
     assert used.read(3, 100, 5) == ([], None)
@@ -245,7 +247,7 @@ def test_many_are_fetched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return fetch(self, indices)
 
     monkeypatch.setattr(ShardDocuments, "documents", counting)
-    short = ShardReader(opened(write_shards(tmp_path / "short", [random_documents(1, 3_000, 99)])), 0, True)
+    short = ShardReader(open_shards(write_shards(tmp_path / "short", [random_documents(1, 3_000, 99)])), 0, True)
     position = None
     for _ in range(3_000):
         _, position = short.read(0, position, 1)
@@ -253,24 +255,24 @@ def test_many_are_fetched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shards_module, "LOOK_AHEAD_TOKENS", 1_000)
     fetched.clear()
     long = write_shards(tmp_path / "long", [[np.full(100, 5, dtype=np.int32)] * 50])
-    ShardReader(opened(long), 0, True).read(0, None, 1)
+    ShardReader(open_shards(long), 0, True).read(0, None, 1)
     assert fetched == [10]
 
 
-def refused(folder: Path, split: Split = "train") -> str:
+def error_of(folder: Path, split: Split = "train") -> str:
     with pytest.raises(ValueError) as caught:
-        opened(folder, split=split)
+        open_shards(folder, split=split)
     return str(caught.value)
 
 
-def test_what_is_no_directory_of_shards(tmp_path: Path, three: tuple[Path, list[Tokens]]) -> None:
+def test_invalid_directories(tmp_path: Path, three: tuple[Path, list[Tokens]]) -> None:
     folder, _ = three
     missing = tmp_path / "none"
-    assert refused(missing) == f"data.source.path = {missing} is not a directory; make one with diffusionlm-make-data"
-    assert "has no index.json; name a directory that diffusionlm-make-data wrote" in refused(tmp_path)
+    assert error_of(missing) == f"data.source.path = {missing} is not a directory; make one with diffusionlm-make-data"
+    assert "has no index.json; name a directory that diffusionlm-make-data wrote" in error_of(tmp_path)
     (tmp_path / "progress.json").write_text("{}")
-    assert "is incomplete; repeat the diffusionlm-make-data command" in refused(tmp_path)
-    assert f"data.source.path = {folder} has no validation documents" in refused(folder, "validation")
+    assert "is incomplete; repeat the diffusionlm-make-data command" in error_of(tmp_path)
+    assert f"data.source.path = {folder} has no validation documents" in error_of(folder, "validation")
     path = folder / "index.json"
     text = path.read_text()
     for broken, words in (
@@ -282,10 +284,10 @@ def test_what_is_no_directory_of_shards(tmp_path: Path, three: tuple[Path, list[
     ):
         assert broken != text
         path.write_text(broken)
-        assert words in refused(folder)
+        assert words in error_of(folder)
     path.write_text(text)
     (folder / "tokenizer").rmdir()
-    assert f"{folder / 'tokenizer'} is missing" in refused(folder)
+    assert f"{folder / 'tokenizer'} is missing" in error_of(folder)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -295,15 +297,15 @@ def test_missing_and_short_files(tmp_path: Path, kind: ShardFormat) -> None:
     for path in sorted(folder.glob("train*")):
         whole = path.read_bytes()
         path.write_bytes(whole[:-1])
-        assert refused(folder) == (
+        assert error_of(folder) == (
             f"{path} has {len(whole) - 1:,} bytes, not {len(whole):,}; copy it again, or make the data again"
         )
         path.write_bytes(whole + b"\0")
-        assert f"{path} has {len(whole) + 1:,} bytes" in refused(folder)
+        assert f"{path} has {len(whole) + 1:,} bytes" in error_of(folder)
         path.unlink()
-        assert refused(folder).startswith(f"{path} is missing, though index.json names it")
+        assert error_of(folder).startswith(f"{path} is missing, though index.json names it")
         path.write_bytes(whole)
-        assert len(opened(folder)) == 50
+        assert len(open_shards(folder)) == 50
 
 
 def flip(path: Path, place: int) -> None:
@@ -324,25 +326,25 @@ def test_damage_of_the_same_length(tmp_path: Path) -> None:
     ):
         folder = write_shards(tmp_path / f"{kind}{place}", [documents], kind)  # type: ignore[arg-type]
         flip(folder / name, place)
-        message = refused(folder)
+        message = error_of(folder)
         assert message.startswith(f"{folder / name} is damaged")
         assert words in message
         with pytest.raises(ValueError, match=r"its checksum is not the one in index\.json"):
             check_checksums(folder, read_index(folder, "key").splits["train"])
 
 
-def test_ids_outside_of_the_vocabulary_are_found_when_they_are_read(tmp_path: Path) -> None:
+def test_ids_outside_the_vocabulary_are_errors(tmp_path: Path) -> None:
     documents = [np.full(5, 7, dtype=np.int32)] * 10
-    for vocab_size, place, found in ((1_000, 11, 0xFF07), (70_000, 23, 0xFF000007)):
+    for vocab_size, place, actual in ((1_000, 11, 0xFF07), (70_000, 23, 0xFF000007)):
         folder = write_shards(tmp_path / str(vocab_size), [documents], vocab_size=vocab_size)
         flip(folder / "train-00000.bin", place)
-        damaged = opened(folder)
+        damaged = open_shards(folder)
         assert read_document(damaged, 0).tolist() == [7] * 5
-        with pytest.raises(ValueError, match=f"has the token id {found}, and the vocabulary has {vocab_size};"):
+        with pytest.raises(ValueError, match=f"has the token id {actual}, and the vocabulary has {vocab_size};"):
             read_document(damaged, 1)
 
 
-def test_checksums_find_what_cannot_be_seen_otherwise(tmp_path: Path) -> None:
+def test_checksums_detect_damage(tmp_path: Path) -> None:
     documents = random_documents(5, 30, 1_000)
     for kind in FORMATS:
         folder = write_shards(tmp_path / kind, [documents[:10], documents[10:]], kind)
@@ -356,14 +358,14 @@ def test_checksums_find_what_cannot_be_seen_otherwise(tmp_path: Path) -> None:
         check_checksums(folder, split_index)
 
 
-def test_too_much_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_parquet_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_shards(tmp_path, [[np.full(6, 7, dtype=np.int32)] * 10], "parquet")
     monkeypatch.setattr(shards_module, "MAX_PARQUET_TOKENS", 59)
-    message = refused(folder)
+    message = error_of(folder)
     assert "is Parquet, whose 60 tokens would take" in message
     assert 'make the data with output.format = "bin", which is for training' in message
     monkeypatch.setattr(shards_module, "MAX_PARQUET_TOKENS", 60)
-    assert len(opened(folder)) == 10
+    assert len(open_shards(folder)) == 10
 
 
 def test_too_many_open_files_are_explained(three: tuple[Path, list[Tokens]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,11 +373,11 @@ def test_too_many_open_files_are_explained(three: tuple[Path, list[Tokens]], mon
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(shards_module, "_map", full)
-    assert "ulimit -n" in refused(three[0])
+    assert "ulimit -n" in error_of(three[0])
 
 
-def test_a_file_of_a_writer_that_was_interrupted_is_cut_back(tmp_path: Path) -> None:
-    """``dat``: what is behind the last complete shard does not count, and less than that is an error."""
+def test_a_dat_file_is_truncated_to_its_last_shard(tmp_path: Path) -> None:
+    """Data after the last complete shard is removed; a shorter file is an error."""
     first = open_writer("dat", tmp_path, "train", 0, 0, "uint16", EOS)
     first.add([np.array([5, 6], dtype=np.int32)])
     [part] = first.finish()

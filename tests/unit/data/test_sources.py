@@ -33,7 +33,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def both(share: int = 5) -> tuple[DocumentSource, DocumentSource]:
+def open_splits(share: int = 5) -> tuple[DocumentSource, DocumentSource]:
     config = PythonStdlib(validation_share=share)
     return open_source(config, "train", "data.source"), open_source(config, "validation", "data.source")
 
@@ -44,7 +44,7 @@ def names(source: DocumentSource, root: Path) -> list[str]:
 
 
 def test_splits_are_disjoint_and_cover_everything(library: Path) -> None:
-    train, validation = both()
+    train, validation = open_splits()
     expected = {f"{'json/' if index % 3 else ''}module{index:02}.py" for index in range(60)} | {"test.py"}
     assert not set(names(train, library)) & set(names(validation, library))
     assert set(names(train, library)) | set(names(validation, library)) == expected
@@ -53,43 +53,43 @@ def test_splits_are_disjoint_and_cover_everything(library: Path) -> None:
     assert train.skipped == validation.skipped == {}
 
 
-def test_split_depends_on_the_path_inside_the_library_alone(
+def test_the_split_depends_on_the_path_inside_the_library_only(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, source = names(both()[1], library), both()[1]
+    before, source = names(open_splits()[1], library), open_splits()[1]
     moved = library.rename(tmp_path / "elsewhere")
     monkeypatch.setattr(sysconfig, "get_paths", lambda *a, **k: {"stdlib": str(moved)})
-    assert names(both()[1], moved) == before
-    assert both()[1].identity == source.identity
+    assert names(open_splits()[1], moved) == before
+    assert open_splits()[1].identity == source.identity
 
 
 def test_identity_changes_with_text_and_split(library: Path) -> None:
-    train, validation = both()
+    train, validation = open_splits()
     assert train.identity != validation.identity
     (library / names(train, library)[0]).write_text("changed = 1")
-    assert both()[0].identity != train.identity
-    assert both()[1].identity == validation.identity
+    assert open_splits()[0].identity != train.identity
+    assert open_splits()[1].identity == validation.identity
 
 
 def test_files_that_are_not_utf8_are_counted(library: Path, drain: Callable[..., list[Any]]) -> None:
-    broken = library / names(both()[0], library)[3]
+    broken = library / names(open_splits()[0], library)[3]
     broken.write_bytes(b"# \xff\xfe latin")
-    train, validation = both()
+    train, validation = open_splits()
     assert train.skipped == {"not UTF-8": 1} and validation.skipped == {}
     assert broken not in train.paths  # type: ignore[attr-defined]
     assert all("latin" not in text for text in drain(train))
 
 
 @pytest.mark.parametrize("chunks", [(1,), (7,), (2, 5, 1), (1000,)])
-def test_reading_on(library: Path, drain: Callable[..., list[Any]], chunks: tuple[int, ...]) -> None:
-    train, _ = both()
+def test_resuming(library: Path, drain: Callable[..., list[Any]], chunks: tuple[int, ...]) -> None:
+    train, _ = open_splits()
     whole = [path.read_text(encoding="utf-8") for path in train.paths]  # type: ignore[attr-defined]
     assert drain(train, chunks) == whole
     assert drain(train, (len(whole),)) == whole
     assert drain(train, chunks, position=train.read(0, None, 5)[1]) == whole[5:]
 
 
-def test_nothing_to_read_is_an_error(library: Path) -> None:
+def test_no_files_are_an_error(library: Path) -> None:
     for path in library.rglob("*.py"):
         path.unlink()
     with pytest.raises(ValueError, match=r"python-stdlib.*train"):

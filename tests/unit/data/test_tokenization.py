@@ -1,4 +1,4 @@
-"""Processes that tokenise: what they say when they cannot."""
+"""Tokenizer processes: errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tokenizer import train_bpe
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
-    """As in a script that has forgotten that it is run again by each process; nothing waits for it for ever."""
+def test_a_process_that_fails_to_start_is_an_error(tmp_path: Path) -> None:
+    """A script without a main guard fails in its children; nothing waits for them forever."""
     script = tmp_path / "unguarded.py"
     script.write_text(
         "from diffusionlm.data.tokenization import TokenizerPool\n"
@@ -25,21 +25,21 @@ def test_a_process_that_does_not_even_start_is_told(tmp_path: Path) -> None:
         "with TokenizerPool(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as pool:\n"
         "    pool.submit(['a'])()\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, script],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 1
-    assert "ValueError: a tokenizer process ended (exit code 1)" in done.stderr
+    assert result.returncode == 1
+    assert "ValueError: a tokenizer process ended (exit code 1)" in result.stderr
 
 
-def test_text_without_a_utf8_form_is_an_error_of_its_process_too() -> None:
+def test_text_without_a_utf8_form_is_an_error_with_and_without_processes() -> None:
     tokenizer = train_bpe(["the cat sat on the mat"], vocab_size=262)
     for num_processes in (0, 1):
         with open_text_encoder(tokenizer, num_processes) as encoder:
             with pytest.raises(ValueError, match="surrogate"):
                 encoder.submit(["one", "\ud800"])()
-            assert [len(each) for each in encoder.submit(["", "a"])()] == [0, 1]
+            assert [len(tokens) for tokens in encoder.submit(["", "a"])()] == [0, 1]
