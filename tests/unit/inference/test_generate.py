@@ -75,7 +75,7 @@ def naive_low_confidence(model: Transformer, prompt: list[int], new: int, block:
     return history
 
 
-@pytest.mark.parametrize(("block", "steps"), [(12, 12), (12, 5), (4, 4), (4, 3), (5, 2), (6, 9), (12, 1)])
+@pytest.mark.parametrize(("block", "steps"), [(12, 5), (5, 2), (6, 9)])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_low_confidence_is_lladas_step_by_step(model: Transformer, prompt: list[int], block: int, steps: int) -> None:
     seen: list[DecodingStep] = []
@@ -149,7 +149,7 @@ def test_seeds_decide_the_samples(model: Transformer) -> None:
 
 def test_samples_follow_the_distribution(model: Transformer) -> None:
     config = settings(max_new_tokens=1, temperature=2.0, top_k=5)
-    num_samples = 4000
+    num_samples = 2000
     done = generate(model, [[3, 1]] * num_samples, config)
     with torch.no_grad():
         logits_V = model(torch.tensor([[3, 1, MASK]]), pattern=Bidirectional())[0, 2]
@@ -239,21 +239,21 @@ def test_suppressed_tokens_and_the_mask_are_never_chosen(model: Transformer) -> 
         assert set(done.token_ids) <= allowed
 
 
-def test_infill_fills_every_hole_and_nothing_else(model: Transformer) -> None:
+def test_infill_fills_every_mask_and_nothing_else(model: Transformer) -> None:
     canvases = [[1, MASK, MASK, 4, 5, MASK, 7], [MASK] * 5, [EOS, 2, 3], [9, MASK], []]
     config = settings(block_length=2, stop_token_ids=None)
     for canvas, done in zip(canvases, infill(model, canvases, config), strict=True):
-        holes = [index for index, token in enumerate(canvas) if token == MASK]
+        masked_positions = [index for index, token in enumerate(canvas) if token == MASK]
         assert len(done.token_ids) == len(canvas)
         assert MASK not in done.token_ids
         assert all(new == old for new, old in zip(done.token_ids, canvas, strict=True) if old != MASK)
-        assert len(done.logprobs) == len(done.step_map) == done.num_forwards == len(holes)
+        assert len(done.logprobs) == len(done.step_map) == done.num_forwards == len(masked_positions)
         assert done.finish_reason == "length"
-        blocks = [max(done.step_map[start : start + 2]) for start in range(0, len(holes), 2)]
-        assert blocks == [min(2 * (index + 1), len(holes)) for index in range(len(blocks))]
+        blocks = [max(done.step_map[start : start + 2]) for start in range(0, len(masked_positions), 2)]
+        assert blocks == [min(2 * (index + 1), len(masked_positions)) for index in range(len(blocks))]
 
 
-def test_infill_is_generate_where_the_holes_are_at_the_end(model: Transformer) -> None:
+def test_infill_equals_generate_if_the_masks_are_at_the_end(model: Transformer) -> None:
     config = settings(block_length=5, temperature=1.0)
     [generated] = generate(model, [[1, 2, 3]], config, [4])
     [infilled] = infill(model, [[1, 2, 3, *[MASK] * 12]], config, [4])
