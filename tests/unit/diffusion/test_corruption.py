@@ -1,4 +1,4 @@
-"""Draws: units, counts and times, weights; keyed by the place in the step and blind to prompts and padding."""
+"""Masks, noise groups, noise levels and loss weights; they are keyed by the sequence in the step."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def chi_square(counts: Any) -> float:
 # Units
 
 
-def test_units_of_a_row_written_out() -> None:
+def test_noise_groups_written_out() -> None:
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, -1]])
     tokens = torch.zeros(1, 10, dtype=torch.int64)
     targets = torch.tensor([[False, True, True, True, True, True, False, True, True, False]])
@@ -91,7 +91,7 @@ def test_units_of_a_row_written_out() -> None:
     assert assign_noise_groups(alone, maskable, "block", 4).tolist() == [[-1, 0, 0, 0, 1, 1, -1, 1, 2, -1]]
 
 
-def test_units_without_a_target_get_no_number() -> None:
+def test_groups_without_a_target_have_no_index() -> None:
     targets = torch.tensor([[False, False, True, False, False, False, True, True]])
     batch = CleanBatch(torch.zeros(1, 8, dtype=torch.int64), targets, torch.tensor([[0, 0, 1, 2, 2, 2, 3, 3]]))
     assert assign_noise_groups(batch, targets.numpy(), "document", None).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 1]]
@@ -99,14 +99,14 @@ def test_units_without_a_target_get_no_number() -> None:
 
 
 @pytest.mark.parametrize("per", ["row", "document", "block"])
-def test_units_are_numbered_without_gaps_and_stay_in_their_block(per: NoiseGrouping) -> None:
+def test_group_ids_have_no_gaps_and_stay_in_their_block(per: NoiseGrouping) -> None:
     batch = batch_of(40)
     assert batch.document_BL is not None
     maskable = batch.loss_mask_BL.numpy()
-    units = assign_noise_groups(batch, maskable, per, BLOCK)
-    assert np.array_equal(units >= 0, maskable)
+    group_ids = assign_noise_groups(batch, maskable, per, BLOCK)
+    assert np.array_equal(group_ids >= 0, maskable)
     for row in range(40):
-        here = units[row][maskable[row]]
+        here = group_ids[row][maskable[row]]
         assert here.tolist() == sorted(here.tolist())
         assert set(here.tolist()) == set(range(len(set(here.tolist()))))
         documents = batch.document_BL[row].numpy()
@@ -116,11 +116,11 @@ def test_units_are_numbered_without_gaps_and_stay_in_their_block(per: NoiseGroup
             document = int(documents[place])
             block = int(place - starts[document]) // BLOCK
             key = {"row": (), "document": (document,), "block": (document, block)}[per]
-            assert own.setdefault(int(units[row, place]), key) == key
+            assert own.setdefault(int(group_ids[row, place]), key) == key
         assert len(set(own.values())) == len(own), "two units of one block"
 
 
-def test_a_mask_token_in_the_data_is_no_target() -> None:
+def test_a_mask_token_in_the_data_is_not_maskable() -> None:
     batch = batch_of(8)
     batch.tokens_BL[:, 4] = MASK
     maskable = exclude_mask_tokens(batch, MASK)
@@ -134,7 +134,7 @@ def test_a_mask_token_in_the_data_is_no_target() -> None:
 
 
 @pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
-def test_offsets_belong_to_the_row_of_the_step(times: str) -> None:
+def test_offsets_are_keyed_by_the_sequence_in_the_step(times: str) -> None:
     key = NoiseKey(0, 0, 0, 24)
     whole = sample_sequence_offsets(key, 24, times)
     assert ((whole >= 0) & (whole <= 1)).all() and len(set(whole.tolist())) == 24
@@ -162,7 +162,7 @@ def test_antithetic_offsets_come_in_pairs(rows: int) -> None:
     assert len(offsets) == rows
 
 
-def test_levels_of_a_row() -> None:
+def test_noise_levels_of_a_sequence() -> None:
     rng = np.random.default_rng(0)
     for times in ("stratified", "antithetic", "uniform"):
         assert sample_group_levels(0.3, 1, rng, times).tolist() == [0.3]
@@ -176,7 +176,7 @@ def test_levels_of_a_row() -> None:
 
 
 @pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
-def test_every_units_level_is_uniform(times: str) -> None:
+def test_level_of_every_group_is_uniform(times: str) -> None:
     """Over the steps, for each row and unit: nothing is tied to a place."""
     levels = np.zeros((800, 2, 3))
     for step in range(800):
@@ -184,8 +184,8 @@ def test_every_units_level_is_uniform(times: str) -> None:
         for row in range(2):
             levels[step, row] = sample_group_levels(offsets[row], 3, np.random.default_rng((step, row)), times)
     for row in range(2):
-        for unit in range(3):
-            bins = np.bincount(np.minimum(levels[:, row, unit] * 8, 7).astype(int), minlength=8)
+        for group in range(3):
+            bins = np.bincount(np.minimum(levels[:, row, group] * 8, 7).astype(int), minlength=8)
             assert chi_square(bins) < 29.9  # 7 degrees of freedom: p = 1e-4
 
 
@@ -203,15 +203,15 @@ def test_counts_are_uniform_where_levels_are() -> None:
 def test_counts_positions_and_weights() -> None:
     batch = batch_of(32)
     maskable = batch.loss_mask_BL.numpy()
-    units = assign_noise_groups(batch, maskable, "block", BLOCK)
+    group_ids = assign_noise_groups(batch, maskable, "block", BLOCK)
     for step in range(5):
-        noise = noise_of(units, FixedCountMasking(), step=step)
+        noise = noise_of(group_ids, FixedCountMasking(), step=step)
         assert noise.weights_BL.dtype == np.float64
         assert not (noise.masked_BL & ~maskable).any(), "prompt or padding was masked"
         assert not noise.weights_BL[~noise.masked_BL].any()
         for row in range(32):
-            for unit in range(units[row].max() + 1):
-                here = units[row] == unit
+            for group in range(group_ids[row].max() + 1):
+                here = group_ids[row] == group
                 n, k = here.sum(), noise.masked_BL[row, here].sum()
                 assert 1 <= k <= n
                 assert (noise.weights_BL[row, here & noise.masked_BL[row]] == n / k).all()
@@ -222,11 +222,11 @@ def test_counts_positions_and_weights() -> None:
     ("rows", "length", "block"),
     [(12, 12, None), (36, 12, None), (30, 12, None), (7, 12, None), (64, 1, None), (3, 32, 4), (1, 64, 8), (5, 24, 3)],
 )
-def test_counts_are_stratified_over_all_units_of_the_step(rows: int, length: int, block: int | None) -> None:
-    size, units = block or length, full_units(rows, length, block)
+def test_counts_are_stratified_over_all_groups_of_the_step(rows: int, length: int, block: int | None) -> None:
+    size, group_ids = block or length, full_units(rows, length, block)
     total = rows * length // size
     for step in range(20):
-        masked = noise_of(units, FixedCountMasking(), step=step, seed=4).masked_BL
+        masked = noise_of(group_ids, FixedCountMasking(), step=step, seed=4).masked_BL
         counts = masked.reshape(total, size).sum(axis=1)
         histogram = np.bincount(counts, minlength=size + 1)
         assert histogram[0] == 0
@@ -238,13 +238,13 @@ def test_counts_are_stratified_over_all_units_of_the_step(rows: int, length: int
     "estimator", [FixedCountMasking(), FixedCountMasking(complementary=True)], ids=["plain", "complementary"]
 )
 @pytest.mark.parametrize("block", [None, 3])
-def test_count_of_a_unit_is_uniform_over_steps(estimator: FixedCountMasking, block: int | None) -> None:
+def test_count_of_a_group_is_uniform_over_steps(estimator: FixedCountMasking, block: int | None) -> None:
     """Each place of the step gets each count equally often: strata are permuted, not tied to the place."""
-    size, units = block or 6, full_units(4, 6, block)
+    size, group_ids = block or 6, full_units(4, 6, block)
     least = int(not estimator.complementary) * 1
     histogram, positions = np.zeros((24 // size, size + 1 - least)), np.zeros(6)
     for step in range(1200):
-        noise = sample_masks(units, NoiseKey(9, step, 0, 4), estimator, "elbo")[0]
+        noise = sample_masks(group_ids, NoiseKey(9, step, 0, 4), estimator, "elbo")[0]
         counts = noise.masked_BL.reshape(-1, size).sum(axis=1)
         histogram[np.arange(24 // size), counts - least] += 1
         positions += noise.masked_BL.sum(axis=0)
@@ -255,33 +255,33 @@ def test_count_of_a_unit_is_uniform_over_steps(estimator: FixedCountMasking, blo
 
 
 def test_every_set_of_a_size_is_equally_likely() -> None:
-    seen: dict[tuple[int, ...], int] = {}
+    visible: dict[tuple[int, ...], int] = {}
     rng = np.random.default_rng(0)
     for _ in range(2000):
         chosen = choose_masked_in_groups(np.zeros(5, dtype=np.int64), np.array([2]), rng)
         key = tuple(np.flatnonzero(chosen).tolist())
-        seen[key] = seen.get(key, 0) + 1
-    assert len(seen) == 10 and chi_square(np.array(list(seen.values()))) < 33.8  # 9 degrees of freedom: p = 1e-4
-    units = np.array([0, 0, 0, 1, 1, 2])
-    chosen = choose_masked_in_groups(units, np.array([3, 0, 1]), rng)
+        visible[key] = visible.get(key, 0) + 1
+    assert len(visible) == 10 and chi_square(np.array(list(visible.values()))) < 33.8  # 9 degrees of freedom: p = 1e-4
+    group_ids = np.array([0, 0, 0, 1, 1, 2])
+    chosen = choose_masked_in_groups(group_ids, np.array([3, 0, 1]), rng)
     assert chosen.tolist() == [True, True, True, False, False, True]
 
 
 def test_complementary_masks_partition_the_targets() -> None:
     batch = batch_of(16)
     maskable = batch.loss_mask_BL.numpy()
-    units = assign_noise_groups(batch, maskable, "block", BLOCK)
+    group_ids = assign_noise_groups(batch, maskable, "block", BLOCK)
     shares: set[float] = set()
     for step in range(20):
-        pair = sample_masks(units, NoiseKey(0, step, 0, 16), FixedCountMasking(complementary=True), "elbo")
+        pair = sample_masks(group_ids, NoiseKey(0, step, 0, 16), FixedCountMasking(complementary=True), "elbo")
         one, other = pair
         assert np.array_equal(one.masked_BL ^ other.masked_BL, maskable)
         assert not (one.masked_BL & other.masked_BL).any()
         for noise in pair:
             assert not noise.weights_BL[~noise.masked_BL].any()
             for row in range(16):
-                for unit in range(units[row].max() + 1):
-                    here = units[row] == unit
+                for group in range(group_ids[row].max() + 1):
+                    here = group_ids[row] == group
                     n, k = here.sum(), noise.masked_BL[row, here].sum()
                     shares.add(float(k / n))
                     assert noise.weights_BL[row, here & noise.masked_BL[row]] == pytest.approx((n + 1) / max(2 * k, 1))
@@ -290,13 +290,13 @@ def test_complementary_masks_partition_the_targets() -> None:
 
 def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() -> None:
     """With a cross-entropy that grows with the masked count, the pair's mean is that of single masks."""
-    units = full_units(12, 6)
+    group_ids = full_units(12, 6)
     difficulty = {k: 1.0 + k * k for k in range(7)}
     exact = sum(6 / k * k * difficulty[k] for k in range(1, 7)) / 6
     totals, bounds = [], []
     for step in range(700):
         total = bound = 0.0
-        for noise in sample_masks(units, NoiseKey(2, step, 0, 12), FixedCountMasking(complementary=True), "elbo"):
+        for noise in sample_masks(group_ids, NoiseKey(2, step, 0, 12), FixedCountMasking(complementary=True), "elbo"):
             weights, counts = noise.weights_BL.sum(axis=1), noise.masked_BL.sum(axis=1)
             total += weights.sum() / 12
             bound += sum(w * difficulty[int(k)] for w, k in zip(weights, counts, strict=True)) / 12
@@ -311,8 +311,8 @@ def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() ->
 
 
 def test_masking_probability_and_weight() -> None:
-    epsilon, units = 0.2, full_units(2000, 30)
-    noise = noise_of(units, IndependentMasking(epsilon=epsilon), weight="inverse_p")
+    epsilon, group_ids = 0.2, full_units(2000, 30)
+    noise = noise_of(group_ids, IndependentMasking(epsilon=epsilon), weight="inverse_p")
     some = noise.masked_BL.any(axis=1)
     p = 1 / noise.weights_BL[some].max(axis=1)
     assert p.min() >= epsilon and p.max() <= 1
@@ -323,10 +323,10 @@ def test_masking_probability_and_weight() -> None:
     residual = noise.masked_BL[some].mean(axis=1) - p
     assert abs(residual.mean()) < 4 * residual.std() / len(residual) ** 0.5
     # Of the schedule that epsilon makes: the slope is (1 - epsilon) times as steep.
-    elbo = noise_of(units, IndependentMasking(epsilon=epsilon), weight="elbo")
+    elbo = noise_of(group_ids, IndependentMasking(epsilon=epsilon), weight="elbo")
     np.testing.assert_allclose(elbo.weights_BL, noise.weights_BL * 0.8)
     assert np.array_equal(
-        noise_of(units, IndependentMasking(epsilon=epsilon), weight="uniform").weights_BL, noise.masked_BL
+        noise_of(group_ids, IndependentMasking(epsilon=epsilon), weight="uniform").weights_BL, noise.masked_BL
     )
 
 
@@ -367,7 +367,7 @@ def test_probability_times_weight_is_the_slope(schedule: Any, epsilon: float) ->
     assert abs(residual) < 4 * math.sqrt((share * (1 - share)).mean() / 1600)
 
 
-def test_times_as_small_as_they_come_give_finite_weights() -> None:
+def test_the_smallest_times_give_finite_weights() -> None:
     for kind in ("linear", "power", "square_root", "cosine", "raised_cosine", "clean_cosine", "sigmoid", "logarithmic"):
         for epsilon in (0.0, 1e-3):
             estimator = IndependentMasking.model_validate(
@@ -400,7 +400,7 @@ def test_range_limits_the_levels() -> None:
 
 
 @pytest.mark.parametrize("complementary", [False, True])
-def test_reweight_cap_is_the_greatest_weight(complementary: bool) -> None:
+def test_reweight_cap_is_the_largest_weight(complementary: bool) -> None:
     """Of the two masks of a pair together: a cap of 1 is no weighting at all, for pairs as for single masks."""
     parts = 1 + complementary
     for cap in (1.0, 3.0):
@@ -424,17 +424,17 @@ def test_reweight_cap_is_the_greatest_weight(complementary: bool) -> None:
     [FixedCountMasking(contiguous_probability=1.0), IndependentMasking(contiguous_probability=1.0, epsilon=0.05)],
     ids=["counts", "times"],
 )
-def test_contiguous_masks_are_one_run_of_targets(estimator: Estimator) -> None:
+def test_contiguous_masks_are_contiguous(estimator: Estimator) -> None:
     batch = batch_of(24)
     maskable = batch.loss_mask_BL.numpy()
-    units = assign_noise_groups(batch, maskable, "document", None)
+    group_ids = assign_noise_groups(batch, maskable, "document", None)
     starts = set()
     for step in range(10):
-        masked = noise_of(units, estimator, step=step).masked_BL
+        masked = noise_of(group_ids, estimator, step=step).masked_BL
         assert not (masked & ~maskable).any()
         for row in range(24):
-            for unit in range(units[row].max() + 1):
-                among = np.flatnonzero(masked[row, units[row] == unit])
+            for group in range(group_ids[row].max() + 1):
+                among = np.flatnonzero(masked[row, group_ids[row] == group])
                 assert len(among) >= 1 and (np.diff(among) == 1).all()
                 starts.add(int(among[0]))
     assert len(starts) > 5
@@ -477,13 +477,15 @@ def test_replacement_is_any_token_but_the_mask() -> None:
 
 @pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
 @pytest.mark.parametrize("per", ["row", "document", "block"])
-def test_micro_batches_see_the_same_noise(name: str, estimator: Estimator, per: NoiseGrouping) -> None:
+def test_micro_batches_have_the_same_noise(name: str, estimator: Estimator, per: NoiseGrouping) -> None:
     batch, key = batch_of(8), NoiseKey(seed=7, step=3, first_sequence=0, num_sequences_in_step=8)
-    units = assign_noise_groups(batch, batch.loss_mask_BL.numpy(), per, BLOCK)
-    whole = sample_masks(units, key, estimator, "elbo")
+    group_ids = assign_noise_groups(batch, batch.loss_mask_BL.numpy(), per, BLOCK)
+    whole = sample_masks(group_ids, key, estimator, "elbo")
     for size in (4, 1):
         parts = [
-            sample_masks(units[first : first + size], dataclasses.replace(key, first_sequence=first), estimator, "elbo")
+            sample_masks(
+                group_ids[first : first + size], dataclasses.replace(key, first_sequence=first), estimator, "elbo"
+            )
             for first in range(0, 8, size)
         ]
         for index, noise in enumerate(whole):
@@ -492,18 +494,18 @@ def test_micro_batches_see_the_same_noise(name: str, estimator: Estimator, per: 
 
 
 @pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
-def test_chance_differs_by_seed_step_and_row(name: str, estimator: Estimator) -> None:
-    units = full_units(8, LENGTH)
+def test_masks_differ_by_seed_step_and_sequence(name: str, estimator: Estimator) -> None:
+    group_ids = full_units(8, LENGTH)
     key = NoiseKey(1, 1, 0, 64)
     keys = [key, dataclasses.replace(key, seed=2), dataclasses.replace(key, step=2), NoiseKey(1, 1, 8, 64)]
-    drawn = [sample_masks(units, each, estimator, "elbo")[0].masked_BL for each in keys]
+    drawn = [sample_masks(group_ids, each, estimator, "elbo")[0].masked_BL for each in keys]
     for index, one in enumerate(drawn):
         assert all(not np.array_equal(one, other) for other in drawn[:index])
         assert len({tuple(row) for row in one.tolist()}) > 4
-    assert np.array_equal(sample_masks(units, key, estimator, "elbo")[0].masked_BL, drawn[0])
+    assert np.array_equal(sample_masks(group_ids, key, estimator, "elbo")[0].masked_BL, drawn[0])
 
 
 @pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
-def test_rows_without_targets_are_left_alone(name: str, estimator: Estimator) -> None:
+def test_sequences_without_targets_are_unchanged(name: str, estimator: Estimator) -> None:
     for noise in sample_masks(np.full((3, 5), -1), NoiseKey(0, 0, 0, 3), estimator, "elbo"):
         assert not noise.masked_BL.any() and not noise.weights_BL.any()

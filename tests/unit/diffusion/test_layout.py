@@ -38,8 +38,8 @@ def draw_of(layout: InputLayout, batch: CleanBatch, masked: list[int]) -> Noised
     return layout.build_noised_batch(batch, masked_BL, weights_BL, num_targets=7, denominator=3.5)
 
 
-def noised(*places: int) -> list[int]:
-    return [MASK if place in places else token for place, token in enumerate(CLEAN)]
+def noised(*positions: int) -> list[int]:
+    return [MASK if place in positions else token for place, token in enumerate(CLEAN)]
 
 
 CASES: list[tuple[int | None, LogitAlignment, bool, list[int], list[int], list[int], list[int]]] = [
@@ -67,7 +67,7 @@ CASES: list[tuple[int | None, LogitAlignment, bool, list[int], list[int], list[i
 ]
 
 
-@pytest.mark.parametrize(("block", "alignment", "documents", "masked", "inputs", "rows", "places"), CASES)
+@pytest.mark.parametrize(("block", "alignment", "documents", "masked", "inputs", "rows", "positions"), CASES)
 @pytest.mark.parametrize("count", [1, 3])
 def test_written_out(
     block: int | None,
@@ -76,7 +76,7 @@ def test_written_out(
     masked: list[int],
     inputs: list[int],
     rows: list[int],
-    places: list[int],
+    positions: list[int],
     count: int,
 ) -> None:
     layout, S = InputLayout(block, alignment, MASK), len(inputs)
@@ -84,15 +84,17 @@ def test_written_out(
     draw = draw_of(layout, batch, masked)
     assert draw.inputs_BS.tolist() == [inputs] * count
     assert draw.positions_N.tolist() == [row * S + place for row in range(count) for place in rows]
-    assert draw.targets_N.tolist() == [10 + place for _ in range(count) for place in places]
-    assert draw.weights_N.tolist() == [float(place) for _ in range(count) for place in places]
-    assert target_positions(draw, alignment).tolist() == [row * 6 + place for row in range(count) for place in places]
+    assert draw.targets_N.tolist() == [10 + place for _ in range(count) for place in positions]
+    assert draw.weights_N.tolist() == [float(place) for _ in range(count) for place in positions]
+    assert target_positions(draw, alignment).tolist() == [
+        row * 6 + place for row in range(count) for place in positions
+    ]
     assert (draw.num_targets, draw.denominator) == (7, 3.5)
     assert (draw.weights_N.dtype, draw.positions_N.dtype) == (torch.float64, torch.int64)
-    kept = torch.tensor([DOCUMENTS] * count) if documents else None
-    two_streams = BlockDiffusion(block or 0, kept) if S == 12 else None
+    saved = torch.tensor([DOCUMENTS] * count) if documents else None
+    two_streams = BlockDiffusion(block or 0, saved) if S == 12 else None
     one_stream: Any = Causal if (block, alignment) == (1, "shifted") else Bidirectional
-    assert_same(draw.pattern, two_streams or one_stream(kept))
+    assert_same(draw.pattern, two_streams or one_stream(saved))
 
 
 def assert_same(pattern: AttentionPattern, expected: AttentionPattern) -> None:
@@ -103,7 +105,7 @@ def assert_same(pattern: AttentionPattern, expected: AttentionPattern) -> None:
 
 
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
-def test_a_scored_output_never_sees_its_target(alignment: LogitAlignment) -> None:
+def test_an_output_position_never_attends_to_its_target(alignment: LogitAlignment) -> None:
     """Nor, in blocks, any clean token of its block or a later one that is not given."""
     for block in (None, 1, 2, 3, 5):
         layout = InputLayout(block, alignment, MASK)
@@ -134,7 +136,7 @@ def test_replacements_stand_where_the_mask_would() -> None:
         assert draw.targets_N.tolist() == [10, 13]
 
 
-def test_what_may_be_scored() -> None:
+def test_maskable_tokens() -> None:
     plain, packed = batch_of(), batch_of(documents=True)
     assert InputLayout(None).maskable(packed).tolist() == [[True] * 6]
     assert InputLayout(None, "shifted").maskable(plain).tolist() == [[False, True, True, True, True, True]]

@@ -1,4 +1,4 @@
-"""Objectives: what each loss divides by, what claims to be the NELBO, and block lengths over the steps."""
+"""Objectives: denominators, which losses are the NELBO, and block lengths over the steps."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ def batch_of(rows: int) -> CleanBatch:
 
 def weighted_sum(draw: NoisedBatch, costs_BL: np.ndarray) -> float:
     """Sum of weights times made-up cross-entropies over the denominator: what the step's loss would be."""
-    places = target_positions(draw, "same_position").numpy() % costs_BL.size
-    return float((draw.weights_N.numpy() * costs_BL.flatten()[places]).sum() / draw.denominator)
+    positions = target_positions(draw, "same_position").numpy() % costs_BL.size
+    return float((draw.weights_N.numpy() * costs_BL.flatten()[positions]).sum() / draw.denominator)
 
 
 def by_plain_loops(loss: str, config: Any, batch: CleanBatch, key: NoiseKey, costs_BL: np.ndarray) -> float:
     """The same from the masks, one token after the other, as the papers write it."""
     targets = batch.loss_mask_BL.numpy()
     blocks: Any = config.block_length if isinstance(config, BlockDiffusionConfig) else None
-    units = assign_noise_groups(batch, targets, noise_grouping(config), blocks)
-    elbo = sample_masks(units, key, config.estimator, "elbo")
-    over_p = sample_masks(units, key, config.estimator, "inverse_p")
+    group_ids = assign_noise_groups(batch, targets, noise_grouping(config), blocks)
+    elbo = sample_masks(group_ids, key, config.estimator, "elbo")
+    over_p = sample_masks(group_ids, key, config.estimator, "inverse_p")
     rows = [row for row in range(len(targets)) if targets[row].any()]
     total = 0.0
     for part, weighted in zip(elbo, over_p, strict=True):
@@ -99,14 +99,14 @@ def by_plain_loops(loss: str, config: Any, batch: CleanBatch, key: NoiseKey, cos
                         divisor = len(masked) if blocks is None else n
                         total += share * cost / divisor / len(rows)
                     case "masked_mean":
-                        total += cost / sum(each.masked_BL.sum() for each in elbo)
+                        total += cost / sum(value.masked_BL.sum() for value in elbo)
     return total
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", ["masked_diffusion", "block_diffusion"])
-def test_losses_are_divided_as_they_say(
+def test_losses_have_their_denominators(
     build: Callable[[Any], Objective], kind: str, loss: str, estimator: dict[str, Any]
 ) -> None:
     config = parse(kind, loss=loss, estimator=with_kind(estimator))
@@ -140,8 +140,8 @@ def test_micro_batches_are_the_whole_batch(
     assert sum(part.num_targets for part in parts) == whole.num_targets
 
     def scored(draw: NoisedBatch, first: int, rows: int) -> list[tuple[int, int, float]]:
-        places = target_positions(draw, "same_position") % (rows * LENGTH) + first * LENGTH
-        return list(zip(places.tolist(), draw.targets_N.tolist(), draw.weights_N.tolist(), strict=True))
+        positions = target_positions(draw, "same_position") % (rows * LENGTH) + first * LENGTH
+        return list(zip(positions.tolist(), draw.targets_N.tolist(), draw.weights_N.tolist(), strict=True))
 
     together = [entry for index, part in enumerate(parts) for entry in scored(part, 2 * index, 2)]
     assert sorted(together) == sorted(scored(whole, 0, 10))
@@ -150,7 +150,7 @@ def test_micro_batches_are_the_whole_batch(
 
 
 @pytest.mark.parametrize("kind", ["masked_diffusion", "block_diffusion"])
-def test_a_draw_holds_together(build: Callable[[Any], Objective], kind: str) -> None:
+def test_a_noised_batch_is_consistent(build: Callable[[Any], Objective], kind: str) -> None:
     batch = batch_of(20)
     batch.tokens_BL[:, 7] = MASK
     clean = batch.tokens_BL.clone()
@@ -178,10 +178,10 @@ def test_random_tokens_stand_in_place_of_noise(build: Callable[[Any], Objective]
     )
     noised, clean = draw.inputs_BS[:, :LENGTH], draw.inputs_BS[:, LENGTH:]
     assert torch.equal(clean, batch.tokens_BL) and not (noised == MASK).any()
-    places = torch.zeros(40 * LENGTH, dtype=torch.bool)
-    places[target_positions(draw, "same_position")] = True
-    assert torch.equal(noised.flatten()[~places], clean.flatten()[~places])
-    assert int((noised != clean).sum()) > 0.8 * int(places.sum())
+    positions = torch.zeros(40 * LENGTH, dtype=torch.bool)
+    positions[target_positions(draw, "same_position")] = True
+    assert torch.equal(noised.flatten()[~positions], clean.flatten()[~positions])
+    assert int((noised != clean).sum()) > 0.8 * int(positions.sum())
 
 
 def test_a_batch_without_targets(build: Callable[[Any], Objective]) -> None:
@@ -258,9 +258,9 @@ BIASED: list[tuple[str, dict[str, Any], str]] = [
 def costs_by_count(draw: NoisedBatch, batch: CleanBatch, config: Any) -> float:
     """The estimate where a masked token costs k^2 nats, with k tokens of its block (or document) masked."""
     block: Any = config.block_length if isinstance(config, BlockDiffusionConfig) else None
-    units = assign_noise_groups(batch, batch.loss_mask_BL.numpy(), "document" if block is None else "block", block)
-    places = target_positions(draw, "same_position").numpy()
-    names = places // LENGTH * 100 + np.tile(units.flatten(), 2)[places]
+    group_ids = assign_noise_groups(batch, batch.loss_mask_BL.numpy(), "document" if block is None else "block", block)
+    positions = target_positions(draw, "same_position").numpy()
+    names = positions // LENGTH * 100 + np.tile(group_ids.flatten(), 2)[positions]
     _, index, counts = np.unique(names, return_inverse=True, return_counts=True)
     return float((draw.weights_N.numpy() * counts[index] ** 2).sum() / draw.denominator)
 
@@ -269,10 +269,10 @@ def exact_by_count(batch: CleanBatch, config: Any) -> float:
     """The NELBO of such a model: the sum over k = 1 ... n of k^2 nats, per token."""
     block: Any = config.block_length if isinstance(config, BlockDiffusionConfig) else None
     targets = batch.loss_mask_BL.numpy()
-    units = assign_noise_groups(batch, targets, "document" if block is None else "block", block)
+    group_ids = assign_noise_groups(batch, targets, "document" if block is None else "block", block)
     total = 0.0
     for row in range(len(targets)):
-        sizes = np.bincount(units[row][targets[row]])
+        sizes = np.bincount(group_ids[row][targets[row]])
         total += float((sizes * (sizes + 1) * (2 * sizes + 1) / 6).sum())
     return float(total / targets.sum())
 
@@ -282,9 +282,9 @@ def estimates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """By step: sum of weights over targets, and the estimate of the model whose costs are counts."""
     objective, rows = build(config), len(batch.tokens_BL)
-    draws = [objective.build_noised_batch(batch, NoiseKey(5, step, 0, rows)) for step in range(steps)]
-    weights = [float(draw.weights_N.sum()) / draw.denominator for draw in draws]
-    return np.array(weights), np.array([costs_by_count(draw, batch, config) for draw in draws])
+    noised_batches = [objective.build_noised_batch(batch, NoiseKey(5, step, 0, rows)) for step in range(steps)]
+    weights = [float(draw.weights_N.sum()) / draw.denominator for draw in noised_batches]
+    return np.array(weights), np.array([costs_by_count(draw, batch, config) for draw in noised_batches])
 
 
 def error_of(values: np.ndarray) -> float:
@@ -292,7 +292,9 @@ def error_of(values: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(("kind", "values"), UNBIASED, ids=str)
-def test_what_claims_to_be_the_nelbo_is(build: Callable[[Any], Objective], kind: str, values: dict[str, Any]) -> None:
+def test_a_loss_reported_as_nelbo_is_the_nelbo(
+    build: Callable[[Any], Objective], kind: str, values: dict[str, Any]
+) -> None:
     config = parse(kind, **values)
     assert why_not_nelbo(config) is None
     batch = batch_of(10)
@@ -304,9 +306,7 @@ def test_what_claims_to_be_the_nelbo_is(build: Callable[[Any], Objective], kind:
 
 
 @pytest.mark.parametrize(("kind", "values", "reason"), BIASED, ids=str)
-def test_what_is_not_the_nelbo_says_so(
-    build: Callable[[Any], Objective], kind: str, values: dict[str, Any], reason: str
-) -> None:
+def test_why_not_nelbo(build: Callable[[Any], Objective], kind: str, values: dict[str, Any], reason: str) -> None:
     config = parse(kind, **values)
     said = why_not_nelbo(config)
     assert said is not None and reason in said and ";" not in said
@@ -365,13 +365,13 @@ def test_one_of_several_block_lengths_for_each_step() -> None:
     assert select_block_length(MaskedDiffusionConfig(), NoiseKey(0, 0, 0, 1)) is None
 
 
-def test_the_steps_block_length_reaches_units_and_pattern(build: Callable[[Any], Objective]) -> None:
+def test_the_block_length_of_a_step_reaches_groups_and_pattern(build: Callable[[Any], Objective]) -> None:
     config = parse("block_diffusion", block_length=[2, 3, 6])
     objective, batch = (
         build(config),
         CleanBatch(torch.zeros(4, LENGTH, dtype=torch.int64), torch.ones(4, LENGTH).bool()),
     )
-    seen = set()
+    visible = set()
     for step in range(20):
         key = NoiseKey(0, step, 0, 4)
         length = select_block_length(config, key)
@@ -380,8 +380,8 @@ def test_the_steps_block_length_reaches_units_and_pattern(build: Callable[[Any],
         assert draw.pattern == TwoStreams(length)
         masked = (draw.inputs_BS[:, :LENGTH] == MASK).view(4, -1, length)
         assert (masked.sum(dim=2) >= 1).all()
-        seen.add(length)
-    assert seen == {2, 3, 6}
+        visible.add(length)
+    assert visible == {2, 3, 6}
 
 
 def test_stages_follow_each_other(build: Callable[[Any], Objective]) -> None:
@@ -413,7 +413,7 @@ def test_one_block_for_the_whole_row_is_masked_diffusion(build: Callable[[Any], 
     assert torch.equal(one.positions_N, other.positions_N) and torch.equal(one.weights_N, other.weights_N)
 
 
-def test_next_token_scores_every_target(make_config: MakeConfig) -> None:
+def test_next_token_predicts_every_target(make_config: MakeConfig) -> None:
     objective = build_objective(
         NextTokenConfig(label_smoothing=0.1, z_loss=0.2), make_config(logit_alignment="shifted")
     )
@@ -452,7 +452,7 @@ def test_only_next_token_goes_without_a_mask_token(make_config: MakeConfig) -> N
             build_objective(objective, config)
 
 
-def test_score_divides_and_excludes_the_mask(build: Callable[[Any], Objective]) -> None:
+def test_loss_inputs_divide_and_exclude_the_mask(build: Callable[[Any], Objective]) -> None:
     for loss, smoothing in (("elbo", 0.0), ("soft_ce", 0.1)):
         objective = build(parse("masked_diffusion", loss=loss, z_loss=1e-3))
         draw = objective.build_noised_batch(batch_of(8), NoiseKey(0, 0, 0, 8))

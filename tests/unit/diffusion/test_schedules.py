@@ -111,8 +111,8 @@ def test_published_values() -> None:
 def test_the_three_cosines_are_not_the_same() -> None:
     t = np.array([0.25, 0.5, 0.75])
     cosine, raised, clean = (
-        build_schedule(each).alpha(t)
-        for each in (CosineScheduleConfig(), RaisedCosineScheduleConfig(), CleanCosineScheduleConfig())
+        build_schedule(value).alpha(t)
+        for value in (CosineScheduleConfig(), RaisedCosineScheduleConfig(), CleanCosineScheduleConfig())
     )
     assert (cosine + 0.07 < raised).all() and (raised + 0.07 < clean).all()
     np.testing.assert_allclose(clean, [math.cos(math.pi / 8), math.sqrt(0.5), math.cos(3 * math.pi / 8)])

@@ -1,4 +1,4 @@
-"""Every way to compute a pattern against softmax written out, and which of them is chosen."""
+"""Every backend against softmax written out, and the selection of a backend."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 64 + [3] * 71 + [-1] * 9, [0] * 
 
 
 def patterns() -> list[AttentionPattern]:
-    made: list[AttentionPattern] = []
+    results: list[AttentionPattern] = []
     for packed in (None, DOCUMENTS):
         offsets = torch.arange(LENGTH)[None] if packed is None else document_offsets(packed)
-        made += [Bidirectional(packed), Causal(packed)]
-        made += [make(block, packed) for make in (BlockCausal, BlockDiffusion) for block in BLOCKS]
-        made += [PromptAndOwnBlock(block, offsets < 30, packed) for block in (1, 4, 7, 200)]
-    return made
+        results += [Bidirectional(packed), Causal(packed)]
+        results += [make(block, packed) for make in (BlockCausal, BlockDiffusion) for block in BLOCKS]
+        results += [PromptAndOwnBlock(block, offsets < 30, packed) for block in (1, 4, 7, 200)]
+    return results
 
 
 def name(value: object) -> str:
@@ -127,7 +127,7 @@ def test_a_bias_has_no_closed_form(backend: AttentionBackend) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "tiled", "flex"])
-def test_a_sequence_that_does_not_fit_is_refused_at_once(backend: AttentionBackend) -> None:
+def test_a_length_that_does_not_fit_is_an_error_before_the_first_layer(backend: AttentionBackend) -> None:
     with pytest.raises(ValueError, match="two halves"):
         prepare_attention(BlockDiffusion(2), 7, "cpu", backend)
     with pytest.raises(ValueError, match="documents_BL is for 150 tokens"):
@@ -151,7 +151,7 @@ def test_tiled_within_each_precision(pattern: AttentionPattern, dtype: torch.dty
         assert (our.double() - their).norm() < tolerance * their.norm()
 
 
-def test_auto_takes_tiles_where_they_skip_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_tiles_if_they_skip_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     def choice(pattern: AttentionPattern, length: int, dtype: torch.dtype = torch.float32, **options: Any) -> str:
         return prepare_attention(pattern, length, "cpu", "auto", **options).backend_for(
             torch.zeros(1, length, 1, 8, dtype=dtype)
@@ -177,13 +177,15 @@ def test_auto_takes_tiles_where_they_skip_enough(monkeypatch: pytest.MonkeyPatch
     assert choice(Causal(), 64) == "sdpa", "tiles were made for nothing"
 
 
-def test_what_layers_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+def test_layers_share_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
     original = attention_backends.build_tiles
-    monkeypatch.setattr(attention_backends, "build_tiles", lambda *arguments: (made.append(1), original(*arguments))[1])
+    monkeypatch.setattr(
+        attention_backends, "build_tiles", lambda *arguments: (results.append(1), original(*arguments))[1]
+    )
     attention = prepare_attention(BlockDiffusion(4), 512, "cpu")
     for _ in range(3):
         attention(*tensors(512))
-    assert len(made) == 1
+    assert len(results) == 1
     attention(*tensors(512, dtype=torch.float32))
-    assert len(made) == 2
+    assert len(results) == 2

@@ -1,4 +1,4 @@
-"""Two streams in one forward: what each noisy block may know, and that it equals decoding block by block."""
+"""Noisy and clean halves in one forward: no leaks, and the same result as decoding block by block."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_clean_tokens_reach_later_noisy_blocks_only(tiny_model: MakeModel, block
         assert moved_blocks(model, BlockDiffusion(block_length), block) == list(range(block + 1, blocks))
 
 
-def test_a_leak_would_be_seen(tiny_model: MakeModel) -> None:
+def test_a_leak_would_be_detected(tiny_model: MakeModel) -> None:
     model = tiny_model(torch.float64, backend="sdpa")
     assert moved_blocks(model, Leaky(4), 2) == [2, 3, 4, 5]
 
@@ -102,7 +102,7 @@ def test_one_forward_equals_block_by_block(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_documents_are_alone_in_both_streams(tiny_model: MakeModel, backend: str) -> None:
+def test_documents_are_separate_in_both_halves(tiny_model: MakeModel, backend: str) -> None:
     model = tiny_model(torch.float64, backend=backend)
     xt, x0 = streams()
     documents = torch.tensor([[0] * 9 + [1] * 10 + [-1] * 3, [0] * 5 + [1] * 17])
@@ -124,7 +124,7 @@ def test_one_block_is_plain_bidirectional(tiny_model: MakeModel, block_length: i
         torch.testing.assert_close(noisy, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_the_context_is_counted_per_stream(tiny_model: MakeModel) -> None:
+def test_the_context_counts_tokens_of_one_half(tiny_model: MakeModel) -> None:
     model = tiny_model(max_position_embeddings=8)
     assert model(torch.zeros(1, 16, dtype=torch.int64), pattern=BlockDiffusion(4)).shape == (1, 16, 19)
     with pytest.raises(ValueError, match=r"9 tokens.*max_position_embeddings = 8"):

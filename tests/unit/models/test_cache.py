@@ -1,4 +1,4 @@
-"""Forwards with a cache of keys and values against the whole forward without, and what is seen of stale ones."""
+"""Forwards with a key-value cache against the full forward without one, and the effect of stale keys."""
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ def test_a_slice_of_a_bidirectional_text_again(tiny_model: MakeModel, option: st
 
 
 def plainly(
-    model: Transformer, tokens_L: torch.Tensor, places: range, known: list[tuple[torch.Tensor, torch.Tensor]] | None
+    model: Transformer, tokens_L: torch.Tensor, places: range, reference: list[tuple[torch.Tensor, torch.Tensor]] | None
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Logits of some places of one text, and all layers' keys and values: new ones there, ``known`` ones elsewhere."""
     x = model.model.embed_tokens(tokens_L[list(places)])
-    rope, made = model.rope(torch.tensor(places)), []
+    rope, results = model.rope(torch.tensor(places)), []
     for index, block in enumerate(model.model.layers):
         attention, normed = block.self_attn, block.input_layernorm(x)
         q, k, v = (
@@ -140,9 +140,9 @@ def plainly(
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         q, k = rotate(attention.q_norm(q), rope), rotate(attention.k_norm(k), rope)
-        keys, values = (each.clone() for each in ((k, v) if known is None else known[index]))
+        keys, values = (value.clone() for value in ((k, v) if reference is None else reference[index]))
         keys[list(places)], values[list(places)] = k, v
-        made.append((keys, values))
+        results.append((keys, values))
         heads = []
         for head in range(q.shape[1]):
             group = head // (q.shape[1] // k.shape[1])
@@ -150,16 +150,16 @@ def plainly(
             heads.append(torch.softmax(scores, dim=-1) @ values[:, group])
         x = x + attention.o_proj(torch.cat(heads, dim=-1))
         x = x + block.mlp(block.post_attention_layernorm(x))
-    return model.lm_head(model.model.norm(x)), made
+    return model.lm_head(model.model.norm(x)), results
 
 
 def test_changed_tokens_beside_stale_keys(tiny_model: MakeModel) -> None:
     model = tiny_model(torch.float64)
     tokens, changed, cache = texts(1), texts(1, seed=4), cache_of(model, 1)
-    whole, known = plainly(model, tokens[0], range(LENGTH), None)
+    whole, reference = plainly(model, tokens[0], range(LENGTH), None)
     close(feed(model, cache, tokens, (0, LENGTH), Bidirectional())[0], whole)
     for places in (range(4, 7), range(5, 6), range(6, LENGTH)):
-        expected, known = plainly(model, changed[0], places, known)
+        expected, reference = plainly(model, changed[0], places, reference)
         span = (places.start, places.stop)
         close(feed(model, cache, changed, span, Bidirectional(), visible=LENGTH)[0], expected)
         tokens = torch.cat([tokens[:, : span[0]], changed[:, slice(*span)], tokens[:, span[1] :]], dim=1)
@@ -167,7 +167,7 @@ def test_changed_tokens_beside_stale_keys(tiny_model: MakeModel) -> None:
         assert not torch.allclose(expected, fresh, atol=1e-3), "nothing was stale"
 
 
-def test_what_is_not_visible_is_not_seen(tiny_model: MakeModel) -> None:
+def test_invisible_keys_have_no_effect(tiny_model: MakeModel) -> None:
     """A text that is truncated, or grows: bidirectional attention over its first places alone."""
     model = tiny_model(torch.float64)
     tokens, cache = texts(), cache_of(model)
@@ -194,7 +194,9 @@ def slots(cache: KeyValueCache, positions_BQ: torch.Tensor, block: int) -> Cache
 
 
 @pytest.mark.parametrize(("pattern", "option"), CASES, ids=str)
-def test_each_of_ragged_texts_is_as_alone(tiny_model: MakeModel, pattern: AttentionPattern, option: str) -> None:
+def test_sequences_of_different_length_do_not_affect_each_other(
+    tiny_model: MakeModel, pattern: AttentionPattern, option: str
+) -> None:
     block = 4 if isinstance(pattern, BlockCausal) else 1
     model = tiny_model(torch.float64, **OPTIONS[option])
     tokens, together, alone = texts(3), cache_of(model, 3), [cache_of(model, 1) for _ in range(3)]
@@ -209,9 +211,9 @@ def test_each_of_ragged_texts_is_as_alone(tiny_model: MakeModel, pattern: Attent
         )
         for text, cache in enumerate(alone):
             if is_input[text].any():
-                kept = is_input[text]
-                own = slots(cache, positions[text : text + 1, kept], block)
-                close(logits[text, kept], model(inputs[text : text + 1, kept], pattern=pattern, cache=own)[0])
+                saved = is_input[text]
+                own = slots(cache, positions[text : text + 1, saved], block)
+                close(logits[text, saved], model(inputs[text : text + 1, saved], pattern=pattern, cache=own)[0])
 
 
 def test_selected_texts_go_on(tiny_model: MakeModel) -> None:
@@ -222,7 +224,7 @@ def test_selected_texts_go_on(tiny_model: MakeModel) -> None:
     chosen = [3, 0]
     cache.select(chosen)
     assert cache.batch == 2
-    assert {len(each) for each in (*cache.keys_BKTH, *cache.values_BKTH)} == {2}
+    assert {len(value) for value in (*cache.keys_BKTH, *cache.values_BKTH)} == {2}
     whole = model(tokens[chosen], pattern=pattern)
     close(feed(model, cache, tokens[chosen], (6, 9), pattern), whole[:, 6:9])
     cache.select([1])
@@ -231,7 +233,9 @@ def test_selected_texts_go_on(tiny_model: MakeModel) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("pattern", "option"), CASES, ids=str)
-def test_rows_are_rows_of_all_logits(tiny_model: MakeModel, pattern: AttentionPattern, option: str, batch: int) -> None:
+def test_output_positions_equal_all_logits_with_a_cache(
+    tiny_model: MakeModel, pattern: AttentionPattern, option: str, batch: int
+) -> None:
     model = tiny_model(torch.float64, **OPTIONS[option])
     tokens, cache = texts(batch), cache_of(model, batch)
     for span in [(0, 6), (3, 9), (9, 12)]:
@@ -305,7 +309,7 @@ def test_no_mask_where_all_is_seen(tiny_model: MakeModel, monkeypatch: pytest.Mo
     assert masks[-1] is not None and masks[-1] is masks[-2], "one for all layers of a window"
 
 
-def test_what_a_cache_cannot_hold(tiny_model: MakeModel, make_config: MakeConfig) -> None:
+def test_errors_of_cache_and_slots(tiny_model: MakeModel, make_config: MakeConfig) -> None:
     model = tiny_model()
     for batch, length in ((0, 4), (2, 0), (2, 65)):
         with pytest.raises(ValueError, match=r"at least one|max_position_embeddings = 64"):
@@ -331,7 +335,7 @@ def test_what_a_cache_cannot_hold(tiny_model: MakeModel, make_config: MakeConfig
         CacheSlots(cache, torch.zeros(2, 1, dtype=torch.int32), two)
 
 
-def test_what_does_not_go_with_a_cache(tiny_model: MakeModel) -> None:
+def test_errors_of_a_forward_with_a_cache(tiny_model: MakeModel) -> None:
     model = tiny_model()
     tokens, cache = texts(2, 4), cache_of(model, 2, 4)
     given = CacheSlots(cache, torch.arange(4).repeat(2, 1), torch.tensor([4, 4]))

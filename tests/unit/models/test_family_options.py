@@ -1,4 +1,4 @@
-"""The options by which families differ, each against what it says; the families as a whole: tests/reference."""
+"""The options by which families differ, each against its formula; whole families: tests/reference."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ CAPPED = AttentionScale(scale=0.7, softcap=1.3)
 def test_soft_cap() -> None:
     x = torch.tensor([0.0, 1e-3, 2.0, -2.0, 1e4, -torch.inf], dtype=torch.float64)
     expected = [3.0 * math.tanh(each / 3.0) for each in x.tolist()]
-    given = x.clone()
+    inputs = x.clone()
     torch.testing.assert_close(soft_cap(x, 3.0).tolist(), expected)
-    assert torch.equal(x, given)
+    assert torch.equal(x, inputs)
     assert torch.autograd.gradcheck(lambda y: soft_cap(y, 3.0), (x[:4].requires_grad_(),))
     assert soft_cap(torch.ones(2, dtype=torch.bfloat16), 3.0).dtype == torch.bfloat16
 
@@ -198,7 +198,7 @@ def test_a_bias_of_the_user_is_added_to_capped_scores(backend: AttentionBackend)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "tiled"])
-def test_what_cannot_cap_is_refused(backend: Any, tiny_model: MakeModel) -> None:
+def test_a_backend_without_soft_cap_is_an_error(backend: Any, tiny_model: MakeModel) -> None:
     message = rf'"{backend}" cannot cap scores.*attn_logit_softcapping = 1\.3.*"eager"'
     for pattern in (Bidirectional(), Causal()):
         with pytest.raises(ValueError, match=message):
@@ -212,7 +212,7 @@ def test_what_cannot_cap_is_refused(backend: Any, tiny_model: MakeModel) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pattern", [Bidirectional(), Causal(), BlockCausal(32)], ids=str)
-def test_auto_avoids_what_cannot_cap(pattern: AttentionPattern, dtype: torch.dtype) -> None:
+def test_auto_selects_a_backend_with_soft_cap(pattern: AttentionPattern, dtype: torch.dtype) -> None:
     for length in (64, 2048):
         for window in (None, 100):
             q = torch.zeros(1, length, 1, 16, dtype=dtype)
@@ -268,9 +268,9 @@ def test_the_factor_of_embeddings_is_rounded_like_them(tiny_model: MakeModel) ->
     for dtype, factor in ((torch.bfloat16, 4.90625), (torch.float64, float(torch.tensor(24**0.5)))):
         model = tiny_model(dtype=dtype, scale_embeddings=True)
         embedded = model.model.embed_tokens(TOKENS)
-        given = model(TOKENS, pattern=Causal(), inputs_embeds_BLD=embedded * factor)
-        assert torch.equal(model(TOKENS, pattern=Causal()), given)
-        assert not torch.equal(model(TOKENS, pattern=Causal(), inputs_embeds_BLD=embedded), given)
+        inputs = model(TOKENS, pattern=Causal(), inputs_embeds_BLD=embedded * factor)
+        assert torch.equal(model(TOKENS, pattern=Causal()), inputs)
+        assert not torch.equal(model(TOKENS, pattern=Causal(), inputs_embeds_BLD=embedded), inputs)
 
 
 def test_the_query_scalar_of_the_head_is_the_default(tiny_model: MakeModel) -> None:
@@ -287,7 +287,7 @@ def test_logits_are_capped_last(tiny_model: MakeModel) -> None:
     torch.testing.assert_close(capped(TOKENS, pattern=Causal()), 2.0 * torch.tanh(logits / 2.0))
 
 
-def test_rows_are_those_of_all_logits(tiny_model: MakeModel) -> None:
+def test_output_positions_equal_all_logits(tiny_model: MakeModel) -> None:
     model = tiny_model(dtype=torch.float64, **GEMMA2)
     rows = torch.tensor([0, 5, 11, 13, 35])
     whole = model(TOKENS, pattern=BlockCausal(3)).flatten(0, 1)[rows]
@@ -297,20 +297,20 @@ def test_rows_are_those_of_all_logits(tiny_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.03)])
-def test_the_score_is_the_loss_of_the_logits(tiny_model: MakeModel, smoothing: float, z_loss: float) -> None:
+def test_the_loss_is_that_of_the_logits(tiny_model: MakeModel, smoothing: float, z_loss: float) -> None:
     model = tiny_model(dtype=torch.float64, **GEMMA2)
     rows = torch.arange(0, 36, 2)
     targets, weights = TOKENS.flatten()[rows], torch.rand(18, dtype=torch.float64)
     loss_inputs = LossInputs(targets, weights, 18, label_smoothing=smoothing, z_loss=z_loss)
-    scored = model(TOKENS, pattern=Bidirectional(), output_positions=rows, loss_inputs=loss_inputs)
+    output = model(TOKENS, pattern=Bidirectional(), output_positions=rows, loss_inputs=loss_inputs)
     logits = model(TOKENS, pattern=Bidirectional()).flatten(0, 1)[rows][:, :18]
     loss = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
     expected = ((loss + z_loss * logits.logsumexp(-1).square()) * weights).sum()
-    torch.testing.assert_close(scored.loss_sum, expected, rtol=1e-10, atol=0.0)
-    torch.testing.assert_close(scored.nll_N, F.cross_entropy(logits, targets, reduction="none"))
+    torch.testing.assert_close(output.loss_sum, expected, rtol=1e-10, atol=0.0)
+    torch.testing.assert_close(output.nll_N, F.cross_entropy(logits, targets, reduction="none"))
     parameters = list(model.parameters())
     torch.testing.assert_close(
-        torch.autograd.grad(scored.loss_sum, parameters),
+        torch.autograd.grad(output.loss_sum, parameters),
         torch.autograd.grad(expected, parameters),
         rtol=1e-8,
         atol=1e-10,

@@ -26,11 +26,11 @@ DOCUMENTS = torch.tensor([[0] * 140 + [1] * 3 + [2] * 150 + [-1] * 37, [0] * 330
 
 
 def patterns() -> list[AttentionPattern]:
-    made: list[AttentionPattern] = [PromptAndOwnBlock(16, torch.arange(LENGTH)[None] < 200)]
+    results: list[AttentionPattern] = [PromptAndOwnBlock(16, torch.arange(LENGTH)[None] < 200)]
     for packed in (None, DOCUMENTS):
-        made += [Bidirectional(packed), Causal(packed)]
-        made += [make(block, packed) for make in (BlockCausal, BlockDiffusion) for block in (1, 4, 7, 128, 500)]
-    return made
+        results += [Bidirectional(packed), Causal(packed)]
+        results += [make(block, packed) for make in (BlockCausal, BlockDiffusion) for block in (1, 4, 7, 128, 500)]
+    return results
 
 
 def name(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The mixture of experts against itself, written out token by token; its balance loss; its place in the model."""
+"""Mixture of experts against a loop over tokens, its load-balancing loss, and its place in the model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SPARSE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_inter
 @pytest.fixture
 def mixture(make_config: MakeConfig) -> Callable[..., MoE]:
     def make(dtype: torch.dtype = torch.float64, **overrides: Any) -> MoE:
-        made = MoE(make_config(**{**SPARSE, **overrides}))
+        results = MoE(make_config(**{**SPARSE, **overrides}))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in results.parameters():
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        return made.to(dtype)
+        return results.to(dtype)
 
     return make
 
@@ -64,15 +64,15 @@ def written_out(mixture: MoE, x: Tensor, renormalise: bool) -> Tensor:
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize(("experts", "chosen"), [(6, 2), (6, 1), (4, 4), (40, 3), (1, 1)])
 def test_forward_and_gradients(mixture: Callable[..., MoE], experts: int, chosen: int, renormalise: bool) -> None:
-    made = mixture(num_experts=experts, num_experts_per_tok=chosen, norm_topk_prob=renormalise)
+    results = mixture(num_experts=experts, num_experts_per_tok=chosen, norm_topk_prob=renormalise)
     x = inputs(2, 5)
     grad = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    expected = written_out(made, x, renormalise)
-    out = made(x)
+    expected = written_out(results, x, renormalise)
+    out = results(x)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
-        torch.testing.assert_close(made(x), expected, rtol=1e-12, atol=1e-12)
-    parameters = [x, *made.parameters()]
+        torch.testing.assert_close(results(x), expected, rtol=1e-12, atol=1e-12)
+    parameters = [x, *results.parameters()]
     theirs = torch.autograd.grad(expected, parameters, grad, allow_unused=True)
     for one, other in zip(torch.autograd.grad(out, parameters, grad), theirs, strict=True):
         # An expert without tokens: zeros, so that every step has the same set of gradients.
@@ -89,83 +89,83 @@ def test_grouped_equals_one_module_after_the_other(
         def forward(self, x: Tensor) -> Tensor:
             return 2.0 * super().forward(x)
 
-    made, x = mixture(hidden_act=act), inputs(9)
-    plain = made(x)
+    results, x = mixture(hidden_act=act), inputs(9)
+    plain = results(x)
     with monkeypatch.context() as patch:
-        patch.setattr(moe, "run_experts_grouped", lambda _, *rest: moe.run_experts_one_by_one(made.experts, *rest))
-        torch.testing.assert_close(made(x), plain, rtol=1e-12, atol=1e-12)
-    for expert in made.experts:
+        patch.setattr(moe, "run_experts_grouped", lambda _, *rest: moe.run_experts_one_by_one(results.experts, *rest))
+        torch.testing.assert_close(results(x), plain, rtol=1e-12, atol=1e-12)
+    for expert in results.experts:
         doubled = Doubled(10, 24)
         doubled.weight = expert.down_proj.weight
         expert.down_proj = doubled
-    torch.testing.assert_close(made(x), 2.0 * plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(results(x), 2.0 * plain, rtol=1e-12, atol=1e-12)
 
 
 def test_gradcheck(mixture: Callable[..., MoE]) -> None:
-    made, x = mixture(num_experts=3), inputs(4)
-    names, values = zip(*made.named_parameters(), strict=True)
+    results, x = mixture(num_experts=3), inputs(4)
+    names, values = zip(*results.named_parameters(), strict=True)
 
     def call(x: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.func.functional_call(made, dict(zip(names, parameters, strict=True)), (x,))  # type: ignore[no-any-return]
+        return torch.func.functional_call(results, dict(zip(names, parameters, strict=True)), (x,))  # type: ignore[no-any-return]
 
     assert torch.autograd.gradcheck(call, (x, *values))
 
 
 def test_experts_without_tokens_are_not_computed(mixture: Callable[..., MoE]) -> None:
     """Their weights may be anything, and still have a gradient."""
-    made, x = mixture(num_experts=12), inputs(3)
+    results, x = mixture(num_experts=12), inputs(3)
     routings: list[Routing] = []
-    expected = made(x, routings)
+    expected = results(x, routings)
     idle = sorted(set(range(12)) - set(routings[0].experts_TK.flatten().tolist()))
     assert len(idle) >= 6
     with torch.no_grad():
         for each in idle:
-            for parameter in made.experts[each].parameters():
+            for parameter in results.experts[each].parameters():
                 parameter.fill_(torch.nan)
-    out = made(x)
+    out = results(x)
     assert torch.equal(out, expected)
     out.sum().backward()
     for each in idle:
-        assert all(not parameter.grad.any() for parameter in made.experts[each].parameters())
+        assert all(not parameter.grad.any() for parameter in results.experts[each].parameters())
     assert x.grad is not None and x.grad.isfinite().all()
 
 
 def test_frozen_weights_have_no_gradient(mixture: Callable[..., MoE]) -> None:
-    made, x = mixture(), inputs(20)
-    made.experts[0].up_proj.weight.requires_grad_(False)
-    made.gate.weight.requires_grad_(False)
-    made(x).sum().backward()
-    without = [name for name, parameter in made.named_parameters() if parameter.grad is None]
+    results, x = mixture(), inputs(20)
+    results.experts[0].up_proj.weight.requires_grad_(False)
+    results.gate.weight.requires_grad_(False)
+    results(x).sum().backward()
+    without = [name for name, parameter in results.named_parameters() if parameter.grad is None]
     assert without == ["gate.weight", "experts.0.up_proj.weight"]
 
 
 def test_no_tokens(mixture: Callable[..., MoE]) -> None:
     """The last layer where nothing is scored."""
-    made = mixture()
+    results = mixture()
     x = torch.zeros(0, 24, dtype=torch.float64, requires_grad=True)
     routings: list[Routing] = []
-    out = made(x, routings)
+    out = results(x, routings)
     assert out.shape == (0, 24)
     (out.sum() + compute_load_balancing_loss(routings)).backward()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in made.parameters())
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in results.parameters())
 
 
 def test_bfloat16_autocast(mixture: Callable[..., MoE]) -> None:
     """The dtype that a feed-forward gives; probabilities and gradients in fp32; close to fp32."""
-    made, x = mixture(torch.float32), inputs(40, dtype=torch.float32)
+    results, x = mixture(torch.float32), inputs(40, dtype=torch.float32)
     routings: list[Routing] = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = made(x, routings)
-        assert out.dtype == made.experts[0](x).dtype == torch.bfloat16
+        out = results(x, routings)
+        assert out.dtype == results.experts[0](x).dtype == torch.bfloat16
     assert routings[0].probabilities_TE.dtype == torch.float32
-    grads = torch.autograd.grad(out.float().square().sum(), [x, *made.parameters()])
+    grads = torch.autograd.grad(out.float().square().sum(), [x, *results.parameters()])
     assert {grad.dtype for grad in grads} == {torch.float32}
-    expected = made(x)
-    same = (routings[0].experts_TK == torch.softmax(made.gate(x), -1).topk(2).indices).all(dim=1)
+    expected = results(x)
+    same = (routings[0].experts_TK == torch.softmax(results.gate(x), -1).topk(2).indices).all(dim=1)
     assert same.sum() >= 36
     assert (out.float() - expected)[same].norm() < 0.02 * expected[same].norm()
-    wanted = torch.autograd.grad(expected.square().sum(), [x, *made.parameters()])
-    assert all((one - other).norm() < 0.1 * other.norm() + 1e-3 for one, other in zip(grads, wanted, strict=True))
+    requested = torch.autograd.grad(expected.square().sum(), [x, *results.parameters()])
+    assert all((one - other).norm() < 0.1 * other.norm() + 1e-3 for one, other in zip(grads, requested, strict=True))
 
 
 def test_balance_loss_by_hand() -> None:
@@ -181,14 +181,14 @@ def test_balance_loss_by_hand() -> None:
 
 
 def test_following_the_balance_loss_spreads_tokens(mixture: Callable[..., MoE]) -> None:
-    made, x = mixture(num_experts_per_tok=1), inputs(64).detach()
+    results, x = mixture(num_experts_per_tok=1), inputs(64).detach()
     with torch.no_grad():
-        made.gate.weight[0] += 0.5 * x.mean(dim=0) * 24
-    optimizer = torch.optim.SGD([made.gate.weight], lr=0.5)
+        results.gate.weight[0] += 0.5 * x.mean(dim=0) * 24
+    optimizer = torch.optim.SGD([results.gate.weight], lr=0.5)
     values = []
     for _ in range(60):
         routings: list[Routing] = []
-        made(x, routings)
+        results(x, routings)
         value = compute_load_balancing_loss(routings)
         values.append(value.item())
         optimizer.zero_grad()
@@ -226,19 +226,19 @@ def test_rows_of_the_last_layer(tiny_model: MakeModel) -> None:
     torch.testing.assert_close(model(TOKENS, pattern=Bidirectional(), output_positions=ROWS), whole.flatten(0, 1)[ROWS])
 
 
-def test_balance_is_beside_the_loss(tiny_model: MakeModel) -> None:
+def test_load_balancing_loss_is_not_in_loss_sum(tiny_model: MakeModel) -> None:
     model = tiny_model(torch.float64, **SPARSE)
     without = model(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs())
     assert without.load_balancing_loss is None
     assert without.total_loss is without.loss_sum
-    scored = model(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(0.25))
-    assert torch.equal(scored.loss_sum, without.loss_sum)
-    assert scored.load_balancing_loss is not None
-    assert torch.equal(scored.total_loss, scored.loss_sum + scored.load_balancing_loss)
+    output = model(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(0.25))
+    assert torch.equal(output.loss_sum, without.loss_sum)
+    assert output.load_balancing_loss is not None
+    assert torch.equal(output.total_loss, output.loss_sum + output.load_balancing_loss)
     half = model(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(0.125))
     assert half.load_balancing_loss is not None
-    torch.testing.assert_close(half.load_balancing_loss * 2, scored.load_balancing_loss)
-    grads = torch.autograd.grad(scored.load_balancing_loss, [block.mlp.gate.weight for block in model.model.layers])
+    torch.testing.assert_close(half.load_balancing_loss * 2, output.load_balancing_loss)
+    grads = torch.autograd.grad(output.load_balancing_loss, [block.mlp.gate.weight for block in model.model.layers])
     assert all(grad.abs().max() > 1e-6 for grad in grads)
     dense = tiny_model(torch.float64)(
         TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(0.25)
@@ -250,15 +250,15 @@ def test_balance_is_pooled_over_layers_with_their_tokens(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All 24 positions in the first layer, the 5 scored rows in the last."""
-    seen: list[list[Routing]] = []
+    visible: list[list[Routing]] = []
 
     def spy(routings: list[Routing]) -> Tensor:
-        seen.append(list(routings))
+        visible.append(list(routings))
         return compute_load_balancing_loss(routings)
 
     monkeypatch.setattr("diffusionlm.models.transformer.compute_load_balancing_loss", spy)
     tiny_model(**SPARSE)(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(1.0))
-    assert [len(each.probabilities_TE) for each in seen[0]] == [24, 5]
+    assert [len(each.probabilities_TE) for each in visible[0]] == [24, 5]
 
 
 def test_evaluation_knows_no_balance_loss(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,9 +192,9 @@ def test_dense_bias(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("pattern", "rule"), CASES, ids=lambda case: str(case) if not callable(case) else "")
 def test_unrestricted_means_no_mask_is_needed(pattern: AttentionPattern, rule: Rule) -> None:
-    for each in (pattern, pattern.with_documents(DOCUMENTS)):
-        if each.is_unrestricted:
-            assert each.dense_mask(LENGTH).all()
+    for value in (pattern, pattern.with_documents(DOCUMENTS)):
+        if value.is_unrestricted:
+            assert value.dense_mask(LENGTH).all()
     assert Bidirectional().is_unrestricted
     assert not pattern.with_documents(DOCUMENTS).is_unrestricted
 

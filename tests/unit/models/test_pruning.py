@@ -1,4 +1,4 @@
-"""The last block computes only what is scored: the same numbers, whoever sees whom and whatever computes it."""
+"""The last block computes output positions only: the same numbers for every pattern and backend."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CASES: dict[str, tuple[AttentionPattern, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "tiled"])
 @pytest.mark.parametrize("case", CASES)
-def test_rows_are_rows_of_the_full_forward(tiny_model: MakeModel, case: str, backend: str) -> None:
+def test_output_positions_equal_the_full_forward(tiny_model: MakeModel, case: str, backend: str) -> None:
     pattern, overrides = CASES[case]
     if (case == "a bias" and backend == "tiled") or (case == "soft caps" and backend in ("sdpa", "tiled")):
         pytest.skip("refused, as other tests have it")
     model = tiny_model(torch.float64, backend=backend, **overrides)
     tokens = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3))
     full = model(tokens, pattern=pattern).flatten(0, 1)[ROWS]
-    some = model(tokens, pattern=pattern, output_positions=ROWS)
-    torch.testing.assert_close(some, full, rtol=1e-12, atol=1e-12)
+    part = model(tokens, pattern=pattern, output_positions=ROWS)
+    torch.testing.assert_close(part, full, rtol=1e-12, atol=1e-12)
     parameters, cotangent = list(model.parameters()), torch.randn(full.shape, dtype=torch.float64)
-    ours = torch.autograd.grad(some, parameters, cotangent)
+    ours = torch.autograd.grad(part, parameters, cotangent)
     for first, second in zip(ours, torch.autograd.grad(full, parameters, cotangent), strict=True):
         torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Tiles: which queries meet which keys, and the memory and precision of what is computed from them."""
+"""Tiles: their queries and keys, and the memory and precision of tiled attention."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def test_tiles_meet_what_the_pattern_says(make: type[Causal], packed: torch.Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_cover_all_queries_and_end_with_blocks(length: int, block: int, dtype: torch.dtype) -> None:
     tiles = tiles_of(BlockDiffusion(block), 2 * length, dtype)
-    wanted = tiled.target_tile_length(dtype)
+    requested = tiled.target_tile_length(dtype)
     assert tiles[0].first == 0 and tiles[-1].end == 2 * length
     for tile, following in pairwise(tiles):
         assert tile.end == following.first
     assert length in {tile.first for tile in tiles}, "a tile is in both streams"
     for tile in tiles:
         inside, end = tile.first % length, (tile.end - 1) % length + 1
-        assert end - inside <= wanted * 3 // 2
-        if block <= wanted // 2:
+        assert end - inside <= requested * 3 // 2
+        if block <= requested // 2:
             assert end % block == 0 or end == length
-            assert end == length or end - inside >= wanted // 2
+            assert end == length or end - inside >= requested // 2
 
 
 def test_no_bias_where_blocks_are_as_long_as_tiles() -> None:
@@ -80,8 +80,8 @@ def test_biases_are_small_without_documents() -> None:
 def test_density_of_block_diffusion(block: int, expected: float) -> None:
     """The mask itself has 1/4 + block / (4 * 512) of the pairs."""
     exact = 0.25 + block / 2048
-    found = tile_density(tiles_of(BlockDiffusion(block), 1024), 1024)
-    assert exact - 1e-9 <= found <= expected + 1e-3
+    result = tile_density(tiles_of(BlockDiffusion(block), 1024), 1024)
+    assert exact - 1e-9 <= result <= expected + 1e-3
 
 
 def inputs(dtype: torch.dtype = torch.float64, length: int = 70) -> list[torch.Tensor]:
@@ -97,7 +97,7 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("pattern", [BlockDiffusion(3), Bidirectional(DOCUMENTS[:, :70])], ids=["blocks", "documents"])
-def test_probabilities_are_kept_or_computed_again(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probabilities_are_saved_or_recomputed(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = tiles_of(pattern, 70)
     qkv = inputs()
     kept_tensors: list[int] = []
@@ -111,16 +111,16 @@ def test_probabilities_are_kept_or_computed_again(pattern: AttentionPattern, mon
         kept_tensors.append(len(function.saved_tensors) - 3)  # type: ignore[attr-defined]
         return [out, *torch.autograd.grad(out.pow(2).sum(), qkv)]
 
-    kept = gradients()
+    saved = gradients()
     monkeypatch.setattr(tiled, "MAX_SAVED_BYTES", 0)
     again = gradients()
     assert kept_tensors == [len(tiles), 0]
-    for one, other in zip(kept, again, strict=True):
+    for one, other in zip(saved, again, strict=True):
         assert torch.equal(one, other)
 
 
-def test_nothing_is_kept_without_gradients() -> None:
-    qkv = [each.detach() for each in inputs()]
+def test_nothing_is_saved_without_gradients() -> None:
+    qkv = [value.detach() for value in inputs()]
     out = attend_tiled(*qkv, tiles_of(Causal(), 70))
     assert not out.requires_grad
 

@@ -1,4 +1,4 @@
-"""The whole model: rows, documents, positions, errors."""
+"""The whole model: output positions, documents, position ids, errors."""
 
 from __future__ import annotations
 
@@ -33,34 +33,36 @@ def name(pattern: AttentionPattern) -> str:
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "tiled"])
 @pytest.mark.parametrize("pattern", [*PATTERNS, BlockDiffusion(2)], ids=name)
-def test_rows_are_rows_of_the_full_forward(tiny_model: MakeModel, pattern: AttentionPattern, backend: str) -> None:
+def test_output_positions_equal_the_full_forward(
+    tiny_model: MakeModel, pattern: AttentionPattern, backend: str
+) -> None:
     model = tiny_model(torch.float64, backend=backend)
     full = model(tokens(), pattern=pattern).flatten(0, 1)[ROWS]
-    some = model(tokens(), pattern=pattern, output_positions=ROWS)
-    torch.testing.assert_close(some, full, rtol=1e-12, atol=1e-12)
+    part = model(tokens(), pattern=pattern, output_positions=ROWS)
+    torch.testing.assert_close(part, full, rtol=1e-12, atol=1e-12)
     cotangent = torch.randn(full.shape, dtype=torch.float64)
     parameters = list(model.parameters())
     for ours, expected in zip(
-        torch.autograd.grad(some, parameters, cotangent),
+        torch.autograd.grad(part, parameters, cotangent),
         torch.autograd.grad(full, parameters, cotangent),
         strict=True,
     ):
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_rows_in_single_precision(tiny_model: MakeModel) -> None:
+def test_output_positions_in_single_precision(tiny_model: MakeModel) -> None:
     """As above at fp32's tolerance, with biases and positions given; holds whatever the norm computes in."""
     model = tiny_model(attention_bias=True)
     positions = torch.stack([torch.arange(10) + 5, torch.arange(10) * 3])
     pattern = Bidirectional(DOCUMENTS)
     full = model(tokens(), pattern=pattern, positions=positions).flatten(0, 1)[ROWS]
-    some = model(tokens(), pattern=pattern, positions=positions, output_positions=ROWS)
-    torch.testing.assert_close(some, full, rtol=1e-4, atol=1e-4)
+    part = model(tokens(), pattern=pattern, positions=positions, output_positions=ROWS)
+    torch.testing.assert_close(part, full, rtol=1e-4, atol=1e-4)
     shifted = model(tokens(), pattern=pattern, output_positions=ROWS)
-    assert not torch.allclose(some, shifted, atol=1e-2), "positions were ignored"
+    assert not torch.allclose(part, shifted, atol=1e-2), "positions were ignored"
 
 
-def test_last_layer_asks_no_more_queries_than_rows_need(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_layer_computes_only_the_queries_it_needs(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     asked: list[int] = []
     original = PatternAttention.__call__
@@ -90,14 +92,14 @@ def test_layers_have_windows_of_their_own(tiny_model: MakeModel, layer_types: tu
 
 
 def test_layers_with_one_window_share_their_attention(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int | None] = []
+    results: list[int | None] = []
     original = transformer.prepare_attention
-    monkeypatch.setattr(transformer, "prepare_attention", lambda *args: (made.append(args[4]), original(*args))[1])
+    monkeypatch.setattr(transformer, "prepare_attention", lambda *args: (results.append(args[4]), original(*args))[1])
     tiny_model(num_hidden_layers=4, layer_types=(SLIDING, FULL) * 2, sliding_window=3)(tokens(), pattern=Causal())
-    assert made == [3, None]
+    assert results == [3, None]
 
 
-def test_no_rows_at_all(tiny_model: MakeModel) -> None:
+def test_no_output_positions(tiny_model: MakeModel) -> None:
     model = tiny_model()
     none = torch.zeros(0, dtype=torch.int64)
     assert model(tokens(), pattern=Bidirectional(), output_positions=none).shape == (0, 19)
@@ -114,7 +116,7 @@ def test_no_rows_at_all(tiny_model: MakeModel) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("pattern", PATTERNS[:3], ids=name)
-def test_packed_documents_do_not_know_each_other(
+def test_packed_documents_do_not_attend_to_each_other(
     tiny_model: MakeModel, pattern: AttentionPattern, backend: str
 ) -> None:
     model = tiny_model(backend=backend)

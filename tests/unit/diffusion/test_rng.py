@@ -1,4 +1,4 @@
-"""Keyed chance: equal keys give equal numbers, and no two purposes share theirs."""
+"""Keyed random numbers: equal keys give equal numbers, and no two purposes share them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_equal_keys_give_equal_numbers_and_others_do_not() -> None:
     assert len(set(values)) == len(values)
 
 
-def test_streams_never_collide() -> None:
+def test_rng_streams_never_collide() -> None:
     """Names of one value would be one stream, and keys of another stream must not be those of this one."""
     assert len(RngStream.__members__) == len(list(RngStream)) == len({int(stream) for stream in RngStream})
     keys = [key for size in range(3) for key in itertools.product(range(3), repeat=size)]
@@ -24,7 +24,7 @@ def test_streams_never_collide() -> None:
     assert len(values) == len(RngStream) * len(keys)
 
 
-def test_chance_leaves_the_global_state_alone() -> None:
+def test_keyed_rng_leaves_the_global_state_alone() -> None:
     state = np.random.get_state()[1].copy()  # type: ignore[index]
     keyed_rng(0, RngStream.FILL_MASKS).random(10)
     assert np.array_equal(state, np.random.get_state()[1])  # type: ignore[index]
