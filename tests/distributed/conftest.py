@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from tests.unit.training.conftest import config
+import pytest
 
-__all__ = ["config"]
+from config.train import TrainConfig
+
+
+@pytest.fixture
+def config(train_config: TrainConfig) -> TrainConfig:
+    """A tiny run in a temporary directory."""
+    return train_config

@@ -16,9 +16,10 @@ from diffusionlm.checkpoints.huggingface import load_configured_model, save_mode
 from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.loop import sum_denominators, train_step
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.samples import SampleInfills
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step import load_step_batch, train_step
 
 
 def build(config: TrainConfig, tmp_path: Path, backend: str) -> Run:
@@ -32,8 +33,8 @@ def build(config: TrainConfig, tmp_path: Path, backend: str) -> Run:
 
 
 def first_loss(run: Run) -> float:
-    noised_batches = run.loader.next_step(0)
-    return float(train_step(run, noised_batches, sum_denominators(noised_batches))[0])
+    batch = load_step_batch(run.loader, 0, run.world, StopRequest())
+    return float(train_step(run.state, run.loader, batch, run.settings, run.monitor).loss)
 
 
 def test_every_backend_gives_the_loss_of_auto(
@@ -63,8 +64,8 @@ def test_samples_need_no_cached_form_of_the_backend(config: TrainConfig, tmp_pat
         def event(self, step: int, kind: str, text: str, values: dict[str, Any]) -> None:
             events.append(values)
 
-    samples = SampleInfills.open(["the cat [MASK:3] mat"], run.tokenizer, run.model)
-    samples.log_samples(run.model.eval(), 0, Logger())  # type: ignore[arg-type]
+    samples = SampleInfills.open(["the cat [MASK:3] mat"], run.tokenizer, run.state.model)
+    samples.log_samples(run.state.model.eval(), 0, Logger())  # type: ignore[arg-type]
     assert len(events) == 1 and events[0]["filled"]
 
 
@@ -85,6 +86,6 @@ def test_a_backend_that_cannot_run_is_an_error_of_the_config(config: TrainConfig
         with pytest.raises(ValueError, match=r"model.attention_backend.*generation.cache"):
             InferConfig.model_validate({"model": model, "generation": {"cache": "block"}})
         policy = {"name": "a", "generation": {"attention": "block_causal"}}
-        bench = {"model": {**model, "path": tmp_path}, "policies": [policy], "grid": {"caches": ["none", "block"]}}
+        bench = {"model": {**model, "path": tmp_path}, "strategies": [policy], "grid": {"caches": ["none", "block"]}}
         with pytest.raises(ValueError, match=r"model.attention_backend.*grid.caches"):
             BenchInferConfig.model_validate(bench)

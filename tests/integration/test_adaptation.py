@@ -18,7 +18,7 @@ from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.training.loop import train
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
-RECIPE = Path(__file__).parents[3] / "config" / "resources" / "adapt_qwen3.toml"
+RECIPE = Path(__file__).parents[2] / "config" / "resources" / "adapt_qwen3.toml"
 SHAPE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -131,5 +131,5 @@ def test_with_shifted_outputs_and_blocks_of_one_the_loss_is_that_of_the_source(q
 def test_another_shape_than_the_checkpoints_is_named(qwen3: Path, tmp_path: Path) -> None:
     config = recipe(qwen3, tmp_path, "same_position")
     other = config.model.model_copy(update={"rope_theta": 10_000.0})
-    with pytest.raises(ValueError, match=r"another architecture than \[model\]: model\.rope_theta = 10000\.0, there"):
+    with pytest.raises(ValueError, match=r"model\.rope_theta = 10000\.0"):
         train(config.model_copy(update={"model": other}))

@@ -1,11 +1,9 @@
-"""What a step does around its numbers: skipping on the device, prefetching, the garbage collector, the switches."""
+"""Around a step: skipping on the device, the metrics queue, prefetching, the garbage collector, memory."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,18 @@ import torch
 from torch import nn
 
 from config.optimizer import AdamWConfig, LionConfig, MuonConfig
-from config.runtime import ProfilerConfig, RuntimeConfig
+from config.runtime import RuntimeConfig
 from config.train import TrainConfig
-from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.training.block_wrapping import should_compile_blocks
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.garbage import GarbageCollection
-from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.reporting import describe_memory
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import DeviceStepMetrics
 from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
-from logger import LoggerGroup
-from logger.run_logger import Metrics
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -94,64 +87,6 @@ def built(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> R
         return build_run(made, opened)
 
 
-class Events(LoggerGroup):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, str]] = []
-        self.losses: dict[int, float] = {}
-
-    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        self.told.append((step, kind))
-
-    def metrics(self, step: int, values: Any) -> None:
-        self.losses[step] = values["loss"]
-
-    def progress(self, step: int, values: Any) -> None:
-        pass
-
-
-def train_without_sync(run: Run) -> Events:
-    """Make the steps as on a GPU, on this device: metrics are read only when an action needs them."""
-    run.settings = replace(run.settings, reads_metrics_each_step=False)
-    logger = Events()
-    with StopRequest() as stop:
-        train_remaining_steps(run, logger, stop)
-    return logger
-
-
-def test_numbers_that_are_read_late_are_the_same(config: TrainConfig, tmp_path: Path) -> None:
-    often = {"checkpoint": {"every_steps": 100}}
-    plain = built(config, tmp_path / "plain", **often)
-    expected = Events()
-    with StopRequest() as stop:
-        train_remaining_steps(plain, expected, stop)
-    run = built(config, tmp_path / "late", logging={"every_steps": 3}, **often)
-    logger = train_without_sync(run)
-    assert list(logger.losses) == [3, 6, 8]
-    assert logger.losses == {step: expected.losses[step] for step in (3, 6, 8)}
-    assert run.progress.loss_average == plain.progress.loss_average
-
-
-def test_skipped_steps_are_said_with_their_numbers_also_late(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = built(config, tmp_path / "late", logging={"every_steps": 4}, checkpoint={"every_steps": 100})
-    original, steps = type(run.settings.objective).build_loss_inputs, []
-
-    def build_loss_inputs(self: Any, noised_batch: NoisedBatch, denominator: float) -> Any:
-        steps.append(1)
-        made = original(self, noised_batch, denominator)
-        bad = len(steps) in (2, 3)
-        return type(made)(made.targets_N, made.weights_N * (float("inf") if bad else 1.0))
-
-    monkeypatch.setattr(type(run.settings.objective), "build_loss_inputs", build_loss_inputs)
-    logger = train_without_sync(run)
-    assert [each for each in logger.told if each[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
-    assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)
-    assert run.progress.step == 8
-
-
 def test_a_prefetcher_says_where_the_taken_step_ends(config: TrainConfig, tmp_path: Path) -> None:
     plain = built(config, tmp_path / "plain").loader
     ahead = Prefetcher(built(config, tmp_path / "ahead").loader, CPU)
@@ -206,49 +141,6 @@ def test_two_ways_to_choose_what_is_kept_are_refused() -> None:
         RuntimeConfig(compile="blocks", activation_checkpointing="selective")
 
 
-def test_a_run_with_its_switches_and_a_profile(config: TrainConfig, tmp_path: Path) -> None:
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    train(config)
-    values["runtime"] = {"prefetch": False, "garbage_collection": 2}
-    values["profiler"] = {"wait": 1, "warmup": 1, "active": 2}
-    values["run"] |= {"directory": tmp_path / "other"}
-    other = TrainConfig.model_validate(values)
-    train(other)
-    assert losses(other) == losses(config)
-    made = {path.name for path in (tmp_path / "other" / "profile").iterdir()}
-    assert made == {"trace-4.json", "table-4.txt"}
-    table = (tmp_path / "other" / "profile" / "table-4.txt").read_text(encoding="utf-8")
-    rows = {line.split()[0] for line in table.splitlines() if line.strip()}
-    assert {"aten::mm", "forward", "backward", "optimizer", "data"} <= rows
-    lines = (tmp_path / "other" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    [said] = [record for record in map(json.loads, lines) if record.get("event") == "profile"]
-    assert said["step"] == 4 and "table-4.txt has the table" in said["text"]
-
-
-def test_profiles_of_a_resumed_run_stand_beside_the_old_ones(config: TrainConfig) -> None:
-    profiler = ProfilerConfig(active=1, wait=0, warmup=0)
-    short, config = (
-        config.model_copy(
-            update={"profiler": profiler, "training": config.training.model_copy(update={"max_steps": n})}
-        )
-        for n in (1, 2)
-    )
-    with open_run_directory(config) as directory, StopRequest() as stop:
-        train_remaining_steps(build_run(short, directory), Events(), stop)
-    train(config)
-    made = {path.name for path in (config.run.directory / "profile").iterdir()}
-    assert made == {"table-1.txt", "trace-1.json", "table-2.txt", "trace-2.json"}
-
-
-def test_a_level_of_ranges_that_there_is_not_is_refused_first(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DIFFUSIONLM_NVTX", "loud")
-    with pytest.raises(ValueError, match="DIFFUSIONLM_NVTX = 'loud' is no level"):
-        train(config)
-    assert not config.run.directory.exists()
-
-
 def test_memory_is_told_by_part(config: TrainConfig, tmp_path: Path) -> None:
     run = built(config, tmp_path / "run", optimizer={"kind": "adamw"})
     give_gradients(run.state.model, 0.5)
@@ -264,23 +156,3 @@ def test_memory_is_told_by_part(config: TrainConfig, tmp_path: Path) -> None:
         f"memory: weights {shown[0]}, gradients {shown[1]}, optimizer {shown[2]}, activations {shown[3]} "
         "(1.0 MiB by the plan); 3.0 MiB at most"
     )
-
-
-def losses(config: TrainConfig) -> list[float]:
-    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["metrics"]["loss"] for line in lines if '"loss"' in line]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compile", ["none", "blocks"])
-def test_a_run_on_a_gpu_learns_as_on_a_cpu(config: TrainConfig, tmp_path: Path, compile: str) -> None:
-    """With batches sent ahead, numbers read late and steps that the device would skip."""
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["optimizer"] = {"kind": "adamw", "eps": 1e-4}
-    runs = []
-    for device in ("cpu", "cuda"):
-        values["run"] |= {"device": device, "directory": tmp_path / device}
-        values["runtime"] = {"compile": compile if device == "cuda" else "none"}
-        runs.append(TrainConfig.model_validate(values))
-        train(runs[-1])
-    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
