@@ -1,4 +1,4 @@
-"""Parameters, floating-point operations and memory of a training run, on paper: no torch."""
+"""Count the parameters and floating-point operations of a model. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from config.model import Architecture
 
 AttentionKind = Literal["bidirectional", "causal", "block_causal", "block_diffusion"]
-"""Who sees whom; block diffusion has two streams, noisy and clean."""
+"""Which keys a query attends to; block diffusion has two streams, noisy and clean."""
 
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
@@ -25,25 +25,25 @@ PEAK_FLOPS = {
     "NVIDIA L4": 121e12,
     "NVIDIA GeForce RTX 4090": 165.2e12,
 }
-"""Dense bfloat16 FLOPs a second with float32 sums, by the makers' data sheets; names begin so, longer ones first."""
+"""Device name prefix -> dense bfloat16 FLOPs per second with float32 accumulation, from data sheets."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak of a GPU for dense bfloat16 products, in FLOPs a second; None: not known."""
+    """Return the peak of a GPU for dense bfloat16 products, in FLOPs per second; None: unknown."""
     known = sorted((name for name in PEAK_FLOPS if _matches_device(device_name, name)), key=len)
     return PEAK_FLOPS[known[-1]] if known else None
 
 
 def _matches_device(device_name: str, name: str) -> bool:
-    """Whether a device is of this name: an L40 is no L4."""
+    """Return whether the device has this name; an L40 is not an L4."""
     return device_name == name or device_name.startswith((f"{name} ", f"{name}-"))
 
 
 def count_visible_pairs(pattern: AttentionKind, length: int, block_length: int = 1, *, tile: int = 1) -> int:
-    """Pairs of a query and a key that it sees, in one document of ``length`` tokens, in closed form.
+    """Count the pairs of a query and a visible key in a document of ``length`` tokens, in closed form.
 
-    Of block diffusion, those of both streams. With a ``tile``, pairs of all square tiles in which there is such a pair:
-    what a kernel computes that leaves out empty tiles.
+    For block diffusion, those of both streams. With ``tile`` > 1, count the pairs of all square tiles that have a visible
+    pair: the work of a kernel that skips empty tiles.
     """
     n, b = length, block_length
     if tile > 1:
@@ -63,7 +63,7 @@ def count_visible_pairs(pattern: AttentionKind, length: int, block_length: int =
 
 
 def _count_pairs_in_live_tiles(pattern: AttentionKind, n: int, b: int, tile: int) -> int:
-    """Tiles of queries, and the tiles of the one or two ranges of keys that they see together."""
+    """Count over tiles of queries and the tiles of the key ranges that they see."""
     total = 2 * n if pattern == "block_diffusion" else n
     live = 0
     for first in range(0, total, tile):
@@ -76,7 +76,7 @@ def _count_pairs_in_live_tiles(pattern: AttentionKind, n: int, b: int, tile: int
 
 
 def _visible_key_ranges(pattern: AttentionKind, n: int, b: int, first: int, last: int) -> list[tuple[int, int]]:
-    """Keys that queries from first to last see, all of them together."""
+    """Return the ranges of keys that any query from first to last sees."""
     match pattern:
         case "bidirectional":
             return [(0, n)]
@@ -96,16 +96,15 @@ def _visible_key_ranges(pattern: AttentionKind, n: int, b: int, first: int, last
 
 
 def step_flops(model: Architecture, vocab_size: int, *, positions: int, scored: int, pairs: Sequence[int]) -> float:
-    """FLOPs of the matrix products of a forward and its backward, which are two for each product of the forward.
+    """Count the FLOPs of the matrix products of a forward and its backward, which has two for each one of the forward.
 
     Args:
-        model: the architecture.
         vocab_size: rows of the head.
-        positions: places that the model reads, of all rows and streams.
-        scored: places that go through the head and, in the last block, through queries, output and feed-forward.
-        pairs: of queries and keys, for each layer.
+        positions: input positions, over all sequences and streams.
+        scored: positions in the head and in the last block's queries, output and feed-forward.
+        pairs: visible pairs of queries and keys in each layer.
 
-    Norms are left out, and so is what is computed again (`runtime.activation_checkpointing`, fused attention's backward).
+    Norms are left out, and so is recomputation (`runtime.activation_checkpointing`, fused attention's backward).
     """
     D, H = model.hidden_size, model.head_dim
     q_width, kv_width = model.num_attention_heads * H, model.num_key_value_heads * H
@@ -119,7 +118,7 @@ def step_flops(model: Architecture, vocab_size: int, *, positions: int, scored: 
 
 
 def count_parameters(model: Architecture, vocab_size: int) -> tuple[int, int]:
-    """All parameters, and those of embedding and head."""
+    """Return the numbers of all parameters and of those in embedding and head."""
     D, H = model.hidden_size, model.head_dim
     q_width, kv_width = model.num_attention_heads * H, model.num_key_value_heads * H
     attention = D * (q_width + 2 * kv_width) + q_width * D
@@ -134,7 +133,7 @@ def count_parameters(model: Architecture, vocab_size: int) -> tuple[int, int]:
 
 
 def count_idle_parameters(model: Architecture) -> int:
-    """Parameters of the experts that a token is not sent to, in all layers."""
+    """Count the parameters of experts that a token does not use, in all layers."""
     return sum(
         _feed_forward(model, layer, model.num_experts) - _feed_forward(model, layer, model.num_experts_per_tok)
         for layer in range(model.num_hidden_layers)
@@ -142,7 +141,7 @@ def count_idle_parameters(model: Architecture) -> int:
 
 
 def feed_forward_width(model: Architecture, layer: int, experts: int) -> int:
-    """Of a layer's feed-forward, or of this many experts together where it has any."""
+    """Return the inner width of a layer's feed-forward, or of ``experts`` experts together in a sparse layer."""
     if not model.is_sparse(layer):
         return model.intermediate_size
     assert model.moe_intermediate_size is not None
@@ -150,7 +149,7 @@ def feed_forward_width(model: Architecture, layer: int, experts: int) -> int:
 
 
 def _feed_forward(model: Architecture, layer: int, experts: int) -> int:
-    """Parameters of a layer's feed-forward, or of its router and this many experts."""
+    """Count the parameters of a layer's feed-forward, or of its router and ``experts`` experts."""
     router = model.num_experts * model.hidden_size if model.is_sparse(layer) else 0
     return router + 3 * model.hidden_size * feed_forward_width(model, layer, experts)
 
@@ -163,7 +162,7 @@ def flops_per_token(
     pattern: AttentionKind = "bidirectional",
     block_length: int = 1,
 ) -> float:
-    """Training FLOPs for each token of a row that is one document: `step_flops` of the row, by its tokens.
+    """Return training FLOPs per token of a sequence that is one document: `step_flops` divided by its tokens.
 
     ``masked_share`` of the tokens go through the head and, in the last block, through queries, output and
     feed-forward; the count estimator masks (L + 1) / 2L of them. Of a mixture of experts a token meets the router and

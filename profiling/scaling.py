@@ -1,6 +1,6 @@
-"""Training on many GPUs, on paper: memory of a rank, bytes that travel in a step, and how long a step should take.
+"""Estimate training on many GPUs: memory of a rank, communication and time of a step.
 
-Nothing here was measured: times follow from `Cluster`, whose numbers are assumptions. No torch.
+Nothing here is measured: times follow from the assumptions in `Cluster`. No torch.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ PARALLEL_STRATEGIES: tuple[ParallelStrategy, ...] = ("ddp", "ddp, sharded", "fsd
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs and what joins them. The defaults are eight H200 a machine: data sheets, and usual shares of them."""
+    """GPUs and their interconnect. Defaults: machines of eight H200, data-sheet values times usual utilization."""
 
     gpus_per_node: int = 8
-    """Of a machine."""
+    """GPUs of a machine."""
     memory: float = 141e9
-    """Bytes of a GPU."""
+    """Memory of a GPU, in bytes."""
     usable: float = 0.9
-    """Share of them; the rest is the context's, NCCL's and what the allocator cannot use."""
+    """Usable share of the memory; the rest is the CUDA context, NCCL and fragmentation."""
     peak_flops: float = 989.4e12
-    """Dense bfloat16."""
+    """Dense bfloat16 FLOPs per second."""
     model_flops_share: float = 0.4
-    """Of the peak, while a rank computes (MFU without communication)."""
+    """Share of the peak during computation (MFU without communication)."""
     memory_bandwidth: float = 4.8e12 * 0.7
-    """Bytes a second, of the optimizer's update."""
+    """Bytes per second during the optimizer's update."""
     intra_node_bandwidth: float = 450e9 * 0.8
-    """Bytes a second that a rank sends and receives in a collective within a machine (NVLink 4)."""
+    """Bytes per second of a rank in a collective within a machine (NVLink 4)."""
     inter_node_bandwidth: float = 8 * 50e9 * 0.8
-    """The same between machines: a ring goes through all adapters at once (one of 400 Gbit/s for each GPU)."""
+    """Bytes per second between machines: rings use all adapters at once (400 Gbit/s for each GPU)."""
     hop_latency: float = 5e-6
-    """Seconds of a collective for each machine or GPU that its ring passes."""
+    """Seconds for each machine or GPU in the ring of a collective."""
 
     def bandwidth(self, ranks: int) -> float:
-        """Of a collective over so many ranks, in bytes a second."""
+        """Return the bandwidth of a collective over ``ranks`` ranks, in bytes per second."""
         return (
             self.intra_node_bandwidth
             if ranks <= self.gpus_per_node
@@ -49,7 +49,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is trained, and how it is spread."""
+    """A model, its batch and its parallel strategy."""
 
     model: Architecture
     vocab_size: int
@@ -57,23 +57,23 @@ class TrainingJob:
     strategy: ParallelStrategy
     row_length: int = 4096
     batch_size: int = 512
-    """Rows of a step, of all ranks."""
+    """Sequences of a step, over all ranks."""
     micro_batch_size: int = 1
-    """Rows of a forward, of one rank."""
+    """Sequences of a forward on one rank."""
     pattern: AttentionKind = "block_diffusion"
     block_length: int = 4
     floats_per_parameter: float = 2.0
-    """Numbers of float32 that the optimizer keeps for each parameter: AdamW 2, Muon 1."""
+    """float32 values that the optimizer keeps for each parameter: AdamW 2, Muon 1."""
     keeps_all_activations: bool = True
-    """Activations; else what goes into each block, and the block is computed again (full checkpointing)."""
+    """False: full activation checkpointing; only block inputs are kept and blocks are recomputed."""
     reshards_after_forward: bool = True
-    """`parallel.reshard_after_forward`, of fsdp."""
+    """`parallel.reshard_after_forward` of FSDP."""
     bucket: float = 32 * 2**20
-    """Bytes."""
+    """Bucket size in bytes."""
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Number of parameters."""
         return count_parameters(self.model, self.vocab_size)[0]
 
     @property
@@ -88,35 +88,35 @@ class TrainingJob:
 
     @property
     def block_parameters(self) -> int:
-        """Of one block, on average."""
+        """Parameters of a block, on average."""
         return (self.parameters - self.root_parameters) // self.model.num_hidden_layers
 
     @property
     def root_parameters(self) -> int:
-        """Of embedding, head and last norm, which FSDP gathers with the root."""
+        """Parameters of embedding, head and final norm, which FSDP gathers with the root module."""
         return count_parameters(self.model, self.vocab_size)[1] + self.model.hidden_size
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a rank."""
+    """Memory of a rank, in bytes."""
 
     weights: float
     gradients: float
     optimizer: float
     gathered: float
-    """Weights that are whole for a while, and their gradients."""
+    """Weights that are gathered temporarily, and their gradients."""
     activations: float
-    """Of one micro-batch; an estimate."""
+    """Activations of one micro-batch."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all memory."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
 
 def estimate_rank_memory(job: TrainingJob) -> RankMemory:
-    """Weights, gradients and the optimizer's state are float32.
+    """Estimate the memory of a rank; weights, gradients and optimizer state are float32.
 
     ``ddp``: gradients are in the buckets alone. Sharded, a rank has its part of weights and gradients once more, which
     the optimizer works on. ``fsdp``: two blocks are gathered in bfloat16, that which runs and the next one, with the
@@ -136,7 +136,9 @@ def estimate_rank_memory(job: TrainingJob) -> RankMemory:
 
 
 def activation_bytes(job: TrainingJob) -> float:
-    """Kept for the backward of a micro-batch: bfloat16, fused attention, the fused head and loss.
+    """Estimate activations that the backward of a micro-batch needs: bfloat16, fused attention, fused head and loss.
+
+    `estimate.ResourceEstimate` differs on purpose: it assumes float32, eager attention and all logits.
 
     Of a block: what goes into both norms and comes out of them, queries, keys, values and their mixture, gate, up and
     their product (of a mixture those of the experts that a token meets). With checkpointing one block at a time.
@@ -155,16 +157,16 @@ def activation_bytes(job: TrainingJob) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends in a step, and receives as many; a ring's, which no algorithm goes below."""
+    """Bytes that a rank sends, and receives, in a step: those of a ring, the minimum of any algorithm."""
 
     gradients: float
     weights: float
-    """Of all gathers of a step."""
+    """Bytes of all weight gathers of a step."""
     collectives: int
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Gradients and weights."""
         return self.gradients + self.weights
 
 
@@ -188,19 +190,19 @@ def estimate_traffic(job: TrainingJob) -> Traffic:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds."""
+    """Time of a step, in seconds."""
 
     compute: float
     """Forward and backward of all micro-batches of a rank."""
     traffic: float
-    """Of all collectives, if nothing hid them."""
+    """Duration of all collectives without overlap."""
     exposed: float
-    """What of them the computation does not hide."""
+    """Part of the collectives that computation does not hide."""
     update: float
 
     @property
     def total(self) -> float:
-        """Of a step."""
+        """Duration of the step."""
         return self.compute + self.exposed + self.update
 
 
@@ -251,7 +253,7 @@ def _fsdp_exposed_seconds(job: TrainingJob, forward: float, backward: float, rat
 
 
 def find_fastest_job(job: TrainingJob, cluster: Cluster) -> TrainingJob | None:
-    """The fastest of the micro-batches and ways to keep activations that fit into memory; None: none does."""
+    """Return the fastest micro-batch size and checkpointing that fit into memory; None: none fits."""
     fitting = []
     for keeps_all_activations in (True, False):
         for size in (1, 2, 4, 8, 16):

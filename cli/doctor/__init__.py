@@ -1,4 +1,4 @@
-"""``diffusionlm-doctor``: the machine, what is broken on it, and what will be slow. Works without torch."""
+"""``diffusionlm-doctor``: report what is broken or slow on this machine. Works without torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TRITON_TOLERANCE = 1e-4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, look, tell. Returns 1 where something is broken."""
+    """Print the report. Returns 1 if something is broken."""
     arguments = _parser().parse_args(argv)
     report = examine(arguments.directory, is_quick=arguments.quick, check_kernel=_check_kernel)
     text = report.to_json() if arguments.json else render(report, shutil.get_terminal_size((110, 24)).columns)
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        discard_pending_output(sys.stdout)  # whoever reads has enough
+        discard_pending_output(sys.stdout)  # the reader has closed the pipe
     return 1 if report.is_broken else 0
 
 

@@ -1,4 +1,4 @@
-"""What is broken on a machine, what will be slow, and the setting that mends it. Pure: facts in, findings out."""
+"""Find what is broken or slow on a machine, and the setting that fixes it. Facts in, findings out."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ SLOW_FSYNC = 0.05
 """Seconds."""
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse", "fuse.sshfs", "9p")
 BUSY_LOAD_PER_CORE = 1.25
-"""Load by the cores that are granted."""
+"""Load divided by usable cores."""
 POOR_SCALING = 0.6
-"""Of threads together, by one thread times their number."""
+"""Speed of all threads together, divided by their number times the speed of one."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a person should know."""
+    """A problem of the machine, its reason and its remedy."""
 
     weight: Severity
-    """broken: something will not work. slow: it works, and could be faster. note: good to know."""
+    """broken: something will not work. slow: it works, but slower than necessary. note: good to know."""
     what: str
     why: str
     remedy: str
@@ -44,14 +44,11 @@ class Finding:
 def find_problems(
     machine: Machine, torch: TorchInfo, missing: list[str], drivers: list[str], speeds: MeasuredSpeeds
 ) -> list[Finding]:
-    """All findings, the broken ones first.
+    """Return all findings, broken ones first.
 
     Args:
-        machine: of `read_machine`.
-        torch: of `read_torch`.
-        missing: packages that are not installed.
-        drivers: GPUs that the driver knows.
-        speeds: what was measured, if anything.
+        missing: required packages that are not installed.
+        drivers: GPUs that the driver lists.
     """
     found = [
         *_of_software(machine, torch, missing),
@@ -81,7 +78,7 @@ def _of_software(machine: Machine, torch: TorchInfo, missing: list[str]) -> Iter
     if level and level not in get_args(Level):
         levels = ", ".join(get_args(Level))
         yield Finding(
-            "broken", f"{NVTX_VARIABLE} = {level!r}", "it is no level, and a run refuses it", f"one of {levels}"
+            "broken", f"{NVTX_VARIABLE} = {level!r}", "it is not a level, and a run rejects it", f"one of {levels}"
         )
     if machine.uv is None:
         yield Finding("note", "uv is not on the PATH", "the commands of the docs begin with it", "pip install uv")
@@ -170,7 +167,7 @@ def _of_speeds(machine: Machine, torch: TorchInfo, speeds: MeasuredSpeeds) -> It
 def _of_memory(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
     memory = machine.memory
     if memory.free is not None and memory.free < LOW_MEMORY_BYTES:
-        why = "a run that takes more is killed by the system, without a word"
+        why = "the kernel's out-of-memory killer ends a larger run without a message"
         remedy = "training.micro_batch_size lower, runtime.activation_checkpointing = full"
         yield Finding("slow", f"{format_bytes(memory.free)} of memory are free", why, remedy)
     if len(torch.gpus) > 1 and memory.shared_total is not None and memory.shared_total < LOW_SHARED_MEMORY_BYTES:
@@ -231,7 +228,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """Bytes, for people."""
+    """Format bytes with a binary unit: ``3.2 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What ``diffusionlm-doctor`` tells: the machine, what is broken, and what will be slow here."""
+"""The report of ``diffusionlm-doctor``: facts about the machine, and what is broken or slow on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from profiling.quick_checks import MeasuredSpeeds, measure_speeds
 from profiling.torch_setup import TorchInfo, drivers, installed_version, missing_packages, read_torch
 
 MachineFacts = dict[str, dict[str, str]]
-"""Section -> name -> what is so."""
+"""Section -> name -> value."""
 
 TITLES = {"broken": "broken", "slow": "slow here", "note": "to know"}
 _TOOLS = ("git", "just", "tmux", "ssh")
@@ -32,22 +32,22 @@ class DoctorReport:
 
     @property
     def is_broken(self) -> bool:
-        """Whether anything will not work."""
+        """Whether a finding is ``broken``."""
         return any(finding.weight == "broken" for finding in self.findings)
 
     def to_json(self) -> str:
-        """One object."""
+        """Return the report as a JSON object."""
         value = {"facts": self.facts, "findings": [asdict(each) for each in self.findings], "broken": self.is_broken}
         return json.dumps(value, indent=1, ensure_ascii=False)
 
 
 def examine(runs: Path, *, is_quick: bool, check_kernel: Callable[[], str]) -> DoctorReport:
-    """Look at everything.
+    """Read all facts, measure speeds and find problems.
 
     Args:
-        runs: where runs would be written; the directory need not be there.
-        is_quick: measure nothing, and try no kernel.
-        check_kernel: tries Triton's kernel, and says how it ran; raises what went wrong.
+        runs: directory that runs are written to; it may be missing.
+        is_quick: skip measurements and the kernel.
+        check_kernel: runs the Triton kernel and describes the result; raises if it is wrong.
     """
     machine, torch = read_machine(runs), read_torch()
     known, missing = drivers(), missing_packages()
@@ -161,7 +161,7 @@ def _network(machine: Machine) -> dict[str, str]:
 
 
 def describe_services(environment: Mapping[str, str], home: Path) -> dict[str, str]:
-    """Caches and keys; of a key it is told whether it is there, and nothing else."""
+    """Return caches, loggers and whether keys are present, but never a key."""
     hub = Path(environment.get("HF_HOME") or home / ".cache" / "huggingface")
     keys = {
         "Hugging Face token": bool(environment.get("HF_TOKEN")) or (hub / "token").is_file(),
@@ -199,7 +199,7 @@ def _measured(speeds: MeasuredSpeeds) -> dict[str, str]:
 
 
 def render(report: DoctorReport, width: int) -> str:
-    """For a terminal of so many columns."""
+    """Render the report for a terminal with ``width`` columns."""
     column = max(len(name) for facts in report.facts.values() for name in facts)
     lines = []
     for section, facts in report.facts.items():
@@ -222,7 +222,7 @@ def render(report: DoctorReport, width: int) -> str:
 
 
 def _wrap_lines(head: str, text: str, width: int) -> list[str]:
-    """The text behind its head, further lines below the text."""
+    """Wrap text behind a prefix, with continuation lines indented."""
     room = max(40, width - len(head))
     parts = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
     return [f"{head if index == 0 else ' ' * len(head)}{part}" for index, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""`report.html`: what a run was and what came of it, on one page. No torch."""
+"""The report of runs, ``report.html``: results, curves, samples, config and events on one page. No torch."""
 
 from logger.report.page import write_report
 from logger.report.reading import LoggedRun, read_run, read_runs

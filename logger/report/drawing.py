@@ -1,7 +1,7 @@
-"""A chart as HTML: curves in an SVG that stretches with its frame, and labels beside it that do not.
+"""Draw a chart as HTML: curves in an SVG that stretches with its frame, beside labels that do not.
 
-Both scales are drawn, and what is smooth beside what is raw; the switches of a chart choose by style alone, so that a
-page without scripts has them too. The script only reads values out.
+Both scales, and raw and smooth curves, are drawn; the switches of a chart select them by CSS, so they work without
+scripts. The script only shows values under the pointer.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from logger.report.plots import Chart, Curve
 from logger.report.series import Floats, format_number, log_ticks, ticks
 
 WIDTH, HEIGHT = 2000, 1000
-"""Of the drawing, in units of its own."""
+"""Size of the SVG's view box."""
 
 MAX_MARKS = 400
 
 
 @dataclass(frozen=True)
 class AxisScale:
-    """From values to 0 (left, below) ... 1 (right, above)."""
+    """Maps values to [0, 1], from left to right or from bottom to top."""
 
     low: float
     high: float
     is_log: bool = False
 
     def __call__(self, values_N: Floats) -> Floats:
-        """NaN where the scale has no place."""
+        """Map values; NaN where a logarithmic scale has none."""
         if not self.is_log:
             return (values_N - self.low) / (self.high - self.low)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -39,16 +39,16 @@ class AxisScale:
         return np.where(values_N > 0, places_N, np.nan)
 
     def to_unit(self, value: float) -> float:
-        """Of one value."""
+        """Map one value."""
         return float(self(np.array([value]))[0])
 
     def ticks(self) -> list[float]:
-        """Round values on it."""
+        """Return round values in the range."""
         return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high)
 
 
 def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
-    """The figure, and its values for the script."""
+    """Return the figure's HTML and its values for the script."""
     across = _horizontal(plot)
     scales = _vertical(plot)
     frames = []
@@ -77,7 +77,7 @@ def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
 
 
 def describe_chart(plot: Chart) -> str:
-    """The chart in words."""
+    """Describe the chart in words, for screen readers."""
     parts = []
     for line in plot.lines:
         finite = line.y_N[np.isfinite(line.y_N)]
@@ -99,7 +99,7 @@ def _horizontal(plot: Chart) -> AxisScale:
 
 
 def _vertical(plot: Chart) -> dict[str, AxisScale]:
-    """The scales that the chart has; the values and the bars fit in, with a little room."""
+    """Return the vertical scales, with a margin around values and error bars."""
     values_N = np.concatenate([part for line in plot.lines for part in _values_with_errors(line)])
     values_N = values_N[np.isfinite(values_N)]
     low, high = float(values_N.min()), float(values_N.max())
@@ -138,7 +138,7 @@ def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
 
 
 def _path(x_N: Floats, y_N: Floats) -> str:
-    """Straight lines, with gaps where there is no number; a number alone between gaps is a dot."""
+    """Return a path of straight lines with gaps at NaN; a single number between gaps is a dot."""
     parts, is_down = [], False
     for to_unit, (x, y) in enumerate(zip(x_N.tolist(), y_N.tolist(), strict=True)):
         if not math.isfinite(y):
@@ -152,7 +152,7 @@ def _path(x_N: Floats, y_N: Floats) -> str:
 
 
 def _band(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
-    """The room between two curves; of one point a bar."""
+    """Return the area between two curves; for one point, a bar."""
     kept_N = np.isfinite(low_N) & np.isfinite(high_N)
     x, low, high = (each[kept_N].tolist() for each in (x_N, low_N, high_N))
     if not x:
@@ -180,7 +180,7 @@ def _y(share: float) -> int:
 
 
 def _labels(scale: AxisScale, side: str, is_share: bool = False) -> str:
-    """Round values beside the drawing, ``left`` or ``bottom`` of which they are so far away."""
+    """Return tick labels, positioned from ``side``: ``left`` or ``bottom``."""
     spans, values = [], scale.ticks()
     for value in values:
         value = 0.0 if abs(value) < 1e-12 * max(map(abs, values)) else value
@@ -225,7 +225,7 @@ def _with_error(line: Curve, values_N: Floats, to_unit: int) -> str:
 
 
 def _values(plot: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> dict[str, Any]:
-    """What the script reads: five digits of each number."""
+    """Return the values for the script, with five digits."""
     return {
         "x": [across.low, across.high],
         "xName": plot.x_name,

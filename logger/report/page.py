@@ -1,4 +1,4 @@
-"""The page of a report. It is one file and asks for no other; what it looks like stands in ``report.html``."""
+"""Assemble the page of a report: one self-contained file, laid out by the template ``report.html``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from logger.report.template import fill_template, script_json
 _KEYS_WITHOUT_EFFECT_ON_ROWS = {
     f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")
 }
-"""Keys of the data that change the order of training rows, or nothing."""
+"""Keys of ``[data]`` that do not change which sequences are validated."""
 
 
 def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
-    """Read the runs and write their page, aside first. Returns what was read.
+    """Read the runs, write their page atomically and return the runs.
 
     Raises:
-        ValueError: one of them is no run; names it.
+        ValueError: a path is not a run directory; names it.
         OSError: the page cannot be written.
     """
     runs = read_runs(paths)
@@ -34,7 +34,7 @@ def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
 
 
 def render_report(runs: Sequence[LoggedRun]) -> str:
-    """The page's HTML."""
+    """Render the HTML of the page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     figures: list[str] = []
     values: list[dict[str, Any]] = []
@@ -74,42 +74,42 @@ def render_report(runs: Sequence[LoggedRun]) -> str:
 
 
 def is_comparable(runs: Sequence[LoggedRun]) -> bool:
-    """Whether nats per token mean the same in all runs: no two tokenizers among them, as far as they are known."""
+    """Return whether nats per token are comparable: the runs share one tokenizer, as far as they have one."""
     return len({run.tokenizer for run in runs if run.tokenizer is not None}) <= 1
 
 
 def notes(runs: Sequence[LoggedRun]) -> list[str]:
-    """What a reader has to know before the numbers; HTML."""
-    found = []
+    """Return warnings that precede the numbers, as HTML."""
+    messages = []
     if not is_comparable(runs):
-        found.append(
+        messages.append(
             "<strong>These runs have different tokenizers.</strong> Nats per token are not comparable between them, "
             "nor is the top-1 accuracy: compare <em>bits per byte</em>."
         )
     validated = {tuple(str(run.config.get(key)) for key in _validation_keys(runs)) for run in runs if run.config}
     if len(validated) > 1:
-        found.append("These runs have different data or validation settings: their validation texts may differ.")
+        messages.append("These runs have different data or validation settings: their validation texts may differ.")
     for run in runs:
         name = f"<strong>{escape(run.name)}</strong>: " if len(runs) > 1 else ""
-        found += [name + escape(note) for note in run.notes]
+        messages += [name + escape(note) for note in run.notes]
         if run.state == "going":
-            found.append(f"{name}The run is still going; this is what it had written so far.")
+            messages.append(f"{name}The run is still going; the page shows what it has written so far.")
         elif run.state == "failed":
-            found.append(name + escape(run.events_of("failed")[-1].text))
+            messages.append(name + escape(run.events_of("failed")[-1].text))
         elif run.state == "ended":
             before = "its final evaluation" if run.last_step == run.max_steps else "its last step"
-            found.append(f"{name}The run ended before {before}, and did not say why.")
-    return found
+            messages.append(f"{name}The run ended before {before} without an error message.")
+    return messages
 
 
 def _validation_keys(runs: Sequence[LoggedRun]) -> list[str]:
-    """Keys of the config that decide which text is scored, and in which rows."""
+    """Return the config keys that decide which sequences are validated."""
     keys = {key for run in runs for key in run.config if key.startswith("data.")} - _KEYS_WITHOUT_EFFECT_ON_ROWS
     return sorted(keys | {"validation.rows", "validation.final_rows", "model.max_position_embeddings"})
 
 
 def _in_order(plots: list[Chart], comparable: bool) -> list[Chart]:
-    """Bits per byte come first, and nats carry a warning, where tokenizers differ."""
+    """Sort bits per byte first and mark nats as not comparable, if tokenizers differ."""
     if comparable:
         return plots
     for plot in plots:
@@ -119,7 +119,7 @@ def _in_order(plots: list[Chart], comparable: bool) -> list[Chart]:
 
 
 def _states(runs: Sequence[LoggedRun]) -> str:
-    """How each run stands, and which colour it has."""
+    """Render the state and the color of each run."""
     items = []
     for index, run in enumerate(runs):
         swatch = f'<i class="c{index % 8} d{index // 8 % 4}"></i>' if len(runs) > 1 else ""

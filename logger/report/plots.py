@@ -1,4 +1,4 @@
-"""Which charts a report has, and what is on them."""
+"""Build the charts of a report from the metrics of its runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from logger.report.reading import LoggedRun
 from logger.report.series import Floats, Series, downsample, moving_average
 
 MAX_CHARTS_PER_FAMILY = 12
-"""More unknown metrics of one family than that are a table, not charts."""
+"""A family (prefix) with more other metrics than this becomes a table."""
 
 MAX_POINTS_PER_CHART = 2400
-"""So many, shared by its lines, make a curve of a wide screen; more would only make the page heavier."""
+"""Points of all curves of a chart; more would not be visible on a wide screen."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve. N points."""
+    """A curve of N points."""
 
     name: str
     color: int
@@ -36,7 +36,7 @@ class Curve:
 
 @dataclass
 class Chart:
-    """A chart before it is drawn."""
+    """The data of a chart."""
 
     title: str
     unit: str
@@ -45,24 +45,24 @@ class Chart:
     x_name: str = "step"
     x_is_share: bool = False
     x_end: float = 0.0
-    """Where the axis ends, if no point is beyond."""
+    """End of the horizontal axis, unless a point is beyond it."""
     log: bool | None = None
-    """Whether it begins with logarithms; None: there is no choice."""
+    """Whether the logarithmic scale is on at first; None: there is no switch."""
     from_zero: bool = False
     marks: list[tuple[str, Floats]] = field(default_factory=list)
-    """Names, and places on the horizontal axis."""
+    """Names of marks and their positions on the horizontal axis."""
 
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A chart that a run may have: the metrics on it, and how they are shown."""
+    """The metrics of a chart and their presentation."""
 
     title: str
     unit: str
     keys: str
-    """Pattern of the whole names of its metrics; its first group, if it has one, names the line."""
+    """Regular expression for whole metric names; its first group, if any, names the curve."""
     scale: float = 1.0
-    """From the metric to the unit."""
+    """Factor from the metric to the unit."""
     log: bool | None = None
     from_zero: bool = False
     is_smoothed: bool = False
@@ -104,17 +104,17 @@ VALIDATION = (
         ("bits_per_byte", "bits_per_byte_standard_error"),
     ),
 )
-"""Unit, metric, metric of its error, and both in the summary; bytes are what runs of different tokenizers share."""
+"""Unit, metric, metric of its error, and the keys of both in the summary. Bits per byte compare across tokenizers."""
 
 METRICS_WITH_OWN_CHART = {
     "loss", "loss_smooth", "val_nats_per_token", "val_standard_error", "val_bits_per_byte",
     "val_bits_per_byte_standard_error", "lr", "tokens_seen", "seconds_left", "skipped_steps",
 }  # fmt: skip
-"""Metrics on charts of their own, in the table, or that say nothing new; as are those of the final evaluation."""
+"""Metrics without a chart among the others: they have one of their own, or are in the table of results."""
 
 
 def main_plots(runs: Sequence[LoggedRun]) -> list[Chart]:
-    """What a report shows of every run, in order; without those that no run has numbers for."""
+    """Return the charts of known metrics, in order, without empty ones."""
     found = [_training_loss(runs), *(_validation(runs, *each) for each in VALIDATION), _by_masked_share(runs)]
     found += [_build_chart(kind, runs) for kind in CHART_SPECS]
     if not any(re.fullmatch(r"lr/.+", key) for run in runs for key in run.numbers):
@@ -123,8 +123,10 @@ def main_plots(runs: Sequence[LoggedRun]) -> list[Chart]:
 
 
 def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
-    """Every metric that is on none of the charts above, so that nothing of a record is left out: charts, one for each,
-    and those whose last value says enough, because it never changes, is none, or has many of its kind beside it."""
+    """Return a chart for each other metric, and the names of those that a table of last values covers.
+
+    The table has metrics that never change, are not numbers, or belong to a large family.
+    """
     known = re.compile("|".join(["final_.+", *(f"(?:{kind.keys})" for kind in CHART_SPECS)]))
     keys = dict.fromkeys(key for run in runs for key in run.numbers)
     left = [key for key in keys if key not in METRICS_WITH_OWN_CHART and not known.fullmatch(key)]
@@ -145,7 +147,7 @@ def _changes(run: LoggedRun, key: str) -> bool:
 
 
 def _nonempty(plots: Sequence[Chart], runs: Sequence[LoggedRun]) -> list[Chart]:
-    """Those with something on them; over steps all are as wide as the longest run."""
+    """Drop empty charts, and make the axis of steps as long as the longest run."""
     for plot in plots:
         plot.x_end = 1.0 if plot.x_is_share else float(max(run.last_step for run in runs))
     return [plot for plot in plots if plot.lines]
@@ -161,14 +163,14 @@ def _training_loss(runs: Sequence[LoggedRun]) -> Chart:
 
 
 def _aligned(series: Series | None, steps_N: Floats) -> Floats | None:
-    """Its values at these steps, if it has them all."""
+    """Return the series' values if it has exactly these steps."""
     if series is None or len(series.steps_N) != len(steps_N) or (series.steps_N != steps_N).any():
         return None
     return series.values_N
 
 
 def _validation(runs: Sequence[LoggedRun], unit: str, key: str, error_key: str, names: tuple[str, str]) -> Chart:
-    """Over the run, and at its end: metrics by their keys, results by their names in the summary."""
+    """Build a chart of validation over the run (metrics) and at its end (summary)."""
     plot = Chart("Validation" if unit.startswith("nats") else "Validation, by bytes", unit, [], log=False)
     for color, run in enumerate(runs):
         series = run.numbers.get(key)
@@ -206,7 +208,7 @@ def _by_masked_share(runs: Sequence[LoggedRun]) -> Chart:
 
 
 def _build_chart(kind: ChartSpec, runs: Sequence[LoggedRun]) -> Chart:
-    """Lines are told apart by colour: runs where there are several, else metrics; then metrics by their dashes."""
+    """Build a chart. Color distinguishes runs, or metrics of a single run; dashes distinguish metrics of several runs."""
     keys = dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(kind.keys, key))
     plot = Chart(kind.title, kind.unit, [], log=kind.log, from_zero=kind.from_zero)
     chosen = [
@@ -241,7 +243,7 @@ def _missing_values_note(series: Sequence[Series]) -> str:
     number = sum(each.num_missing for each in series)
     if not number:
         return ""
-    return "1 value is no finite number." if number == 1 else f"{number:,} values are no finite numbers."
+    return "1 value is not finite." if number == 1 else f"{number:,} values are not finite."
 
 
 def _num_buckets(lines: int) -> int:
@@ -257,10 +259,10 @@ def _build_curve(
     num_buckets: int,
     error_N: Floats | None = None,
 ) -> Curve:
-    kept = downsample(series.values_N, num_buckets)
+    indices = downsample(series.values_N, num_buckets)
 
     def take(values_N: Floats | None) -> Floats | None:
-        return None if values_N is None else values_N[kept]
+        return None if values_N is None else values_N[indices]
 
-    steps_N, values_N = series.steps_N[kept], series.values_N[kept]
+    steps_N, values_N = series.steps_N[indices], series.values_N[indices]
     return Curve(name, color, dash, steps_N, values_N, take(smooth_N), take(error_N), has_dots=len(steps_N) <= 30)

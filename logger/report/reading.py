@@ -1,4 +1,4 @@
-"""A run as its directory tells it. What is damaged or missing is said in notes; the rest is read."""
+"""Read a run directory. Damaged or missing files become notes; the rest is read."""
 
 from __future__ import annotations
 
@@ -19,61 +19,61 @@ from logger.jsonl import parse_record
 from logger.report.series import Series
 
 NUMBERS = (float, int)
-"""What JSON has; true and false are 1 and 0."""
+"""Types of JSON numbers; true and false count as 1 and 0."""
 
 RENAMED_METRICS = {"first_guess": "top1_accuracy", "first_five": "top5_accuracy", "commonest": "majority_baseline"}
 """Former name -> name, of metrics and keys of summary.json that finished runs may still have."""
 
 RunState = Literal["complete", "going", "stopped", "failed", "ended"]
-"""``ended``: no process has it, and nothing says why it is not complete."""
+"""``ended``: no process holds the run, and no event says why it is not complete."""
 
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Something that happened, in words."""
+    """An event of ``metrics.jsonl``."""
 
     step: int
     kind: str
     text: str
     values: dict[str, Any] = field(default_factory=dict)
-    """The same for programs."""
+    """The event's data for programs."""
 
 
 @dataclass
 class LoggedRun:
-    """What is known of a run."""
+    """The contents of a run directory."""
 
     name: str
-    """Short, and unlike those of the other runs of a report."""
+    """Short, and unique in a report."""
     path: Path
     numbers: dict[str, Series] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    """Metrics that are no numbers: the last value of each."""
+    """The last value of each metric that is not a number."""
     events: list[RunEvent] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     """Values by ``section.key``."""
     config_text: str = ""
     summary: dict[str, Any] = field(default_factory=dict)
-    """Empty before the end."""
+    """``summary.json``; empty before the run is complete."""
     tokenizer: str | None = None
-    """Hash of its files; None: there are none."""
+    """Hash of the tokenizer's files; None: there are none."""
     last_step: int = 0
     state: RunState = "complete"
     notes: list[str] = field(default_factory=list)
-    """What a reader has to know of this record."""
+    """Problems of this record, for the reader of the report."""
 
     @property
     def max_steps(self) -> int | None:
-        """Steps that were planned, where the config says it."""
+        """`training.max_steps` of the config; None: not set."""
         steps = self.config.get("training.max_steps")
         return steps if isinstance(steps, int) else None
 
     def events_of(self, *kinds: str) -> list[RunEvent]:
-        """Those of these kinds, in order."""
+        """Return the events of these kinds, in order."""
         return [event for event in self.events if event.kind in kinds]
 
     def result(self, *keys: str | int) -> float | None:
-        """A number of ``summary.json`` by its path, if there is one."""
+        """Return a number of ``summary.json`` by its path; None: it is missing."""
         value: Any = self.summary
         for key in keys:
             try:
@@ -85,10 +85,10 @@ class LoggedRun:
 
 
 def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
-    """The runs in the order given, each once.
+    """Read the runs in the order of ``paths``, each once.
 
     Raises:
-        ValueError: one of them is no run directory; names it.
+        ValueError: a path is not a run directory; names it.
     """
     distinct = list({path.resolve(): path for path in paths}.values())
     runs = [read_run(path) for path in distinct]
@@ -98,10 +98,10 @@ def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
 
 
 def read_run(path: Path) -> LoggedRun:
-    """One run.
+    """Read a run.
 
     Raises:
-        ValueError: there is no such directory, or it has no metrics; says what to name.
+        ValueError: the directory is missing or has no metrics; names it.
     """
     metrics = path / "metrics.jsonl"
     if path.is_file():
@@ -120,33 +120,30 @@ def read_run(path: Path) -> LoggedRun:
 
 
 def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
-    parts = [path.resolve().parts for path in paths]
+    """Return the ends of the paths, with as many components as make them unique."""
+    paths_parts = [path.resolve().parts for path in paths]
     depth = 1
-    while len({each[-depth:] for each in parts}) < len(parts):
+    while len({parts[-depth:] for parts in paths_parts}) < len(paths_parts):
         depth += 1
-    return ["/".join(each[-depth:]) for each in parts]
+    return ["/".join(parts[-depth:]) for parts in paths_parts]
 
 
 def _read_metrics(run: LoggedRun, path: Path) -> None:
-    """Line by line. A step that occurs again (of a run that went on) replaces what was said of it before."""
+    """Read ``metrics.jsonl``. A step that occurs again, after a resume, replaces its earlier values."""
     columns: dict[str, tuple[array[float], array[float]]] = {}
-    bad, is_cut = 0, False
+    num_damaged, is_truncated = 0, False
     for line, is_whole in _lines(path):
         record = parse_record(line)
         if record is None:
-            is_cut = is_cut or not is_whole
-            bad += is_whole
+            is_truncated = is_truncated or not is_whole
+            num_damaged += is_whole
             continue
         step = record["step"]
         run.last_step = max(run.last_step, step)
         if "event" in record:
-            told = record.get("values")
-            run.events.append(
-                RunEvent(
-                    step, str(record["event"]), str(record.get("text", "")), told if isinstance(told, dict) else {}
-                )
-            )
+            data = record.get("values")
+            text = str(record.get("text", ""))
+            run.events.append(RunEvent(step, str(record["event"]), text, data if isinstance(data, dict) else {}))
         values = record.get("metrics")
         for logged_key, value in _flatten_metrics(values if isinstance(values, dict) else {}):
             key = logged_key.replace("first_guess", RENAMED_METRICS["first_guess"])
@@ -159,20 +156,22 @@ def _read_metrics(run: LoggedRun, path: Path) -> None:
             else:
                 run.texts[key] = value if isinstance(value, str) else json.dumps(value)
     run.numbers = {key: _series(steps, numbers) for key, (steps, numbers) in columns.items()}
-    if is_cut:
+    if is_truncated:
         run.notes.append(
             "metrics.jsonl ends in the middle of a line: a process was ended while it wrote. "
             "All that stands before it is shown."
         )
-    if bad:
-        lines = "1 line" if bad == 1 else f"{bad:,} lines"
-        run.notes.append(f"{lines} of metrics.jsonl could not be read and {'is' if bad == 1 else 'are'} not shown.")
+    if num_damaged:
+        lines = "1 line" if num_damaged == 1 else f"{num_damaged:,} lines"
+        run.notes.append(
+            f"{lines} of metrics.jsonl could not be read and {'is' if num_damaged == 1 else 'are'} not shown."
+        )
     if not run.numbers:
         run.notes.append("metrics.jsonl has no numbers yet.")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bool]]:
-    """The lines, and whether each has its end."""
+    """Iterate over the lines that are not empty, each with whether it has a line end."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.strip("\0 \n"):
@@ -188,7 +187,7 @@ def _flatten_metrics(values: Mapping[str, Any], prefix: str = "") -> Iterator[tu
 
 
 def _number(value: Any) -> float:
-    """NaN for what is none, not finite, or so large that a chart's own numbers would not be finite."""
+    """Convert to float; NaN if it is not a number, not finite, or too large for the arithmetic of charts."""
     if not isinstance(value, NUMBERS):
         return math.nan
     try:
@@ -199,7 +198,7 @@ def _number(value: Any) -> float:
 
 
 def _series(steps: array[float], numbers: array[float]) -> Series:
-    """By step; of several values of a step the last one."""
+    """Build a series sorted by step, with the last of several values of a step."""
     steps_N, values_N = np.frombuffer(steps), np.frombuffer(numbers)
     if (np.diff(steps_N) > 0).all():
         return Series(steps_N, values_N)
@@ -252,7 +251,7 @@ def _rename_accuracies(summary: dict[str, Any]) -> None:
 
 
 def _fingerprint(folder: Path) -> str | None:
-    """Of the tokens and merges, by whatever files there are."""
+    """Hash the tokenizer files that exist; None: there are none."""
     names = ("vocab.json", "merges.txt", "special_tokens.json", "tokenizer.json", "tokenizer.model")
     try:
         data = [(name, (folder / name).read_bytes()) for name in names if (folder / name).is_file()]

@@ -1,4 +1,4 @@
-"""Texts with holes as a run filled them, over its steps, each token with the forward in which it was unmasked."""
+"""Render infilled samples over the steps of a run; each token shows the forward in which it was unmasked."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from logger.report.reading import LoggedRun, RunEvent
 
 MAX_SAMPLES_PER_TEXT = 12
-"""Of each text and run, spread over its steps; the first and the last are among them."""
+"""Samples of each text and run: the first, the last and evenly spaced ones between."""
 
 MIN_SHADE_PERCENT = 20
-"""Of the last forward's tokens, in percent; the first one's have all."""
+"""Shade of tokens of the last forward; those of the first have 100 %."""
 
 _MASKED_SPAN = re.compile(r"\[MASK:[^\[\]\n]*\]")
 _LINE_BREAK = '<i aria-label="line break">↵</i>\n'
@@ -23,17 +23,17 @@ _LINE_BREAK = '<i aria-label="line break">↵</i>\n'
 
 @dataclass(frozen=True)
 class SampleToken:
-    """Part of a filled text: one token, or several that make up a character."""
+    """Part of an infilled text: a token, or several that form one character."""
 
     text: str
     forward: int | None = None
-    """From 1 on, in which all of it was final; None: it was given."""
+    """The forward, from 1, after which it was final; None: it was given."""
     probability: float | None = None
 
 
 @dataclass(frozen=True)
 class FilledSample:
-    """A filled text."""
+    """An infilled text."""
 
     step: int
     given: str
@@ -45,7 +45,7 @@ class FilledSample:
 
 
 def render_samples(runs: Sequence[LoggedRun]) -> str:
-    """A block for each text, in it the runs one after the other, and of each what it wrote at which step."""
+    """Render a block for each text, with the samples of each run by step."""
     blocks: dict[str, list[str]] = {}
     forwards: dict[str, int] = {}
     plain: list[str] = []
@@ -77,7 +77,7 @@ def render_samples(runs: Sequence[LoggedRun]) -> str:
 
 
 def read_sample(event: RunEvent) -> FilledSample | None:
-    """What the event's values tell; None: they are damaged, or there are none."""
+    """Read a sample event; None: its values are damaged or missing."""
     values = event.values
     given, texts = values.get("given"), values.get("tokens")
     if not isinstance(given, str) or not isinstance(texts, list):
@@ -93,7 +93,7 @@ def read_sample(event: RunEvent) -> FilledSample | None:
             return None
         rest.append((forward, logprob))
         if text:
-            # The tokens before, if any, had no text alone: all of them make up the first character of this one.
+            # Earlier tokens without text are bytes of this token's first character.
             latest = max((each or 0 for each, _ in rest), default=0)
             known = [each for _, each in rest if each is not None]
             size = 1 if latest and forward is None else len(text)
@@ -113,7 +113,7 @@ def _is_logprob(value: Any) -> bool:
 
 
 def _subsample(filled: list[FilledSample]) -> list[FilledSample]:
-    """Few enough of them to read."""
+    """Select at most `MAX_SAMPLES_PER_TEXT` samples, evenly spaced."""
     if len(filled) <= MAX_SAMPLES_PER_TEXT:
         return filled
     return [
@@ -122,7 +122,7 @@ def _subsample(filled: list[FilledSample]) -> list[FilledSample]:
 
 
 def _render_replay(num_forwards: int) -> str:
-    """A slider over the forwards; the page's script shows and drives it."""
+    """Render a slider over the forwards; the page's script shows and drives it."""
     if num_forwards < 2:
         return ""
     return (
@@ -142,7 +142,7 @@ def _render_history(filled: list[FilledSample]) -> str:
 
 
 def _render_masked_spans(given: str) -> str:
-    """The holes as boxes; their length is the number of tokens."""
+    """Render masked spans as boxes that show their number of tokens."""
     parts = []
     end = 0
     for match in _MASKED_SPAN.finditer(given):
@@ -153,7 +153,7 @@ def _render_masked_spans(given: str) -> str:
 
 
 def _render_filled(sample: FilledSample) -> str:
-    """What was given as it is; of the rest each token apart, shaded by its forward."""
+    """Render the text with each unmasked token shaded by its forward."""
     parts = []
     for piece in sample.pieces:
         if piece.forward is None:

@@ -1,4 +1,4 @@
-"""Numbers over steps, and what a chart makes of them: fewer points, a smooth line, ticks. N points."""
+"""Series of values over steps: downsampling, smoothing, axis ticks and number formats. N points."""
 
 from __future__ import annotations
 
@@ -12,53 +12,55 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
-"""From ten thousand on numbers are written in thousands, and so on."""
+"""Numbers from these sizes on are written with a suffix."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values at growing steps; NaN where there is none."""
+    """Values at increasing steps; NaN: missing."""
 
     steps_N: Floats
     values_N: Floats
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no number to draw."""
+        """Whether no value is finite."""
         return not np.isfinite(self.values_N).any()
 
     @property
     def num_missing(self) -> int:
-        """Points without a number: null, NaN or infinite."""
+        """Number of points that are null, NaN or infinite."""
         return int((~np.isfinite(self.values_N)).sum())
 
     @property
     def last(self) -> tuple[float, float] | None:
-        """Step and value of the last number."""
+        """Step and value of the last finite point."""
         places = np.flatnonzero(np.isfinite(self.values_N))
         return (float(self.steps_N[places[-1]]), float(self.values_N[places[-1]])) if len(places) else None
 
 
 def downsample(values_N: Floats, num_buckets: int) -> NDArray[np.int64]:
-    """Places that show the same curve: the least and the greatest number of each of so many runs of points, the first
-    point and the last one. All places where there are no more than that; a run without a number keeps one, as a gap."""
+    """Return indices of points that draw the same curve.
+
+    These are the minimum and maximum of each bucket, the first and the last point. A bucket without finite values keeps
+    one index, as a gap. Short series keep all indices.
+    """
     number = len(values_N)
     if number <= 2 * num_buckets + 2:
         return np.arange(number)
     least_N = np.where(np.isfinite(values_N), values_N, np.inf)
     greatest_N = np.where(np.isfinite(values_N), values_N, -np.inf)
     edges = np.linspace(0, number, num_buckets + 1).astype(np.int64)
-    kept = {0, number - 1}
+    indices = {0, number - 1}
     for start, end in pairwise(edges.tolist()):
-        kept |= {start + int(least_N[start:end].argmin()), start + int(greatest_N[start:end].argmax())}
-    return np.array(sorted(kept))
+        indices |= {start + int(least_N[start:end].argmin()), start + int(greatest_N[start:end].argmax())}
+    return np.array(sorted(indices))
 
 
 def moving_average(values_N: Floats) -> Floats:
-    """Mean of a fiftieth of the points, at least five, around each: it does not lag behind. NaN is passed over.
+    """Return centered means over a fiftieth of the points, at least five; NaN is ignored.
 
-    At the beginning, where curves are steep, as many points are taken before a point as behind it; at the end, where
-    one wants to know where they stand, those that there are.
+    The window shrinks symmetrically at the start, where curves are steep, and is one-sided at the end.
     """
     number = len(values_N)
     reach = max(2, number // 100)
@@ -74,7 +76,7 @@ def moving_average(values_N: Floats) -> Floats:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from ``low`` to ``high``: multiples of 1, 2 or 5 times a power of ten."""
+    """Return at most about ``most`` multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``."""
     span = high - low
     if not span > 0:
         return [low]
@@ -85,7 +87,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers for an axis of logarithms: powers of ten, what is between them, or those of an ordinary axis."""
+    """Return ticks of a logarithmic axis: powers of ten, also 2 and 5 times them, or linear ticks on a short axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     between = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
     inside = [value for value in between if low <= value <= high]
@@ -98,7 +100,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """A number as people read it: 0.00125, 3.142, 12.3k, 1.2e-06."""
+    """Format a number for people: 0.00125, 3.142, 12.3k, 1.2e-06."""
     if not math.isfinite(value):
         return "not finite"
     for size, suffix in SUFFIXES:

@@ -1,4 +1,4 @@
-"""What a report says in words and tables: results, config, events, environment."""
+"""Tables of a report: results, config, events and environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from logger.report.reading import LoggedRun, RunEvent
 from logger.report.series import format_number
 
 MAX_EVENTS = 200
-"""Of each run; all of them are in metrics.jsonl."""
+"""Events listed for each run; all are in metrics.jsonl."""
 
 EVENTS_WITH_OWN_SECTION = ("sample", "environment")
 
@@ -28,11 +28,11 @@ STATES = {
 }
 
 TableRow = tuple[str, list[str]]
-"""A name, and a cell for each run; "" where a run has nothing to say."""
+"""A name and a cell for each run; "": no value."""
 
 
 def results(runs: Sequence[LoggedRun]) -> str:
-    """All results: a list of one run's, a column for each of several."""
+    """Render all results: a list for one run, a table with a column for each of several."""
     rows = [row for row in _result_rows(runs) if any(row[1])]
     if len(runs) > 1:
         return table([run.name for run in runs], rows)
@@ -41,7 +41,7 @@ def results(runs: Sequence[LoggedRun]) -> str:
 
 
 def headline(run: LoggedRun) -> list[tuple[str, str, str]]:
-    """The numbers of one run that come first: name, value, what is said below it."""
+    """Return the main numbers of a run: name, value and a line below."""
     bound, step = _bound(run, "nats_per_token", "standard_error", "val_nats_per_token", "val_standard_error")
     bits, _ = _bound(run, "bits_per_byte", "bits_per_byte_standard_error", "val_bits_per_byte", "")
     guess = run.result("evaluation", "fills", 0, "top1_accuracy")
@@ -75,7 +75,7 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
         found = [_bound(run, *keys) for run in runs]
         yield name, [f"{value}{step}" for value, step in found]
     if any(run.summary for run in runs):
-        yield "What the bound is", [_kind(run) if run.summary else "" for run in runs]
+        yield "Kind of bound", [_kind(run) if run.summary else "" for run in runs]
     yield from _other_blocks(runs)
     yield "Entropy of the source, nats per document", _column(runs, "source_entropy")
     yield "Unigram entropy, nats per token", _column(runs, "evaluation", "unigram_entropy")
@@ -127,7 +127,7 @@ def _column(runs: Sequence[LoggedRun], *keys: str | int, style: str = "g") -> li
 
 
 def _bound(run: LoggedRun, value_key: str, error_key: str, metric: str, error_metric: str) -> tuple[str, str]:
-    """The final value with its error, or the last one of the run and when that was."""
+    """Return the final value with its error and "", or the run's last value and its step."""
     value, error = run.result("evaluation", value_key), run.result("evaluation", error_key)
     if value is not None:
         return _with_error(value, error), ""
@@ -188,7 +188,7 @@ def _count(value: float | None) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[TableRow], caption: str = "", first: str = "") -> str:
-    """Names at the left, a column for each head; scrolls in a frame of its own where it is wide."""
+    """Render a table with names at the left; a wide one scrolls in its own frame."""
     top = ""
     if len(heads) > 1 or first:
         top = (
@@ -208,7 +208,7 @@ def table(heads: Sequence[str], rows: Sequence[TableRow], caption: str = "", fir
 
 
 def last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> str:
-    """Of metrics without a chart."""
+    """Render a table of the last values of metrics without a chart."""
     rows = [(key, [_last_value(run, key) for run in runs]) for key in keys]
     return f'<div class="last">{table([run.name for run in runs], rows, first="Last value of")}</div>' if rows else ""
 
@@ -216,12 +216,12 @@ def last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> str:
 def _last_value(run: LoggedRun, key: str) -> str:
     if key in run.numbers:
         value = _last(run, key)
-        return "no finite number" if value is None else format_number(value)
+        return "not finite" if value is None else format_number(value)
     return run.texts.get(key, "")
 
 
 def config(runs: Sequence[LoggedRun]) -> str:
-    """What differs between the runs, highlighted; what they have in common, folded."""
+    """Render the config: differences between runs highlighted, common values folded."""
     known = [run for run in runs if run.config]
     if not known:
         return ""
@@ -232,7 +232,7 @@ def config(runs: Sequence[LoggedRun]) -> str:
     if len(known) > 1:
         if different:
             parts.append(
-                f'<div class="different">{table([run.name for run in known], different, first="What differs")}</div>'
+                f'<div class="different">{table([run.name for run in known], different, first="Differences")}</div>'
             )
         else:
             parts.append("<p>The configs of these runs are the same.</p>")
@@ -263,7 +263,7 @@ def _written(value: Any) -> str:
 
 
 def events(runs: Sequence[LoggedRun]) -> str:
-    """What happened, the newest first."""
+    """Render the events of each run, the newest first."""
     parts = []
     for run in runs:
         found = [event for event in run.events if event.kind not in EVENTS_WITH_OWN_SECTION]
@@ -288,20 +288,20 @@ def _event(event: RunEvent) -> str:
 
 
 def _without_step(event: RunEvent) -> str:
-    """The text, without the beginning that repeats what stands in the other columns."""
+    """Return the text without a prefix that repeats the other columns."""
     for beginning in (f"step {event.step}: ", f"{event.kind}: "):
         event = RunEvent(event.step, event.kind, event.text.removeprefix(beginning))
     return event.text
 
 
 def environment(runs: Sequence[LoggedRun]) -> str:
-    """What each part of a run was computed on: the pieces of its ``environment`` events, ``name value; name value``."""
+    """Render the environment of each part of a run, from ``environment`` events: ``name value; name value``."""
     columns: list[tuple[str, dict[str, str]]] = []
     for run in runs:
-        told = list(dict.fromkeys(event.text for event in run.events_of("environment")))
-        for number, text in enumerate(told, 1):
+        texts = list(dict.fromkeys(event.text for event in run.events_of("environment")))
+        for number, text in enumerate(texts, 1):
             pieces = dict(piece.partition(" ")[::2] for piece in text.removeprefix("environment: ").split("; "))
-            part = f", part {number}" if len(told) > 1 else ""
+            part = f", part {number}" if len(texts) > 1 else ""
             columns.append((run.name + part if len(runs) > 1 or part else run.name, pieces))
     rows: list[TableRow] = []
     for name in dict.fromkeys(name for _, pieces in columns for name in pieces):

@@ -1,4 +1,4 @@
-"""Pages of HTML that are one file and ask for no other."""
+"""Fill HTML templates of self-contained pages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _SLOT = re.compile(r"<!--slot:([a-z]+)-->")
 
 
 def fill_template(package: str, name: str, parts: Mapping[str, str]) -> str:
-    """The template of a package with a part in each slot; ``head`` is ``head.html``: what all pages begin with."""
+    """Fill the slots of a package's template with ``parts``. The slot ``head`` is ``head.html``, shared by all pages."""
     parts = {"head": _read("logger.report", "head.html").rstrip("\n"), **parts}
     return _SLOT.sub(lambda slot: parts[slot[1]], _read(package, name))
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand in a script element: nothing in it ends the element or begins a comment.
+    """Format JSON for a script element: nothing in it can end the element or start a comment.
 
     Raises:
-        ValueError: a number in it is not finite, for which JSON has no word.
+        ValueError: a number is not finite, which JSON cannot express.
     """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -219,7 +219,7 @@ def test_unknown_metrics_have_a_section_of_their_own(tmp_path: Path) -> None:
     assert [plot.title for plot in plots] == ["temperature/cpu"]
     assert rest == ["void", "phase"]
     page, outline = page_of(folder)
-    assert "Other metrics" in outline.words and "no finite number" in outline.words
+    assert "Other metrics" in outline.words and "not finite" in outline.words
     assert "<warm>" not in page and "&lt;warm&gt;" in page
 
 
@@ -244,7 +244,7 @@ def test_values_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> None
     ]
     (folder / "metrics.jsonl").write_text("\n".join(broken) + "\n")
     page, outline = page_of(folder)
-    assert "1 value is no finite number." in outline.words
+    assert "1 value is not finite." in outline.words
     figure = page[page.index("Gradient norm") :]
     raw = re.search(r'class="raw" d="([^"]+)"', figure)
     assert raw is not None and raw[1].count("M") == 2
