@@ -384,7 +384,7 @@ def test_a_directory_without_weights_says_what_was_looked_for(saved: Path) -> No
         load_model(saved)
 
 
-def test_quantised_weights_are_refused(tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_quantized_weights_are_rejected(tiny_model: MakeModel, tmp_path: Path) -> None:
     save_model(tiny_model(), tmp_path)
     edit(tmp_path / "model.safetensors", lambda tensors: tensors.update({n: t.char() for n, t in tensors.items()}))
     with pytest.raises(ValueError, match=rf"{tmp_path}: .*torch.float32"):
