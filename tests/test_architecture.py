@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "files", "logger", "profiling", "tokenizer")
@@ -59,6 +62,7 @@ NO_SECTIONS = {"config.load"}
 WITHOUT_TORCH = ("config", "files", "tokenizer", "logger")
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS, MAX_INHERITANCE = 500, 60, 8, 2
+MAX_FOLDER_MODULES = 16
 
 
 def find_modules() -> dict[str, Path]:
@@ -138,6 +142,31 @@ def test_sizes() -> None:
             if num_arguments > MAX_ARGUMENTS and package_of(module) != "diffusionlm.kernels":
                 violations.append(f"{module}.{node.name}: {num_arguments} arguments")
     assert not violations
+
+
+def test_folders_have_few_modules() -> None:
+    counts = Counter(path.parent for path in PATHS.values() if path.name != "__init__.py")
+    limits = {ROOT / "config": 24}
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in counts.items()}
+    assert not {name: count for name, count in crowded.items() if count > limits.get(ROOT / name, MAX_FOLDER_MODULES)}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Counted over all import statements, also inside functions and under TYPE_CHECKING."""
+    sorter = TopologicalSorter({name: {*imports_of(name)} & TREES.keys() - {name} for name in TREES})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_class_name_means_one_thing() -> None:
+    modules: dict[str, set[str]] = {}
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, set()).add(module)
+    assert not {name: sorted(places) for name, places in modules.items() if len(places) > 1}
 
 
 def test_inheritance_is_shallow() -> None:
