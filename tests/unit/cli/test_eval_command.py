@@ -395,7 +395,7 @@ def test_a_directory_without_a_tokenizer(
     for path in folder.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
             path.unlink()
-    assert "holds no tokenizer" in failure(capsys, "--model", folder, "--data", data)
+    assert "contains no tokenizer" in failure(capsys, "--model", folder, "--data", data)
 
 
 def test_damaged_weights_are_told(
