@@ -1,7 +1,9 @@
-"""Train on another machine over SSH. What the recipes of remote.just call: ``python scripts/remote COMMAND ...``.
+"""Train on a remote machine over SSH; the recipes of remote.just run ``python scripts/remote COMMAND ...``.
 
-host.py says how the machine is named. Arguments are ``name=value``, and the first may do without its name; a word that
-begins with a dash and all after it go on as they are.
+host.py describes the environment variables that select the machine. Arguments are ``name=value``; the name of the first
+may be left out. A word that begins with a dash and all words after it are passed on to the remote command.
+
+The scripts need only Python 3.11, so that they run without the project and its dependencies.
 """
 
 from __future__ import annotations
@@ -28,24 +30,23 @@ from tree import send_tree
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of a recipe: the named ones, and the rest."""
+    """The arguments of a recipe: named ones, and words that are passed on."""
 
     named: dict[str, str]
     rest: list[str]
 
     def get(self, name: str, default: str = "") -> str:
-        """One of the named."""
         return self.named.get(name) or default
 
     def need(self, name: str, example: str) -> str:
-        """One that must be there."""
+        """Return a required argument."""
         value = self.get(name)
         if not value:
             raise CommandError(f"{name}= is missing: {example}")
         return value
 
     def split(self, name: str) -> list[str]:
-        """The words of one of the named, quoted as in a shell, and the rest."""
+        """Split a named argument like a shell, and append the words that are passed on."""
         try:
             return [*shlex.split(self.get(name)), *self.rest]
         except ValueError as error:
@@ -53,14 +54,14 @@ class Arguments:
 
 
 def bootstrap(host: Host, _: Arguments) -> int:
-    """The folders, the tools and the tree."""
+    """Create the folders, install the tools and send the source tree."""
     host.run("bootstrap")
     send_tree(host)
     return 0
 
 
 def data(host: Host, arguments: Arguments) -> int:
-    """Send a file or folder of this tree, or make data there as a config says."""
+    """Send a file or folder of this tree, or run diffusionlm-make-data on the remote machine (config=FILE)."""
     if config := arguments.get("config"):
         path = send_config(host, config)
         return host.in_terminal("execute", "diffusionlm-make-data", "--config", path, *arguments.split("extra"))
@@ -72,7 +73,7 @@ def data(host: Host, arguments: Arguments) -> int:
 
 
 def resolve_source(path: str) -> Path:
-    """What is sent: a file or folder of this tree, or a link there, whatever it names."""
+    """Resolve and check the path of a file or folder of this tree; a link may point anywhere."""
     source = Path(os.path.normpath(PROJECT_ROOT / path))
     if not (source.is_dir() or source.is_file()):
         raise CommandError(
@@ -88,16 +89,16 @@ def resolve_source(path: str) -> Path:
 
 
 def build(host: Host, arguments: Arguments) -> int:
-    """Install the project."""
+    """Install the project on the remote machine."""
     extra = arguments.split("extra")
     if (PROJECT_ROOT / "env" / "wandb.env").exists():
-        extra += ["--extra", "wandb"]  # there is a key, so runs will want to log there
+        extra += ["--extra", "wandb"]  # runs can log to W&B, because there is a key
     host.run("build", *extra)
     return 0
 
 
 def send_env(host: Host, _: Arguments) -> int:
-    """Send env/*.env, readable by their owner only."""
+    """Send env/*.env, readable by the owner only."""
     files = environment.files(PROJECT_ROOT)
     for file in files:
         try:
@@ -116,19 +117,19 @@ def send_env(host: Host, _: Arguments) -> int:
 
 
 def train(host: Host, arguments: Arguments) -> int:
-    """Start a training in tmux."""
+    """Start a training run in tmux."""
     launch(host, arguments)
     return 0
 
 
 def launch(host: Host, arguments: Arguments) -> Launch:
-    """The training that is started."""
+    """Start a training run and return its launch."""
     config = arguments.need("config", "just train config=config/resources/train.toml")
     return start(host, arguments.get("command", "diffusionlm-train"), config, arguments.split("extra"))
 
 
 def auto_train(host: Host, arguments: Arguments) -> int:
-    """All in one. Returns the exit code of the run."""
+    """Bootstrap, send data, train, follow and fetch the run. Returns the exit code of the run."""
     config = arguments.need("config", "just auto-train config=config/resources/train.toml")
     check_run_directory(host, config, arguments.split("extra"))
     bootstrap(host, arguments)
@@ -143,18 +144,18 @@ def auto_train(host: Host, arguments: Arguments) -> int:
         fetch_run(host, launched.directory)
     except ConnectionLostError:
         raise
-    except CommandError as error:  # a run that failed early may have left nothing
+    except CommandError as error:  # a run that failed early may have no files
         print(f"auto-train: error: {error}", file=sys.stderr)
         return code or error.code
     return code
 
 
 def infer(host: Host, arguments: Arguments) -> int:
-    """A command of the project, there."""
+    """Run a command of the project on the remote machine."""
     words = arguments.split("args")
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
-        # Standard output is that of the command.
+        # Messages go to stderr, because stdout belongs to the remote command.
         with contextlib.redirect_stdout(sys.stderr):
             if name == "--config" and equals:
                 words[index] = f"--config={send_config(host, value)}"
@@ -164,13 +165,13 @@ def infer(host: Host, arguments: Arguments) -> int:
 
 
 def fetch_path(host: Host, arguments: Arguments) -> int:
-    """A file or folder of the root, to the same place here."""
+    """Fetch a file or folder to the same path in this tree."""
     fetch(host, arguments.need("any_file", "just fetch any_file=runs/mine/metrics.jsonl"))
     return 0
 
 
 def kill(host: Host, arguments: Arguments) -> int:
-    """End the training that runs."""
+    """Stop the active training run."""
     seconds = arguments.get("wait", "120")
     if not seconds.isdecimal():
         raise CommandError(f"wait = {seconds!r} is no number of seconds")
@@ -179,42 +180,42 @@ def kill(host: Host, arguments: Arguments) -> int:
 
 
 def status(host: Host, _: Arguments) -> int:
-    """What is there."""
+    """Print the status of the remote machine."""
     host.run("status")
     return 0
 
 
 def list_runs(host: Host, _: Arguments) -> int:
-    """The runs there."""
+    """List the runs on the remote machine."""
     print(format_runs_table(host))
     return 0
 
 
 def nvitop(host: Host, arguments: Arguments) -> int:
-    """The GPUs."""
+    """Show the GPUs with nvitop."""
     return host.in_terminal("nvitop", *arguments.rest)
 
 
 def attach(host: Host, _: Arguments) -> int:
-    """The session, in this terminal."""
+    """Attach this terminal to the tmux session."""
     return host.in_terminal("attach")
 
 
 def follow_last(host: Host, _: Arguments) -> int:
-    """The output of the last launch."""
+    """Print the output of the last launch until it ends."""
     return follow(host, read_launch(host).name)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A recipe: what does it, its arguments by name, and whether options go on to a command there."""
+    """A recipe: its function, its named arguments, and whether options are passed on to the remote command."""
 
     run: Callable[[Host, Arguments], int]
     names: tuple[str, ...] = ()
     options: bool = False
 
     def usage(self, recipe: str) -> str:
-        """How it is called."""
+        """The help text of the recipe."""
         words = [*(f"[{name}=...]" for name in self.names), *(["[--option ...]"] if self.options else [])]
         return f"usage: {' '.join(['just', recipe, *words])}\n\n{self.run.__doc__}\ndocs/operate.md shows each."
 
@@ -235,22 +236,22 @@ COMMANDS = {
     "attach-train": Command(attach),
     "follow-train": Command(follow_last),
 }
-"""What each recipe does; the first of its arguments may be given without its name."""
+"""Recipes by name; the name of the first argument may be left out."""
 
 
 def parse_arguments(words: list[str], command: Command) -> Arguments:
-    """Sort the words of a command.
+    """Parse the words of a command.
 
     Raises:
-        CommandError: one is neither an argument nor an option that goes on.
+        CommandError: a word is neither an argument nor an option that is passed on.
     """
     named: dict[str, str] = {}
     names = command.names
-    known = ", ".join(f"{each}=" for each in names) or "none"
+    known_names = ", ".join(f"{name}=" for name in names) or "none"
     for index, word in enumerate(words):
         if word.startswith("-"):
             if not command.options:
-                raise CommandError(f"{word} is not an option: there are none here, and these arguments: {known}")
+                raise CommandError(f"{word} is not an option: there are none here, and these arguments: {known_names}")
             return Arguments(named, words[index + (word == "--") :])
         name, equals, value = word.partition("=")
         if equals and name in names:
@@ -258,24 +259,26 @@ def parse_arguments(words: list[str], command: Command) -> Arguments:
         elif index == 0 and names and not re.match(r"\w+=", word):
             named[names[0]] = word
         else:
-            raise CommandError(f"{word!r} is not an argument here (there are: {known}); options begin with a dash")
+            raise CommandError(
+                f"{word!r} is not an argument here (there are: {known_names}); options begin with a dash"
+            )
     return Arguments(named, [])
 
 
 def asks_for_help(words: list[str], command: Command) -> bool:
-    """Whether help is asked for; behind other words --help is for the command that options go on to."""
+    """Check for -h or --help; after other words it may be an option that is passed on."""
     return any(word in ("-h", "--help") for word in (words[:1] if command.options else words))
 
 
 def exit_on_signal(number: int, _: FrameType | None) -> None:
-    """End as a signal asks, and close the connection first; another does not disturb that."""
-    for each in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
+    """Exit on a signal and ignore further ones, so that the connection can be closed."""
+    for ignored in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 def main(words: list[str]) -> int:
-    """Execute a command and return its exit code: 2 for a mistake, 255 for a lost connection, that of the run."""
+    """Run a command. Returns its exit code, 2 for a user error or 255 for a lost connection."""
     if not words or words[0] not in COMMANDS:
         print(
             f"usage: python scripts/remote COMMAND [name=value ...]\ncommands: {', '.join(COMMANDS)}", file=sys.stderr
@@ -287,7 +290,7 @@ def main(words: list[str]) -> int:
         print(command.usage(recipe))
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as below nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, exit_on_signal)
     try:
         arguments = parse_arguments(words, command)

@@ -1,8 +1,8 @@
-"""The settings and secrets of ``env/*.env``, and a command with them.
+"""Read the settings and secrets of ``env/*.env``, and execute a command with them.
 
-``python environment.py COMMAND ...`` becomes the command, with the settings of the current folder in its environment.
-A line is NAME=VALUE, as in ``WANDB_API_KEY='a b'``. Nothing is evaluated, so a value is what stands there, and an error
-names the line and not the value.
+``python environment.py COMMAND ...`` replaces itself by the command, with the settings of the current folder in its
+environment. A line is NAME=VALUE, as in ``WANDB_API_KEY='a b'``. Values are not expanded, and an error names the line
+but never the value.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import sys
 from pathlib import Path
 
 LINE = re.compile(r"""\s*(?:export\s+)?([A-Za-z_]\w*)=(?:'([^']*)'|"([^"]*)"|([^\s'"]*))\s*""", re.ASCII)
-NOTHING = re.compile(r"\s*(#.*)?")
+BLANK_OR_COMMENT = re.compile(r"\s*(#.*)?")
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of ``env/`` with settings."""
+    """List the settings files of ``env/``."""
     return sorted(file for file in (folder / "env").glob("*.env") if file.is_file())
 
 
 def read(file: Path) -> dict[str, str]:
-    """The settings of a file by name.
+    """Read the settings of a file by name.
 
     Raises:
-        ValueError: a line is no setting.
+        ValueError: a line is not a setting.
     """
-    found = {}
+    settings = {}
     text = os.fsdecode(file.read_bytes().removeprefix(codecs.BOM_UTF8))
     for number, line in enumerate(text.split("\n"), 1):
-        if NOTHING.fullmatch(line):
+        if BLANK_OR_COMMENT.fullmatch(line):
             continue
         match = LINE.fullmatch(line)
         if not match or "\0" in line:
@@ -39,12 +39,12 @@ def read(file: Path) -> dict[str, str]:
                 f"env/{file.name}:{number} is not NAME=VALUE: put a value with spaces into quotes, and a comment on a "
                 "line of its own"
             )
-        found[match[1]] = match[2] or match[3] or match[4] or ""
-    return found
+        settings[match[1]] = match[2] or match[3] or match[4] or ""
+    return settings
 
 
 def main(words: list[str]) -> int:
-    """Become the command. Returns 2 where that cannot be."""
+    """Replace this process by the command. Returns 2 if that fails."""
     settings: dict[str, str] = {}
     try:
         for file in files(Path.cwd()):

@@ -1,6 +1,6 @@
-"""Where what is fetched goes, and what came that way: anything else here is moved aside before it is replaced.
+"""The record of fetched files. Local files that are not in it are moved aside before they are replaced.
 
-``runs/.fetched.json`` holds, for each file that was fetched, the SHA-256 that it had and the machine that it is from.
+``runs/.fetched.json`` contains the SHA-256 and the machine of each fetched file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPLACED = "runs/.replaced"
 
 
 class FetchRecord:
-    """What is known of earlier fetches, and what this one replaces."""
+    """The files of earlier fetches, and the local files that this fetch replaces."""
 
     def __init__(self, host: Host) -> None:
         self._origin = f"{host.name}:{host.root}"
@@ -34,71 +34,71 @@ class FetchRecord:
         self._moved_paths: list[str] = []
 
     def is_unchanged(self, path: Path, contents: str) -> bool:
-        """Whether the file came from this machine with these contents: a SHA-256, or the target of a link."""
+        """Check whether a file was fetched from this machine with these contents: a SHA-256, or the target of a link."""
         return self._previous_record.get(relative_name(path)) == [contents, self._origin]
 
     def has_files_below(self, folder: Path) -> bool:
-        """Whether anything in the folder came from this machine."""
+        """Check whether a file in the folder was fetched from this machine."""
         start = f"{relative_name(folder)}/"
         return any(
             name.startswith(start) and origin == self._origin for name, (_, origin) in self._previous_record.items()
         )
 
     def move_aside(self, path: Path) -> None:
-        """Move what is here out of the way, unless it was fetched and is as it was then."""
+        """Move a local file to the backup directory, unless it is unchanged since it was fetched."""
         if not os.path.lexists(path):
             return
         contents = os.readlink(path) if path.is_symlink() else compute_sha256(path) if path.is_file() else ""
         if self.is_unchanged(path, contents):
             return
-        while not self._moved_paths and self._backup_directory.exists():  # of another fetch in this second
+        while not self._moved_paths and self._backup_directory.exists():  # of another fetch in the same second
             self._backup_directory = self._backup_directory.with_name(f"{self._backup_directory.name}-")
-        kept = self._backup_directory / relative_name(path)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, kept)
+        backup = self._backup_directory / relative_name(path)
+        backup.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, backup)
         self._moved_paths.append(relative_name(path))
 
     def add(self, path: Path, contents: str) -> None:
-        """A file that was fetched now."""
+        """Record a fetched file."""
         self._new_entries[relative_name(path)] = [contents, self._origin]
 
     def close(self) -> None:
-        """Write the record, and say what was moved."""
+        """Write the record, and print which files were moved aside."""
         if self._new_entries:
             record = PROJECT_ROOT / RECORD
             record.parent.mkdir(parents=True, exist_ok=True)
-            aside = record.with_name(f"{record.name}.part")
-            aside.write_text(json.dumps(read(record) | self._new_entries, indent=0) + "\n", encoding="utf-8")
-            os.replace(aside, record)
+            temporary = record.with_name(f"{record.name}.part")
+            temporary.write_text(json.dumps(read(record) | self._new_entries, indent=0) + "\n", encoding="utf-8")
+            os.replace(temporary, record)
         if self._moved_paths:
-            what = "1 file" if len(self._moved_paths) == 1 else f"{len(self._moved_paths)} files"
-            where = f"{REPLACED}/{self._backup_directory.name}"
+            count = "1 file" if len(self._moved_paths) == 1 else f"{len(self._moved_paths)} files"
+            backup = f"{REPLACED}/{self._backup_directory.name}"
             print(
-                f"replaced {what} here that did not come from there, kept in {where}: {format_names(self._moved_paths)}",
+                f"replaced {count} here that did not come from there, kept in {backup}: {format_names(self._moved_paths)}",
                 file=sys.stderr,
             )
 
 
 def read(path: Path) -> dict[str, list[str]]:
-    """The record; what is damaged counts as not fetched, and so is kept."""
+    """Read the record. Invalid entries are ignored: their files count as not fetched, and are kept."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    entries = found.items() if isinstance(found, dict) else ()
+    entries = record.items() if isinstance(record, dict) else ()
     return {name: value for name, value in entries if isinstance(value, list) and len(value) == 2}
 
 
 def relative_name(path: Path) -> str:
-    """A path of this tree in the record."""
+    """The path relative to this tree, as in the record."""
     return path.relative_to(PROJECT_ROOT).as_posix()
 
 
 def resolve_remote_path(host: Host, path: str) -> tuple[str, Path]:
-    """The path under the root, or from /, and the local folder that it goes to."""
+    """Return the path relative to the remote root (or absolute), and the local folder that it is fetched to."""
     if path.startswith("/"):
         path = posixpath.normpath(path)
-        # What the root is from / is known there.
+        # Only the remote machine knows the absolute path of its root.
         path = path.removeprefix(os.fsdecode(host.run("root", capture=True)).rstrip("/") + "/")
     inside = posixpath.normpath(path)
     if inside == "." or inside.split("/")[0] == "..":
@@ -107,10 +107,10 @@ def resolve_remote_path(host: Host, path: str) -> tuple[str, Path]:
 
 
 def check_run_directory(host: Host, config: str, extra: list[str]) -> None:
-    """Before a run is made there that would be fetched over one of this machine.
+    """Check that fetching a run would not replace a local run.
 
     Raises:
-        CommandError: its directory is here, and is not one that was fetched.
+        CommandError: its directory exists here and was not fetched.
     """
     directory = run_directory(config, extra)
     if not directory:
@@ -131,9 +131,9 @@ def check_run_directory(host: Host, config: str, extra: list[str]) -> None:
 
 
 def run_directory(config: str, extra: list[str]) -> str:
-    """``run.directory`` by the config and the options; nothing where it cannot be told from here."""
+    """Read ``run.directory`` from the config and the options; empty if it cannot be determined locally."""
     directory = ""
-    # A config that lies only there, or one with mistakes, which the command there explains.
+    # The config may exist only on the remote machine, or be invalid, which the remote command reports.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         directory = tomllib.loads((PROJECT_ROOT / config).read_text(encoding="utf-8"))["run"]["directory"]
     for before, word in zip(["", *extra], extra, strict=False):
@@ -145,11 +145,10 @@ def run_directory(config: str, extra: list[str]) -> str:
 
 
 def compute_sha256(path: Path) -> str:
-    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def format_names(names: list[str]) -> str:
-    """The first of many names."""
+    """Format the first five names and the number of others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,14 +1,15 @@
-"""The remote machine: which it is, and how a script is executed there.
+"""The remote machine, and the execution of scripts on it.
 
 Settings come from the environment:
 
-    REMOTE_HOST          user@name, or a name of ~/.ssh/config (PRIME_HOST does too)
-    REMOTE_ROOT          folder there, from / or from the home; diffusionlm where it is not set
+    REMOTE_HOST          user@name, or a host of ~/.ssh/config (alternatively PRIME_HOST)
+    REMOTE_ROOT          remote folder, absolute or relative to the home directory (default: diffusionlm)
     REMOTE_PORT          port of the SSH server
-    REMOTE_SSH_OPTIONS   options of ssh, quoted as in a shell: -i ~/.ssh/key -J gateway
-    REMOTE_SESSION       name of the tmux session; diffusionlm where it is not set
+    REMOTE_SSH_OPTIONS   options of ssh, split as by a shell: -i ~/.ssh/key -J gateway
+    REMOTE_SESSION       name of the tmux session (default: diffusionlm)
 
-All scripts go over one connection (a master of OpenSSH), and as text, so that they are always those of this tree.
+All scripts share one connection (an OpenSSH master), and are sent as text, so that the remote side never has an old
+version of them.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from pathlib import Path
 from typing import IO
 
 PROJECT_ROOT = Path(__file__).parents[2]
-"""The tree that is sent, and where what is fetched goes."""
+"""The source tree, which is sent, and which fetched files are written to."""
 
 SCRIPTS = Path(__file__).parent / "there"
 SSH_FAILED_EXIT_CODE = 255
-"""The exit code of ssh where the connection fails."""
+"""Exit code of ssh if the connection fails."""
 
 SSH_OPTIONS = ("ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4", "LogLevel=ERROR")
 
 
 class CommandError(Exception):
-    """The command ends with this exit code, and with this line unless it was said already."""
+    """Ends the command with an exit code, and with a message unless the message is empty."""
 
     def __init__(self, text: str, code: int = 2) -> None:
         super().__init__(text)
@@ -48,7 +49,7 @@ class ConnectionLostError(CommandError):
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, the root of the project there, and the connection to it."""
+    """A remote machine, the root of the project on it, and the connection."""
 
     name: str
     root: str
@@ -57,22 +58,22 @@ class Host:
     control: Path
 
     def command(self, script: str, *arguments: object, terminal: bool = False) -> list[str]:
-        """The local command that executes ``there/<script>.sh``; nothing in it is split or expanded anywhere."""
+        """Build the local command that executes ``there/<script>.sh``; no shell splits or expands its arguments."""
         text = (SCRIPTS / "prelude.sh").read_text(encoding="utf-8")
         text += (SCRIPTS / f"{script}.sh").read_text(encoding="utf-8")
         words = ["bash", "-c", text, script, self.root, self.session, *map(str, arguments)]
-        manners = [word for manner in SSH_OPTIONS for word in ("-o", manner)]
-        ways = ["-o", f"ControlPath={self.control}", "-o", "ControlMaster=no", "-tt" if terminal else "-T"]
-        return ["ssh", *self.options, *manners, *ways, "--", self.name, shlex.join(words)]
+        defaults = [word for option in SSH_OPTIONS for word in ("-o", option)]
+        connection = ["-o", f"ControlPath={self.control}", "-o", "ControlMaster=no", "-tt" if terminal else "-T"]
+        return ["ssh", *self.options, *defaults, *connection, "--", self.name, shlex.join(words)]
 
     def run(
         self, script: str, *arguments: object, stdin: int | IO[bytes] = subprocess.DEVNULL, capture: bool = False
     ) -> bytes:
-        """Execute a script, and return what it prints, if that is captured. Its messages go to standard error.
+        """Execute a script; its messages go to stderr. Returns its stdout if ``capture``.
 
         Raises:
             ConnectionLostError: the connection failed.
-            CommandError: the script did, and said why.
+            CommandError: the script failed and has printed the reason.
         """
         output = subprocess.PIPE if capture else None
         done = subprocess.run(self.command(script, *arguments), stdin=stdin, stdout=output, check=False)
@@ -80,23 +81,23 @@ class Host:
         return done.stdout or b""
 
     def check(self, code: int) -> None:
-        """Raise what this exit code of ssh means."""
+        """Raise the error for an exit code of ssh."""
         if code == SSH_FAILED_EXIT_CODE:
             raise ConnectionLostError(f"the connection to {self.name} was lost")
         if code:
             raise CommandError("", code)
 
     def in_terminal(self, script: str, *arguments: object) -> int:
-        """Execute a script with this terminal, where there is one, and return its exit code."""
+        """Execute a script with this terminal, if there is one, and return its exit code."""
         terminal = os.isatty(0) and os.isatty(1)
         return subprocess.run(self.command(script, *arguments, terminal=terminal), check=False).returncode
 
 
 def read_settings(environment: Mapping[str, str]) -> tuple[str, str, str, tuple[str, ...]]:
-    """Name, root, session and options of ssh.
+    """Read the host name, the root, the session and the options of ssh.
 
     Raises:
-        CommandError: a variable is missing, or its value makes no sense.
+        CommandError: a variable is missing or invalid.
     """
     name = environment.get("REMOTE_HOST") or environment.get("PRIME_HOST") or ""
     if not name:
@@ -124,10 +125,10 @@ def read_settings(environment: Mapping[str, str]) -> tuple[str, str, str, tuple[
 
 @contextlib.contextmanager
 def connected(environment: Mapping[str, str]) -> Iterator[Host]:
-    """The machine that the environment names, with a connection that is closed at the end.
+    """Connect to the machine that the environment selects; the connection is closed at the end.
 
     Raises:
-        CommandError: it is not named, or does not answer.
+        CommandError: the environment is incomplete, or the machine does not answer.
     """
     name, root, session, options = read_settings(environment)
     with tempfile.TemporaryDirectory(prefix="remote-", ignore_cleanup_errors=True) as folder:
@@ -136,22 +137,22 @@ def connected(environment: Mapping[str, str]) -> Iterator[Host]:
         try:
             yield host
         finally:
-            leave = ["ssh", *options, "-o", f"ControlPath={host.control}", "-O", "exit", "--", name]
-            subprocess.run(leave, capture_output=True, check=False)
+            close = ["ssh", *options, "-o", f"ControlPath={host.control}", "-O", "exit", "--", name]
+            subprocess.run(close, capture_output=True, check=False)
 
 
 def connect(host: Host) -> None:
     """Open the connection that all scripts share.
 
     Raises:
-        ConnectionLostError: the machine does not answer, or does not let us in.
+        ConnectionLostError: the machine does not answer, or rejects the login.
     """
-    manners = [word for manner in SSH_OPTIONS for word in ("-o", manner)]
-    ways = ["-o", f"ControlPath={host.control}", "-o", "ControlMaster=yes", "-N", "-f", "-T"]
+    defaults = [word for option in SSH_OPTIONS for word in ("-o", option)]
+    connection = ["-o", f"ControlPath={host.control}", "-o", "ControlMaster=yes", "-N", "-f", "-T"]
     host.control.unlink(missing_ok=True)  # of a connection that was lost
-    # A file, since the connection stays in the background and would hold a pipe open.
+    # A file, because the connection stays in the background and would keep a pipe open.
     with tempfile.TemporaryFile() as messages:
-        command = ["ssh", *host.options, *manners, *ways, "--", host.name]
+        command = ["ssh", *host.options, *defaults, *connection, "--", host.name]
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, check=False)
         except FileNotFoundError as error:
@@ -159,7 +160,7 @@ def connect(host: Host) -> None:
         if done.returncode:
             messages.seek(0)
             lines = messages.read().decode(errors="replace").split("\n")
-            said = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
+            reason = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
             raise ConnectionLostError(
-                f"{host.name} cannot be reached ({said}): check REMOTE_HOST, REMOTE_PORT and REMOTE_SSH_OPTIONS"
+                f"{host.name} cannot be reached ({reason}): check REMOTE_HOST, REMOTE_PORT and REMOTE_SSH_OPTIONS"
             )

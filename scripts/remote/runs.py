@@ -1,4 +1,4 @@
-"""Training there: started in tmux, followed from here, listed."""
+"""Start, follow, list and fetch training runs on the remote machine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from transfer import fetch, list_files, send
 from tree import is_tracked, tree
 
 RETRY_DELAYS = (1, 2, 4, 8, 16, 32, 60)
-"""Seconds before each attempt to reach the machine again while a run is followed."""
+"""Seconds before each attempt to reconnect."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A training that was started: its name, the run directory, and the exit code, if it ended with one."""
+    """A started training run: its name, its directory and its exit code, if it has one."""
 
     name: str
     directory: str
@@ -30,21 +30,21 @@ class Launch:
 
 
 def start(host: Host, command: str, config: str, extra: list[str]) -> Launch:
-    """Check the config there and start its training in tmux.
+    """Check the config on the remote machine and start the training in tmux.
 
     Raises:
-        CommandError: the config is nowhere or invalid, or a session runs already.
+        CommandError: the config is missing or invalid, or a session exists already.
     """
     path = send_config(host, config)
-    said = host.run("start", tree(), command, "--config", path, *extra, capture=True).decode()
-    name, directory, *_ = said.split("\n")
+    output = host.run("start", tree(), command, "--config", path, *extra, capture=True).decode()
+    name, directory, *_ = output.split("\n")
     print(f"{command} runs in tmux session {host.session} on {host.name}; its run directory is {directory}")
     print("just follow-train or just attach-train shows it, just kill-train ends it", flush=True)
     return Launch(name, directory)
 
 
 def send_config(host: Host, config: str) -> str:
-    """Send a config that lies here along with the run; its path there."""
+    """Send a local config, if it exists, and return its path on the remote machine."""
     local = (PROJECT_ROOT / config).resolve()
     if local.is_dir():
         raise CommandError(f"config = {config} is a folder: name a file in it")
@@ -62,11 +62,11 @@ def send_config(host: Host, config: str) -> str:
 
 
 def follow(host: Host, name: str) -> int:
-    """Show the output of a launch until it ends. Returns its exit code.
+    """Print the output of a launch until it ends. Returns its exit code.
 
     Raises:
         CommandError: it ended without an exit code.
-        KeyboardInterrupt: Ctrl-C, which leaves the run alone.
+        KeyboardInterrupt: Ctrl-C; the run continues.
     """
     try:
         launch = stream_output(host, name)
@@ -82,20 +82,20 @@ def follow(host: Host, name: str) -> int:
 
 
 def stream_output(host: Host, name: str) -> Launch:
-    """Show the output of a launch until it ends, and say how it ended.
+    """Print the output of a launch until it ends.
 
-    A lost connection is made again, and the output goes on where it stopped; the run does not notice.
+    A lost connection is re-established and the output continues where it stopped; the run is not affected.
     """
-    seen = 0
+    num_bytes = 0
     while True:
         try:
-            command = host.command("follow", name, seen)
+            command = host.command("follow", name, num_bytes)
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
             assert process.stdout is not None
             while data := os.read(process.stdout.fileno(), 1 << 16):
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()
-                seen += len(data)
+                num_bytes += len(data)
             host.check(process.wait())
             return read_launch(host, name)
         except ConnectionLostError:
@@ -103,14 +103,18 @@ def stream_output(host: Host, name: str) -> Launch:
 
 
 def reconnect(host: Host, meanwhile: str) -> None:
-    """Make a lost connection again.
+    """Re-establish a lost connection.
+
+    Args:
+        host: the machine.
+        meanwhile: message about the state of the remote work.
 
     Raises:
-        ConnectionLostError: the machine does not answer for two minutes.
+        ConnectionLostError: all attempts of about two minutes failed.
     """
-    for pause in RETRY_DELAYS:
-        print(f"the connection to {host.name} was lost, {meanwhile}; again in {pause} s", file=sys.stderr, flush=True)
-        time.sleep(pause)
+    for delay in RETRY_DELAYS:
+        print(f"the connection to {host.name} was lost, {meanwhile}; again in {delay} s", file=sys.stderr, flush=True)
+        time.sleep(delay)
         try:
             connect(host)
             return
@@ -120,13 +124,13 @@ def reconnect(host: Host, meanwhile: str) -> None:
 
 
 def read_launch(host: Host, name: str = "") -> Launch:
-    """What became of a launch; of the last one, if none is named."""
+    """Read the state of a launch; without a name, of the last one."""
     name, code, directory, *_ = host.run("ended", name, capture=True).decode().split("\n")
     return Launch(name, directory, int(code) if code else None)
 
 
 def fetch_run(host: Host, directory: str) -> list[Path]:
-    """Bring what a run left, of its checkpoints the newest and the best; a lost connection is made again."""
+    """Fetch the files of a run, with its newest and best checkpoints only; reconnects if necessary."""
     while True:
         try:
             return fetch(host, directory, "newest")
@@ -137,16 +141,16 @@ def fetch_run(host: Host, directory: str) -> list[Path]:
 
 
 def format_runs_table(host: Host) -> str:
-    """The runs there, a line each."""
+    """Format a table of the runs on the remote machine."""
     fields = host.run("runs", capture=True).decode(errors="replace").split("\0")[:-1]
     rows = [("run", "step", "loss", "bound", "newest checkpoint", "written")]
-    for start_of in range(0, len(fields), 5):
-        folder, written, newest, metrics, summary = fields[start_of : start_of + 5]
+    for start_index in range(0, len(fields), 5):
+        folder, written, newest, metrics, summary = fields[start_index : start_index + 5]
         records = [record for record in map(parse_record, metrics.splitlines()) if record]
         step = max((find_number(record, "step") or 0 for record in records), default=0)
         losses = [loss for record in records if (loss := find_number(record, "metrics", "loss")) is not None]
         bound = find_number(parse_record(summary), "evaluation", "nats_per_token")
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(int(written)))
+        written_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(int(written)))
         rows.append(
             (
                 folder,
@@ -154,7 +158,7 @@ def format_runs_table(host: Host) -> str:
                 format_number(losses[-1] if losses else None),
                 format_number(bound),
                 newest or "-",
-                when,
+                written_at,
             )
         )
     if len(rows) == 1:
@@ -164,7 +168,7 @@ def format_runs_table(host: Host) -> str:
 
 
 def parse_record(line: str) -> dict[str, Any]:
-    """A JSON object, or nothing: the last line may be cut."""
+    """Parse a JSON object; empty if the line is invalid, because the last one may be truncated."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError:
@@ -173,12 +177,11 @@ def parse_record(line: str) -> dict[str, Any]:
 
 
 def find_number(record: object, *names: str) -> float | None:
-    """A number in a record, if there is one in that place."""
+    """Return a nested number of a record, or None."""
     for name in names:
         record = record.get(name) if isinstance(record, dict) else None
     return record if isinstance(record, float | int) else None
 
 
 def format_number(value: float | None) -> str:
-    """A number in a table."""
     return "-" if value is None else f"{value:.4f}"

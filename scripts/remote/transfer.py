@@ -1,7 +1,8 @@
-"""Files to and from the remote machine, each whole or not at all under its name.
+"""Resumable copies to and from the remote machine; a file appears under its name only when it is complete.
 
-A file on its way is called ``<name>.<first digits of its SHA-256>.part``. If the connection is lost, the same command
-goes on at its last byte; what arrived whole is not sent again; what changed meanwhile starts anew: its digits differ.
+An incomplete file is called ``<name>.<first digits of its SHA-256>.part``. After a lost connection the same command
+continues at its last byte. Complete files are not sent again; a file that changed starts from the beginning, because
+its digits differ.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from host import CommandError, ConnectionLostError, Host
 CHUNK = 1 << 18
 PART = re.compile(r"\.[0-9a-f]{12}\.part$")
 SECRET = re.compile(r"(^|/)env/[^/]+\.env$")
-"""Files that their owner alone may read, and whose digits are in no command line."""
+"""Files with secrets: readable by the owner only, and their SHA-256 appears in no command line."""
 
 VANISHED_EXIT_CODE = 3
-"""The exit code of ``read`` where there is no such file any more."""
+"""Exit code of ``read`` if the file no longer exists."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file there: its path, bytes and SHA-256; or a link and its target."""
+    """A remote file: path, size in bytes and SHA-256; or a link and its target."""
 
     path: str
     size: int
@@ -38,32 +39,32 @@ class RemoteFile:
 
     @property
     def part(self) -> str:
-        """Its path while it is on its way."""
+        """The path of the incomplete file."""
         return f"{self.path}.{'0' * 12 if self.is_secret else self.hash[:12]}.part"
 
     @property
     def is_secret(self) -> bool:
-        """Whether it holds settings and secrets; such a file is short, and always starts anew."""
+        """Whether the file contains secrets; such a short file is never resumed."""
         return SECRET.search(self.path) is not None
 
 
 def list_files(host: Host, *paths: str, which: str = "all") -> list[RemoteFile]:
-    """The files of paths on the remote machine; ``newest`` leaves out checkpoints that no link names."""
-    found = []
+    """List the remote files below paths; ``newest`` omits checkpoints that no link points to."""
+    files = []
     for record in host.run("list", which, *paths, capture=True).split(b"\0")[:-1]:
         first, second, name = os.fsdecode(record).split("\t", 2)
         is_link = first == "link"
-        found.append(RemoteFile(name, 0 if is_link else int(first), second, second if is_link else None))
-    return found
+        files.append(RemoteFile(name, 0 if is_link else int(first), second, second if is_link else None))
+    return files
 
 
 def fetch(host: Host, path: str, which: str = "all") -> list[Path]:
-    """Bring a file or folder here, to the same place in this tree. Returns the files.
+    """Fetch a file or folder to the same path in this tree. Returns the files.
 
-    What is here and did not come from there is moved aside first, and named.
+    Local files that were not fetched are moved aside, and their names are printed.
 
     Raises:
-        CommandError: there is no such thing, or some of it changed on its way, or the connection was lost.
+        CommandError: the path does not exist, a file changed during the copy, or the connection was lost.
     """
     path, base = resolve_remote_path(host, path)
     entries = [entry for entry in list_files(host, path, which=which) if entry.path != RECORD]
@@ -76,7 +77,7 @@ def fetch(host: Host, path: str, which: str = "all") -> list[Path]:
     changed: list[str] = []
     fetched = FetchRecord(host)
     try:
-        # Links last: they name what is whole then.
+        # Links are last, so that their targets are complete.
         for entry in sorted(entries, key=lambda entry: entry.target is not None):
             target = base / entry.path.lstrip("/")
             if entry.target is not None:
@@ -103,7 +104,7 @@ def fetch(host: Host, path: str, which: str = "all") -> list[Path]:
 
 
 def fetch_one(host: Host, entry: RemoteFile, target: Path, fetched: FetchRecord) -> bool:
-    """Bring one file, unless it is here. Returns whether it is, as it was listed."""
+    """Fetch a file unless it exists already. Returns False if it changed since it was listed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if has_same_content(target, entry):
         if entry.is_secret:
@@ -139,43 +140,44 @@ def fetch_one(host: Host, entry: RemoteFile, target: Path, fetched: FetchRecord)
 
 
 def send(host: Host, source: Path, path: str) -> None:
-    """Send a file, or the files of a folder, to a path under the root. What is there already is not sent again.
+    """Send a file or the files of a folder to a path under the root, except files that exist there already.
 
-    Links in a folder stay links where they name something in it; others are sent as what they name.
+    Links to files of the same folder stay links; the targets of other links are sent in their place.
     """
-    found = SendList(source, path)
-    wanted = [(file, RemoteFile(to, file.stat().st_size, compute_sha256(file))) for file, to in found.files]
-    links = [RemoteFile(to, 0, target, target) for to, target in found.links]
-    # The part of a single file lies beside it.
-    places = [path] if source.is_dir() else [path, *(entry.part for _, entry in wanted)]
-    there = {entry.path: entry for entry in list_files(host, *places)}
+    send_list = SendList(source, path)
+    files = [(file, RemoteFile(to, file.stat().st_size, compute_sha256(file))) for file, to in send_list.files]
+    links = [RemoteFile(to, 0, target, target) for to, target in send_list.links]
+    # The incomplete copy of a single file is beside it.
+    paths = [path] if source.is_dir() else [path, *(entry.part for _, entry in files)]
+    remote_files = {entry.path: entry for entry in list_files(host, *paths)}
     sent = total = 0
     try:
-        for file, entry in wanted:
-            if there.get(entry.path) == entry and not entry.is_secret:
+        for file, entry in files:
+            if remote_files.get(entry.path) == entry and not entry.is_secret:
                 continue
-            part = there.get(entry.part)
+            part = remote_files.get(entry.part)
             kept = min(part.size, entry.size) if part and not entry.is_secret else 0
             send_one(host, file, entry, kept)
             sent, total = sent + 1, total + entry.size
         for entry in links:
-            if there.get(entry.path) != entry:
+            if remote_files.get(entry.path) != entry:
                 host.run("link", entry.path, entry.hash)
                 sent += 1
     except ConnectionLostError as error:
         raise ConnectionLostError(
-            f"{error} after {sent} of {len(wanted) + len(links)} files; the same command goes on where it stopped"
+            f"{error} after {sent} of {len(files) + len(links)} files; the same command goes on where it stopped"
         ) from error
-    if found.skipped:
+    if send_list.skipped:
         print(
-            f"left out, since they are neither files nor links to any: {format_names(found.skipped)}", file=sys.stderr
+            f"left out, since they are neither files nor links to any: {format_names(send_list.skipped)}",
+            file=sys.stderr,
         )
-    same = len(wanted) + len(links) - sent
+    same = len(files) + len(links) - sent
     print(f"sent {sent} files, {format_bytes(total)}, to {host.name}:{host.root}/{path}; {same} were there")
 
 
 class SendList:
-    """What is to be sent of a file or folder: files and links, each with its path there, and what is skipped."""
+    """The files and links of a file or folder with their remote paths, and the skipped paths."""
 
     def __init__(self, source: Path, path: str) -> None:
         self.files: list[tuple[Path, str]] = []
@@ -184,12 +186,12 @@ class SendList:
         self._source = source
         self._collect(source, path, [])
 
-    def _collect(self, source: Path, path: str, above: list[str]) -> None:
+    def _collect(self, source: Path, path: str, parents: list[str]) -> None:
         if source.is_symlink() and source != self._source and self._is_inside(source):
             self.links.append((path, os.readlink(source)))
-        elif source.is_dir() and not any(f"{each}/".startswith(f"{source.resolve()}/") for each in above):
-            for each in sorted(source.iterdir()):
-                self._collect(each, f"{path}/{each.name}", [*above, str(source.resolve())])
+        elif source.is_dir() and not any(f"{parent}/".startswith(f"{source.resolve()}/") for parent in parents):
+            for child in sorted(source.iterdir()):
+                self._collect(child, f"{path}/{child.name}", [*parents, str(source.resolve())])
         elif source.is_file():
             if not PART.search(source.name):
                 self.files.append((source, path))
@@ -197,16 +199,16 @@ class SendList:
             self.skipped.append(path)
 
     def _is_inside(self, link: Path) -> bool:
-        """Whether the link names, from where it lies, something of the same folder."""
+        """Check whether a link is relative and points into the folder that is sent."""
         target = os.readlink(link)
         inside = os.path.normpath(link.parent / target)
         return not target.startswith("/") and link.exists() and Path(inside).is_relative_to(self._source)
 
 
 def send_one(host: Host, file: Path, entry: RemoteFile, kept: int) -> None:
-    """Send its SHA-256, and what follows the first ``kept`` bytes."""
+    """Send the SHA-256 of a file and its bytes after the first ``kept``."""
     command = host.command("write", entry.path, kept, entry.size, "600" if entry.is_secret else "644")
-    # Where ssh ends first, its exit code says why.
+    # If ssh ends early, its exit code is the reason.
     with (
         file.open("rb") as source,
         contextlib.suppress(BrokenPipeError),
@@ -223,40 +225,39 @@ def send_one(host: Host, file: Path, entry: RemoteFile, kept: int) -> None:
 
 
 def link(target: str, where: str, entries: list[RemoteFile], path: Path, fetched: FetchRecord) -> None:
-    """A link as it is there, if it names something beside it that was listed."""
-    named = posixpath.normpath(posixpath.join(posixpath.dirname(where), target))
-    why = ""
+    """Create a fetched link, if it is relative and its target was listed."""
+    linked_path = posixpath.normpath(posixpath.join(posixpath.dirname(where), target))
+    reason = ""
     if target.startswith("/") or ".." in target.split("/"):
-        why = "it points elsewhere"
-    elif not any(f"{entry.path}/".startswith(f"{named}/") for entry in entries):
-        why = "what it names is not there, or not yet"
-    if why:
-        print(f"{path.name} -> {target} is left out: {why}", file=sys.stderr)
+        reason = "it points elsewhere"
+    elif not any(f"{entry.path}/".startswith(f"{linked_path}/") for entry in entries):
+        reason = "what it names is not there, or not yet"
+    if reason:
+        print(f"{path.name} -> {target} is left out: {reason}", file=sys.stderr)
         return
     if path.is_symlink() and os.readlink(path) == target:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     fetched.move_aside(path)
-    aside = path.with_name(f"{path.name}.part")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(target)
-    os.replace(aside, path)
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, path)
     fetched.add(path, target)
 
 
 def has_same_content(path: Path, entry: RemoteFile) -> bool:
-    """Whether the file has these bytes."""
+    """Check whether a local file has the size and the SHA-256 of an entry."""
     return path.is_file() and path.stat().st_size == entry.size and compute_sha256(path) == entry.hash
 
 
 def print_progress(path: str, done: int, size: int) -> None:
-    """How far a large file is, in a terminal."""
+    """Print the progress of a large file in a terminal."""
     if size > 64 * CHUNK and sys.stderr.isatty():
         print(f"\r{path}: {100 * done // size} %", end="\n" if done == size else "", file=sys.stderr, flush=True)
 
 
 def format_bytes(size: float) -> str:
-    """Bytes, for people."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""The project's own files: what git tracks, as it lies in the working tree."""
+"""Send the tracked files of the working tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transfer import format_bytes
 
 
 def git(*words: str) -> str:
-    """What git says of this tree."""
+    """Run git in this tree and return its output."""
     try:
         done = subprocess.run(["git", *words], cwd=PROJECT_ROOT, capture_output=True, check=False)
     except FileNotFoundError as error:
@@ -29,10 +29,10 @@ def git(*words: str) -> str:
 
 
 def list_tracked_files() -> list[str]:
-    """Paths of the tracked files that are there.
+    """List the tracked files that exist.
 
     Raises:
-        CommandError: one has a name that a manifest cannot hold.
+        CommandError: a manifest cannot contain the name of a file.
     """
     paths = [path for path in git("ls-files", "-z").split("\0") if path and os.path.lexists(PROJECT_ROOT / path)]
     for path in paths:
@@ -45,19 +45,19 @@ def list_tracked_files() -> list[str]:
 
 
 def build_manifest(paths: list[str]) -> str:
-    """As sha256sum writes and checks it."""
+    """Build a manifest in the format of sha256sum."""
     return "".join(
         f"{compute_sha256(PROJECT_ROOT / path)}  {path}\n" for path in paths if not (PROJECT_ROOT / path).is_symlink()
     )
 
 
 def tree() -> str:
-    """This tree in words."""
+    """Describe this tree, see `describe_contents`."""
     return describe_contents(build_manifest(list_tracked_files()))
 
 
 def describe_contents(text: str) -> str:
-    """The tree in words: its commit, whether it was changed since, and the digits of its contents."""
+    """Describe the tree by its commit, whether it has changed since, and a hash of its manifest."""
     changed = git("status", "--porcelain", "--untracked-files=no").strip()
     commit = git("describe", "--always", "--abbrev=12", "--exclude=*").strip()
     digits = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -65,7 +65,7 @@ def describe_contents(text: str) -> str:
 
 
 def send_tree(host: Host) -> None:
-    """Put the tracked files, as they are in the working tree, into the root."""
+    """Send the tracked files with their uncommitted changes to the remote root."""
     paths = list_tracked_files()
     text = build_manifest(paths)
     words = describe_contents(text)
@@ -82,7 +82,7 @@ def send_tree(host: Host) -> None:
 
 
 def write_archive(file: IO[bytes], paths: list[str], text: str) -> None:
-    """A tar of the files, and at its very end their manifest."""
+    """Write a tar archive of the files; the last entry is their manifest."""
     with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1, format=tarfile.PAX_FORMAT) as tar:
         for path in paths:
             tar.add(PROJECT_ROOT / path, f"tree/{path}", recursive=False, filter=remove_owner)
@@ -93,12 +93,12 @@ def write_archive(file: IO[bytes], paths: list[str], text: str) -> None:
 
 
 def remove_owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without owners."""
+    """Remove the owner from a tar entry."""
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     return info
 
 
 def is_tracked(path: Path) -> bool:
-    """Whether git tracks the file."""
+    """Check whether git tracks a file."""
     return bool(git("ls-files", "--", str(path)).strip())
