@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = parse_command(
         ConvertConfig,
         name=NAME,
-        description="Write a model directory with another dtype, family or shard size, or with a mask token for diffusion.",
+        description="Write a model with another dtype, family or shard size, or with a mask token for diffusion.",
         example=EXAMPLE,
         config_required=False,
         add_arguments=_add_arguments,

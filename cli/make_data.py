@@ -75,7 +75,8 @@ def format_summary(index: ShardIndex, directory: Path) -> str:
         [
             *align_columns(rows, right=range(1, len(rows[0]))),
             *skipped,
-            f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists the files",
+            f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists "
+            "the files",
             "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
             f"    --set {shlex.quote(f'data.source.path={directory}')} "
             f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",

@@ -67,8 +67,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
     },
 }
-"""Shapes by name: the first for a CPU, the others for a GPU. The last two are shapes of Qwen3 checkpoints with a shorter
-context. All have a tied head."""
+"""Shapes by name: the first for a CPU, the others for a GPU. The last two are shapes of Qwen3 checkpoints with a
+shorter context. All have a tied head."""
 
 
 class BenchOutputSection(Section):

@@ -11,17 +11,19 @@ from config.families.registry import FAMILIES
 
 
 class DiffusionSection(Section):
-    """``[diffusion]``: convert an autoregressive model to a diffusion model. Its weights do not change; continue training
-    (`model.init_from`) to let it learn to fill in masked tokens."""
+    """``[diffusion]``: convert an autoregressive model to a diffusion model. Its weights do not change; continue
+    training (`model.init_from`) to let it learn to fill in masked tokens."""
 
     mask_token: NonEmptyStr = "<|mask|>"
     """Text of the mask token, added to the tokenizer if it has none of this name."""
     mask_token_id: NonNegativeInt | None = None
-    """Id of the mask token. None: its id in the tokenizer, else the first unused row of the embedding, else a new row."""
+    """Id of the mask token. None: its id in the tokenizer, else the first unused row of the embedding, else a new
+    row."""
     block_length: PositiveInt | None = None
     """Tokens of a block in block diffusion. None: one block for the whole sequence."""
     logit_alignment: Literal["keep", "same_position", "shifted"] = "keep"
-    """Output that predicts token i: i, or i - 1 (shifted). keep: as in the source; autoregressive models are shifted."""
+    """Output that predicts token i: i, or i - 1 (shifted). keep: as in the source; autoregressive models are
+    shifted."""
     untie_head: bool = False
     """Give the output head its own weights, a copy of the embedding (SDAR)."""
 
@@ -36,7 +38,8 @@ class ConvertConfig(Section):
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Dtype of the weights. keep: that of the source; of several, the narrowest that holds all of them."""
     model_type: NonEmptyStr | None = None
-    """Model family, whose config keys and tensor names the target has, such as "sdar" or "qwen3". None: the source's."""
+    """Model family, whose config keys and tensor names the target has, such as "sdar" or "qwen3". None: the
+    source's."""
     max_shard_gigabytes: PositiveFloat = 5.0
     """Size limit of a weight file, in 10^9 bytes."""
     diffusion: DiffusionSection | None = None

@@ -56,8 +56,8 @@ class LocalFiles(RecordSourceOptions):
     text_field: NonEmptyStr = "text"
     """The field or column that holds the text; plain-text files do not use it."""
     sample_by: SampleBy = "document"
-    """A document of a plain-text file is the whole file, a paragraph (between blank lines) or a line. Windows line breaks
-    become plain ones."""
+    """A document of a plain-text file is the whole file, a paragraph (between blank lines) or a line. Windows line
+    breaks become plain ones."""
     validation_paths: StrTuple = ()
     """Files for validation. Empty: `validation_fraction` of the documents in `paths` are held out."""
     validation_fraction: Fraction = 0.05

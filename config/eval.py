@@ -21,13 +21,13 @@ class EvalDataConfig(Section):
     """Documents of the source: those a training run validates on, or those it trains on. all: every document of a files
     source; --data sets it."""
     rows: Literal["packed", "padded"] = "packed"
-    """packed: documents follow each other without padding and attend only to themselves; one that is cut by the end of a
-    row continues in the next without its context. padded: one document per row, truncated to the row's length."""
+    """packed: documents follow each other without padding and attend only to themselves; one that is cut by the end of
+    a row continues in the next without its context. padded: one document per row, truncated to the row's length."""
     row_length: PositiveInt | None = None
     """Tokens per row. None: the model's context length, at most 1024."""
     begin_with_eos: bool | None = None
-    """Start each document with the end-of-text token, which is not scored: shifted outputs predict the first token of the
-    text from it. None: as the model was trained (begin_with_eos in its config.json)."""
+    """Start each document with the end-of-text token, which is not scored: shifted outputs predict the first token of
+    the text from it. None: as the model was trained (begin_with_eos in its config.json)."""
     end_with_eos: bool = True
     """End each document with the end-of-text token, which is scored like any other and has no bytes."""
     max_rows: NonNegativeInt = 512
@@ -41,14 +41,15 @@ class EvalDataConfig(Section):
     def _check_split(self) -> Self:
         if self.split == "all" and self.source is not None and self.source.kind != "files":
             raise ValueError(
-                f'split = "all" needs a source of files, but source.kind = "{self.source.kind}": choose "validation" or "train"'
+                f'split = "all" needs a source of files, but source.kind = "{self.source.kind}": '
+                'choose "validation" or "train"'
             )
         return self
 
 
 class NelboConfig(Section):
-    """``[likelihood]`` with ``kind = "nelbo"``: the bound of masked or block diffusion; exact for blocks of one token and
-    for autoregressive models."""
+    """``[likelihood]`` with ``kind = "nelbo"``: the bound of masked or block diffusion; exact for blocks of one token
+    and for autoregressive models."""
 
     kind: Literal["nelbo"] = "nelbo"
     block_length: PositiveInt | None = None
@@ -75,8 +76,8 @@ class SamplerLikelihoodConfig(Section):
 
     kind: Literal["sampler"] = "sampler"
     generation: GenerationConfig = GenerationConfig()
-    """The sampler: blocks, steps, attention and a deterministic remasking_strategy. max_new_tokens and stop_token_ids are
-    ignored; the temperature is 1."""
+    """The sampler: blocks, steps, attention and a deterministic remasking_strategy. max_new_tokens and stop_token_ids
+    are ignored; the temperature is 1."""
     batch_size: PositiveInt = 32
     """Documents per forward."""
 

@@ -174,8 +174,8 @@ def check_attention_fits(attention: str | None, cache: str | None, canvas: str =
         )
     if attention == "block_causal" and canvas == "growing":
         raise ValueError(
-            'canvas = "growing" has no effect with block-causal attention, where no position sees a later block: remove '
-            'it, or set attention = "bidirectional"'
+            'canvas = "growing" has no effect with block-causal attention, where no position sees a later block: '
+            'remove it, or set attention = "bidirectional"'
         )
     if attention == "bidirectional" and cache == "block":
         raise ValueError(

@@ -141,8 +141,8 @@ class Architecture(Section):
     initializer_range: NonNegativeFloat = 0.02
     """Standard deviation of embeddings and input projections; output projections start at zero."""
     logit_alignment: Literal["same_position", "shifted"] = "same_position"
-    """Output that predicts token i: output i, or output i - 1 (shifted), as in autoregressive models and diffusion models
-    that start from them (Dream)."""
+    """Output that predicts token i: output i, or output i - 1 (shifted), as in autoregressive models and diffusion
+    models that start from them (Dream)."""
     sliding_window: PositiveInt | None = None
     """In layers of "sliding_attention", queries attend to keys less than this many positions away."""
     layer_types: TupleOf[Literal["full_attention", "sliding_attention"]] | None = None
@@ -230,8 +230,8 @@ class ModelConfig(Architecture):
         """
         if self.mask_token_id is None:
             raise ValueError(
-                "the model has no mask token, which masked diffusion needs: mask_token_id is missing in its config.json. "
-                "Add one with diffusionlm-convert and [diffusion], or evaluate the next-token likelihood"
+                "the model has no mask token, which masked diffusion needs: mask_token_id is missing in its "
+                "config.json. Add one with diffusionlm-convert and [diffusion], or evaluate the next-token likelihood"
             )
         return self.mask_token_id
 

@@ -34,8 +34,8 @@ class ModelSection(Architecture):
             checkpoint_config = read_model_config(resolve_model_directory(start))
         except ValueError as error:
             raise ValueError(
-                f"init_from = {start}: {error}; the options that [model] does not set are read there: correct the path, "
-                "or set all options"
+                f"init_from = {start}: {error}; the options that [model] does not set are read there: correct the "
+                "path, or set all options"
             ) from error
         options = {name: getattr(checkpoint_config, name) for name in Architecture.model_fields}
         section = handler({name: value for name, value in options.items() if value is not None} | values)
@@ -55,8 +55,8 @@ class ModelSection(Architecture):
         ]
         if differing:
             raise ValueError(
-                f"model.init_from = {self.init_from} has another architecture than [model]: {'; '.join(differing)}; remove "
-                "these keys"
+                f"model.init_from = {self.init_from} has another architecture than [model]: "
+                f"{'; '.join(differing)}; remove these keys"
             )
 
     def to_model_config(

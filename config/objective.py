@@ -121,8 +121,8 @@ class _MaskingOptions(Section):
 
 
 class FixedCountMasking(_MaskingOptions):
-    """Mask k of the n target tokens of a noise group, with weight n / k. k is uniform on 1 ... n and stratified over all
-    groups of the optimizer step. An unbiased estimate of the NELBO."""
+    """Mask k of the n target tokens of a noise group, with weight n / k. k is uniform on 1 ... n and stratified over
+    all groups of the optimizer step. An unbiased estimate of the NELBO."""
 
     kind: Literal["counts"] = "counts"
     complementary: bool = False
@@ -216,8 +216,8 @@ class BlockLengthStage(Section):
 
 
 class BlockDiffusionConfig(_DiffusionConfig):
-    """Block diffusion (BD3-LM, SDAR): predict the masked tokens of each block from the block itself and the clean blocks
-    before it. block_length = 1 is the exact left-to-right likelihood; the whole row is masked diffusion."""
+    """Block diffusion (BD3-LM, SDAR): predict the masked tokens of each block from the block itself and the clean
+    blocks before it. block_length = 1 is the exact left-to-right likelihood; the whole row is masked diffusion."""
 
     kind: Literal["block_diffusion"] = "block_diffusion"
     block_length: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] | None = None

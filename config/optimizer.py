@@ -54,7 +54,8 @@ class LRScheduleConfig(Section):
         keys = [name for name in ("decay_steps", "decay_fraction", "decay_shape") if getattr(self, name) is not None]
         if keys and self.kind != "warmup_stable_decay":
             raise ValueError(
-                f'{keys[0]} needs kind = "warmup_stable_decay", but kind = "{self.kind}": change kind or remove {keys[0]}'
+                f'{keys[0]} needs kind = "warmup_stable_decay", but kind = "{self.kind}": change kind or '
+                f"remove {keys[0]}"
             )
         if len(keys) > 1 and keys[:2] == ["decay_steps", "decay_fraction"]:
             raise ValueError("decay_steps and decay_fraction set the same length: remove one")
@@ -174,7 +175,8 @@ class AdamWConfig(OptimizerSection):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether moments have 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by rows."""
+        """Whether moments have 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by
+        rows."""
         return self.kind == "adamw8bit"
 
     @property
@@ -216,7 +218,8 @@ class LionConfig(OptimizerSection):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the moment has 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by rows."""
+        """Whether the moment has 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by
+        rows."""
         return self.kind == "lion8bit"
 
     @property
@@ -244,8 +247,8 @@ class MuonConfig(OptimizerSection):
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of the hidden matrices."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Scale of the rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that updates have AdamW's root mean
-    square (Liu et al. 2025). original: sqrt(max(1, rows / columns)) (Jordan et al. 2024)."""
+    """Scale of the rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that updates have AdamW's root
+    mean square (Liu et al. 2025). original: sqrt(max(1, rows / columns)) (Jordan et al. 2024)."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the matrix products of the orthogonalization. auto: bfloat16 if the processor supports it natively."""
     hidden: MuonGroup | None = None

@@ -41,8 +41,8 @@ class DDP(MultiProcessOptions):
 
 
 class FSDP(MultiProcessOptions):
-    """Fully sharded data parallelism (torch's FSDP2): each rank keeps 1 / world size of weights, gradients and optimizer
-    state, and gathers the weights of a block when it runs. For models that do not fit otherwise."""
+    """Fully sharded data parallelism (torch's FSDP2): each rank keeps 1 / world size of weights, gradients and
+    optimizer state, and gathers the weights of a block when it runs. For models that do not fit otherwise."""
 
     strategy: Literal["fsdp"] = "fsdp"
     reshard_after_forward: bool = True

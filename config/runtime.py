@@ -9,8 +9,8 @@ from pydantic import model_validator
 from config.base import NonNegativeInt, PositiveInt, Section
 
 AttentionBackend = Literal["auto", "eager", "sdpa", "tiled", "flex"]
-"""Implementation of attention. eager and sdpa use a dense mask; tiled and flex skip hidden keys, tiled on a CPU and flex
-on CUDA. auto: the fastest for device, dtype, length and pattern."""
+"""Implementation of attention. eager and sdpa use a dense mask; tiled and flex skip hidden keys, tiled on a CPU and
+flex on CUDA. auto: the fastest for device, dtype, length and pattern."""
 
 
 class RuntimeConfig(Section):
@@ -26,8 +26,8 @@ class RuntimeConfig(Section):
     """Implementation of attention. auto: the fastest for device, dtype, length and pattern. eager and sdpa use a dense
     mask. tiled skips hidden keys on a CPU, flex on CUDA."""
     weights: Literal["float32", "bfloat16_with_master"] = "float32"
-    """Dtype of the blocks' matrices. bfloat16_with_master: bfloat16 in forward and backward, plus 16 extra bits each, so
-    that the optimizer, checkpoints and evaluation use exact float32 values. Embedding, head, norms and biases are
+    """Dtype of the blocks' matrices. bfloat16_with_master: bfloat16 in forward and backward, plus 16 extra bits each,
+    so that the optimizer, checkpoints and evaluation use exact float32 values. Embedding, head, norms and biases are
     float32."""
     prefetch: bool = True
     """On CUDA, copy the next batch from pinned memory during the current step."""
@@ -41,8 +41,8 @@ class RuntimeConfig(Section):
     def _check_compile(self) -> Self:
         if self.compile == "blocks" and self.activation_checkpointing == "selective":
             raise ValueError(
-                'compile = "blocks" does not combine with activation_checkpointing = "selective", which a compiled block '
-                'does by itself: set compile = "none" or "auto", or activation_checkpointing = "none" or "full"'
+                'compile = "blocks" does not combine with activation_checkpointing = "selective", which a compiled '
+                'block does by itself: set compile = "none" or "auto", or activation_checkpointing = "none" or "full"'
             )
         return self
 

@@ -43,7 +43,8 @@ class TokenizerTrainingConfig(Section):
     """``[tokenizer]`` of diffusionlm-train-tokenizer."""
 
     vocab_size: Annotated[int, Field(gt=NUM_BYTES)] = 4_096
-    """Tokens: the 256 bytes, the merges and the special tokens. There are fewer if the text has fewer pairs to merge."""
+    """Tokens: the 256 bytes, the merges and the special tokens. There are fewer if the text has fewer pairs to
+    merge."""
     pattern: SplitPattern = "qwen"
     """How text is split into words before merging."""
     special_tokens: Annotated[TupleOf[NonEmptyStr], Field(min_length=1)] = ("<|endoftext|>", "<|mask|>")

@@ -93,9 +93,9 @@ class TrainConfig(Section):
             if block_length is not None and block_length > self.row_length:
                 key = "objective.stages: block_length" if stages else "objective.block_length"
                 raise ValueError(
-                    f"{key} = {block_length} is more than the {self.row_length} tokens of a sequence (data.row_length or "
-                    'model.max_position_embeddings): lower it, or set objective.kind = "masked_diffusion", which has one '
-                    "block for the whole sequence"
+                    f"{key} = {block_length} is more than the {self.row_length} tokens of a sequence "
+                    "(data.row_length or model.max_position_embeddings): lower it, or set "
+                    'objective.kind = "masked_diffusion", which has one block for the whole sequence'
                 )
         if stages and max_steps is not None and stages[-1].from_step >= max_steps:
             raise ValueError(

@@ -44,7 +44,8 @@ class TrainingConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Clip gradients to this global L2 norm."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of matrix products (autocast); weights and losses are float32. auto: bfloat16 if the hardware supports it."""
+    """Dtype of matrix products (autocast); weights and losses are float32. auto: bfloat16 if the hardware supports
+    it."""
     ema_decay: HalfOpenFraction = 0.0
     """Decay per step of an exponential moving average of the weights, which validation, samples and model.safetensors
     then use. 0: no average."""

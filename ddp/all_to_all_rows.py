@@ -1,7 +1,7 @@
 """Matrices sharded by rows: which rows a rank has, and an all-to-all that makes each matrix whole on one rank.
 
-Shapes: R rows of a whole matrix, C columns, W ranks. Rank r has the rows from r * ceil(R / W) on, ceil(R / W) of them or
-as many as are left.
+Shapes: R rows of a whole matrix, C columns, W ranks. Rank r has the rows from r * ceil(R / W) on, ceil(R / W) of them
+or as many as are left.
 """
 
 from __future__ import annotations

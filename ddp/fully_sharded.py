@@ -45,7 +45,8 @@ class FullySharded:
 
         Args:
             model: has float32 parameters.
-            units: modules in execution order, with their parameters: the embedding, the blocks, the final norm and head.
+            units: modules in execution order, with their parameters: the embedding, the blocks, the final norm and
+                head.
             dtype: dtype of matrix products in blocks.
         """
         from torch.distributed.device_mesh import init_device_mesh
@@ -118,7 +119,8 @@ class FullySharded:
         return row_range_of_rank(self.shapes[name][0], self.world.size, self.world.rank)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
-        """Do nothing: FSDP reduces gradients in each micro-batch. Whole accumulated ones would take the memory it saves."""
+        """Do nothing: FSDP reduces gradients in each micro-batch. Whole accumulated ones would take the memory it
+        saves."""
         return nullcontext()
 
     @torch.no_grad()

@@ -2,7 +2,8 @@
 
 This adds what a training run needs beyond the agent:
 
-* Signals. The agent terminates its ranks, kills them after 30 seconds and exits with 1 and a traceback. Here a signal is
+* Signals. The agent terminates its ranks, kills them after 30 seconds and exits with 1 and a traceback. Here a signal
+is
   forwarded to each rank once; the ranks finish their step and save, and their exit code is the command's.
 * Restarts. The agent restarts the ranks after any failure; here not after a user error or a signal.
 * Errors. An error that several ranks share is printed once.

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MapOverRanks:
-    """Computes a function of 0 ... count - 1: each rank takes every ``world.size``-th, and all ranks get all results."""
+    """Computes a function of 0 ... count - 1: each rank takes every ``world.size``-th, and all ranks get all
+    results."""
 
     world: World = SINGLE_PROCESS
     is_collective: bool = False

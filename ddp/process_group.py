@@ -196,8 +196,9 @@ def process_group(parallel: Parallel, device_type: str) -> Iterator[World]:
     if isinstance(parallel, SingleProcess):
         if environment is not None and environment[1] > 1:
             raise ValueError(
-                f'parallel.strategy = "single" under torchrun with {environment[1]} ranks, which would train separately: '
-                'set parallel.strategy = "ddp" or "fsdp", or start one process with diffusionlm-train'
+                f'parallel.strategy = "single" under torchrun with {environment[1]} ranks, which would train '
+                "separately: set "
+                'parallel.strategy = "ddp" or "fsdp", or start one process with diffusionlm-train'
             )
         yield SINGLE_PROCESS
         return

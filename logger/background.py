@@ -63,7 +63,8 @@ class BackgroundLogger:
         if self._thread.is_alive():
             self._log(
                 self._step,
-                f"{self._name} did not finish within {self._finish_seconds:g} s and is abandoned; metrics.jsonl has all",
+                f"{self._name} did not finish within {self._finish_seconds:g} s and is abandoned; metrics.jsonl "
+                "has all",
             )
         elif self._num_failures > 1:
             self._log(self._step, f"{self._name} failed {self._num_failures} times; metrics.jsonl has all")

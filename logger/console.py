@@ -25,8 +25,8 @@ class ConsoleLogger:
         """Print loss, speed and remaining time, unless there is a bar."""
         if self._style == "lines" and "loss" in values:
             self._print(
-                f"step {step}/{self._total_steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s"
-                f"  {format_duration(values['seconds_left'])} left"
+                f"step {step}/{self._total_steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} "
+                f"tokens/s  {format_duration(values['seconds_left'])} left"
             )
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:

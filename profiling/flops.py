@@ -42,8 +42,8 @@ def _matches_device(device_name: str, name: str) -> bool:
 def count_visible_pairs(pattern: AttentionKind, length: int, block_length: int = 1, *, tile: int = 1) -> int:
     """Count the pairs of a query and a visible key in a document of ``length`` tokens, in closed form.
 
-    For block diffusion, those of both streams. With ``tile`` > 1, count the pairs of all square tiles that have a visible
-    pair: the work of a kernel that skips empty tiles.
+    For block diffusion, those of both streams. With ``tile`` > 1, count the pairs of all square tiles that have a
+    visible pair: the work of a kernel that skips empty tiles.
     """
     n, b = length, block_length
     if tile > 1:

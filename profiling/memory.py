@@ -95,8 +95,8 @@ class PeakGrowth:
 def peak_memory(device: str | None = None) -> dict[str, int]:
     """Return peak memory since the start or `reset_peak_memory`, in bytes.
 
-    Keys are ``peak_allocated`` and ``peak_reserved`` on CUDA, ``peak_resident`` on a CPU. ``device`` None: CUDA if it is
-    in use.
+    Keys are ``peak_allocated`` and ``peak_reserved`` on CUDA, ``peak_resident`` on a CPU. ``device`` None: CUDA if it
+    is in use.
     """
     if not _uses_cuda(device):
         return {"peak_resident": peak_resident_bytes()}

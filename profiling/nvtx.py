@@ -1,7 +1,7 @@
 """Named ranges for Nsight Systems and torch's profiler.
 
-The environment variable ``DIFFUSIONLM_NVTX`` sets the level of NVTX ranges: ``coarse`` (the parts of a training step, and
-the forwards of decoding and evaluation), ``fine`` (also each block in training) or ``verbose`` (also attention and
+The environment variable ``DIFFUSIONLM_NVTX`` sets the level of NVTX ranges: ``coarse`` (the parts of a training step,
+and the forwards of decoding and evaluation), ``fine`` (also each block in training) or ``verbose`` (also attention and
 feed-forward of each block). Without it, or without CUDA, there are none. Coarse ranges are also rows of the table that
 `profiling.trace.StepProfiler` writes.
 """

@@ -64,7 +64,8 @@ def measure_speeds(runs: Path, threads: int, with_torch: bool) -> MeasuredSpeeds
 def measure_rates(
     works: Sequence[Callable[[], object]], amount: float, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Return ``amount`` divided by the median time of each function. They alternate, so other load affects all alike."""
+    """Return ``amount`` divided by the median time of each function. They alternate, so other load affects all
+    alike."""
     for work in works:
         work()
     times: list[list[float]] = [[] for _ in works]

@@ -90,7 +90,8 @@ class StepProfiler:
                 raise
 
     def _write(self, profile: Any) -> None:
-        """Write ``trace-N.json`` (for Perfetto or chrome://tracing) and ``table-N.txt`` after the cycle that ends at step N."""
+        """Write ``trace-N.json`` (for Perfetto or chrome://tracing) and ``table-N.txt`` after the cycle that ends at
+        step N."""
         number = self.first_step + profile.step_num
         averages = profile.key_averages()
         if number in self._recorded_steps or all(row.key != "step" for row in averages):

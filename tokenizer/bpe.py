@@ -53,7 +53,8 @@ class Tokenizer:
     Args:
         vocab: ordinary tokens (bytes) to ids. Every byte that UTF-8 text can contain must be a token.
         merges: pairs of tokens by rank, best first; a pair that is listed twice has the last rank (as in `tokenizers`).
-        special_tokens: text to id. They are not in `vocab`, and text yields them only with `encode(allow_special=True)`.
+        special_tokens: text to id. They are not in `vocab`, and text yields them only with
+            `encode(allow_special=True)`.
         pattern: a name in `PATTERNS` or a regular expression, see `make_splitter`.
         normalization: applied to text before it is split into words; with "NFC" the round trip gives NFC(text).
         mask_token, eos_token, pad_token: special tokens with a role, by their text.

@@ -39,7 +39,8 @@ _CHECK_ROLE = """\
 
 _NO_TOOLS = """\
 {%- if tools %}
-    {{- raise_exception('this template does not support tools: use the template of a checkpoint that was trained with tools') }}
+    {{- raise_exception('this template does not support tools: use the template of a checkpoint that was trained with
+    tools') }}
 {%- endif %}
 """
 

@@ -129,9 +129,9 @@ def _load_own(folder: Path) -> Tokenizer:
         expected = own.get("fingerprint")
         if expected is not None and expected != tokenizer.fingerprint:
             raise ValueError(
-                f"fingerprint {expected!r} in {SPECIAL_FILE} does not match the contents of {VOCAB_FILE}, {MERGES_FILE} "
-                "and itself: the files are of different tokenizers (an interrupted save?). If you edited them, remove "
-                "fingerprint"
+                f"fingerprint {expected!r} in {SPECIAL_FILE} does not match the contents of {VOCAB_FILE}, "
+                f"{MERGES_FILE} and itself: the files are of different tokenizers (an interrupted save?). If you "
+                "edited them, remove fingerprint"
             )
     return tokenizer
 

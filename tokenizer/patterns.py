@@ -12,8 +12,8 @@ import regex  # type: ignore[import-untyped, unused-ignore]
 _CASELESS_SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# Each is spelled exactly as in the tokenizer.json of its family, so that loaded files are recognized. The pattern of GPT-4
-# is the published one; tiktoken has since changed how it splits trailing whitespace.
+# Each is spelled exactly as in the tokenizer.json of its family, so that loaded files are recognized. The pattern of
+# GPT-4 is the published one; tiktoken has since changed how it splits trailing whitespace.
 PATTERNS: dict[str, str] = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "gpt4": (

@@ -116,17 +116,20 @@ def _of_cores(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
         asked = {name: machine.variables[name] for name in _THREADS if name in machine.variables}
         said = ", ".join(f"{name}={value}" for name, value in asked.items()) or "it decided so"
         remedy = f"model.threads = {num_usable_cores}" + (", or unset the variable" if asked else "")
-        what = f"torch starts {format_count(torch.threads, 'thread')} where {format_count(num_usable_cores, 'core')} are granted"
+        threads, cores = format_count(torch.threads, "thread"), format_count(num_usable_cores, "core")
+        what = f"torch starts {threads} where {cores} are granted"
         yield Finding("slow", what, f"{said}; inference takes its number, training run.threads", remedy)
     if torch.version is not None and torch.threads > num_usable_cores:
         quota = (
             "" if processor.quota is None else f"; the control group grants {processor.quota:g} cores' worth of time"
         )
         why = f"threads that share a core wait for each other; inference takes torch's number{quota}"
-        what = f"torch starts {format_count(torch.threads, 'thread')} where {format_count(num_usable_cores, 'core')} are granted"
+        threads, cores = format_count(torch.threads, "thread"), format_count(num_usable_cores, "core")
+        what = f"torch starts {threads} where {cores} are granted"
         yield Finding("slow", what, why, f"OMP_NUM_THREADS={num_usable_cores}, or model.threads = {num_usable_cores}")
     if _is_busy(machine):
-        why = f"{processor.load:.1f} processes wanted {format_count(num_usable_cores, 'core')} on average over the last minute"
+        cores = format_count(num_usable_cores, "core")
+        why = f"{processor.load:.1f} processes wanted {cores} on average over the last minute"
         remedy = "wait; what is measured meanwhile is that of a busy machine"
         yield Finding("slow", "the machine is busy", why, remedy)
     bound = [name for name in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND") if name in machine.variables]

@@ -146,7 +146,8 @@ def _render_run(table: SweepTable, row: SweepTableRow, directory: Path) -> str:
     kind = " best" * row.is_best
     return (
         f'<article class="card{kind}" id="{_anchor(row)}"><h3>{escape(_format_run_values(table, row))}</h3>'
-        f'<p class="status">{escape(status)}{_render_links(row, directory)}</p>{_render_curve(table, row)}{error}</article>'
+        f'<p class="status">{escape(status)}{_render_links(row, directory)}</p>'
+        f"{_render_curve(table, row)}{error}</article>"
     )
 
 

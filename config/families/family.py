@@ -265,8 +265,8 @@ class ModelFamily:
     def _check_options(self, config: ModelConfig) -> None:
         if SLIDING in (config.layer_types or ()) and not self.supports_sliding_window:
             raise ValueError(
-                f'layer_types has "{SLIDING}", which model_type = {self.model_type!r} does not support: choose a family '
-                "with sliding layers, such as qwen3 (qk_norm = true, num_experts = 0)"
+                f'layer_types has "{SLIDING}", which model_type = {self.model_type!r} does not support: '
+                "choose a family with sliding layers, such as qwen3 (qk_norm = true, num_experts = 0)"
             )
         problems = [
             f"{key} = {getattr(config, key)!r} (it has {value!r})"

@@ -1,16 +1,16 @@
 """The list of model families.
 
-| model_type  | layers as  | where config.json has no diffusion keys                                                    |
-|-------------|------------|--------------------------------------------------------------------------------------------|
-| qwen3       | Qwen3      | autoregressive: block_length 1, shifted logits, no mask token                              |
-| qwen2       | Qwen2      | autoregressive (Qwen2 and Qwen2.5)                                                         |
-| llama       | Llama      | autoregressive                                                                             |
-| qwen3_moe   | Qwen3-MoE  | autoregressive                                                                             |
-| gemma2      | Gemma 2    | autoregressive                                                                             |
-| sdar        | Qwen3      | mask 151669, same position, block_length 4 or the number that the directory's name ends in |
-| sdar_moe    | Qwen3-MoE  | as sdar                                                                                    |
-| llada       | Llama      | mask 126336, same position, one block for the whole sequence                               |
-| Dream       | Qwen2      | mask 151666, shifted logits, one block for the whole sequence                              |
+| model_type | layers as | where config.json has no diffusion keys                                                     |
+|------------|-----------|---------------------------------------------------------------------------------------------|
+| qwen3      | Qwen3     | autoregressive: block_length 1, shifted logits, no mask token                               |
+| qwen2      | Qwen2     | autoregressive (Qwen2 and Qwen2.5)                                                          |
+| llama      | Llama     | autoregressive                                                                              |
+| qwen3_moe  | Qwen3-MoE | autoregressive                                                                              |
+| gemma2     | Gemma 2   | autoregressive                                                                              |
+| sdar       | Qwen3     | mask 151669, same position, block_length 4 or the number at the end of the directory's name |
+| sdar_moe   | Qwen3-MoE | as sdar                                                                                     |
+| llada      | Llama     | mask 126336, same position, one block for the whole sequence                                |
+| Dream      | Qwen2     | mask 151666, shifted logits, one block for the whole sequence                               |
 
 Keys in config.json override this table. A key that changes the computation and is not supported is an error.
 

@@ -149,8 +149,8 @@ def _format_card(
     return (
         f"{_front_matter(config, datasets)}\n# {_escape_markdown(title)}, {num_parameters:,} parameters\n\n"
         f"{_describe_model_kind(config)}.\n\n"
-        f"## Architecture\n\n{_format_table(_architecture_rows(config, family, num_parameters))}\n\n{training_text}{unknown}"
-        f"{_use_section(config)}{_limits_section(config)}"
+        f"## Architecture\n\n{_format_table(_architecture_rows(config, family, num_parameters))}\n\n"
+        f"{training_text}{unknown}{_use_section(config)}{_limits_section(config)}"
         f"## Files\n\n{_format_table(sums)}\n"
     )
 
@@ -221,15 +221,16 @@ def _training_section(training: CardTraining) -> str:
         "validation": "unknown" if bound is None else _format_bound(bound),
     }
     data = "\n".join(
-        f"| {' | '.join(map(_escape_markdown, (source.name, source.provenance, source.identity)))} | {source.share:.1%} |"
+        f"| {' | '.join(map(_escape_markdown, (source.name, source.provenance, source.identity)))} | "
+        f"{source.share:.1%} |"
         for source in training.sources
     )
     return (
         f"{TRAINING_HEADING}\n\n{_format_table(rows)}\n\n"
         f"Data:\n\n| source | where | identity | share |\n|---|---|---|---|\n{data}\n\n"
         f"Objective:\n\n{_fence_code(training.objective, 'toml')}\n\n"
-        "To train it again, run this in the directory where the run was started (relative paths begin there); DIR is the "
-        f"checkpoint with the run's `config.toml`:\n\n{_fence_code(training.command, 'bash')}\n\n"
+        "To train it again, run this in the directory where the run was started (relative paths begin there); "
+        f"DIR is the checkpoint with the run's `config.toml`:\n\n{_fence_code(training.command, 'bash')}\n\n"
     )
 
 

@@ -76,9 +76,9 @@ def check_vocabulary(vocabulary: Vocabulary, config: ModelConfig, directory: Pat
     """
     if vocabulary.size > config.vocab_size:
         raise ValueError(
-            f"{directory}: the tokenizer has {vocabulary.size} ids, but the model has vocab_size = {config.vocab_size}: "
-            "use the tokenizer that the model was trained with, or, if only the mask token has no row in the embedding, "
-            "add one with diffusionlm-convert and [diffusion]"
+            f"{directory}: the tokenizer has {vocabulary.size} ids, but the model has vocab_size = "
+            f"{config.vocab_size}: use the tokenizer that the model was trained with, or, if only the mask token has "
+            "no row in the embedding, add one with diffusionlm-convert and [diffusion]"
         )
     text = None if config.mask_token_id is None else vocabulary.ordinary_tokens.get(config.mask_token_id)
     if text is not None:

@@ -119,8 +119,8 @@ def load_weights(model: nn.Module, path: Path, *, mmap: bool = False) -> None:
         problems += _find_mismatches(parameters, entries)
         if not problems and head is not None and not _are_equal(head.read(), entries[EMBEDDING_WEIGHT].read()):
             problems.append(
-                f"{HEAD_WEIGHT} differs from {EMBEDDING_WEIGHT}, but config.json has tie_word_embeddings = true (or no such "
-                "key): set it to false"
+                f"{HEAD_WEIGHT} differs from {EMBEDDING_WEIGHT}, but config.json has tie_word_embeddings = true "
+                "(or no such key): set it to false"
             )
         if problems:
             source = " of its config.json" if path.is_dir() else ""

@@ -195,7 +195,8 @@ def _find_data_files(config: LocalFiles, patterns: tuple[str, ...], name: str, k
             )
         if file_format == "parquet" and detect_compression(path) is not None:
             raise ValueError(
-                f"{key}.{name}: {path} is Parquet in an archive, which cannot be read; unpack it (Parquet is compressed)"
+                f"{key}.{name}: {path} is Parquet in an archive, which cannot be read; unpack it (Parquet is "
+                "compressed)"
             )
         files.append(DataFile(FileFingerprint.read(path, f"{key}.{name}"), file_format))
     plain = [file for file in files if file.format == "text"]

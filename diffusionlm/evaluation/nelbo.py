@@ -41,8 +41,8 @@ class NelboReport:
     nats: float
     """Sum over target tokens."""
     by_masked_fraction: tuple[tuple[float, float, float], ...]
-    """(low, high, mean cross-entropy of a masked token) for each bin (low, high] of the masked fraction of a noise group:
-    of the block in block diffusion, else of the row."""
+    """(low, high, mean cross-entropy of a masked token) for each bin (low, high] of the masked fraction of a noise
+    group: of the block in block diffusion, else of the row."""
     row_nats: tuple[float, ...]
     """Sum over each row."""
 
@@ -73,16 +73,16 @@ def nelbo(
 ) -> NelboReport:
     """Estimate the negative evidence lower bound of masked or block diffusion without bias.
 
-    Each noise group (a row or block) of n target tokens is masked ``num_mc_samples`` times. The counts k of masked tokens
-    are spread evenly over 1 ... n, with offsets that are spread over groups and rows. An estimate is n / k times the sum
-    of cross-entropies (Nie et al. 2025, eq. 6; Arriola et al. 2025, eq. 8). The masks depend only on the seed and the
-    row's index, so that models are compared on the same masks. With blocks of one token the value is exact; with shifted
-    outputs it is then the autoregressive model's.
+    Each noise group (a row or block) of n target tokens is masked ``num_mc_samples`` times. The counts k of masked
+    tokens are spread evenly over 1 ... n, with offsets that are spread over groups and rows. An estimate is n / k times
+    the sum of cross-entropies (Nie et al. 2025, eq. 6; Arriola et al. 2025, eq. 8). The masks depend only on the seed
+    and the row's index, so that models are compared on the same masks. With blocks of one token the value is exact;
+    with shifted outputs it is then the autoregressive model's.
 
     Args:
         tokens_BL: clean token ids.
-        loss_mask_BL: target tokens, which are masked and counted; None: all. A mask token in the data is never a target,
-            and with shifted outputs neither is the first token of a document.
+        loss_mask_BL: target tokens, which are masked and counted; None: all. A mask token in the data is never a
+            target, and with shifted outputs neither is the first token of a document.
         block_length: tokens per block, counted from each document's start; a shorter document is one block. None:
             bidirectional, the whole row.
         num_mc_samples: masked versions of each row.
@@ -221,9 +221,9 @@ def conditional_likelihood(
 ) -> LikelihoodEstimate:
     """Estimate the log-likelihood of an answer given a clean prompt, as LLaDA does (Nie et al. 2025, appendix B.5).
 
-    The counts of masked answer tokens are spread over ``num_mc_samples`` copies of the row. They are uniform; LLaDA's code
-    rounds them half to even, which shifts its mean by tenths of a nat. An answer of one token and blocks of one token are
-    exact and take a single forward.
+    The counts of masked answer tokens are spread over ``num_mc_samples`` copies of the row. They are uniform; LLaDA's
+    code rounds them half to even, which shifts its mean by tenths of a nat. An answer of one token and blocks of one
+    token are exact and take a single forward.
 
     Raises:
         ValueError: the answer is empty or has a token that the model cannot predict, or `nelbo` raises.
@@ -248,8 +248,8 @@ def conditional_likelihood(
     num_tokens = report.num_tokens // num_copies
     if num_tokens < len(answer):
         raise ValueError(
-            f"{len(answer) - num_tokens} of the answer's {len(answer)} tokens cannot be predicted: mask tokens never are, "
-            "and with shifted outputs neither is the first token of a text: pass a prompt"
+            f"{len(answer) - num_tokens} of the answer's {len(answer)} tokens cannot be predicted: mask tokens "
+            "never are, and with shifted outputs neither is the first token of a text: pass a prompt"
         )
     error = 0.0 if is_exact else report.standard_error * num_tokens
     return LikelihoodEstimate(-report.nats / num_copies, error, num_tokens)

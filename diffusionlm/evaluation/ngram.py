@@ -28,8 +28,8 @@ class _OrderCounts:
 class NgramModel:
     """n-gram model with interpolated absolute discounting (Ney et al. 1994).
 
-    p(w | c) = max(n(cw) - d, 0) / n(c) + d continuations(c) / n(c) p(w | c'), down to unigrams with add-one counts. c' is
-    c without its first token, d is `DISCOUNT`.
+    p(w | c) = max(n(cw) - d, 0) / n(c) + d continuations(c) / n(c) p(w | c'), down to unigrams with add-one counts. c'
+    is c without its first token, d is `DISCOUNT`.
 
     Contexts cross document boundaries; the end-of-text token is one like the others.
     """

@@ -66,14 +66,14 @@ def sampler_likelihood(
     """Compute the negative log-likelihood under a sampler with a deterministic order (DUEL, arXiv 2603.01367).
 
     All target tokens are masked. In each step the strategy selects positions from the model's distributions alone, the
-    true tokens are revealed there, and their log-probabilities given the tokens visible before are summed. The sampler is
-    that of `generate` at temperature 1, except that confidences do not depend on sampled tokens: ``low_confidence`` uses
-    the probability of the most probable one. Only the mask token has probability zero.
+    true tokens are revealed there, and their log-probabilities given the tokens visible before are summed. The sampler
+    is that of `generate` at temperature 1, except that confidences do not depend on sampled tokens: ``low_confidence``
+    uses the probability of the most probable one. Only the mask token has probability zero.
 
     Args:
         tokens_BL: clean token ids.
-        loss_mask_BL: target tokens, which are decoded; None: all but padding. A mask token in the data is never a target,
-            and with shifted outputs neither is the first token of a document.
+        loss_mask_BL: target tokens, which are decoded; None: all but padding. A mask token in the data is never a
+            target, and with shifted outputs neither is the first token of a document.
         config: blocks, steps, attention and strategy; None: the defaults. ``max_new_tokens`` and ``stop_token_ids`` are
             ignored.
         document_BL: document id of each position; documents are independent texts, and padding is -1.
@@ -215,11 +215,13 @@ def _check_settings(settings: DecodingSettings) -> None:
         value = getattr(config, name)
         if value != getattr(defaults, name):
             raise ValueError(
-                f"{name} = {value} changes the sampler's distributions, but the likelihood is that of the model: remove it"
+                f"{name} = {value} changes the sampler's distributions, but the likelihood is that of the model: "
+                "remove it"
             )
     if config.cache in ("prefix", "dual"):
         raise ValueError(
-            f'cache = "{config.cache}" approximates the distributions, but the likelihood is that of the model: remove it'
+            f'cache = "{config.cache}" approximates the distributions, but the likelihood is that of the model: '
+            "remove it"
         )
 
 

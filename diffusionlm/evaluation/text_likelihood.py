@@ -144,8 +144,8 @@ def _resolve_layout(config: NelboConfig | SamplerLikelihoodConfig, model: ModelC
     if model.is_autoregressive and block_length != 1:
         problem = "bidirectional attention" if block_length is None else f"block_length = {block_length}"
         raise ValueError(
-            f"{key}: {problem} does not fit an autoregressive model, which predicts the next token: remove block_length "
-            f"and attention from [{key}]"
+            f"{key}: {problem} does not fit an autoregressive model, which predicts the next token: remove "
+            f"block_length and attention from [{key}]"
         )
     return InputLayout.from_config(model, block_length), method
 
@@ -204,8 +204,8 @@ def _check_vocabulary(rows: list[Row], model: ModelConfig) -> None:
     max_token = max(int(row.tokens_L.max()) for row in rows)
     if max_token >= model.vocab_size:
         raise ValueError(
-            f"the tokenizer produced token {max_token}, outside the model's vocabulary of {model.vocab_size} tokens: use "
-            "the model's own tokenizer"
+            f"the tokenizer produced token {max_token}, outside the model's vocabulary of {model.vocab_size} "
+            "tokens: use the model's own tokenizer"
         )
 
 

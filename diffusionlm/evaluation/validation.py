@@ -62,9 +62,9 @@ class Validator:
     def source_entropy(self) -> float | None:
         """Entropy of a document in nats, which the bound cannot fall below; None if it is not known.
 
-        It is known for a single synthetic source whose rows are whole documents. A bidirectional model sees the length of
-        a document, so the entropy of the lengths is subtracted; for block diffusion of documents of different lengths it
-        is not known.
+        It is known for a single synthetic source whose rows are whole documents. A bidirectional model sees the length
+        of a document, so the entropy of the lengths is subtracted; for block diffusion of documents of different
+        lengths it is not known.
         """
         data = self.config.data
         source = self.training_parts[0].source if len(self.training_parts) == 1 else None

@@ -19,7 +19,8 @@ def even_tokens_per_step(total: int, num_steps: int) -> tuple[int, ...]:
 
 
 def whole_block_tokens_per_step(num_masked: int, num_steps: int, block_length: int) -> tuple[int, ...]:
-    """SDAR's counts (generate.py): those of a whole block, also if a part of it is not masked, until nothing is left."""
+    """SDAR's counts (generate.py): those of a whole block, also if a part of it is not masked, until nothing is
+    left."""
     totals = accumulate(even_tokens_per_step(block_length, num_steps), initial=0)
     counts = (after - before for before, after in pairwise(min(num_masked, total) for total in totals))
     return tuple(count for count in counts if count)

@@ -3,8 +3,8 @@
 torch's `create_block_mask` evaluates a mask at every pair of positions. Here the pattern's intervals tell which tiles
 are empty, partial or full; memory is O(S + (S / 128)^2).
 
-Shapes: B sequences, Q queries, S keys, N query heads, K key-value heads, H width of a head, R ranges of keys of a query,
-I tiles of queries, J tiles of keys.
+Shapes: B sequences, Q queries, S keys, N query heads, K key-value heads, H width of a head, R ranges of keys of a
+query, I tiles of queries, J tiles of keys.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def build_block_mask(intervals: Intervals, num_queries: int) -> BlockMask:
 def count_visible_by_tile(starts_BQR: Tensor, ends_BQR: Tensor, length: int) -> Tensor:
     """Number of visible pairs of each tile, [B or 1, I, J].
 
-    A range [start, end) has the keys before its end minus the keys before its start. The keys before x are x % BLOCK_SIZE
-    keys of the tile of x, and all keys of the tiles before it.
+    A range [start, end) has the keys before its end minus the keys before its start. The keys before x are x %
+    BLOCK_SIZE keys of the tile of x, and all keys of the tiles before it.
     """
     B, Q, R = starts_BQR.shape
     num_tiles = -(-length // BLOCK_SIZE)

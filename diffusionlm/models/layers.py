@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from config.model import LinearRope, Llama3Rope, RopeScaling, YarnRope
 
 TRANSPOSED_PRODUCT_ROWS = (2, 3, 4)
-"""Row counts of x for which W x^T is faster than x W^T (fp32, CPU, MKL of torch 2.15, one core); from 5 on it varies."""
+"""Row counts of x for which W x^T is faster than x W^T (fp32, CPU, MKL of torch 2.15, one core); from 5 on it
+varies."""
 TRANSPOSED_PRODUCT_MAX_INPUTS = 1024
 """With more input features W x^T is not always faster."""
 

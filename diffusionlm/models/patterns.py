@@ -121,7 +121,8 @@ class Causal:
 
 @dataclass(frozen=True)
 class BlockCausal:
-    """Every position attends to its whole block and the blocks before it. Blocks are counted from the document's start."""
+    """Every position attends to its whole block and the blocks before it. Blocks are counted from the document's
+    start."""
 
     block_length: int
     documents_BL: Tensor | None = None

@@ -13,9 +13,9 @@ from torch import Tensor
 class SkippableOptimizer(torch.optim.Optimizer):
     """Optimizer with one moment for each parameter, whose step changes nothing where ``found_inf`` is not zero.
 
-    ``found_inf`` is a 0-d tensor on the device, set as torch's gradient scaler sets it; None: the step is made. A skipped
-    step multiplies weights by one and adds zero, so no copy of the weights is needed. Its gradients need not be finite:
-    they are overwritten.
+    ``found_inf`` is a 0-d tensor on the device, set as torch's gradient scaler sets it; None: the step is made. A
+    skipped step multiplies weights by one and adds zero, so no copy of the weights is needed. Its gradients need not be
+    finite: they are overwritten.
 
     Parameters without a gradient stay as they are.
     """

@@ -51,7 +51,8 @@ class WeightAverage:
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Context in which the model has the averaged weights. Sharded parameters must be sharded when it is entered."""
+        """Context in which the model has the averaged weights. Sharded parameters must be sharded when it is
+        entered."""
         weights = {name: _local_values(parameter).clone() for name, parameter in self.parameters.items()}
         self._copy_into_model(self.averages)
         try:

@@ -10,8 +10,8 @@ from config.optimizer import LRScheduleConfig
 def lr_factor(schedule: LRScheduleConfig, step: int, max_steps: int) -> float:
     """Factor of the full learning rate for optimizer step ``step`` of 0 ... max_steps - 1.
 
-    The linear warm-up is never zero. Then the rate is constant, or falls to ``final_factor``, which it would reach in the
-    step after the last: linearly, by half a cosine, or only in the last steps (warmup-stable-decay: Hu et al. 2024,
+    The linear warm-up is never zero. Then the rate is constant, or falls to ``final_factor``, which it would reach in
+    the step after the last: linearly, by half a cosine, or only in the last steps (warmup-stable-decay: Hu et al. 2024,
     arXiv:2404.06395; the shape 1 - sqrt: Haegele et al. 2024, arXiv:2405.18392).
 
     Raises:

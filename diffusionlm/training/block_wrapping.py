@@ -166,7 +166,8 @@ def _select_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
 
 @dataclass(frozen=True)
 class _FlexOutsidePolicy(PreparedAttention):
-    """Hides FlexAttention from the policy, because torch does not compile it under a dispatch mode. It is recomputed."""
+    """Hides FlexAttention from the policy, because torch does not compile it under a dispatch mode. It is
+    recomputed."""
 
     attention: PatternAttention
 

@@ -43,7 +43,8 @@ class StepMonitor:
     parallel: Parallelism
     master_weights: MasterWeights
     _sums: Tensor | None = None
-    """[2 K + 1], fp64: negative log-likelihoods by bin, masked tokens by bin, target tokens. None: not a logged step."""
+    """[2 K + 1], fp64: negative log-likelihoods by bin, masked tokens by bin, target tokens. None: not a logged
+    step."""
     _activations: NormsByName = field(default_factory=dict)
     _weights: NormsByName = field(default_factory=dict)
 

@@ -195,7 +195,8 @@ def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:
 
 
 def add_final_bound_to_card(run: Run, bound: ValidationBound) -> None:
-    """Write the bound of the final evaluation into the card of the last checkpoint. A failure is printed, not raised."""
+    """Write the bound of the final evaluation into the card of the last checkpoint. A failure is printed, not
+    raised."""
     folder = run.directory.store.path(run.progress.step)
     try:
         update_training_section(folder, describe_training(run, bound))

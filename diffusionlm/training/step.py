@@ -1,4 +1,5 @@
-"""One optimizer step: forward and backward of each micro-batch, clipping, and the update if the spike guard accepts it."""
+"""One optimizer step: forward and backward of each micro-batch, clipping, and the update if the spike guard accepts
+it."""
 
 from __future__ import annotations
 

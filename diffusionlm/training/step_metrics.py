@@ -1,4 +1,5 @@
-"""Metrics of training steps: read from the device late, counted over the run, and related to the device's peak FLOPs."""
+"""Metrics of training steps: read from the device late, counted over the run, and related to the device's peak
+FLOPs."""
 
 from __future__ import annotations
 

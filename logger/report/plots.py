@@ -208,7 +208,8 @@ def _by_masked_share(runs: Sequence[LoggedRun]) -> Chart:
 
 
 def _build_chart(kind: ChartSpec, runs: Sequence[LoggedRun]) -> Chart:
-    """Build a chart. Color distinguishes runs, or metrics of a single run; dashes distinguish metrics of several runs."""
+    """Build a chart. Color distinguishes runs, or metrics of a single run; dashes distinguish metrics of several
+    runs."""
     keys = dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(kind.keys, key))
     plot = Chart(kind.title, kind.unit, [], log=kind.log, from_zero=kind.from_zero)
     chosen = [

@@ -63,8 +63,8 @@ def render_samples(runs: Sequence[LoggedRun]) -> str:
             blocks.setdefault(given, []).append(title + _render_history(chosen))
             forwards[given] = max(forwards.get(given, 0), *(sample.num_forwards for sample in chosen))
     parts = [
-        f'<article class="sample"><pre class="given">{_render_masked_spans(given)}</pre>{_render_replay(forwards[given])}'
-        f"{''.join(block)}</article>"
+        f'<article class="sample"><pre class="given">{_render_masked_spans(given)}</pre>'
+        f"{_render_replay(forwards[given])}{''.join(block)}</article>"
         for given, block in blocks.items()
     ]
     key = (

@@ -12,7 +12,8 @@ _SLOT = re.compile(r"<!--slot:([a-z]+)-->")
 
 
 def fill_template(package: str, name: str, parts: Mapping[str, str]) -> str:
-    """Fill the slots of a package's template with ``parts``. The slot ``head`` is ``head.html``, shared by all pages."""
+    """Fill the slots of a package's template with ``parts``. The slot ``head`` is ``head.html``, shared by all
+    pages."""
     parts = {"head": _read("logger.report", "head.html").rstrip("\n"), **parts}
     return _SLOT.sub(lambda slot: parts[slot[1]], _read(package, name))
 

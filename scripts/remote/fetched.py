@@ -34,7 +34,8 @@ class FetchRecord:
         self._moved_paths: list[str] = []
 
     def is_unchanged(self, path: Path, contents: str) -> bool:
-        """Check whether a file was fetched from this machine with these contents: a SHA-256, or the target of a link."""
+        """Check whether a file was fetched from this machine with these contents: a SHA-256, or the target of a
+        link."""
         return self._previous_record.get(relative_name(path)) == [contents, self._origin]
 
     def has_files_below(self, folder: Path) -> bool:
@@ -74,7 +75,8 @@ class FetchRecord:
             count = "1 file" if len(self._moved_paths) == 1 else f"{len(self._moved_paths)} files"
             backup = f"{REPLACED}/{self._backup_directory.name}"
             print(
-                f"replaced {count} here that did not come from there, kept in {backup}: {format_names(self._moved_paths)}",
+                f"replaced {count} here that did not come from there, kept in {backup}: "
+                f"{format_names(self._moved_paths)}",
                 file=sys.stderr,
             )
 

@@ -95,8 +95,8 @@ def fetch(host: Host, path: str, which: str = "all") -> list[Path]:
         fetched.close()
     if changed:
         raise CommandError(
-            f"changed or gone on {host.name} while it was fetched: {format_names(changed)}; the rest is here, the links in it "
-            "as they were: run the same again"
+            f"changed or gone on {host.name} while it was fetched: {format_names(changed)}; the rest is here, the "
+            "links in it as they were: run the same again"
         )
     total = sum(entry.size for entry in entries)
     print(f"fetched {len(done)} files, {format_bytes(total)}, to {base / path.lstrip('/')}", flush=True)

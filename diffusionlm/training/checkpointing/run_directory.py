@@ -47,8 +47,8 @@ def open_run_directory(config: TrainConfig, world: World = SINGLE_PROCESS) -> It
     """Create or open ``run.directory``; the first rank locks it.
 
     Raises:
-        ValueError: it is in use, has a run with another config (the differences are listed) or other files, or cannot be
-            written.
+        ValueError: it is in use, has a run with another config (the differences are listed) or other files, or cannot
+            be written.
     """
     path, section = config.run.directory, config.checkpoint
     store = CheckpointStore(path / "checkpoints", section.keep_last, section.keep_best, section.keep_every_steps)

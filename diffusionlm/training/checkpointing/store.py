@@ -1,4 +1,5 @@
-"""Store the checkpoints of a run, so that a killed process, a full disk or a flipped bit loses none of the older ones."""
+"""Store the checkpoints of a run, so that a killed process, a full disk or a flipped bit loses none of the older
+ones."""
 
 from __future__ import annotations
 
@@ -90,8 +91,8 @@ class CheckpointStore:
     def save(self, checkpoint: StagedCheckpoint, coordinator: SaveCoordinator = SINGLE_PROCESS_COORDINATOR) -> Path:
         """Write a checkpoint, update the links ``latest`` and ``best``, and remove expired checkpoints.
 
-        All ranks call this and write into the same folder; the first rank writes what is not sharded. The directory gets
-        its final name after the files of all ranks are on the disk.
+        All ranks call this and write into the same folder; the first rank writes what is not sharded. The directory
+        gets its final name after the files of all ranks are on the disk.
 
         Raises:
             ValueError: one or more ranks could not write; on all ranks. Older checkpoints are intact.
@@ -130,7 +131,8 @@ class CheckpointStore:
         return target
 
     def load_newest(self, log: Log, world: World = SINGLE_PROCESS) -> LoadedCheckpoint | None:
-        """Load the newest valid checkpoint; corrupt ones are renamed to ``damaged-*`` and logged. None if there is none.
+        """Load the newest valid checkpoint; corrupt ones are renamed to ``damaged-*`` and logged. None if there is
+        none.
 
         The first rank selects it for all.
 
@@ -223,8 +225,8 @@ def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
 def select_expired(
     steps: Collection[int], linked: Collection[int], keep_last: int, keep_every_steps: int = 0
 ) -> list[int]:
-    """Steps whose checkpoints are removed, ascending: not the last ones, not those that a link names, and no multiple of
-    ``keep_every_steps`` (0: multiples are not kept)."""
+    """Steps whose checkpoints are removed, ascending: not the last ones, not those that a link names, and no multiple
+    of ``keep_every_steps`` (0: multiples are not kept)."""
     last = sorted(steps)[-keep_last:]
     others = [step for step in sorted(steps) if step not in last and step not in linked]
     return [step for step in others if not keep_every_steps or step % keep_every_steps]

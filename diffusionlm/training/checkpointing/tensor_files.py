@@ -1,7 +1,8 @@
-"""Read and write shards of tensors in the format of `torch.distributed.checkpoint`: one file per rank, and ``.metadata``.
+"""Read and write shards of tensors in the format of `torch.distributed.checkpoint`: one file per rank, and
+``.metadata``.
 
-Its planner and file writer are called directly. Its own save and load hang if one rank fails, unpickle arbitrary objects
-from ``.metadata``, and ignore unexpected keys.
+Its planner and file writer are called directly. Its own save and load hang if one rank fails, unpickle arbitrary
+objects from ``.metadata``, and ignore unexpected keys.
 
 Import it inside functions: it takes most of a second.
 """

@@ -53,7 +53,8 @@ def autoregressive(like: Callable[..., Transformer]) -> Transformer:
 
 @torch.no_grad()
 def block_by_block(model: Transformer, canvas: list[int], masked_positions: list[int], size: int) -> list[int]:
-    """Greedy, the most confident position of the first open block at each forward, on the text up to that block's end."""
+    """Greedy, the most confident position of the first open block at each forward, on the text up to that block's
+    end."""
     canvas, shift = list(canvas), int(model.config.logit_alignment == "shifted")
     for block in sorted({position // size for position in masked_positions}):
         open_positions = [position for position in masked_positions if position // size == block]

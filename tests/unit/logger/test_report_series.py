@@ -70,7 +70,8 @@ def test_ticks_of_logarithms(low: float, high: float, expected: list[float]) -> 
 
 
 def test_short_numbers() -> None:
-    assert [format_number(value) for value in (0.0, 0.00125, 3.14159, 4096, 12_345, 614_400, 1_115_520, 2.5e12, -20_000)] == [
+    assert [format_number(value) for value in (0.0, 0.00125, 3.14159, 4096, 12_345, 614_400, 1_115_520, 2.5e12,
+    -20_000)] == [
         "0", "0.00125", "3.142", "4096", "12.3k", "614k", "1.12M", "2.5T", "-20k",
     ]  # fmt: skip
     assert format_number(math.nan) == format_number(math.inf) == "not finite"
