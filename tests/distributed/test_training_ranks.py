@@ -91,7 +91,7 @@ def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float) -> None:
         pytest.param("ddp, sharded", ADAMW, id="ddp, sharded-adamw", marks=pytest.mark.slow),
         pytest.param("ddp, sharded", MUON, id="ddp, sharded-muon"),
         pytest.param("fsdp", ADAMW, id="fsdp-adamw", marks=pytest.mark.slow),
-        pytest.param("fsdp", MUON, id="fsdp-muon"),
+        pytest.param("fsdp", MUON, id="fsdp-muon", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_train_as_one(strategy: str, optimizer: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
@@ -104,7 +104,10 @@ def test_two_ranks_train_as_one(strategy: str, optimizer: dict[str, Any], config
     check_equal(two, one, 2e-5)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "ddp, sharded", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param("ddp", marks=pytest.mark.slow), pytest.param("ddp, sharded", marks=pytest.mark.slow), "fsdp"],
+)
 def test_two_ranks_train_in_bfloat16(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
     """With validation, samples and averages in between."""
     sections: dict[str, Any] = {

@@ -163,6 +163,7 @@ def interrupt(config: Path, directory: Path, at_step: int, number: int, workers:
     return process.wait(timeout=60)
 
 
+@pytest.mark.slow
 def test_interrupted_runs_give_the_same_numbers_bit_for_bit(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     assert interrupt(config, directory, 4, signal.SIGINT, workers=1) == 130

@@ -57,6 +57,7 @@ def test_runs_resume_bit_for_bit_and_keep_float32(config: TrainConfig, tmp_path:
     assert not torch.equal(weight, weight.bfloat16().float())
 
 
+@pytest.mark.slow
 def test_numbers_are_near_those_of_float32_weights(config: TrainConfig, tmp_path: Path) -> None:
     """Autocast rounds float32 weights to the same bfloat16 numbers for its products, but for halves."""
     configs = [narrow(config, tmp_path / weights, weights) for weights in ("float32", "bfloat16_with_master")]

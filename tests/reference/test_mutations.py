@@ -72,14 +72,17 @@ def evaluated(model: Transformer, block_length: int) -> NelboReport:
     return nelbo(model, uniform_rows(512, 10**6), block_length=block_length, num_mc_samples=2)
 
 
-@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+@pytest.mark.parametrize("alignment", ["same_position", pytest.param("shifted", marks=pytest.mark.slow)])
 def test_right_mask_stays_above_the_entropy(tiny_model: MakeModel, alignment: str) -> None:
     report = evaluated(trained(tiny_model, 100, BLOCK, alignment), BLOCK)
     entropy, error = math.log(V), 3 * report.standard_error
     assert entropy - error <= report.nats_per_token <= 1.04 * entropy + error
 
 
-@pytest.mark.parametrize(("mutant", "block_length", "steps"), [(OwnCleanBlock, BLOCK, 100), (CleanSeesLater, 2, 200)])
+@pytest.mark.parametrize(
+    ("mutant", "block_length", "steps"),
+    [(OwnCleanBlock, BLOCK, 100), pytest.param(CleanSeesLater, 2, 200, marks=pytest.mark.slow)],
+)
 def test_wrong_mask_falls_below_the_entropy(
     tiny_model: MakeModel,
     monkeypatch: pytest.MonkeyPatch,

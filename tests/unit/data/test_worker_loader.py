@@ -164,6 +164,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="asks /proc for the processes")
 def test_no_worker_outlives_a_training_that_is_killed(texts: Path, tokenizer: Tokenizer) -> None:
     spec = pickle.dumps(build_spec(tokenizer, texts, 2)).hex()
