@@ -61,7 +61,7 @@ def test_examples_give_rows(example: dict[str, Any], folder: Path, monkeypatch: 
     config = DataConfig.model_validate({"source": "python-stdlib"} | values if "mixture" not in values else values)
     tokenizer = load_tokenizer(folder / "data/stdlib/tokenizer")
     for split in ("train", "validation"):
-        components = open_components(config, split)  # type: ignore[arg-type]
+        components = open_components(config, split)
         rows, _ = build_row_reader(
             components, config, tokenizer, config.row_length or 32, seed=0, repeat=split == "train"
         ).read(0, None, 4)

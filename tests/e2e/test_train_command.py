@@ -40,7 +40,7 @@ def run_here(*args: object) -> subprocess.CompletedProcess[str]:
             code = main([*map(str, args)])
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
-    return subprocess.CompletedProcess(args, code, output.getvalue(), errors.getvalue())
+    return subprocess.CompletedProcess([*map(str, args)], code, output.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from diffusionlm.training.loop import train
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 RECIPE = Path(__file__).parents[2] / "config" / "resources" / "adapt_qwen3.toml"
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,

@@ -69,8 +69,8 @@ def in_directory(config: TrainConfig, directory: Path) -> TrainConfig:
 def records(config: TrainConfig) -> list[dict[str, Any]]:
     """The steps' numbers, without those of the clock, and behind them those of the final evaluation."""
     lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    clock = ("tokens_per_second", "step_seconds", "seconds_left", "data/tokens_per_second", "data/wait_seconds")
-    clock += ("memory/peak_resident",)
+    clock = {"tokens_per_second", "step_seconds", "seconds_left", "data/tokens_per_second", "data/wait_seconds"}
+    clock |= {"memory/peak_resident"}
     steps = [json.loads(line) for line in lines]
     return [
         {key: value for key, value in step["metrics"].items() if key not in clock}
@@ -250,6 +250,7 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
         run = build_run(config, opened)
         keep: Any = Keep(run)
         run.state.optimizers = keep
+        assert isinstance(run.loader, Loader)
         rows = run.loader.rows.read(0, None, config.training.batch_size)[0]
         batch = load_step_batch(run.loader, 0, run.world, StopRequest())
         loss = train_step(run.state, run.loader, batch, run.settings, run.monitor).loss.item()

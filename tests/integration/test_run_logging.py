@@ -22,7 +22,7 @@ from diffusionlm.inference.text import parse_infill
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train
 from diffusionlm.training.reporting import RunSummary, collect_monitor_metrics
-from diffusionlm.training.step import DeviceStepMetrics, StepBatch
+from diffusionlm.training.step import DeviceStepMetrics, StepBatch, train_step
 from diffusionlm.training.step_metrics import StepMetrics
 from logger.report.reading import RENAMED_METRICS
 from tests.unit.logger.test_weights_and_biases import FakeWandb
@@ -131,14 +131,13 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = logging(config, config.run.directory, wandb={"mode": "offline"})
-    original = loop.train_step
 
     def step(state: Any, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
         if batch.step == 3 and ending == "signal":
             signal.raise_signal(signal.SIGTERM)
         if batch.step == 3 and ending == "error":
             raise ValueError("no more")
-        return original(state, loader, batch, *args)
+        return train_step(state, loader, batch, *args)
 
     monkeypatch.setattr(loop, "train_step", step)
     if ending == "error":
@@ -151,7 +150,7 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
     assert logged == list(range(1, 5 if ending == "signal" else 4))
     if ending == "signal":  # the same run goes on there, with the steps that are still to come
         first = fake.asked["id"]
-        monkeypatch.setattr(loop, "train_step", original)
+        monkeypatch.setattr(loop, "train_step", train_step)
         train(config)
         assert fake.asked["id"] == first and fake.run.calls[-1] == ("finish", 0)
         logged = [value["trainer/step"] for name, value in fake.run.calls if name == "log"]

@@ -80,8 +80,7 @@ def test_the_softcap_is_computed_in_float32() -> None:
     ("softcap", "excluded", "smoothing", "z_loss"), [(None, None, 0.0, 0.0), (2.0, 5, 0.2, 0.1), (None, 5, 0.2, 0.1)]
 )
 def test_gradcheck(softcap: float | None, excluded: int | None, smoothing: float, z_loss: float) -> None:
-    options = {"label_smoothing": smoothing, "z_loss": z_loss}
-    hidden, head, loss_inputs = make_inputs(4, 6, 3, excluded_token=excluded, **options)
+    hidden, head, loss_inputs = make_inputs(4, 6, 3, excluded_token=excluded, label_smoothing=smoothing, z_loss=z_loss)
     assert torch.autograd.gradcheck(
         lambda h, w: linear_cross_entropy(h, w, loss_inputs, softcap).loss_sum, (hidden, head)
     )

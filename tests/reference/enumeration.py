@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -170,10 +171,7 @@ def exact_units(
                 block[:, None] >= block,
             )
             log_p = log_probabilities(logits)
-            ce = [
-                -sum(log_p[m, i - start - shifted, tokens_L[i]] for i in M)  # type: ignore[operator]
-                for m, M in enumerate(sets)
-            ]
+            ce: list[Any] = [-sum(log_p[m, i - start - shifted, tokens_L[i]] for i in M) for m, M in enumerate(sets)]
             units.append(Unit(sets, torch.stack(ce)))
     return units
 
@@ -250,7 +248,8 @@ class StandIn:
     def __call__(
         self, inputs_BS: Tensor, *, pattern: AttentionPattern, output_positions: Tensor, loss_inputs: LossInputs
     ) -> LossOutput:
-        assert loss_inputs.excluded_token == self.config.mask_token_id and pattern.documents_BL is None
+        mask_token = self.config.mask_token_id
+        assert mask_token is not None and loss_inputs.excluded_token == mask_token and pattern.documents_BL is None
         S = inputs_BS.shape[1]
         L = S // pattern.positions_per_token
         places_R = output_positions % S % L + int(self.config.logit_alignment == "shifted")
@@ -263,16 +262,20 @@ class StandIn:
             first_R1, length = places_R[:, None], 0
         context_RL = torch.where(index_1L < first_R1, halves[:, -L:], halves[:, :L])
         context_RL = torch.where(index_1L < first_R1 + length, context_RL, -1)
-        context_RL = torch.where(context_RL == self.config.mask_token_id, -1, context_RL)
+        context_RL = torch.where(context_RL == mask_token, -1, context_RL)
         nll_N = -self.posterior(context_RL, places_R).gather(1, loss_inputs.targets_N[:, None])[:, 0].log()
         return LossOutput((nll_N * loss_inputs.weights_N).sum(), nll_N)
 
 
-def table_config(num_tokens: int, length: int, **overrides: object) -> ModelConfig:
+def table_config(num_tokens: int, length: int, **overrides: Any) -> ModelConfig:
     """The config of a stand-in; of the sizes, only those of vocabulary and context mean anything."""
     sizes = dict.fromkeys(("hidden_size", "head_dim", "intermediate_size"), 2)
     layers = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
-    values = {"vocab_size": num_tokens + 1, "mask_token_id": num_tokens, "max_position_embeddings": length}
+    values: dict[str, Any] = {
+        "vocab_size": num_tokens + 1,
+        "mask_token_id": num_tokens,
+        "max_position_embeddings": length,
+    }
     return ModelConfig(**{**sizes, **layers, **values, **overrides})
 
 

@@ -217,12 +217,12 @@ class Foreign:
 
     def logits(self, attention: str) -> Tensor:
         """Of `TOKENS`."""
-        return self.model(TOKENS, attention_mask=self._mask(attention)).logits  # type: ignore[no-any-return]
+        return self.model(TOKENS, attention_mask=self._mask(attention)).logits
 
     def padded(self, tokens: Tensor, is_real: Tensor) -> Tensor:
         """Causal logits of the real tokens, with their mask of padding."""
         out = self.model(tokens, attention_mask=is_real.long()).logits
-        return out[is_real].unflatten(0, (2, LENGTH))  # type: ignore[no-any-return]
+        return out[is_real].unflatten(0, (2, LENGTH))
 
     def experts(self, attention: str) -> list[Tensor]:
         """What each token chose in each layer that has experts."""
@@ -244,9 +244,8 @@ class Foreign:
         """What they make of a directory; nothing of it is left over, and nothing made up."""
         import transformers
 
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, **_options(self.name)
-        )
+        auto_model: Any = transformers.AutoModelForCausalLM  # Its stub omits the loading report.
+        model, report = auto_model.from_pretrained(folder, output_loading_info=True, **_options(self.name))
         assert not [value for value in report.values() if value]
         assert type(model) is type(self.model)
         return Foreign(model.eval(), self.name)

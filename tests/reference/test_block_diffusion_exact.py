@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ from tests.reference.enumeration import (
 MakeModel = Callable[..., Transformer]
 
 VOCAB, MASK, L = 6, 5, 12
-EXACT = {"rtol": 0.0, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 PACKED = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4]])
 BLOCKS = [1, 2, 3, 4, L]
 ALIGNMENTS = ["same_position", "shifted"]
@@ -316,4 +318,4 @@ def test_enumerated_objective_and_its_gradient(
     torch.testing.assert_close(ours, exact, rtol=1e-13, atol=0.0)
     expected = gradients(exact, model)
     for name, gradient in gradients(ours, model).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=lambda m, name=name: name + m)
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=partial("{}{}".format, name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +102,8 @@ def test_markov_chain_in_closed_form() -> None:
     assert integral == pytest.approx(ENTROPY, abs=1e-10)
 
 
-def markov(alignment: str = "same_position") -> StandIn:
+def markov(alignment: str = "same_position") -> Any:
+    """A `StandIn`, untyped because it takes the place of a `Transformer`."""
     return StandIn(markov_posterior, table_config(V, L, logit_alignment=alignment))
 
 
@@ -219,7 +221,7 @@ def test_shidoku_is_288_grids(shidoku: IdealTable) -> None:
 @pytest.mark.parametrize("block_length", [None, 4, 6])
 def test_evaluated_shidoku_is_its_entropy(shidoku: IdealTable, block_length: int | None) -> None:
     """All grids once: the draws are all that is left to chance."""
-    model = StandIn(shidoku, table_config(4, 16))
+    model: Any = StandIn(shidoku, table_config(4, 16))
     grids = shidoku.sequences_NL
     reports = [nelbo(model, grids, block_length=block_length, num_mc_samples=2, seed=seed) for seed in range(4)]
     for report in reports:
@@ -229,5 +231,6 @@ def test_evaluated_shidoku_is_its_entropy(shidoku: IdealTable, block_length: int
 
 
 def test_evaluated_chain_rule_of_each_shidoku_grid(shidoku: IdealTable) -> None:
-    report = nelbo(StandIn(shidoku, table_config(4, 16)), shidoku.sequences_NL, block_length=1)
+    model: Any = StandIn(shidoku, table_config(4, 16))
+    report = nelbo(model, shidoku.sequences_NL, block_length=1)
     np.testing.assert_allclose(report.row_nats, math.log(288), rtol=0.0, atol=1e-12)

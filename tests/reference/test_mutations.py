@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ class OwnCleanBlock(BlockDiffusion):
         mask[:, : length // 2, length // 2 :] |= block[:, None] >= block
         return mask
 
-    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> None:
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Any:
         return None
 
 

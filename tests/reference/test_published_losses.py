@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def assert_same_loss_and_gradient(
     parameters = list(model.parameters())
     gradients = (torch.autograd.grad(value, parameters) for value in (one, other))
     for (name, _), first, second in zip(model.named_parameters(), *gradients, strict=True):
-        torch.testing.assert_close(first, second, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(first, second, rtol=rtol, atol=atol, msg=partial("{}: {}".format, name))
     assert float(one.detach()) > 0.1
 
 
@@ -242,7 +243,9 @@ def sdar_loss(
     """Each document as [noisy | clean], one behind the other; positions begin with the document; block 4."""
     losses = []
     for row in range(len(input_ids)):
-        pieces, positions, document, half, block, scored = [], [], [], [], [], []
+        pieces: list[Tensor] = []
+        positions: list[int] = []
+        document, half, block, scored = [], [], [], []
         for number, (start, end) in enumerate(spans(documents[row], input_ids.shape[1])):
             n = end - start
             clean = input_ids[row, start:end]

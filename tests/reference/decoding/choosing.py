@@ -97,7 +97,7 @@ class Choice:
 @lru_cache(maxsize=4096)
 def _uniforms(seed: int, stream: RngStream, step: int) -> list[float]:
     """Of the first places; those of a shorter text are the same."""
-    return keyed_rng(seed, stream, step).random(64).tolist()  # type: ignore[no-any-return]
+    return keyed_rng(seed, stream, step).random(64).tolist()
 
 
 @dataclass

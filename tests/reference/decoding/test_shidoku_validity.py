@@ -34,6 +34,7 @@ class Ideal:
         self.is_digit_NLV = torch.nn.functional.one_hot(GRIDS, DIGITS + 1).double()
 
     def __call__(self, tokens_BL: Tensor, *, output_positions: Tensor, **_: Any) -> Tensor:
+        assert self.config.mask_token_id is not None
         is_open_BL = tokens_BL == self.config.mask_token_id
         clashes_BN = (~is_open_BL).double().sum(1, keepdim=True) - torch.einsum(
             "blv,nlv->bn", torch.nn.functional.one_hot(tokens_BL, DIGITS + 1).double(), self.is_digit_NLV

@@ -26,6 +26,7 @@ from diffusionlm.checkpoints.model_card import (
     update_training_section,
     write_model_card,
 )
+from files.atomic import write_text_atomic
 from tests.conftest import MakeModel
 from tokenizer import Tokenizer, train_bpe
 
@@ -163,7 +164,10 @@ def test_a_head_that_somebody_wrote_anew_names_no_datasets(line: str) -> None:
 
 
 def sealed(tiny_model: MakeModel, target: Path) -> Path:
-    write_directory_atomically(target, lambda folder: card_of(tiny_model(), folder, TRAINING) and None)
+    def write(folder: Path) -> None:
+        card_of(tiny_model(), folder, TRAINING)
+
+    write_directory_atomically(target, write)
     return target
 
 
@@ -184,19 +188,19 @@ def test_the_final_bound_is_put_in_later(tiny_model: MakeModel, tmp_path: Path) 
 def test_killed_in_between_the_checkpoint_verifies(
     writes: int, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, original, done = sealed(tiny_model, tmp_path / "model"), model_card.write_text_atomic, [0]
+    folder, done = sealed(tiny_model, tmp_path / "model"), [0]
 
     def write(path: Path, text: str) -> None:
         if done[0] == writes:
             raise OSError("killed")
         done[0] += 1
-        original(path, text)
+        write_text_atomic(path, text)
 
     monkeypatch.setattr(model_card, "write_text_atomic", write)
     with pytest.raises(OSError, match="killed"):
         update_training_section(folder, LATER)
     verify_directory(folder, must_have_manifest=True)
-    monkeypatch.setattr(model_card, "write_text_atomic", original)
+    monkeypatch.setattr(model_card, "write_text_atomic", write_text_atomic)
     update_training_section(folder, LATER)
     assert "2.000 ± 0.010" in (folder / "README.md").read_text(encoding="utf-8")
     verify_directory(folder, must_have_manifest=True)

@@ -32,7 +32,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "vocab_size": 200_000,
 }
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

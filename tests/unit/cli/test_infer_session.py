@@ -14,6 +14,7 @@ from cli.infer.inputs import Input
 from cli.infer.session import answer
 from config.generation import GenerationConfig
 from config.infer import InferConfig, InferInputConfig, InferOutputConfig
+from diffusionlm.inference.generate import decode
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
 
@@ -34,14 +35,13 @@ class DecodeCalls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, failing: int | None = None) -> None:
         self.seeds: list[list[int]] = []
         self._failing = failing
-        self._decode = session.decode
         monkeypatch.setattr(session, "decode", self)
 
     def __call__(self, model: Any, settings: Any, requests: Sequence[Any], on_step: Any) -> Any:
         if len(self.seeds) == self._failing:
             raise ValueError("the model's probabilities are not finite")
         self.seeds.append([request.seed for request in requests])
-        return self._decode(model, settings, requests, on_step)
+        return decode(model, settings, requests, on_step)
 
 
 def settings(**output: Any) -> InferConfig:

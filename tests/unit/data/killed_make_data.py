@@ -8,7 +8,9 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from config.make_data import MakeDataConfig
 from diffusionlm.data import make_data as module
@@ -23,8 +25,8 @@ module.make_data(config.model_copy(update={"output": config.output.model_copy(up
 countdown = -1
 
 
-def count_step(function):
-    def counted(*arguments, **options):
+def count_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*arguments: Any, **options: Any) -> Any:
         global countdown
         countdown -= 1
         if countdown == 0:
@@ -34,13 +36,19 @@ def count_step(function):
     return counted
 
 
-for owner, name in ((os, "replace"), (os, "rename"), (os, "fsync"), (os, "unlink"), (HashedFile, "write")):
+for owner, name in (
+    (os, "replace"),
+    (os, "rename"),
+    (os, "fsync"),
+    (os, "unlink"),
+    (HashedFile, "write"),
+    (Path, "unlink"),
+    (Path, "write_text"),
+):
     setattr(owner, name, count_step(getattr(owner, name) if name != "fsync" else lambda descriptor: None))
-Path.unlink = count_step(Path.unlink)
-Path.write_text = count_step(Path.write_text)
 
 
-def attempt(kill_at):
+def attempt(kill_at: int) -> int:
     global countdown
     child = os.fork()
     if child == 0:
@@ -50,7 +58,7 @@ def attempt(kill_at):
     return os.waitpid(child, 0)[1]
 
 
-def contents(folder):
+def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -108,7 +108,7 @@ def write(folder: Path, texts: list[str], form: str, ending: str, seed: int = 0)
     return folder
 
 
-def options_of(form: str) -> dict[str, str]:
+def options_of(form: str) -> dict[str, Any]:
     return {"sample_by": form} if form in ("document", "paragraph", "line") else {}
 
 

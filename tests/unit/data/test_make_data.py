@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 
 from config.data import LocalFiles, MarkovChain, Shards
-from config.make_data import MakeDataConfig, MakeDataOutputConfig
+from config.make_data import MakeDataConfig, MakeDataOutputConfig, ShardFormat
 from config.tokenizer import TokenizerConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data import shard_writers
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.reader import Split
-from diffusionlm.data.shard_index import ShardFormat
 from diffusionlm.data.shards import ShardDocuments
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 
@@ -157,7 +156,7 @@ def test_files_do_not_depend_on_workers_or_chunks(
     folder: Path, tmp_path: Path, shard_format: ShardFormat, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers give the same tokens, whatever the format; so one format with workers is enough."""
-    digests = []
+    digests: list[Any] = []
     for characters, documents in ((700, 3), (90, 1), (1 << 18, 16)):
         monkeypatch.setattr(module, "CHUNK_CHARACTERS", characters)
         monkeypatch.setattr(module, "CHUNK_READ_DOCUMENTS", documents)
@@ -259,9 +258,9 @@ def test_skipped_records_are_counted_once_over_interruptions(
         paths=(str(path),), validation_paths=(str(folder / "validation.jsonl"),), on_bad_row="skip", max_documents=120
     )
     whole = config_of(folder, tmp_path / "whole").model_copy(update={"source": source})
-    index = make_data(whole, ignore)
-    skipped = index.splits["train"].skipped
-    assert index.splits["train"].documents == 120
+    shard_index = make_data(whole, ignore)
+    skipped = shard_index.splits["train"].skipped
+    assert shard_index.splits["train"].documents == 120
     assert skipped["empty"] == 13
     assert sum(skipped.values()) == 39  # one in four of the first 159 records
     interrupted = whole.model_copy(

@@ -31,7 +31,7 @@ class LabeledRows:
 
 
 def labels(rows: list[Row]) -> list[tuple[int, int, int]]:
-    return [tuple(row.tokens_L.tolist()) for row in rows]  # type: ignore[misc]
+    return [tuple(row.tokens_L.tolist()) for row in rows]
 
 
 def mix(sizes: list[list[int]], weights: list[float], repeat: bool = True) -> MixedRowReader:

@@ -232,7 +232,12 @@ def test_no_documents_no_rows(list_reader: Any, byte_tokenizer: Any, drain: Drai
 def test_packed_documents_are_encoded_once(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     seen: list[str] = []
     original = byte_tokenizer.encode
-    byte_tokenizer.encode = lambda text: (seen.append(text), original(text))[1]
+
+    def encode(text: str) -> Any:
+        seen.append(text)
+        return original(text)
+
+    byte_tokenizer.encode = encode
     drain(
         PackedRowReader(
             tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)), row_format(4)

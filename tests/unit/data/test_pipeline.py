@@ -71,12 +71,12 @@ def test_shards_of_another_tokenizer_are_rejected(shards: Path, tokenizer: Token
 
 def test_a_mixture_of_everything_has_its_shares(files: LocalFiles, shards: Path) -> None:
     tokenizer = load_tokenizer(shards / "tokenizer")
-    components = (
+    mixture = (
         MixtureEntry(source=files, weight=1.0, name="text"),
         MixtureEntry(source=Shards(path=shards), weight=2.0, name="shards"),
         MixtureEntry(source=MarkovChain(), weight=5.0),
     )
-    config = DataConfig(mixture=components, rows="packed", row_shuffle_window=50)
+    config = DataConfig(mixture=mixture, rows="packed", row_shuffle_window=50)
     components = open_components(config, "train")
     assert [component.name for component in components] == ["text", "shards", "markov-2"]
     rows, _ = build_row_reader(components, config, tokenizer, 64, 0).read(0, None, 400)
@@ -86,7 +86,7 @@ def test_a_mixture_of_everything_has_its_shares(files: LocalFiles, shards: Path)
 
 def test_identity_is_of_the_documents_and_their_weights(files: LocalFiles) -> None:
     def identity(*weights: float, seed: int = 0) -> str:
-        sources = (files, MarkovChain(seed=seed))
+        sources: tuple[LocalFiles | MarkovChain, ...] = (files, MarkovChain(seed=seed))
         components = tuple(
             MixtureEntry(source=source, weight=weight) for source, weight in zip(sources, weights, strict=True)
         )

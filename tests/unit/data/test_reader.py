@@ -9,6 +9,7 @@ import pytest
 
 from diffusionlm.data.reader import ItemsFuture, WindowedReader, read_first_documents, shuffle_windows
 from diffusionlm.data.tokenization import CHUNK_DOCUMENTS, InlineTextEncoder, tokenize_reader
+from diffusionlm.diffusion.rng import RngStream
 
 Drain = Callable[..., list[Any]]
 ListReader = Callable[[list[Any]], Any]
@@ -18,7 +19,7 @@ ListReader = Callable[[list[Any]], Any]
 @pytest.mark.parametrize("window", [1, 4, 100])
 def test_permutes_within_windows(list_reader: ListReader, drain: Drain, size: int, window: int) -> None:
     items = list(range(size))
-    shuffle = shuffle_windows(list_reader(items), window, seed=0, stream=1)
+    shuffle = shuffle_windows(list_reader(items), window, seed=0, stream=RngStream.DOCUMENT_ORDER)
     once = drain(shuffle)
     for start in range(0, size, window):
         assert sorted(once[start : start + window]) == items[start : start + window]
@@ -28,11 +29,12 @@ def test_permutes_within_windows(list_reader: ListReader, drain: Drain, size: in
 
 
 def test_order_differs_between_epochs_windows_streams_and_seeds(list_reader: ListReader, drain: Drain) -> None:
-    def order(epoch: int = 0, seed: int = 0, stream: int = 1, *key: int) -> list[int]:
+    def order(epoch: int = 0, seed: int = 0, stream: RngStream = RngStream.DOCUMENT_ORDER, *key: int) -> list[int]:
         return drain(shuffle_windows(list_reader(list(range(32))), 16, seed, stream, *key), epoch=epoch)
 
     assert order() == order()
-    variants = [order(), order(epoch=1), order(seed=1), order(stream=2), order(0, 0, 1, 0)]
+    variants = [order(), order(epoch=1), order(seed=1), order(stream=RngStream.SEQUENCE_ORDER)]
+    variants += [order(0, 0, RngStream.DOCUMENT_ORDER, 0)]
     assert len(set(map(tuple, variants))) == len(variants)
     assert [item - 16 for item in order()[16:]] != order()[:16]
     assert order()[:16] != list(range(16))
@@ -40,7 +42,7 @@ def test_order_differs_between_epochs_windows_streams_and_seeds(list_reader: Lis
 
 def test_resumes_at_every_position(list_reader: ListReader, drain: Drain) -> None:
     def make() -> WindowedReader[int, int]:
-        return shuffle_windows(list_reader(list(range(23))), 5, seed=3, stream=1)
+        return shuffle_windows(list_reader(list(range(23))), 5, seed=3, stream=RngStream.DOCUMENT_ORDER)
 
     whole = drain(make(), epoch=2)
     for count in range(1, 24):
@@ -51,8 +53,8 @@ def test_resumes_at_every_position(list_reader: ListReader, drain: Drain) -> Non
 
 def test_chained_shuffles_resume_at_every_position(list_reader: ListReader, drain: Drain) -> None:
     def make() -> WindowedReader[int, int]:
-        inner = shuffle_windows(list_reader(list(range(23))), 7, seed=3, stream=1)
-        return shuffle_windows(inner, 3, seed=3, stream=2)
+        inner = shuffle_windows(list_reader(list(range(23))), 7, seed=3, stream=RngStream.DOCUMENT_ORDER)
+        return shuffle_windows(inner, 3, seed=3, stream=RngStream.SEQUENCE_ORDER)
 
     whole = drain(make())
     assert sorted(whole) == list(range(23))
@@ -62,7 +64,7 @@ def test_chained_shuffles_resume_at_every_position(list_reader: ListReader, drai
 
 
 def test_positions_in_any_order(list_reader: ListReader, drain: Drain) -> None:
-    shuffle = shuffle_windows(list_reader(list(range(23))), 5, seed=3, stream=1)
+    shuffle = shuffle_windows(list_reader(list(range(23))), 5, seed=3, stream=RngStream.DOCUMENT_ORDER)
     epochs = [drain(shuffle, epoch=epoch) for epoch in range(2)]
     for epoch, count in [(1, 7), (0, 7), (1, 2), (0, 21), (0, 3)]:
         _, position = shuffle.read(epoch, None, count)
@@ -152,6 +154,11 @@ def test_first_documents_read_no_more_than_needed(list_reader: ListReader) -> No
     reader = list_reader(["ab"] * 1000)
     read = reader.read
     limits: list[int] = []
-    reader.read = lambda epoch, position, limit: limits.append(limit) or read(epoch, position, limit)
+
+    def record_limit(epoch: int, position: Any, limit: int) -> Any:
+        limits.append(limit)
+        return read(epoch, position, limit)
+
+    reader.read = record_limit
     assert len(list(read_first_documents(reader, 20))) == 10
     assert len(limits) == 1

@@ -247,7 +247,12 @@ def test_empty_files(tmp_path: Path, drain: Drain) -> None:
     assert drain(source) == ["b"] and source.skipped == {"empty": 1}
 
 
-ARCHIVES = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+ARCHIVES: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
 
 
 @pytest.mark.parametrize("ending", ARCHIVES)

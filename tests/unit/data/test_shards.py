@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from config.data import Shards
+from config.make_data import ShardFormat
 from diffusionlm.data import shards as shards_module
 from diffusionlm.data.reader import Split, Tokens
 from diffusionlm.data.shard_index import (
     ShardDtype,
     ShardEntry,
-    ShardFormat,
     ShardIndex,
     SplitIndex,
     check_checksums,

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ ALL = [
 
 @pytest.fixture(params=ALL, ids=lambda config: f"{config.kind}{ALL.index(config)}")
 def config(request: pytest.FixtureRequest) -> SyntheticText:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 def of_size(config: SyntheticText, size: int, **changes: Any) -> SyntheticText:
@@ -221,9 +221,9 @@ def test_the_shortest_and_the_longest_expression() -> None:
 def test_all_288_grids_are_valid() -> None:
     grids = shidoku_grids()
     assert len(grids) == len(set(grids)) == 288
-    units = [range(row * 4, row * 4 + 4) for row in range(4)]
+    units: list[Sequence[int]] = [range(row * 4, row * 4 + 4) for row in range(4)]
     units += [range(column, 16, 4) for column in range(4)]
-    units += [[corner, corner + 1, corner + 4, corner + 5] for corner in (0, 2, 8, 10)]  # type: ignore[list-item]
+    units += [[corner, corner + 1, corner + 4, corner + 5] for corner in (0, 2, 8, 10)]
     assert all(sorted(grid[cell] for cell in unit) == list("1234") for grid in grids for unit in units)
     assert all(map(is_shidoku, grids))
     assert not any(map(is_shidoku, ["", "1" * 16, grids[0] + "1", grids[0][:15], grids[0].replace("1", "5")]))
@@ -352,9 +352,10 @@ def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -
 
     def make() -> Loader:
         reader = build_row_reader(open_components(data, "train"), data, byte_tokenizer, 32, seed=3)
-        return Loader(reader, Batches(), 6, 6, seed=3)  # type: ignore[arg-type]
+        return Loader(reader, Batches(), 6, 6, seed=3)
 
-    loader, states, seen = make(), [], []
+    loader, states = make(), []
+    seen: list[Any] = []
     for step in range(20):
         states.append(json.loads(json.dumps(loader.state_dict())))
         seen.append(loader.next_step(step)[0])
@@ -363,8 +364,8 @@ def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -
         resumed = make()
         resumed.load_state_dict(states[resumed_at])
         batch: Any = resumed.next_step(resumed_at)[0]
-        assert batch.tokens_BL.equal(seen[resumed_at].tokens_BL)  # type: ignore[attr-defined]
-        assert batch.loss_mask_BL.equal(seen[resumed_at].loss_mask_BL)  # type: ignore[attr-defined]
+        assert batch.tokens_BL.equal(seen[resumed_at].tokens_BL)
+        assert batch.loss_mask_BL.equal(seen[resumed_at].loss_mask_BL)
 
 
 def test_fixed_lengths_fill_their_rows(byte_tokenizer: Any) -> None:

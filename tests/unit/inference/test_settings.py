@@ -152,7 +152,8 @@ def test_configs_that_do_not_fit_the_model(values: dict[str, Any], model: dict[s
 
 
 def test_an_option_of_the_familys_strategy_is_accepted() -> None:
-    assert resolve({"confidence_threshold": 0.5}, model_type="sdar").confidence_threshold == 0.5
+    config = resolve({"confidence_threshold": 0.5}, model_type="sdar")
+    assert config.model_dump()["confidence_threshold"] == 0.5
 
 
 def test_stop_and_forbidden_tokens() -> None:

@@ -20,7 +20,8 @@ class FakeRun:
     """What `wandb.init` returns."""
 
     def __init__(self, fails_in: str) -> None:
-        self.fails_in, self.calls = fails_in, [("init", None)]
+        self.fails_in = fails_in
+        self.calls: list[tuple[str, Any]] = [("init", None)]
 
     def _call(self, name: str, value: Any) -> None:
         self.calls.append((name, value))
@@ -44,7 +45,8 @@ class FakeWandb:
     """The package, in `sys.modules`."""
 
     def __init__(self, fails_in: str = "") -> None:
-        self.fails_in, self.asked = fails_in, {}
+        self.fails_in = fails_in
+        self.asked: dict[str, Any] = {}
         self.run = FakeRun(fails_in)
         self.__spec__ = SimpleNamespace()
 

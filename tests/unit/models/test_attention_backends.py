@@ -21,6 +21,7 @@ from diffusionlm.models.patterns import (
     PromptAndOwnBlock,
     document_offsets,
 )
+from diffusionlm.models.tiled import Tile, build_tiles
 
 LENGTH = 150
 """More than two tiles, and no multiple of one."""
@@ -178,11 +179,13 @@ def test_auto_selects_tiles_if_they_skip_enough(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_layers_share_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-    original = attention_backends.build_tiles
-    monkeypatch.setattr(
-        attention_backends, "build_tiles", lambda *arguments: (results.append(1), original(*arguments))[1]
-    )
+    results: list[tuple[Any, ...]] = []
+
+    def spy(*arguments: Any) -> tuple[Tile, ...]:
+        results.append(arguments)
+        return build_tiles(*arguments)
+
+    monkeypatch.setattr(attention_backends, "build_tiles", spy)
     attention = prepare_attention(BlockDiffusion(4), 512, "cpu")
     for _ in range(3):
         attention(*tensors(512))

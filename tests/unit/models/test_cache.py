@@ -23,7 +23,7 @@ from diffusionlm.models.patterns import (
     Causal,
     DenseBias,
 )
-from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.transformer import Block, Transformer
 
 MakeModel = Callable[..., Transformer]
 MakeConfig = Callable[..., ModelConfig]
@@ -134,6 +134,7 @@ def plainly(
     x = model.model.embed_tokens(tokens_L[list(places)])
     rope, results = model.rope(torch.tensor(places)), []
     for index, block in enumerate(model.model.layers):
+        assert isinstance(block, Block)
         attention, normed = block.self_attn, block.input_layernorm(x)
         q, k, v = (
             projection(normed).view(len(places), -1, attention.head_dim)
@@ -288,7 +289,7 @@ def test_autocast_keeps_its_dtype_in_the_cache(tiny_model: MakeModel) -> None:
 
 def test_no_mask_where_all_is_seen(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[torch.Tensor | None] = []
-    original = F.scaled_dot_product_attention
+    original: Any = F.scaled_dot_product_attention
 
     def spy(*args: Any, attn_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         masks.append(attn_mask)

@@ -27,7 +27,7 @@ from diffusionlm.models.patterns import (
     Causal,
     DenseBias,
 )
-from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.transformer import Block, Transformer
 
 MakeConfig = Callable[..., ModelConfig]
 MakeModel = Callable[..., Transformer]
@@ -206,8 +206,9 @@ def test_a_backend_without_soft_cap_is_an_error(backend: Any, tiny_model: MakeMo
     with pytest.raises(ValueError, match=message):
         tiny_model(backend=backend, attn_logit_softcapping=1.3)
     if backend == "sdpa":
+        q, k, v = tensors(9)
         with pytest.raises(ValueError, match=message):
-            attend(*tensors(9), None, "sdpa", CAPPED)
+            attend(q, k, v, None, "sdpa", CAPPED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -240,9 +241,9 @@ def test_auto_on_a_gpu(softcap: float | None, dense_backend: str) -> None:
 @pytest.mark.parametrize("pattern", [Bidirectional(), Causal(), BlockDiffusion(7)], ids=str)
 def test_cuda_caps_forward_and_backward(pattern: AttentionPattern, rule: AttentionScale) -> None:
     for length, window, choice in ((600, None, "flex"), (600, 100, "flex"), (280, None, "eager")):
-        wide = tensors(length, width=16)
+        q, k, v = wide = tensors(length, width=16)
         ours = [each.detach().to("cuda", torch.float32).requires_grad_() for each in wide]
-        expected = written_out(*wide, pattern.dense_mask(length, window=window), rule)
+        expected = written_out(q, k, v, pattern.dense_mask(length, window=window), rule)
         attention = prepare_attention(pattern.to("cuda"), length, "cuda", "auto", window, rule)
         assert attention.backend_for(ours[0]) == choice
         out = attention(*ours)
@@ -327,6 +328,7 @@ def test_blocks_start_as_the_identity(make_config: MakeConfig, sandwich: bool, o
     init_weights(model, 0)
     x = torch.randn(2, 5, 24)
     block = model.model.layers[0]
+    assert isinstance(block, Block) and isinstance(block.self_attn.q_norm, RMSNorm)
     assert torch.equal(block(x, model.rope(torch.arange(5)[None]), prepare_attention(Bidirectional(), 5, "cpu")), x)
     gain = block.input_layernorm.weight + offset
     assert gain.eq(1.0).all() and (block.self_attn.q_norm.weight + offset).eq(1.0).all()
@@ -338,7 +340,7 @@ def test_with_sandwich_norms_the_first_gradient_reaches_the_gains_alone(make_con
     model = Transformer(make_config(sandwich_norms=True, rms_norm_eps=1e-12))
     init_weights(model, 0)
     model(TOKENS, pattern=Bidirectional()).square().sum().backward()
-    block = model.model.layers[0]
+    block: Any = model.model.layers[0]
     assert block.post_attention_layernorm.weight.grad.abs().max() > 0
     assert block.post_feedforward_layernorm.weight.grad.abs().max() > 0
     for projection in (block.self_attn.o_proj, block.mlp.down_proj):

@@ -77,6 +77,7 @@ def test_tables_are_small() -> None:
     assert visible.shape == (1, 512, 512)
     assert visible.sum() == (1 << 15) ** 2 + (1 << 15) * 32
     full = build_block_mask(intervals, 1 << 16)
+    assert full.full_kv_num_blocks is not None
     assert int(full.kv_num_blocks.sum()) == 3 * 256 and int(full.full_kv_num_blocks.sum()) == 256 * 255
 
 

@@ -15,7 +15,7 @@ from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models import moe
 from diffusionlm.models.init import init_weights
-from diffusionlm.models.layers import Linear
+from diffusionlm.models.layers import Linear, SwiGLU
 from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
@@ -54,7 +54,7 @@ def written_out(mixture: MoE, x: Tensor, renormalise: bool) -> Tensor:
         total = sum(probabilities[each] for each in chosen) if renormalise else 1.0
         out = torch.zeros_like(token)
         for each in chosen:
-            expert = mixture.experts[each]
+            expert: Any = mixture.experts[each]
             inner = F.silu(expert.gate_proj.weight @ token) * (expert.up_proj.weight @ token)
             out = out + probabilities[each] / total * (expert.down_proj.weight @ inner)
         rows.append(out)
@@ -95,6 +95,7 @@ def test_grouped_equals_one_module_after_the_other(
         patch.setattr(moe, "run_experts_grouped", lambda _, *rest: moe.run_experts_one_by_one(results.experts, *rest))
         torch.testing.assert_close(results(x), plain, rtol=1e-12, atol=1e-12)
     for expert in results.experts:
+        assert isinstance(expert, SwiGLU)
         doubled = Doubled(10, 24)
         doubled.weight = expert.down_proj.weight
         expert.down_proj = doubled
@@ -106,7 +107,7 @@ def test_gradcheck(mixture: Callable[..., MoE]) -> None:
     names, values = zip(*results.named_parameters(), strict=True)
 
     def call(x: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.func.functional_call(results, dict(zip(names, parameters, strict=True)), (x,))  # type: ignore[no-any-return]
+        return torch.func.functional_call(results, dict(zip(names, parameters, strict=True)), (x,))
 
     assert torch.autograd.gradcheck(call, (x, *values))
 
@@ -126,13 +127,14 @@ def test_experts_without_tokens_are_not_computed(mixture: Callable[..., MoE]) ->
     assert torch.equal(out, expected)
     out.sum().backward()
     for each in idle:
-        assert all(not parameter.grad.any() for parameter in results.experts[each].parameters())
+        grads = [parameter.grad for parameter in results.experts[each].parameters()]
+        assert all(grad is not None and not grad.any() for grad in grads)
     assert x.grad is not None and x.grad.isfinite().all()
 
 
 def test_frozen_weights_have_no_gradient(mixture: Callable[..., MoE]) -> None:
     results, x = mixture(), inputs(20)
-    results.experts[0].up_proj.weight.requires_grad_(False)
+    results.get_parameter("experts.0.up_proj.weight").requires_grad_(False)
     results.gate.weight.requires_grad_(False)
     results(x).sum().backward()
     without = [name for name, parameter in results.named_parameters() if parameter.grad is None]
@@ -238,7 +240,9 @@ def test_load_balancing_loss_is_not_in_loss_sum(tiny_model: MakeModel) -> None:
     half = model(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(0.125))
     assert half.load_balancing_loss is not None
     torch.testing.assert_close(half.load_balancing_loss * 2, output.load_balancing_loss)
-    grads = torch.autograd.grad(output.load_balancing_loss, [block.mlp.gate.weight for block in model.model.layers])
+    gates = [parameter for name, parameter in model.named_parameters() if name.endswith("mlp.gate.weight")]
+    assert len(gates) == len(model.model.layers)
+    grads = torch.autograd.grad(output.load_balancing_loss, gates)
     assert all(grad.abs().max() > 1e-6 for grad in grads)
     dense = tiny_model(torch.float64)(
         TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(0.25)
@@ -279,6 +283,7 @@ def test_initial_weights(make_config: MakeConfig) -> None:
     assert isinstance(mixture, MoE)
     assert mixture.gate.weight.std().item() == pytest.approx(96**-0.5, rel=0.06)
     first, second = mixture.experts[0], mixture.experts[1]
+    assert isinstance(first, SwiGLU) and isinstance(second, SwiGLU)
     assert first.gate_proj.weight.std().item() == pytest.approx(96**-0.5, rel=0.1)
     assert not torch.equal(first.gate_proj.weight, second.gate_proj.weight)
     assert not first.down_proj.weight.any()

@@ -180,8 +180,9 @@ def test_one_prompt_for_all_rows_of_documents() -> None:
 def test_dense_bias(shape: tuple[int, ...]) -> None:
     bias = torch.randn(shape)
     pattern = DenseBias(bias)
+    general: AttentionPattern = pattern
     assert torch.equal(pattern.dense_mask(LENGTH).squeeze(), bias.squeeze())
-    assert pattern.intervals(LENGTH) is None and not pattern.is_unrestricted
+    assert general.intervals(LENGTH) is None and not pattern.is_unrestricted
     restricted = pattern.with_documents(DOCUMENTS).dense_mask(LENGTH, window=3)
     allowed = Bidirectional(DOCUMENTS).dense_mask(LENGTH, window=3)
     allowed = allowed[:, None] if len(shape) == 4 else allowed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -84,8 +85,9 @@ def test_density_of_block_diffusion(block: int, expected: float) -> None:
     assert exact - 1e-9 <= result <= expected + 1e-3
 
 
-def inputs(dtype: torch.dtype = torch.float64, length: int = 70) -> list[torch.Tensor]:
-    return [torch.randn(2, length, heads, 3, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
+def inputs(dtype: torch.dtype = torch.float64, length: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = (torch.randn(2, length, heads, 3, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    return q, k, v
 
 
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +95,7 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = tiles_of(BlockDiffusion(3), 20)
     assert len(tiles) > 4
     q, k, v = inputs(length=20)
-    assert torch.autograd.gradcheck(lambda *qkv: attend_tiled(*qkv, tiles), (q[:1], k[:1], v[:1]))
+    assert torch.autograd.gradcheck(lambda q, k, v: attend_tiled(q, k, v, tiles), (q[:1], k[:1], v[:1]))
 
 
 @pytest.mark.parametrize("pattern", [BlockDiffusion(3), Bidirectional(DOCUMENTS[:, :70])], ids=["blocks", "documents"])
@@ -104,11 +106,11 @@ def test_probabilities_are_saved_or_recomputed(pattern: AttentionPattern, monkey
 
     def gradients() -> list[torch.Tensor]:
         out = attend_tiled(*qkv, tiles)
-        function = out.grad_fn
+        function: Any = out.grad_fn
         while "Tiled" not in type(function).__name__:
             assert function is not None
             function = function.next_functions[0][0]
-        kept_tensors.append(len(function.saved_tensors) - 3)  # type: ignore[attr-defined]
+        kept_tensors.append(len(function.saved_tensors) - 3)
         return [out, *torch.autograd.grad(out.pow(2).sum(), qkv)]
 
     saved = gradients()
@@ -120,8 +122,8 @@ def test_probabilities_are_saved_or_recomputed(pattern: AttentionPattern, monkey
 
 
 def test_nothing_is_saved_without_gradients() -> None:
-    qkv = [value.detach() for value in inputs()]
-    out = attend_tiled(*qkv, tiles_of(Causal(), 70))
+    q, k, v = (value.detach() for value in inputs())
+    out = attend_tiled(q, k, v, tiles_of(Causal(), 70))
     assert not out.requires_grad
 
 

@@ -17,7 +17,7 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers, requires_whole_matrix
 
 MakeModel = Callable[..., Transformer]
-CONFIGS = [
+CONFIGS: list[AdamWConfig | LionConfig | MuonConfig] = [
     AdamWConfig(weight_decay=0.3),
     LionConfig(weight_decay=0.3),
     MuonConfig(weight_decay=0.2, rest=AdamWConfig(weight_decay=0.1)),

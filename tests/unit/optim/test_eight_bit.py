@@ -21,7 +21,7 @@ from diffusionlm.optim.build import Optimizers, build_optimizers
 MakeModel = Callable[..., Transformer]
 WIDE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 16}
 """Matrices of 4,096 numbers, which have 8 bits, and smaller ones, which have 32."""
-KINDS = [
+KINDS: list[AdamWConfig | LionConfig | MuonConfig] = [
     AdamWConfig(kind="adamw8bit"),
     LionConfig(kind="lion8bit"),
     MuonConfig(rest=AdamWConfig(kind="adamw8bit", weight_decay=0.0)),
@@ -67,7 +67,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module: Any = ModuleType("bitsandbytes")
     module.optim = SimpleNamespace(AdamW8bit=AdamW8bit, Lion8bit=Lion8bit)
     monkeypatch.setitem(sys.modules, "bitsandbytes", module)
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 def named(model: Transformer) -> dict[str, nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_updates_are_those_of_the_paper(betas: tuple[float, float]) -> None:
 def test_groups_have_their_own_settings_and_gradients_may_be_missing() -> None:
     one, two, three = (nn.Parameter(torch.ones(2)) for _ in range(3))
     one.grad, two.grad = torch.tensor([1.0, -1.0]), torch.tensor([2.0, 0.0])
-    groups = [{"params": [one, three]}, {"params": [two], "lr": 0.5, "weight_decay": 1.0}]
+    groups: list[dict[str, Any]] = [{"params": [one, three]}, {"params": [two], "lr": 0.5, "weight_decay": 1.0}]
     optimizer = Lion(groups, lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
     optimizer.step()
     torch.testing.assert_close(one.detach(), torch.tensor([0.9, 1.1]))

@@ -71,7 +71,7 @@ def counted(model: Transformer, pattern: AttentionPattern, rows: torch.Tensor) -
     loss_inputs = LossInputs(torch.zeros(len(rows), dtype=torch.int64), torch.ones(len(rows)))
     own = {torch.ops.aten.addmm_: product_in_place}
     with FlopCounterMode(display=False, custom_mapping=own) as counter:
-        model(tokens, pattern=pattern, output_positions=rows, loss_inputs=loss_inputs).loss_sum.backward()  # type: ignore[no-untyped-call]
+        model(tokens, pattern=pattern, output_positions=rows, loss_inputs=loss_inputs).loss_sum.backward()
     return counter.get_total_flops()
 
 
@@ -163,7 +163,7 @@ def test_a_plan_is_of_its_objective_and_what_is_kept(make_config: MakeConfig) ->
     assert plan("causal").flops_per_token == step_flops(config, 19, positions=8, scored=8, pairs=[36] * 3) / 8
     none, some, full = (
         plan(checkpointing=checkpointing).bytes_activations for checkpointing in ("none", "selective", "full")
-    )  # type: ignore[arg-type]
+    )
     assert none > some > full > none / 3
 
 

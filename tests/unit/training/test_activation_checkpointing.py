@@ -84,7 +84,7 @@ def test_projections_are_computed_once_where_they_are_kept(tiny_model: MakeModel
 
     def flops(model: Transformer) -> int:
         with FlopCounterMode(display=False) as counter:
-            model(tokens, pattern=Causal(), output_positions=ROWS, loss_inputs=loss_inputs).loss_sum.backward()  # type: ignore[no-untyped-call]
+            model(tokens, pattern=Causal(), output_positions=ROWS, loss_inputs=loss_inputs).loss_sum.backward()
         counts = counter.get_flop_counts()["Global"]
         return sum(value for operator, value in counts.items() if str(operator) in ("aten.mm", "aten.addmm"))
 
@@ -111,7 +111,7 @@ def test_nothing_is_kept_or_done_twice_without_gradients(tiny_model: MakeModel) 
 
 def test_flex_attention_is_out_of_the_policys_sight(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no backward on a CPU: another stands for it here, and is seen by no dispatch mode, forward or again."""
-    from torch.utils._python_dispatch import _len_torch_dispatch_stack
+    from torch._C import _len_torch_dispatch_stack
 
     seen: list[int] = []
     original = PatternAttention.__call__

@@ -125,8 +125,8 @@ def test_a_snapshot_is_of_its_moment(store: CheckpointStore) -> None:
 
 def test_the_format_is_torchs(store: CheckpointStore, tmp_path: Path) -> None:
     """Its own functions read what is written here, and what they write is read here."""
-    from torch.distributed.checkpoint import load as torch_load
-    from torch.distributed.checkpoint import save as torch_save
+    from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+    from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
     tensors = {"optimizer.w.a": torch.randn(5, 3), "optimizer.w.step": torch.tensor(3.0)}
     tensors["weights.w"] = torch.randn(7).bfloat16()
@@ -233,8 +233,17 @@ def test_damaged_one_is_set_aside_with_a_message(store: CheckpointStore, name: s
     assert_is(load(store)[0], 2)
 
 
+def write_file(text: str) -> Callable[[Path], None]:
+    """Return a writer of a directory with one file."""
+
+    def write(folder: Path) -> None:
+        (folder / "a").write_text(text)
+
+    return write
+
+
 def test_any_flipped_byte_of_the_manifest_is_noticed(tmp_path: Path) -> None:
-    write_directory_atomically(tmp_path / "made", lambda folder: (folder / "a").write_text("1") and None)
+    write_directory_atomically(tmp_path / "made", write_file("1"))
     path = tmp_path / "made" / MANIFEST
     content = path.read_bytes()
     for index in range(len(content)):
@@ -283,9 +292,9 @@ def test_a_programming_error_is_not_called_a_full_disk(store: CheckpointStore) -
 
 def test_write_directory_does_not_replace(tmp_path: Path) -> None:
     target = tmp_path / "made"
-    write_directory_atomically(target, lambda folder: (folder / "a").write_text("1") and None)
+    write_directory_atomically(target, write_file("1"))
     with pytest.raises(ValueError, match="made"):
-        write_directory_atomically(target, lambda folder: (folder / "a").write_text("2") and None)
+        write_directory_atomically(target, write_file("2"))
     assert (target / "a").read_text() == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 

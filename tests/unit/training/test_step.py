@@ -68,8 +68,8 @@ def test_optimizers_that_cannot_skip_are_known() -> None:
 def test_numbers_are_read_in_order() -> None:
     queue = StepMetricsQueue()
     for step, loss, is_accepted in ((1, 1.5, True), (2, float("nan"), False)):
-        values = torch.tensor([loss, 0.25, 0.0])
-        queue.put(step, DeviceStepMetrics(*values, torch.tensor(is_accepted)))
+        numbers = torch.tensor([loss, 0.25, 0.0]).unbind()
+        queue.put(step, DeviceStepMetrics(numbers[0], numbers[1], numbers[2], torch.tensor(is_accepted)))
     first, second = queue.pop_all()
     assert first == StepMetrics(1, 1.5, 0.25, 0.0, True)
     assert first.is_finite
