@@ -80,10 +80,10 @@ def format_analysis(analysis: Analysis, max_rows: int) -> str:
         lines += ["config.json differs in", "", _format_table(rows, max_rows), ""]
     equal = [pair for pair in analysis.pairs if pair.match == "name" and pair.max_difference == 0.0]
     lines.append(f"{len(equal)} tensors are equal")
-    others = [pair for pair in analysis.pairs if pair not in equal]
-    if others:
+    different = [pair for pair in analysis.pairs if pair not in equal]
+    if different:
         lines += ["", "other pairs (largest difference, relative root mean square):", ""]
-        lines.append(_format_table([_format_pair(pair) for pair in others], max_rows))
+        lines.append(_format_table([_format_pair(pair) for pair in different], max_rows))
     for name, infos in (("a", analysis.only_a), ("b", analysis.only_b)):
         if infos:
             rows = [[info.name, _format_shape(info), info.dtype] for info in infos]

@@ -95,8 +95,8 @@ def render(ranks: Sequence[int], cluster: Cluster, *, row_length: int = 4096, ba
 def _memory_cells(job: TrainingJob, fits: bool) -> str:
     need = estimate_rank_memory(job)
     sizes = (need.weights, need.gradients, need.optimizer, need.gathered, need.activations, need.total)
-    how = f"{job.micro_batch_size} x {job.micro_batches}{'' if job.keeps_all_activations else ', checkpointed'}"
-    return "".join(f" {size / GIGA:.1f} |" for size in sizes) + f" {how if fits else 'does not fit'} |"
+    batch = f"{job.micro_batch_size} x {job.micro_batches}{'' if job.keeps_all_activations else ', checkpointed'}"
+    return "".join(f" {size / GIGA:.1f} |" for size in sizes) + f" {batch if fits else 'does not fit'} |"
 
 
 def _time_cells(job: TrainingJob, cluster: Cluster) -> str:

@@ -16,7 +16,9 @@ def render_summary(summary: RunSummary, directory: Path, infill: str | None = No
         (f"validation {_describe_bound(result)}", _format_bound(result)),
         ("", f"{result.bits_per_byte:.3f} +- {result.bits_per_byte_standard_error:.3f} bits per byte"),
     ]
-    lines += [(f"  {_describe_bound(other)}", _format_bound(other)) for other in summary.other_block_lengths]
+    lines += [
+        (f"  {_describe_bound(evaluation)}", _format_bound(evaluation)) for evaluation in summary.other_block_lengths
+    ]
     if summary.source_entropy is not None:
         lines.append(("entropy of the source", _compare_with_entropy(result, summary.source_entropy)))
     lines.append(

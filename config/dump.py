@@ -36,7 +36,7 @@ def list_differences(a: Section | dict[str, Any], b: Section | dict[str, Any]) -
         before, after = old.get(key), new.get(key)
         # If an array of tables is empty in one config, the keys of the other's entries show the difference.
         is_empty = (before == [] and after is None) or (after == [] and before is None)
-        if before != after and not (is_empty and any(other.startswith(f"{key}.") for other in [*old, *new])):
+        if before != after and not (is_empty and any(entry_key.startswith(f"{key}.") for entry_key in [*old, *new])):
             lines.append(f"{key}: {_format_or_absent(before)} -> {_format_or_absent(after)}")
     return lines
 

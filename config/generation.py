@@ -37,8 +37,8 @@ def _flatten_option(options: Mapping[str, FieldInfo]) -> tuple[Any, Any]:
     option = next(iter(options.values()))
     is_off = any(isinstance(item, OffByDefault) for item in option.metadata)
     names: dict[str, list[str]] = {}
-    for name, other in options.items():
-        names.setdefault(other.description or "", []).append(name if is_off else f"{name} (None: {other.default})")
+    for name, field in options.items():
+        names.setdefault(field.description or "", []).append(name if is_off else f"{name} (None: {field.default})")
     description = " ".join(f"{', '.join(group)}: {text}" for text, group in names.items())
     annotation: Any = option.rebuild_annotation()
     if is_off:
@@ -140,7 +140,7 @@ class GenerationConfig(StrategyOptions):
         for key in STRATEGY_KEYS:
             value = getattr(self, key)
             if value != type(self).model_fields[key].get_default() and key not in strategy_class.option_keys():
-                names = [other for other, cls in STRATEGIES.items() if key in cls.option_keys()]
+                names = [alternative for alternative, cls in STRATEGIES.items() if key in cls.option_keys()]
                 alternatives = f"one that uses it: {', '.join(names)}" if len(names) < 6 else "another strategy"
                 raise ValueError(
                     f'{key} = {_format_toml_value(value)} has no effect with remasking_strategy = "{name}": remove it, '

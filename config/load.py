@@ -149,9 +149,9 @@ class _RawConfig:
     def record_override(self, key: KeyPath, override: str) -> None:
         """Record that the value of `key`, with everything in it, comes from this override."""
         size = len(key)
-        self.overrides = {other: text for other, text in self.overrides.items() if other[:size] != key}
+        self.overrides = {other_key: text for other_key, text in self.overrides.items() if other_key[:size] != key}
         self.overrides[key] = override
-        self.lines = {other: line for other, line in self.lines.items() if other[:size] != key}
+        self.lines = {other_key: line for other_key, line in self.lines.items() if other_key[:size] != key}
 
     def problem(self, key: KeyPath, label: str, message: str) -> _Problem:
         """Build the problem of `key`: `label`, if any, and message, after the line or override of the key.
@@ -165,7 +165,7 @@ class _RawConfig:
                 return _override_problem(self.overrides[parent], message if parent == key else text)
             if parent in self.lines:
                 return _Problem((0, self.lines[parent]), f"{self.path}:{self.lines[parent]}: {text}")
-            inner = [override for other, override in self.overrides.items() if size and other[:size] == parent]
+            inner = [override for other_key, override in self.overrides.items() if size and other_key[:size] == parent]
             if inner:
                 return _override_problem(inner[-1], text)
         return _Problem((0, 0), text if self.path is None else f"{self.path}: {text}")
@@ -356,20 +356,28 @@ class _ErrorReport:
         located = [(detail, _resolve_location(self.cls, detail["loc"])) for detail in details]
         # For a value of a plain union, pydantic reports the errors of every member. If the value has the type of one
         # member, only the errors of that member help.
-        wrong = {(place.union, place.member) for detail, place in located if _is_wrong_member(detail, place)}
-        right = {place.union for _, place in located if (place.union, place.member) not in wrong}
+        wrong_members = {
+            (location.union, location.member) for detail, location in located if _is_wrong_member(detail, location)
+        }
+        right_unions = {
+            location.union for _, location in located if (location.union, location.member) not in wrong_members
+        }
         problems: list[_Problem] = []
-        for detail, place in located:
-            if place.union is None or place.union not in right or (place.union, place.member) not in wrong:
-                problems += self._convert_error(detail, place)
+        for detail, location in located:
+            if (
+                location.union is None
+                or location.union not in right_unions
+                or (location.union, location.member) not in wrong_members
+            ):
+                problems += self._convert_error(detail, location)
         return problems
 
-    def _convert_error(self, error: ErrorDetails, place: _ErrorLocation) -> list[_Problem]:
-        key, types, value = place.key, place.types, self.source.value(place.key)
+    def _convert_error(self, error: ErrorDetails, location: _ErrorLocation) -> list[_Problem]:
+        key, types, value = location.key, location.types, self.source.value(location.key)
         context = error.get("ctx", {})
         kind = error["type"]
         if kind == "extra_forbidden":
-            return self._explain_unknown(key, value, place.owner)
+            return self._explain_unknown(key, value, location.owner)
         if kind == "missing":
             return [self._explain_missing(key, types)]
         if kind in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
@@ -446,8 +454,8 @@ class _ErrorReport:
         homes: list[str] = []
         elsewhere: dict[str, str] = {}
         for table, heading, section in iterate_tables(self.cls):
-            place = f"in {heading}" if table else "at the top of the file"
-            elsewhere = dict.fromkeys(section.model_fields, place) | elsewhere
+            location = f"in {heading}" if table else "at the top of the file"
+            elsewhere = dict.fromkeys(section.model_fields, location) | elsewhere
             if section is here or name not in section.model_fields:
                 continue
             if table == path:
@@ -455,21 +463,21 @@ class _ErrorReport:
             elif any(is_section(kind) for kind in child_types(section, name)):
                 homes.append(f"did you mean [{table}.{name}]?" if table else f"did you mean [{name}]?")
             else:
-                homes.append(f"{name} belongs {place}")
+                homes.append(f"{name} belongs {location}")
         hints = list(dict.fromkeys(homes))[:3]
         close = suggest_name(name, list(here.model_fields))
         if not hints and not close:
-            close = suggest_name(name, list(elsewhere), cutoff=0.75, places=elsewhere)
+            close = suggest_name(name, list(elsewhere), cutoff=0.75, locations=elsewhere)
         hints += [close] if close else []
         return "; ".join(hints) or f"known keys: {', '.join(here.model_fields)}"
 
 
-def _is_wrong_member(error: ErrorDetails, place: _ErrorLocation) -> bool:
+def _is_wrong_member(error: ErrorDetails, location: _ErrorLocation) -> bool:
     """Return whether the value does not have the type of the union member that pydantic tried."""
-    return place.union == place.key and _is_type_error(error)
+    return location.union == location.key and _is_type_error(error)
 
 
-def _format_discriminator(section: type[Section], other: type[Section]) -> str:
-    """Format the tag that selects `section` and not `other`, as in `kind = "adam"`."""
-    tag = find_discriminator([section, other])
+def _format_discriminator(section: type[Section], alternative: type[Section]) -> str:
+    """Format the tag that selects `section` and not `alternative`, as in `kind = "adam"`."""
+    tag = find_discriminator([section, alternative])
     return f"{tag} = {format_value(discriminator_values(section, tag)[0])}" if tag else section.__name__

@@ -222,11 +222,11 @@ def suggest_fix(value: Any, types: Sequence[Any]) -> str:
 
 
 def suggest_name(
-    word: Any, candidates: Sequence[Any], cutoff: float = 0.6, places: Mapping[str, str] | None = None
+    word: Any, candidates: Sequence[Any], cutoff: float = 0.6, locations: Mapping[str, str] | None = None
 ) -> str:
-    """Return `did you mean max_steps?` if a candidate is similar; with `places`, `did you mean seed in [run]?`."""
+    """Return `did you mean max_steps?` if a candidate is similar; with `locations`, `did you mean seed in [run]?`."""
     names = [name for name in candidates if isinstance(name, str)]
     matches = difflib.get_close_matches(word, names, 1, cutoff) if isinstance(word, str) else []
     if not matches:
         return ""
-    return f"did you mean {matches[0]}{f' {places[matches[0]]}' if places else ''}?"
+    return f"did you mean {matches[0]}{f' {locations[matches[0]]}' if locations else ''}?"

@@ -79,7 +79,7 @@ class AllToAllRows:
         receive_counts = [sum(height * width for height, width in pieces) for pieces in piece_shapes]
         received = _all_to_all(sent, send_counts, receive_counts, rows[0])
         pieces = _split_flat(received, [shape for shapes_of_rank in piece_shapes for shape in shapes_of_rank])
-        matrices = [torch.cat(pieces[place :: len(own_indices)]) for place in range(len(own_indices))]
+        matrices = [torch.cat(pieces[offset :: len(own_indices)]) for offset in range(len(own_indices))]
         results = function(matrices) if matrices else []
         returned = [
             result[start:end] for ranges in row_ranges for result, (start, end) in zip(results, ranges, strict=True)

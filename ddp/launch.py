@@ -137,8 +137,8 @@ def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder
     if attempt and os.environ["LOCAL_RANK"] == "0":
         before = [failure for failure in read_failures(Path(folder)) if failure.attempt == attempt - 1]
         why = format_failures(name, before) or f"{name}: a rank died without an error message"
-        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        print(f"{why}\n{name}: restarting all ranks, {attempt} of {most} times", file=sys.stderr, flush=True)
+        max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        print(f"{why}\n{name}: restarting all ranks, {attempt} of {max_restarts} times", file=sys.stderr, flush=True)
     try:
         code = function()
         if os.getppid() != launcher:  # the launcher is gone, and torch would wait for it
@@ -181,8 +181,8 @@ def format_failures(name: str, failures: Sequence[RankFailure]) -> str:
     lines = []
     for index, failure in enumerate(failures):
         text = failure.text.rstrip()
-        shown = text if index == 0 else text.rpartition("\n")[2]
-        lines.append(f"{name}: rank {failure.rank} failed{':' if index else ' first:'}\n{shown}")
+        excerpt = text if index == 0 else text.rpartition("\n")[2]
+        lines.append(f"{name}: rank {failure.rank} failed{':' if index else ' first:'}\n{excerpt}")
     return "\n".join(lines)
 
 

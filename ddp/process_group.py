@@ -49,8 +49,8 @@ class World:
         of_ranks = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(of_ranks, own)
         total = of_ranks[0]
-        for other in of_ranks[1:]:
-            total += other
+        for rank_values in of_ranks[1:]:
+            total += rank_values
         return total.tolist()
 
     def is_any(self, flag: bool) -> bool:

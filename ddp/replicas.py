@@ -90,7 +90,7 @@ class Replicated:
         own = torch.stack([_fingerprint(parameter) for parameter in parameters.values()]).cpu()
         all_ranks = [torch.empty_like(own) for _ in range(self.world.size)]
         dist.all_gather(all_ranks, own)
-        differs = torch.stack([(other != all_ranks[0]).any(1) for other in all_ranks])  # [ranks, parameters]
+        differs = torch.stack([(of_rank != all_ranks[0]).any(1) for of_rank in all_ranks])  # [ranks, parameters]
         if not differs.any():
             return
         first = int(differs.any(0).nonzero()[0])

@@ -30,8 +30,8 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> float | None:
     """Return the peak of a GPU for dense bfloat16 products, in FLOPs per second; None: unknown."""
-    known = sorted((name for name in PEAK_FLOPS if _matches_device(device_name, name)), key=len)
-    return PEAK_FLOPS[known[-1]] if known else None
+    names = sorted((name for name in PEAK_FLOPS if _matches_device(device_name, name)), key=len)
+    return PEAK_FLOPS[names[-1]] if names else None
 
 
 def _matches_device(device_name: str, name: str) -> bool:
@@ -68,10 +68,10 @@ def _count_pairs_in_live_tiles(pattern: AttentionKind, n: int, b: int, tile: int
     live = 0
     for first in range(0, total, tile):
         last = min(first + tile, total) - 1
-        seen: set[int] = set()
+        key_tiles: set[int] = set()
         for start, end in _visible_key_ranges(pattern, n, b, first, last):
-            seen.update(range(start // tile, -(-end // tile)))
-        live += len(seen)
+            key_tiles.update(range(start // tile, -(-end // tile)))
+        live += len(key_tiles)
     return live * tile * tile
 
 
@@ -111,9 +111,9 @@ def step_flops(model: Architecture, vocab_size: int, *, positions: int, scored: 
     products = float(scored * vocab_size * D)
     last = model.num_hidden_layers - 1
     for layer in range(model.num_hidden_layers):
-        asked = scored if layer == last else positions
-        products += positions * 2 * D * kv_width + asked * 2 * D * q_width
-        products += asked * _feed_forward(model, layer, model.num_experts_per_tok) + 2 * pairs[layer] * q_width
+        queries = scored if layer == last else positions
+        products += positions * 2 * D * kv_width + queries * 2 * D * q_width
+        products += queries * _feed_forward(model, layer, model.num_experts_per_tok) + 2 * pairs[layer] * q_width
     return 6.0 * products
 
 

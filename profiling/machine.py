@@ -76,9 +76,9 @@ class Memory:
     @property
     def free(self) -> int | None:
         """Memory that a run can still allocate."""
-        left = None if self.limit is None or self.used is None else max(0, self.limit - self.used)
-        known = [value for value in (self.available, left) if value is not None]
-        return min(known) if known else None
+        remaining = None if self.limit is None or self.used is None else max(0, self.limit - self.used)
+        limits = [value for value in (self.available, remaining) if value is not None]
+        return min(limits) if limits else None
 
 
 @dataclass(frozen=True)
@@ -167,33 +167,33 @@ def read_processor(root: Path) -> Processor:
 
 def read_memory(root: Path) -> Memory:
     """Read /proc/meminfo, the control group and /dev/shm."""
-    known = {}
+    meminfo = {}
     for line in read_small_file(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         if value.split()[1:] == ["kB"]:
-            known[name] = 1024 * int(value.split()[0])
+            meminfo[name] = 1024 * int(value.split()[0])
     limits = []
     for folder in cgroup_folders(root, "memory"):
-        for limit_name, used_name, given_back in (
+        for limit_name, used_name, reclaimable_name in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             limit, used = read_number(folder / limit_name), read_number(folder / used_name)
-            if limit is not None and limit < min(_NO_LIMIT, known.get("MemTotal", _NO_LIMIT)):
+            if limit is not None and limit < min(_NO_LIMIT, meminfo.get("MemTotal", _NO_LIMIT)):
                 # The file cache counts as used, but is reclaimed on demand.
                 copies = dict(line.split(maxsplit=1) for line in read_small_file(folder / "memory.stat").splitlines())
-                used = None if used is None else max(0, used - int(copies.get(given_back, 0)))
+                used = None if used is None else max(0, used - int(copies.get(reclaimable_name, 0)))
                 limits.append((limit, used))
     limit, used = min(limits, key=lambda pair: pair[0]) if limits else (None, None)
     shared = root / "dev/shm"
-    room = shutil.disk_usage(shared) if shared.is_dir() else None
+    shared_usage = shutil.disk_usage(shared) if shared.is_dir() else None
     return Memory(
-        total=known.get("MemTotal"),
-        available=known.get("MemAvailable"),
+        total=meminfo.get("MemTotal"),
+        available=meminfo.get("MemAvailable"),
         limit=limit,
         used=used,
-        shared_total=None if room is None else room.total,
-        shared_free=None if room is None else room.free,
+        shared_total=None if shared_usage is None else shared_usage.total,
+        shared_free=None if shared_usage is None else shared_usage.free,
     )
 
 

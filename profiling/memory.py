@@ -155,7 +155,7 @@ def dump_snapshot(path: Path) -> bool:
 
 def count_tensor_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes of the tensors' storages, each shared one counted once."""
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 

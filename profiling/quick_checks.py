@@ -71,11 +71,11 @@ def measure_rates(
     times: list[list[float]] = [[] for _ in works]
     end = clock() + SECONDS * len(works)
     while not times[0] or clock() < end:
-        for work, taken in zip(works, times, strict=True):
+        for work, durations in zip(works, times, strict=True):
             begin = clock()
             work()
-            taken.append(clock() - begin)
-    return [amount / max(1e-9, statistics.median(taken)) for taken in times]
+            durations.append(clock() - begin)
+    return [amount / max(1e-9, statistics.median(durations)) for durations in times]
 
 
 def _matrix_product(torch: Any, dtype: Any) -> Callable[[], object]:
@@ -92,7 +92,7 @@ def _copy(torch: Any) -> Callable[[], object]:
 def fsync_seconds(directory: Path) -> float | None:
     """Return the median seconds to write and sync 4 KiB; None: the directory is not writable."""
     path = directory / f".diffusionlm-doctor-{os.getpid()}"
-    taken = []
+    durations = []
     try:
         with path.open("wb") as file:
             for _ in range(_SYNCS):
@@ -100,10 +100,10 @@ def fsync_seconds(directory: Path) -> float | None:
                 file.write(b"\0" * 4096)
                 file.flush()
                 os.fsync(file.fileno())
-                taken.append(time.perf_counter() - begin)
+                durations.append(time.perf_counter() - begin)
     except OSError:
         return None
     finally:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-    return statistics.median(taken)
+    return statistics.median(durations)

@@ -144,15 +144,19 @@ def activation_bytes(job: TrainingJob) -> float:
     their product (of a mixture those of the experts that a token meets). With checkpointing one block at a time.
     """
     model = job.model
-    places = job.micro_batch_size * job.row_length * (2 if job.pattern == "block_diffusion" else 1)
+    positions = job.micro_batch_size * job.row_length * (2 if job.pattern == "block_diffusion" else 1)
     q_width, kv_width = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    kept = []
+    numbers_per_layer = []
     for layer in range(model.num_hidden_layers):
         is_sparse = model.is_sparse(layer) and model.moe_intermediate_size is not None
         inner = model.num_experts_per_tok * (model.moe_intermediate_size or 0) if is_sparse else model.intermediate_size
-        kept.append(4 * model.hidden_size + 2 * q_width + 2 * kv_width + 3 * inner)
-    numbers = sum(kept) if job.keeps_all_activations else model.num_hidden_layers * model.hidden_size + max(kept)
-    return 2.0 * places * numbers
+        numbers_per_layer.append(4 * model.hidden_size + 2 * q_width + 2 * kv_width + 3 * inner)
+    numbers = (
+        sum(numbers_per_layer)
+        if job.keeps_all_activations
+        else model.num_hidden_layers * model.hidden_size + max(numbers_per_layer)
+    )
+    return 2.0 * positions * numbers
 
 
 @dataclass(frozen=True)
@@ -257,9 +261,13 @@ def find_fastest_job(job: TrainingJob, cluster: Cluster) -> TrainingJob | None:
     fitting = []
     for keeps_all_activations in (True, False):
         for size in (1, 2, 4, 8, 16):
-            tried = TrainingJob(
+            candidate = TrainingJob(
                 **{**vars(job), "micro_batch_size": size, "keeps_all_activations": keeps_all_activations}
             )
-            if job.rows % size == 0 and estimate_rank_memory(tried).total <= cluster.memory * cluster.usable:
-                fitting.append(tried)
-    return min(fitting, key=lambda each: (estimate_step_time(each, cluster).total, each.micro_batch_size), default=None)
+            if job.rows % size == 0 and estimate_rank_memory(candidate).total <= cluster.memory * cluster.usable:
+                fitting.append(candidate)
+    return min(
+        fitting,
+        key=lambda candidate: (estimate_step_time(candidate, cluster).total, candidate.micro_batch_size),
+        default=None,
+    )

@@ -108,11 +108,11 @@ def _read_gpus(torch: Any) -> tuple[tuple[GpuInfo, ...], str]:
     gpus = []
     try:
         for index in range(torch.cuda.device_count()):
-            known = torch.cuda.get_device_properties(index)
+            properties = torch.cuda.get_device_properties(index)
             with torch.cuda.device(index):
                 free, total = torch.cuda.mem_get_info()
                 has_bfloat16 = has_native_bfloat16("cuda")
-            gpus.append(GpuInfo(known.name, total, free, (known.major, known.minor), has_bfloat16))
+            gpus.append(GpuInfo(properties.name, total, free, (properties.major, properties.minor), has_bfloat16))
     except RuntimeError as error:
         return tuple(gpus), str(error).splitlines()[0]
     return tuple(gpus), ""

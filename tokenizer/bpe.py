@@ -101,11 +101,11 @@ class Tokenizer:
             ValueError: a token in the options is not among the special tokens.
         """
         options.check(self._special)
-        other = copy.copy(self)  # through __getstate__, so that nothing mutable is shared
-        other.options = options
-        other._fingerprint = None
-        other._prepare()
-        return other
+        tokenizer = copy.copy(self)  # through __getstate__, so that nothing mutable is shared
+        tokenizer.options = options
+        tokenizer._fingerprint = None
+        tokenizer._prepare()
+        return tokenizer
 
     def with_mask_token(self, text: str, token_id: int) -> "Tokenizer":
         """Return a copy with this mask token, which is added to the special tokens if it is missing.
@@ -113,14 +113,14 @@ class Tokenizer:
         Raises:
             ValueError: the id belongs to another token, or the file cannot represent another one.
         """
-        other = copy.copy(self)
-        other._special = {**self._special, text: token_id}
-        other.mask_token = text
-        other._check()
-        other._bytes_of = {**self._bytes_of, token_id: text.encode()}
-        other._fingerprint = None
-        other._prepare()
-        return other
+        tokenizer = copy.copy(self)
+        tokenizer._special = {**self._special, text: token_id}
+        tokenizer.mask_token = text
+        tokenizer._check()
+        tokenizer._bytes_of = {**self._bytes_of, token_id: text.encode()}
+        tokenizer._fingerprint = None
+        tokenizer._prepare()
+        return tokenizer
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self._special)})"

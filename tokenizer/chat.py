@@ -135,33 +135,35 @@ def _template_variables(
 
 
 def _copy_message(index: int, message: Message) -> dict[str, Any]:
-    place = f"messages[{index}]"
+    location = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise ValueError(f"{place} is {message!r}: expected a mapping with role and content")
+        raise ValueError(f"{location} is {message!r}: expected a mapping with role and content")
     if not isinstance(message.get("role"), str):
-        raise ValueError(f"{place} has the role {message.get('role')!r}: expected a string such as 'user'")
-    plain: dict[str, Any] = _copy_json(place, message)
+        raise ValueError(f"{location} has the role {message.get('role')!r}: expected a string such as 'user'")
+    plain: dict[str, Any] = _copy_json(location, message)
     reasoning = next((plain[key] for key in _REASONING_KEYS if plain.get(key) is not None), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _copy_json(place: str, value: Any, depth: int = 0) -> Any:
+def _copy_json(location: str, value: Any, depth: int = 0) -> Any:
     """Copy a value that JSON can represent."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"{place} is nested more than {_MAX_DEPTH} deep")
+        raise ValueError(f"{location} is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(f"{place} has the key {key!r}: expected a string")
-        return {str(key): _copy_json(f"{place}.{key}", item, depth + 1) for key, item in value.items()}
+                raise ValueError(f"{location} has the key {key!r}: expected a string")
+        return {str(key): _copy_json(f"{location}.{key}", item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_copy_json(f"{place}[{index}]", item, depth + 1) for index, item in enumerate(value)]
+        return [_copy_json(f"{location}[{index}]", item, depth + 1) for index, item in enumerate(value)]
     for kind in (bool, str, int, float):
         if isinstance(value, kind):
             return kind(value)
     if value is None:
         return None
-    raise ValueError(f"{place} is a {type(value).__name__}: chat templates accept strings, numbers, lists and mappings")
+    raise ValueError(
+        f"{location} is a {type(value).__name__}: chat templates accept strings, numbers, lists and mappings"
+    )
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:

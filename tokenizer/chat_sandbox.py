@@ -87,8 +87,8 @@ def run_template(source: str, variables: Mapping[str, Any], now: datetime) -> st
             pieces.append(piece)
     except TemplateError as error:
         line = getattr(error, "lineno", None)
-        place = "" if line is None else f" (line {line})"
-        raise ValueError(f"the chat template cannot be applied: {error.message}{place}") from None
+        location = "" if line is None else f" (line {line})"
+        raise ValueError(f"the chat template cannot be applied: {error.message}{location}") from None
     except Exception as error:  # a template is a program, which may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"the chat template cannot be applied: {reason}; do the messages match it?") from None
@@ -120,13 +120,13 @@ def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
 
 
 def _bounded_range() -> Callable[..., range]:
-    left = MAX_RANGE_ITEMS
+    remaining = MAX_RANGE_ITEMS
 
     def bounded(*args: int) -> range:
-        nonlocal left
+        nonlocal remaining
         numbers = range(*args)
-        left -= len(numbers)
-        if left < 0:
+        remaining -= len(numbers)
+        if remaining < 0:
             raise SecurityError(f"its ranges have more than {MAX_RANGE_ITEMS:,} items together")
         return numbers
 

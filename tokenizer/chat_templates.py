@@ -128,23 +128,23 @@ def load_chat_template(directory: str | os.PathLike[str], name: str = "default")
     folder = Path(directory)
     config_path = folder / "tokenizer_config.json"
     config = read_json_object(config_path) if config_path.is_file() else {}
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     json_path = folder / CHAT_TEMPLATE_JSON_FILE
     for path, contents in (
         (config_path, config),
         (json_path, read_json_object(json_path) if json_path.is_file() else {}),
     ):
-        found |= _named_templates(path, contents.get("chat_template"))
+        templates |= _named_templates(path, contents.get("chat_template"))
     if (folder / CHAT_TEMPLATE_FILE).is_file():
-        found["default"] = read_text(folder / CHAT_TEMPLATE_FILE, newline="")
+        templates["default"] = read_text(folder / CHAT_TEMPLATE_FILE, newline="")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = read_text(path, newline="")
-    if name not in found:
-        if not found or name == "default":
+        templates[path.stem] = read_text(path, newline="")
+    if name not in templates:
+        if not templates or name == "default":
             return None
-        raise ValueError(f"{folder}: has no chat template {name!r}, only {', '.join(sorted(found))}")
+        raise ValueError(f"{folder}: has no chat template {name!r}, only {', '.join(sorted(templates))}")
     named = {key: read_role_token(key, config) for key in config if key.endswith("_token") and "add_" not in key}
-    return ChatTemplate(found[name], {key: text for key, text in named.items() if text is not None})
+    return ChatTemplate(templates[name], {key: text for key, text in named.items() if text is not None})
 
 
 def save_chat_template(template: ChatTemplate, directory: str | os.PathLike[str]) -> None:
@@ -164,9 +164,9 @@ def _named_templates(path: Path, value: Any) -> dict[str, str]:
     if isinstance(listed, dict):
         listed = [{"name": name, "template": text} for name, text in listed.items()]
     try:
-        found = {entry["name"]: entry["template"] for entry in listed}
+        templates = {entry["name"]: entry["template"] for entry in listed}
     except (KeyError, TypeError):
-        found = {"": None}
-    if not all(isinstance(text, str) for pair in found.items() for text in pair):
+        templates = {"": None}
+    if not all(isinstance(text, str) for pair in templates.items() for text in pair):
         raise ValueError(f"{path}: chat_template is neither a string nor a list of objects with name and template")
-    return found
+    return templates

@@ -29,7 +29,7 @@ Splitter = Callable[[str], list[str]]
 
 def pattern_name(expression: str) -> str:
     """Return the name of a regular expression in PATTERNS, or the expression itself if it has none."""
-    return next((name for name, known in PATTERNS.items() if known == expression), expression)
+    return next((name for name, pattern in PATTERNS.items() if pattern == expression), expression)
 
 
 def pattern_regex(pattern: str) -> str:

@@ -164,10 +164,10 @@ def _learn_merges(
         # ends), so each string of bytes has one derivation.
         merges.append((left, right))
         tokens.append(left + right)
-        grown = _replace_pair(words, counts, where.pop(pair), pair, chr(len(tokens) - 1), pair_counts, where)
-        for other in grown:
-            if pair_counts[other] > 0:
-                heapq.heappush(heap, (-pair_counts[other], other))
+        new_pairs = _replace_pair(words, counts, where.pop(pair), pair, chr(len(tokens) - 1), pair_counts, where)
+        for new_pair in new_pairs:
+            if pair_counts[new_pair] > 0:
+                heapq.heappush(heap, (-pair_counts[new_pair], new_pair))
         if on_progress is not None:
             on_progress(len(merges), num_merges)
     return tokens, merges

@@ -50,7 +50,7 @@ def find_problems(
         missing: required packages that are not installed.
         drivers: GPUs that the driver lists.
     """
-    found = [
+    findings = [
         *_of_software(machine, torch, missing),
         *_of_gpus(torch, drivers),
         *_of_cores(machine, torch),
@@ -60,7 +60,7 @@ def find_problems(
         *_of_limits(machine),
         *_of_network(machine),
     ]
-    return sorted(found, key=lambda finding: get_args(Severity).index(finding.weight))
+    return sorted(findings, key=lambda finding: get_args(Severity).index(finding.weight))
 
 
 def _of_software(machine: Machine, torch: TorchInfo, missing: list[str]) -> Iterator[Finding]:
@@ -71,9 +71,9 @@ def _of_software(machine: Machine, torch: TorchInfo, missing: list[str]) -> Iter
     elif torch.version is None:
         remedy = "uv sync --reinstall-package torch; --reinstall also replaces what torch needs"
         yield Finding("broken", "torch cannot be used", torch.problem, remedy)
-    others = [name for name in missing if name != "torch"]
-    if others:
-        yield Finding("broken", f"missing: {', '.join(others)}", "the project depends on them", "uv sync")
+    packages = [name for name in missing if name != "torch"]
+    if packages:
+        yield Finding("broken", f"missing: {', '.join(packages)}", "the project depends on them", "uv sync")
     level = machine.variables.get(NVTX_VARIABLE, "")
     if level and level not in get_args(Level):
         levels = ", ".join(get_args(Level))
@@ -113,20 +113,22 @@ def _of_cores(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
     processor = machine.processor
     num_usable_cores = processor.num_usable_cores
     if torch.version is not None and torch.threads < num_usable_cores:
-        asked = {name: machine.variables[name] for name in _THREADS if name in machine.variables}
-        said = ", ".join(f"{name}={value}" for name, value in asked.items()) or "it decided so"
-        remedy = f"model.threads = {num_usable_cores}" + (", or unset the variable" if asked else "")
+        settings = {name: machine.variables[name] for name in _THREADS if name in machine.variables}
+        reason = ", ".join(f"{name}={value}" for name, value in settings.items()) or "torch's default"
+        remedy = f"model.threads = {num_usable_cores}" + (", or unset the variable" if settings else "")
         threads, cores = format_count(torch.threads, "thread"), format_count(num_usable_cores, "core")
-        what = f"torch starts {threads} where {cores} are granted"
-        yield Finding("slow", what, f"{said}; inference takes its number, training run.threads", remedy)
+        problem = f"torch starts {threads} where {cores} are granted"
+        yield Finding("slow", problem, f"{reason}; inference uses this number, training uses run.threads", remedy)
     if torch.version is not None and torch.threads > num_usable_cores:
         quota = (
             "" if processor.quota is None else f"; the control group grants {processor.quota:g} cores' worth of time"
         )
         why = f"threads that share a core wait for each other; inference takes torch's number{quota}"
         threads, cores = format_count(torch.threads, "thread"), format_count(num_usable_cores, "core")
-        what = f"torch starts {threads} where {cores} are granted"
-        yield Finding("slow", what, why, f"OMP_NUM_THREADS={num_usable_cores}, or model.threads = {num_usable_cores}")
+        problem = f"torch starts {threads} where {cores} are granted"
+        yield Finding(
+            "slow", problem, why, f"OMP_NUM_THREADS={num_usable_cores}, or model.threads = {num_usable_cores}"
+        )
     if _is_busy(machine):
         cores = format_count(num_usable_cores, "core")
         why = f"{processor.load:.1f} processes wanted {cores} on average over the last minute"
@@ -156,15 +158,15 @@ def _of_speeds(machine: Machine, torch: TorchInfo, speeds: MeasuredSpeeds) -> It
         why = f"measured {ratio:.2f} of float32's speed in one product, though the processor has instructions for it"
         yield Finding("slow", "bfloat16 products are slower than float32", why, 'training.precision = "float32"')
     elif not torch.has_bfloat16:
-        how = f"measured {ratio:.2f} of float32's speed"
-        why = f"the processor has no instructions for it: {how}; training.precision = auto takes float32"
+        measurement = f"measured {ratio:.2f} of float32's speed"
+        why = f"the processor has no instructions for it: {measurement}; training.precision = auto takes float32"
         yield Finding("note", "bfloat16 is emulated", why, 'leave training.precision = "auto"')
     if speeds.float32_all is not None and speeds.threads > 1 and not _is_busy(machine):
         share = speeds.float32_all / (speeds.threads * speeds.float32)
         if share < POOR_SCALING:
-            what = f"{speeds.threads} threads do {share * speeds.threads:.1f} times the work of one"
+            problem = f"{speeds.threads} threads do {share * speeds.threads:.1f} times the work of one"
             why = "cores are shared with others, or are two halves of one"
-            yield Finding("slow", what, why, f"run.threads = {max(1, round(share * speeds.threads))}")
+            yield Finding("slow", problem, why, f"run.threads = {max(1, round(share * speeds.threads))}")
 
 
 def _of_memory(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
@@ -208,21 +210,21 @@ def _of_limits(machine: Machine) -> Iterator[Finding]:
 
 
 def _of_network(machine: Machine) -> Iterator[Finding]:
-    network, named = machine.network, machine.variables
-    if network.address is None and "GLOO_SOCKET_IFNAME" not in named:
-        why = f"nobody knows the name {network.hostname}, which gloo looks up"
+    network, variables = machine.network, machine.variables
+    if network.address is None and "GLOO_SOCKET_IFNAME" not in variables:
+        why = f"the host name {network.hostname}, which gloo looks up, cannot be resolved"
         remedy = "GLOO_SOCKET_IFNAME=lo for one machine, or a line in /etc/hosts"
         yield Finding("slow", "ranks may not find each other", why, remedy)
-    if network.address is not None and network.address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in named:
-        others = [name for name in network.interfaces if name != "lo"]
-        why = "gloo would tell ranks on other machines to look for this one there; on one machine it is right"
-        remedy = f"for several machines GLOO_SOCKET_IFNAME, one of {', '.join(others) or 'the interfaces'}"
-        yield Finding("note", f"the machine's name leads to {network.address}", why, remedy)
+    if network.address is not None and network.address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in variables:
+        interfaces = [name for name in network.interfaces if name != "lo"]
+        why = "ranks on other machines cannot reach this address; on one machine it is right"
+        remedy = f"for several machines GLOO_SOCKET_IFNAME, one of {', '.join(interfaces) or 'the interfaces'}"
+        yield Finding("note", f"the machine's name resolves to {network.address}", why, remedy)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = named.get(name, "").lstrip("=^").split(",")[0]
-        if wanted and network.interfaces and not any(each.startswith(wanted) for each in network.interfaces):
+        prefix = variables.get(name, "").lstrip("=^").split(",")[0]
+        if prefix and network.interfaces and not any(interface.startswith(prefix) for interface in network.interfaces):
             why = f"there are {', '.join(network.interfaces)}"
-            yield Finding("broken", f"{name}={named[name]}: no such interface", why, f"unset {name}, or name one")
+            yield Finding("broken", f"{name}={variables[name]}: no such interface", why, f"unset {name}, or name one")
 
 
 def format_count(number: int, noun: str) -> str:

@@ -37,7 +37,11 @@ class DoctorReport:
 
     def to_json(self) -> str:
         """Return the report as a JSON object."""
-        value = {"facts": self.facts, "findings": [asdict(each) for each in self.findings], "broken": self.is_broken}
+        value = {
+            "facts": self.facts,
+            "findings": [asdict(finding) for finding in self.findings],
+            "broken": self.is_broken,
+        }
         return json.dumps(value, indent=1, ensure_ascii=False)
 
 
@@ -50,23 +54,23 @@ def examine(runs: Path, *, is_quick: bool, check_kernel: Callable[[], str]) -> D
         check_kernel: runs the Triton kernel and describes the result; raises if it is wrong.
     """
     machine, torch = read_machine(runs), read_torch()
-    known, missing = drivers(), missing_packages()
+    driver_lines, missing = drivers(), missing_packages()
     has_torch = torch.version is not None
     speeds = (
         MeasuredSpeeds()
         if is_quick
         else measure_speeds(machine.storage.path, machine.processor.num_usable_cores, has_torch)
     )
-    findings = find_problems(machine, torch, missing, known, speeds)
+    findings = find_problems(machine, torch, missing, driver_lines, speeds)
     triton, problem = ("not tried (--quick)", None) if is_quick else _try_kernel(torch, check_kernel)
     if problem is not None:
-        findings = sorted([problem, *findings], key=lambda each: each.weight != "broken")
+        findings = sorted([problem, *findings], key=lambda finding: finding.weight != "broken")
     facts = {
         "software": _software(machine, torch, triton),
         "processor": _processor(machine, torch),
         "memory": _memory(machine),
         "disk": _disk(machine),
-        "GPU": _gpus(torch, known),
+        "GPU": _gpus(torch, driver_lines),
         "network": _network(machine),
         "services": describe_services(os.environ, Path.home()),
         **({} if speeds == MeasuredSpeeds() else {"measured": _measured(speeds)}),
@@ -141,21 +145,21 @@ def _disk(machine: Machine) -> dict[str, str]:
     }
 
 
-def _gpus(torch: TorchInfo, known: list[str]) -> dict[str, str]:
+def _gpus(torch: TorchInfo, driver_lines: list[str]) -> dict[str, str]:
     facts = {
         f"GPU {index}": f"{gpu.name}, {format_bytes(gpu.free)} of {format_bytes(gpu.memory)} free, capability "
         f"{gpu.capability[0]}.{gpu.capability[1]}, bfloat16: {_yes_or_no(gpu.has_bfloat16)}"
         for index, gpu in enumerate(torch.gpus)
     }
-    if known:
-        facts["driver"] = "; ".join(dict.fromkeys(line.partition(",")[0] for line in known))
+    if driver_lines:
+        facts["driver"] = "; ".join(dict.fromkeys(line.partition(",")[0] for line in driver_lines))
     return facts or {"GPU": "none"}
 
 
 def _network(machine: Machine) -> dict[str, str]:
     network = machine.network
     return {
-        "name": f"{network.hostname}, {network.address or 'which nobody knows'}",
+        "name": f"{network.hostname}, {network.address or 'cannot be resolved'}",
         "interfaces": ", ".join(network.interfaces) or "unknown",
     }
 
@@ -223,8 +227,8 @@ def render(report: DoctorReport, width: int) -> str:
 
 def _wrap_lines(head: str, text: str, width: int) -> list[str]:
     """Wrap text behind a prefix, with continuation lines indented."""
-    room = max(40, width - len(head))
-    parts = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+    text_width = max(40, width - len(head))
+    parts = textwrap.wrap(text, text_width, break_long_words=False, break_on_hyphens=False) or [""]
     return [f"{head if index == 0 else ' ' * len(head)}{part}" for index, part in enumerate(parts)]
 
 

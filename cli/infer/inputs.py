@@ -32,7 +32,7 @@ class Input:
     """Empty for a chat."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """Messages of a chat."""
-    place: str = ""
+    location: str = ""
     """File and line, for errors; empty if the input is from the config."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other keys of its JSON line."""
@@ -118,7 +118,7 @@ def encode_inputs(
     encoded_inputs = []
     for index, source in enumerate(inputs):
         counts[source.kind] += 1
-        with _prefix_errors(source.place):
+        with _prefix_errors(source.location):
             text, ids, num_hidden = _encode(source, tokenizer, model, template, prefix_ids)
         is_infill = source.kind == "infill"
         masked_positions = frozenset(
@@ -166,12 +166,12 @@ def require_template(template: ChatTemplate | None) -> ChatTemplate:
 
 
 @contextmanager
-def _prefix_errors(place: str) -> Iterator[None]:
-    """Prefix the message of a ValueError with the place."""
+def _prefix_errors(location: str) -> Iterator[None]:
+    """Prefix the message of a ValueError with its location."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{place}: {error}" if place else str(error)) from error
+        raise ValueError(f"{location}: {error}" if location else str(error)) from error
 
 
 def _read_file(path: Path, file_format: str | None) -> list[Input]:
@@ -184,8 +184,8 @@ def _read_file(path: Path, file_format: str | None) -> list[Input]:
         with _prefix_errors(f"{name}:{number}"):
             text = _decode_utf8(line.removesuffix(b"\r"))
             if text.strip():
-                place = f"{name}:{number}"
-                inputs.append(_parse_json_line(text, place) if is_json else Input("prompt", text, place=place))
+                location = f"{name}:{number}"
+                inputs.append(_parse_json_line(text, location) if is_json else Input("prompt", text, location=location))
     if not inputs:
         raise ValueError(f"{name}: has no prompts: write one per line")
     return inputs
@@ -198,14 +198,14 @@ def _decode_utf8(line: bytes) -> str:
         raise ValueError(f"is not UTF-8 (byte {error.start + 1} of the line); convert the file") from None
 
 
-def _parse_json_line(line: str, place: str) -> Input:
+def _parse_json_line(line: str, location: str) -> Input:
     """The input of a line of a .jsonl file."""
     try:
         value = json.loads(line, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from None
     if isinstance(value, str):
-        return Input("prompt", value, place=place)
+        return Input("prompt", value, location=location)
     names = [key for key in _KEYS if isinstance(value, dict) and key in value]
     if len(names) != 1:
         problem = f"has {' and '.join(names)}" if names else f"is {_shorten(line)}"
@@ -213,10 +213,10 @@ def _parse_json_line(line: str, place: str) -> Input:
     [name] = names
     extra = {key: item for key, item in value.items() if key != name}
     if name == "messages":
-        return Input("chat", messages=_parse_messages(value[name]), place=place, extra=extra)
+        return Input("chat", messages=_parse_messages(value[name]), location=location, extra=extra)
     if not isinstance(value[name], str):
         raise ValueError(f'"{name}" is {_shorten(json.dumps(value[name]))}: expected a string')
-    return Input(_KEYS[name], value[name], place=place, extra=extra)
+    return Input(_KEYS[name], value[name], location=location, extra=extra)
 
 
 def _reject_constant(name: str) -> None:

@@ -190,8 +190,8 @@ def _final_text(tokenizer: Tokenizer, replay: RequestReplay, answer: Answer) -> 
     request, ids = replay.request, answer.result.token_ids
     if request.source.kind != "infill":
         ids = (*request.token_ids, *ids)
-    shown, is_new = ids[request.num_hidden :], request.is_new(len(ids))[request.num_hidden :]
-    pieces = canvas_text_pieces(shown, [False] * len(shown), is_new, tokenizer)
+    visible_ids, is_new = ids[request.num_hidden :], request.is_new(len(ids))[request.num_hidden :]
+    pieces = canvas_text_pieces(visible_ids, [False] * len(visible_ids), is_new, tokenizer)
     return "".join(f'<span class="{"new" if new else "given"}">{escape(text)}</span>' for text, new in pieces)
 
 
@@ -253,10 +253,10 @@ def render_chart(frames: Sequence[ReplayFrame]) -> str:
     """SVG bars of the tokens that each forward committed and, downwards, of those that it masked again."""
     if not frames:
         return ""
-    most = max(1, *(len(frame.committed) for frame in frames))
-    fewest = max(len(frame.masked) for frame in frames)
-    scale = _CHART_HEIGHT / (most + fewest)
-    base = most * scale
+    max_committed = max(1, *(len(frame.committed) for frame in frames))
+    max_masked = max(len(frame.masked) for frame in frames)
+    scale = _CHART_HEIGHT / (max_committed + max_masked)
+    base = max_committed * scale
     bars = []
     for number, frame in enumerate(frames, 1):
         up, down = len(frame.committed), len(frame.masked)
@@ -269,10 +269,10 @@ def render_chart(frames: Sequence[ReplayFrame]) -> str:
             * bool(down)
             + "</g>"
         )
-    below = " (below the line: masked again)" if fewest else ""
-    widest = "1 token" if most == 1 else f"{most} tokens"
+    below = " (below the line: masked again)" if max_masked else ""
+    maximum = "1 token" if max_committed == 1 else f"{max_committed} tokens"
     return (
-        f'<figure class="chart"><figcaption>Tokens committed per forward{below}; at most {widest}</figcaption>'
+        f'<figure class="chart"><figcaption>Tokens committed per forward{below}; at most {maximum}</figcaption>'
         f'<svg viewBox="0 0 {len(frames)} {_CHART_HEIGHT:g}" style="max-width:{3 * len(frames)}rem" '
         f'preserveAspectRatio="none" role="img" '
         f'aria-label="Tokens committed per forward">{"".join(bars)}</svg></figure>'

@@ -56,7 +56,7 @@ def answer(
 
 def _prepare(settings: DecodingSettings, encoded: EncodedInput, num_inputs: int) -> PreparedRequest:
     prepare = prepare_infill if encoded.source.kind == "infill" else prepare_prompt
-    label = encoded.source.place or f"{encoded.name} of {num_inputs}"
+    label = encoded.source.location or f"{encoded.name} of {num_inputs}"
     return prepare(settings, encoded.token_ids, encoded.seed, label)
 
 

@@ -210,8 +210,8 @@ def run_identity(sweep_command: SweepCommand, config: Section) -> str:
 def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:
     lines = []
     for problem, labels in problems.items():
-        others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-        where = "every run" if len(labels) == count else f"{labels[0]}{others}"
+        suffix = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+        where = "every run" if len(labels) == count else f"{labels[0]}{suffix}"
         lines.append(f"{where}:\n  {problem}")
     invalid = sum(map(len, problems.values()))
     return "\n".join([f"{invalid} of {count} runs have an invalid config; nothing was started", *lines])
@@ -229,7 +229,7 @@ def name_points(grid: Sequence[Mapping[str, str]], existing: Mapping[str, Mappin
     names: list[str] = []
     used_names = {name.lower() for name in existing}
     for values in grid:
-        name = next((name for name, others in existing.items() if dict(others) == dict(values)), None)
+        name = next((name for name, run_values in existing.items() if dict(run_values) == dict(values)), None)
         if name is None:
             name = _unique_name(values, short, used_names)
             used_names.add(name.lower())
@@ -243,7 +243,7 @@ def short_keys(keys: Collection[str]) -> dict[str, str]:
     for key in keys:
         parts = key.split(".")
         candidates = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        ends = [tuple(other.split(".")) for other in keys if other != key]
+        ends = [tuple(other_key.split(".")) for other_key in keys if other_key != key]
         short[key] = next(
             (
                 candidate

@@ -171,7 +171,7 @@ def _render_curve(table: SweepTable, row: SweepTableRow) -> str:
     """Draw the loss curve of a run and of the first run of the table as inline SVG; all cards have one scale."""
     if len(row.result.curve) < 2:
         return ""
-    curves = [other.result.curve for other in table.rows if len(other.result.curve) > 1]
+    curves = [table_row.result.curve for table_row in table.rows if len(table_row.result.curve) > 1]
     losses = [loss for curve in curves for _, loss in curve[int(len(curve) * _UNSCALED_FRACTION) :]]
     low, high = min(losses), max(losses)
     last = max(step for curve in curves for step, _ in curve)

@@ -186,8 +186,8 @@ class SweepRunner:
             return
         self._last_progress_time = time.monotonic()
         parts = [self._format_progress(process) for process in self._running.values()]
-        left = self._seconds_left() if self._waiting or len(self._running) > 1 else None
-        parts += [f"{format_duration(left)} left in the sweep"] if left is not None else []
+        seconds_left = self._seconds_left() if self._waiting or len(self._running) > 1 else None
+        parts += [f"{format_duration(seconds_left)} left in the sweep"] if seconds_left is not None else []
         line = "; ".join(parts)
         if is_terminal:
             line = line[: max(20, shutil.get_terminal_size().columns - 1)]
@@ -211,12 +211,12 @@ class SweepRunner:
         estimates = {}
         for process in self._running.values():
             metrics = last_metrics(self._sweep.run_path(process.name) / "metrics.jsonl")
-            left = None if metrics is None else metrics[1].get("seconds_left")
-            if isinstance(left, int | float):
-                estimates[process.name] = float(left)
+            seconds = None if metrics is None else metrics[1].get("seconds_left")
+            if isinstance(seconds, int | float):
+                estimates[process.name] = float(seconds)
         if not done and len(estimates) < len(self._running):
             return None
-        totals = [self._record_seconds(name) + left for name, left in estimates.items()]
+        totals = [self._record_seconds(name) + seconds for name, seconds in estimates.items()]
         mean = sum(done) / len(done) if done else sum(totals) / len(totals)
         active = [estimates.get(name, max(0.0, mean - process.elapsed)) for name, process in self._running.items()]
         return (sum(active) + mean * len(self._waiting)) / min(self._jobs, len(active) + len(self._waiting))

@@ -168,6 +168,6 @@ def convert(plan: ConversionPlan) -> None:
 
 def _fill_row_with_mean(table_VD: Tensor, row: int) -> Tensor:
     """Set a row to the mean of the other rows. ``row`` = V appends one."""
-    others = torch.cat([table_VD[:row], table_VD[row + 1 :]])
-    mean_D = others.double().mean(0, keepdim=True).to(table_VD.dtype)
+    other_rows = torch.cat([table_VD[:row], table_VD[row + 1 :]])
+    mean_D = other_rows.double().mean(0, keepdim=True).to(table_VD.dtype)
     return torch.cat([table_VD[:row], mean_D, table_VD[row + 1 :]])

@@ -120,14 +120,14 @@ def update_training_section(folder: Path, training: CardTraining) -> None:
     section = _find_training_section(card)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        others = {name: entry for name, entry in manifest["files"].items() if name != CARD_FILE}
+        entries = {name: entry for name, entry in manifest["files"].items() if name != CARD_FILE}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / MANIFEST}: damaged manifest: {error!r}") from error
     if section is None:
         raise ValueError(f"{folder / CARD_FILE} has no {TRAINING_HEADING!r}")
-    _write_manifest(folder, others)
+    _write_manifest(folder, entries)
     write_text_atomic(folder / CARD_FILE, card.replace(section, _training_section(training).strip(), 1))
-    _write_manifest(folder, others | make_manifest_entries(folder, [folder / CARD_FILE]))
+    _write_manifest(folder, entries | make_manifest_entries(folder, [folder / CARD_FILE]))
 
 
 def _write_manifest(folder: Path, entries: ManifestEntries) -> None:

@@ -209,8 +209,8 @@ class KeyedPermutation:
         if not 1 <= n <= 1 << 62:
             raise ValueError(f"n = {n}: a permutation needs 1 to 2 ** 62 items")
         self.n = n
-        left = math.isqrt(n - 1) + 1
-        self._sizes = (np.uint64(left), np.uint64(-(-n // left)))
+        first_size = math.isqrt(n - 1) + 1
+        self._sizes = (np.uint64(first_size), np.uint64(-(-n // first_size)))
         # Raw output of the bit generator is the same in every version of NumPy.
         self._keys = keyed_rng(seed, stream, *key).bit_generator.random_raw(FEISTEL_ROUNDS)
 

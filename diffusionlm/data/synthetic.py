@@ -135,8 +135,8 @@ class MarkovDistribution(TextDistribution):
 
     @property
     def entropy_nats(self) -> float:
-        others = len(self.symbols) - 1
-        transition = _entropy_term(self.stay) + others * _entropy_term((1.0 - self.stay) / others)
+        num_other_symbols = len(self.symbols) - 1
+        transition = _entropy_term(self.stay) + num_other_symbols * _entropy_term((1.0 - self.stay) / num_other_symbols)
         return math.log(len(self.symbols)) + (self.length - 1) * transition
 
     @property

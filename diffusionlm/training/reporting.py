@@ -72,8 +72,10 @@ class RunSummary:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunSummary:
         """The inverse of `to_json`."""
-        others = tuple(_read_evaluation(evaluation) for evaluation in values["other_block_lengths"])
-        return cls(**{**values, "evaluation": _read_evaluation(values["evaluation"]), "other_block_lengths": others})
+        other_results = tuple(_read_evaluation(evaluation) for evaluation in values["other_block_lengths"])
+        return cls(
+            **{**values, "evaluation": _read_evaluation(values["evaluation"]), "other_block_lengths": other_results}
+        )
 
 
 def _read_evaluation(values: dict[str, Any]) -> EvaluationResult:

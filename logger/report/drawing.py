@@ -105,8 +105,8 @@ def _vertical(plot: Chart) -> dict[str, AxisScale]:
     low, high = float(values_N.min()), float(values_N.max())
     if plot.from_zero:
         low, high = min(0.0, low), max(0.0, high)
-    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    scales = {"linear": AxisScale(low if plot.from_zero and low == 0.0 else low - room, high + room)}
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    scales = {"linear": AxisScale(low if plot.from_zero and low == 0.0 else low - margin, high + margin)}
     least, greatest = float(values_N.min()), float(values_N.max())
     if plot.log is not None and least > 1e-100:
         ratio = max((greatest / least) ** 0.05, 1.02)
@@ -153,8 +153,8 @@ def _path(x_N: Floats, y_N: Floats) -> str:
 
 def _band(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
     """Return the area between two curves; for one point, a bar."""
-    kept_N = np.isfinite(low_N) & np.isfinite(high_N)
-    x, low, high = (each[kept_N].tolist() for each in (x_N, low_N, high_N))
+    is_finite_N = np.isfinite(low_N) & np.isfinite(high_N)
+    x, low, high = (values_N[is_finite_N].tolist() for values_N in (x_N, low_N, high_N))
     if not x:
         return ""
     if len(x) == 1:
@@ -165,10 +165,10 @@ def _band(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
 
 
 def _marks(plot: Chart, across: AxisScale) -> str:
-    places = np.concatenate([places_N for _, places_N in plot.marks]) if plot.marks else np.array([])
-    shown = sorted({_x(float(x)) for x in across(places)})
-    shown = shown[:: max(1, math.ceil(len(shown) / MAX_MARKS))]
-    return f'<path class="marks" d="{"".join(f"M{x} {HEIGHT}v-45" for x in shown)}"/>' if shown else ""
+    steps = np.concatenate([steps_N for _, steps_N in plot.marks]) if plot.marks else np.array([])
+    marks = sorted({_x(float(x)) for x in across(steps)})
+    marks = marks[:: max(1, math.ceil(len(marks) / MAX_MARKS))]
+    return f'<path class="marks" d="{"".join(f"M{x} {HEIGHT}v-45" for x in marks)}"/>' if marks else ""
 
 
 def _x(share: float) -> int:

@@ -47,7 +47,7 @@ def render_report(runs: Sequence[LoggedRun]) -> str:
             values.append(data)
         return f'<div class="charts">{"".join(figures[start:])}</div>' if plots else ""
 
-    others, without_chart = other_metrics(runs)
+    other_charts, without_chart = other_metrics(runs)
     sections = {
         "Results": tables.results(runs),
         "Curves": drawn(_in_order(main_plots(runs), is_comparable(runs))),
@@ -55,18 +55,18 @@ def render_report(runs: Sequence[LoggedRun]) -> str:
         "Config": tables.config(runs),
         "Environment": tables.environment(runs),
         "Events": tables.events(runs),
-        "Other metrics": drawn(others) + tables.last_values(runs, without_chart),
+        "Other metrics": drawn(other_charts) + tables.last_values(runs, without_chart),
     }
-    shown = {name: html for name, html in sections.items() if html}
+    nonempty = {name: html for name, html in sections.items() if html}
     parts = {
         "title": escape(title),
         "heading": escape(title if len(runs) == 1 else f"{len(runs)} runs compared"),
         "states": _states(runs),
         "notes": "".join(f"<p>{note}</p>" for note in notes(runs)),
         "headline": _headline(runs),
-        "links": "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in shown),
+        "links": "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in nonempty),
         "sections": "".join(
-            f'<section id="{_anchor(name)}"><h2>{name}</h2>{html}</section>' for name, html in shown.items()
+            f'<section id="{_anchor(name)}"><h2>{name}</h2>{html}</section>' for name, html in nonempty.items()
         ),
         "data": script_json(values),
     }

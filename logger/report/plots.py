@@ -115,11 +115,11 @@ METRICS_WITH_OWN_CHART = {
 
 def main_plots(runs: Sequence[LoggedRun]) -> list[Chart]:
     """Return the charts of known metrics, in order, without empty ones."""
-    found = [_training_loss(runs), *(_validation(runs, *each) for each in VALIDATION), _by_masked_share(runs)]
-    found += [_build_chart(kind, runs) for kind in CHART_SPECS]
+    charts = [_training_loss(runs), *(_validation(runs, *columns) for columns in VALIDATION), _by_masked_share(runs)]
+    charts += [_build_chart(kind, runs) for kind in CHART_SPECS]
     if not any(re.fullmatch(r"lr/.+", key) for run in runs for key in run.numbers):
-        found.append(_build_chart(ChartSpec("Learning rate", "", "lr", log=False, from_zero=True), runs))
-    return _nonempty(found, runs)
+        charts.append(_build_chart(ChartSpec("Learning rate", "", "lr", log=False, from_zero=True), runs))
+    return _nonempty(charts, runs)
 
 
 def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
@@ -127,18 +127,18 @@ def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
 
     The table has metrics that never change, are not numbers, or belong to a large family.
     """
-    known = re.compile("|".join(["final_.+", *(f"(?:{kind.keys})" for kind in CHART_SPECS)]))
+    charted = re.compile("|".join(["final_.+", *(f"(?:{kind.keys})" for kind in CHART_SPECS)]))
     keys = dict.fromkeys(key for run in runs for key in run.numbers)
-    left = [key for key in keys if key not in METRICS_WITH_OWN_CHART and not known.fullmatch(key)]
-    families = Counter(key.partition("/")[0] for key in left)
+    remaining = [key for key in keys if key not in METRICS_WITH_OWN_CHART and not charted.fullmatch(key)]
+    families = Counter(key.partition("/")[0] for key in remaining)
     drawn = [
         key
-        for key in left
+        for key in remaining
         if families[key.partition("/")[0]] <= MAX_CHARTS_PER_FAMILY and any(_changes(run, key) for run in runs)
     ]
     plots = _nonempty([_build_chart(ChartSpec(key, "", re.escape(key)), runs) for key in drawn], runs)
     texts = dict.fromkeys(key for run in runs for key in run.texts)
-    return plots, [*(key for key in left if key not in drawn), *texts]
+    return plots, [*(key for key in remaining if key not in drawn), *texts]
 
 
 def _changes(run: LoggedRun, key: str) -> bool:
@@ -197,8 +197,8 @@ def _by_masked_share(runs: Sequence[LoggedRun]) -> Chart:
         rows = run.summary.get("evaluation", {})
         rows = rows.get("by_masked_fraction", []) if isinstance(rows, dict) else []
         x, y = [], []
-        for place in range(len(rows) if isinstance(rows, list) else 0):
-            low, high, value = (run.result("evaluation", "by_masked_fraction", place, column) for column in range(3))
+        for index in range(len(rows) if isinstance(rows, list) else 0):
+            low, high, value = (run.result("evaluation", "by_masked_fraction", index, column) for column in range(3))
             if low is not None and high is not None and value is not None:
                 x += [low, high]
                 y += [value, value]
@@ -213,16 +213,16 @@ def _build_chart(kind: ChartSpec, runs: Sequence[LoggedRun]) -> Chart:
     keys = dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(kind.keys, key))
     plot = Chart(kind.title, kind.unit, [], log=kind.log, from_zero=kind.from_zero)
     chosen = [
-        (index, place, run, key)
-        for index, run in enumerate(runs)
-        for place, key in enumerate(keys)
+        (run_index, key_index, run, key)
+        for run_index, run in enumerate(runs)
+        for key_index, key in enumerate(keys)
         if key in run.numbers and not run.numbers[key].is_empty
     ]
-    for index, place, run, key in chosen:
+    for run_index, key_index, run, key in chosen:
         series = Series(run.numbers[key].steps_N, run.numbers[key].values_N * kind.scale)
         member = _label_of_metric(kind, key)
         name = ", ".join(part for part in (run.name if len(runs) > 1 or not member else "", member) if part)
-        color, dash = (place, 0) if len(runs) == 1 else (index, place)
+        color, dash = (key_index, 0) if len(runs) == 1 else (run_index, key_index)
         smooth = moving_average(series.values_N) if kind.is_smoothed else None
         plot.lines.append(_build_curve(name, color, dash, series, smooth, _num_buckets(len(chosen))))
     plot.note = " ".join(filter(None, [kind.note, _missing_values_note([run.numbers[key] for *_, run, key in chosen])]))
@@ -237,11 +237,13 @@ def _label_of_metric(kind: ChartSpec, key: str) -> str:
     if "top1_accuracy" not in kind.keys and "fraction" not in kind.keys:
         return text
     shares = re.fullmatch(r"([\d.]+)(?:-([\d.]+))?", text)
-    return text if shares is None else " to ".join(f"{float(each):.0%}" for each in shares.groups() if each) + " masked"
+    return (
+        text if shares is None else " to ".join(f"{float(share):.0%}" for share in shares.groups() if share) + " masked"
+    )
 
 
 def _missing_values_note(series: Sequence[Series]) -> str:
-    number = sum(each.num_missing for each in series)
+    number = sum(metric.num_missing for metric in series)
     if not number:
         return ""
     return "1 value is not finite." if number == 1 else f"{number:,} values are not finite."

@@ -36,7 +36,7 @@ class FilledSample:
     """An infilled text."""
 
     step: int
-    given: str
+    masked_text: str
     pieces: tuple[SampleToken, ...]
 
     @property
@@ -56,16 +56,16 @@ def render_samples(runs: Sequence[LoggedRun]) -> str:
             if sample is None:
                 plain.append(f"<li>{escape(event.text)}</li>")
             else:
-                texts.setdefault(sample.given, []).append(sample)
-        for given, filled in texts.items():
+                texts.setdefault(sample.masked_text, []).append(sample)
+        for masked_text, filled in texts.items():
             title = f"<h4>{escape(run.name)}</h4>" if len(runs) > 1 else ""
             chosen = _subsample(filled)
-            blocks.setdefault(given, []).append(title + _render_history(chosen))
-            forwards[given] = max(forwards.get(given, 0), *(sample.num_forwards for sample in chosen))
+            blocks.setdefault(masked_text, []).append(title + _render_history(chosen))
+            forwards[masked_text] = max(forwards.get(masked_text, 0), *(sample.num_forwards for sample in chosen))
     parts = [
-        f'<article class="sample"><pre class="given">{_render_masked_spans(given)}</pre>'
-        f"{_render_replay(forwards[given])}{''.join(block)}</article>"
-        for given, block in blocks.items()
+        f'<article class="sample"><pre class="given">{_render_masked_spans(masked_text)}</pre>'
+        f"{_render_replay(forwards[masked_text])}{''.join(block)}</article>"
+        for masked_text, block in blocks.items()
     ]
     key = (
         '<p class="note">The small number is the forward, from 1 on, in which a token was unmasked; the earlier, the '
@@ -79,8 +79,8 @@ def render_samples(runs: Sequence[LoggedRun]) -> str:
 def read_sample(event: RunEvent) -> FilledSample | None:
     """Read a sample event; None: its values are damaged or missing."""
     values = event.values
-    given, texts = values.get("given"), values.get("tokens")
-    if not isinstance(given, str) or not isinstance(texts, list):
+    masked_text, texts = values.get("given"), values.get("tokens")
+    if not isinstance(masked_text, str) or not isinstance(texts, list):
         return None
     try:
         columns = list(zip(texts, values.get("step_map", ()), values.get("logprobs", ()), strict=True))
@@ -94,14 +94,16 @@ def read_sample(event: RunEvent) -> FilledSample | None:
         rest.append((forward, logprob))
         if text:
             # Earlier tokens without text are bytes of this token's first character.
-            latest = max((each or 0 for each, _ in rest), default=0)
-            known = [each for _, each in rest if each is not None]
+            latest = max((number or 0 for number, _ in rest), default=0)
+            logprobs = [value for _, value in rest if value is not None]
             size = 1 if latest and forward is None else len(text)
-            pieces.append(SampleToken(text[:size], latest or None, math.exp(min(0.0, sum(known))) if known else None))
+            pieces.append(
+                SampleToken(text[:size], latest or None, math.exp(min(0.0, sum(logprobs))) if logprobs else None)
+            )
             if text[size:]:
                 pieces.append(SampleToken(text[size:]))
             rest = []
-    return FilledSample(event.step, given, tuple(pieces))
+    return FilledSample(event.step, masked_text, tuple(pieces))
 
 
 def _is_forward(value: Any) -> bool:
@@ -117,7 +119,7 @@ def _subsample(filled: list[FilledSample]) -> list[FilledSample]:
     if len(filled) <= MAX_SAMPLES_PER_TEXT:
         return filled
     return [
-        filled[round(place * (len(filled) - 1) / (MAX_SAMPLES_PER_TEXT - 1))] for place in range(MAX_SAMPLES_PER_TEXT)
+        filled[round(index * (len(filled) - 1) / (MAX_SAMPLES_PER_TEXT - 1))] for index in range(MAX_SAMPLES_PER_TEXT)
     ]
 
 
@@ -141,15 +143,15 @@ def _render_history(filled: list[FilledSample]) -> str:
     return f'<div class="wide" tabindex="0" role="group"><table>{head}<tbody>{rows}</tbody></table></div>'
 
 
-def _render_masked_spans(given: str) -> str:
+def _render_masked_spans(masked_text: str) -> str:
     """Render masked spans as boxes that show their number of tokens."""
     parts = []
     end = 0
-    for match in _MASKED_SPAN.finditer(given):
-        parts.append(escape(given[end : match.start()]))
+    for match in _MASKED_SPAN.finditer(masked_text):
+        parts.append(escape(masked_text[end : match.start()]))
         parts.append(f'<span class="hole">{escape(match[0][6:-1])}</span>')
         end = match.end()
-    return "".join([*parts, escape(given[end:])])
+    return "".join([*parts, escape(masked_text[end:])])
 
 
 def _render_filled(sample: FilledSample) -> str:
@@ -162,9 +164,9 @@ def _render_filled(sample: FilledSample) -> str:
         shade = 100 - (100 - MIN_SHADE_PERCENT) * (piece.forward - 1) / max(1, sample.num_forwards - 1)
         first, *lines = escape(piece.text).split("\n")
         text = _LINE_BREAK.join([f"{first}<sub>{piece.forward}</sub>", *lines])
-        known = "" if piece.probability is None else f", probability {piece.probability:.1%}"
+        note = "" if piece.probability is None else f", probability {piece.probability:.1%}"
         parts.append(
-            f'<mark data-forward="{piece.forward}" style="--shade:{shade:.0f}%" title="forward {piece.forward}{known}">'
+            f'<mark data-forward="{piece.forward}" style="--shade:{shade:.0f}%" title="forward {piece.forward}{note}">'
             f"{text}</mark>"
         )
     return "".join(parts)

@@ -35,8 +35,8 @@ class Series:
     @property
     def last(self) -> tuple[float, float] | None:
         """Step and value of the last finite point."""
-        places = np.flatnonzero(np.isfinite(self.values_N))
-        return (float(self.steps_N[places[-1]]), float(self.values_N[places[-1]])) if len(places) else None
+        indices = np.flatnonzero(np.isfinite(self.values_N))
+        return (float(self.steps_N[indices[-1]]), float(self.values_N[indices[-1]])) if len(indices) else None
 
 
 def downsample(values_N: Floats, num_buckets: int) -> NDArray[np.int64]:
@@ -67,23 +67,23 @@ def moving_average(values_N: Floats) -> Floats:
     is_there_N = np.isfinite(values_N)
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_there_N, values_N, 0.0))])
     counts = np.concatenate([[0], np.cumsum(is_there_N)])
-    places_N = np.arange(number)
-    reach_N = np.minimum(reach, places_N)
-    first_N, end_N = places_N - reach_N, np.minimum(number, places_N + reach_N + 1)
+    indices_N = np.arange(number)
+    reach_N = np.minimum(reach, indices_N)
+    first_N, end_N = indices_N - reach_N, np.minimum(number, indices_N + reach_N + 1)
     counts_N = counts[end_N] - counts[first_N]
     means_N: Floats = (sums[end_N] - sums[first_N]) / np.maximum(1, counts_N)
     return np.where(is_there_N & (counts_N > 0), means_N, np.nan)
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return at most about ``most`` multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``."""
+def ticks(low: float, high: float, max_ticks: int = 6) -> list[float]:
+    """Return at most about ``max_ticks`` multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``."""
     span = high - low
     if not span > 0:
         return [low]
-    power = 10.0 ** math.floor(math.log10(span / most))
-    step = next((factor * power for factor in (1, 2, 5) if span / (factor * power) <= most), 10 * power)
+    power = 10.0 ** math.floor(math.log10(span / max_ticks))
+    step = next((factor * power for factor in (1, 2, 5) if span / (factor * power) <= max_ticks), 10 * power)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [place * step for place in range(first, last + 1)]
+    return [multiple * step for multiple in range(first, last + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:

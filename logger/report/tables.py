@@ -48,7 +48,7 @@ def headline(run: LoggedRun) -> list[tuple[str, str, str]]:
     share = run.result("evaluation", "fills", 0, "fraction")
     loss = _last(run, "loss_smooth") or _last(run, "loss")
     parameters, tokens, seconds = run.result("parameters"), _tokens(run), _seconds(run)
-    found = [
+    entries = [
         (f"Validation {_kind(run)}", bound, f"nats per token{step}"),
         ("Bits per byte", bits, f"of the validation text{step}"),
         ("Top-1 accuracy", "" if guess is None else f"{guess:.1%}", "" if share is None else f"{share:.0%} masked"),
@@ -57,7 +57,7 @@ def headline(run: LoggedRun) -> list[tuple[str, str, str]]:
         ("Tokens", "" if tokens is None else format_number(tokens), f"in {run.last_step:,} steps"),
         ("Time", "" if seconds is None else format_duration(seconds), "of training steps"),
     ]
-    return [entry for entry in found if entry[1]]
+    return [entry for entry in entries if entry[1]]
 
 
 def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
@@ -72,8 +72,8 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
             ("bits_per_byte", "bits_per_byte_standard_error", "val_bits_per_byte", "val_bits_per_byte_standard_error"),
         ),
     ):
-        found = [_bound(run, *keys) for run in runs]
-        yield name, [f"{value}{step}" for value, step in found]
+        bounds = [_bound(run, *keys) for run in runs]
+        yield name, [f"{value}{step}" for value, step in bounds]
     if any(run.summary for run in runs):
         yield "Kind of bound", [_kind(run) if run.summary else "" for run in runs]
     yield from _other_blocks(runs)
@@ -81,17 +81,17 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
     yield "Unigram entropy, nats per token", _column(runs, "evaluation", "unigram_entropy")
     for name in dict.fromkeys(name for run in runs for name in _names_of(run.summary.get("ngrams"))):
         yield f"{name}, nats per token", _column(runs, "ngrams", name)
-    for place in range(2):
-        fractions = [run.result("evaluation", "fills", place, "fraction") for run in runs]
-        said = next((fraction for fraction in fractions if fraction is not None), None)
-        if said is not None:
+    for index in range(2):
+        fractions = [run.result("evaluation", "fills", index, "fraction") for run in runs]
+        masked_fraction = next((fraction for fraction in fractions if fraction is not None), None)
+        if masked_fraction is not None:
             yield (
-                f"Top-1 accuracy, {said:.0%} masked",
-                _column(runs, "evaluation", "fills", place, "top1_accuracy", style="%"),
+                f"Top-1 accuracy, {masked_fraction:.0%} masked",
+                _column(runs, "evaluation", "fills", index, "top1_accuracy", style="%"),
             )
             yield (
-                f"Top-5 accuracy, {said:.0%} masked",
-                _column(runs, "evaluation", "fills", place, "top5_accuracy", style="%"),
+                f"Top-5 accuracy, {masked_fraction:.0%} masked",
+                _column(runs, "evaluation", "fills", index, "top5_accuracy", style="%"),
             )
     losses = [_last(run, "loss_smooth") for run in runs]
     yield "Training loss, averaged", ["" if loss is None else f"{loss:.3f}" for loss in losses]
@@ -105,15 +105,15 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
 
 
 def _other_blocks(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
-    for place in range(max(len(_list(run.summary.get("other_block_lengths"))) for run in runs)):
+    for index in range(max(len(_list(run.summary.get("other_block_lengths"))) for run in runs)):
         cells = []
         for run in runs:
             value, error = (
-                run.result("other_block_lengths", place, key) for key in ("nats_per_token", "standard_error")
+                run.result("other_block_lengths", index, key) for key in ("nats_per_token", "standard_error")
             )
-            blocks = run.result("other_block_lengths", place, "block_length")
-            said = "bidirectional" if blocks is None else f"blocks of {blocks:.0f}"
-            cells.append("" if value is None else f"{_with_error(value, error)}, {said}")
+            blocks = run.result("other_block_lengths", index, "block_length")
+            pattern = "bidirectional" if blocks is None else f"blocks of {blocks:.0f}"
+            cells.append("" if value is None else f"{_with_error(value, error)}, {pattern}")
         yield "Also trained for, nats per token", cells
 
 
@@ -222,22 +222,21 @@ def _last_value(run: LoggedRun, key: str) -> str:
 
 def config(runs: Sequence[LoggedRun]) -> str:
     """Render the config: differences between runs highlighted, common values folded."""
-    known = [run for run in runs if run.config]
-    if not known:
+    configured = [run for run in runs if run.config]
+    if not configured:
         return ""
-    keys = [key for key in dict.fromkeys(key for run in known for key in run.config) if key != "run.directory"]
-    written = {key: [_written(run.config[key]) if key in run.config else "" for run in known] for key in keys}
+    keys = [key for key in dict.fromkeys(key for run in configured for key in run.config) if key != "run.directory"]
+    written = {key: [_written(run.config[key]) if key in run.config else "" for run in configured] for key in keys}
     different = [(key, cells) for key, cells in written.items() if len(set(cells)) > 1]
     parts = []
-    if len(known) > 1:
+    if len(configured) > 1:
         if different:
-            parts.append(
-                f'<div class="different">{table([run.name for run in known], different, first="Differences")}</div>'
-            )
+            names = [run.name for run in configured]
+            parts.append(f'<div class="different">{table(names, different, first="Differences")}</div>')
         else:
             parts.append("<p>The configs of these runs are the same.</p>")
     common = [(key, cells[0]) for key, cells in written.items() if len(set(cells)) == 1]
-    title = "All values" if len(known) == 1 else f"{len(common)} value{'s' * (len(common) != 1)} in common"
+    title = "All values" if len(configured) == 1 else f"{len(common)} value{'s' * (len(common) != 1)} in common"
     sections: dict[str, list[tuple[str, str]]] = {}
     for key, value in common:
         section, _, rest = key.partition(".")
@@ -266,18 +265,18 @@ def events(runs: Sequence[LoggedRun]) -> str:
     """Render the events of each run, the newest first."""
     parts = []
     for run in runs:
-        found = [event for event in run.events if event.kind not in EVENTS_WITH_OWN_SECTION]
-        if not found:
+        run_events = [event for event in run.events if event.kind not in EVENTS_WITH_OWN_SECTION]
+        if not run_events:
             continue
-        shown = list(reversed(found))[:MAX_EVENTS]
-        body = "".join(map(_event, shown))
-        left = len(found) - len(shown)
+        newest = list(reversed(run_events))[:MAX_EVENTS]
+        body = "".join(map(_event, newest))
+        num_omitted = len(run_events) - len(newest)
         head = '<th scope="col">Step</th><th scope="col">Kind</th><th scope="col">What happened</th>'
         parts.append(
             (f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
             + f'<div class="wide events" tabindex="0" role="group"><table><thead><tr>{head}</tr></thead>'
             + f"<tbody>{body}</tbody></table></div>"
-            + (f'<p class="note">{left:,} earlier ones are in metrics.jsonl.</p>' if left else "")
+            + (f'<p class="note">{num_omitted:,} earlier ones are in metrics.jsonl.</p>' if num_omitted else "")
         )
     return "".join(parts)
 
@@ -306,9 +305,11 @@ def environment(runs: Sequence[LoggedRun]) -> str:
     rows: list[TableRow] = []
     for name in dict.fromkeys(name for _, pieces in columns for name in pieces):
         rows.append((name, [pieces.get(name, "") for _, pieces in columns]))
-    places = [(run.name, str(run.path)) for run in runs]
+    directories = [(run.name, str(run.path)) for run in runs]
     if not columns:
-        return table([], [(f"directory of {name}" if len(runs) > 1 else "directory", [path]) for name, path in places])
+        return table(
+            [], [(f"directory of {name}" if len(runs) > 1 else "directory", [path]) for name, path in directories]
+        )
     if len(runs) == 1:
-        rows.append(("directory", [places[0][1]] * len(columns)))
+        rows.append(("directory", [directories[0][1]] * len(columns)))
     return table([name for name, _ in columns], rows)

@@ -114,18 +114,18 @@ def fetch_one(host: Host, entry: RemoteFile, target: Path, fetched: FetchRecord)
     for stale in target.parent.glob("*.part"):
         if PART.sub("", stale.name) == target.name and (stale != part or entry.is_secret):
             stale.unlink()
-    kept = min(part.stat().st_size, entry.size) if part.exists() else 0
-    command = host.command("read", entry.path, kept, entry.size - kept)
+    offset = min(part.stat().st_size, entry.size) if part.exists() else 0
+    command = host.command("read", entry.path, offset, entry.size - offset)
     mode = 0o600 if entry.is_secret else 0o666
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
-        file.truncate(kept)
-        file.seek(kept)
+        file.truncate(offset)
+        file.seek(offset)
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             while data := os.read(process.stdout.fileno(), CHUNK):
                 file.write(data)
-                kept += len(data)
-                print_progress(entry.path, kept, entry.size)
+                offset += len(data)
+                print_progress(entry.path, offset, entry.size)
         file.flush()
         os.fsync(file.fileno())
     if process.returncode != VANISHED_EXIT_CODE:
@@ -156,8 +156,8 @@ def send(host: Host, source: Path, path: str) -> None:
             if remote_files.get(entry.path) == entry and not entry.is_secret:
                 continue
             part = remote_files.get(entry.part)
-            kept = min(part.size, entry.size) if part and not entry.is_secret else 0
-            send_one(host, file, entry, kept)
+            offset = min(part.size, entry.size) if part and not entry.is_secret else 0
+            send_one(host, file, entry, offset)
             sent, total = sent + 1, total + entry.size
         for entry in links:
             if remote_files.get(entry.path) != entry:
@@ -205,9 +205,9 @@ class SendList:
         return not target.startswith("/") and link.exists() and Path(inside).is_relative_to(self._source)
 
 
-def send_one(host: Host, file: Path, entry: RemoteFile, kept: int) -> None:
-    """Send the SHA-256 of a file and its bytes after the first ``kept``."""
-    command = host.command("write", entry.path, kept, entry.size, "600" if entry.is_secret else "644")
+def send_one(host: Host, file: Path, entry: RemoteFile, offset: int) -> None:
+    """Send the SHA-256 of a file and its bytes after the first ``offset``."""
+    command = host.command("write", entry.path, offset, entry.size, "600" if entry.is_secret else "644")
     # If ssh ends early, its exit code is the reason.
     with (
         file.open("rb") as source,
@@ -216,11 +216,11 @@ def send_one(host: Host, file: Path, entry: RemoteFile, kept: int) -> None:
     ):
         assert process.stdin is not None
         process.stdin.write(f"{entry.hash}\n".encode())
-        source.seek(kept)
+        source.seek(offset)
         while data := source.read(CHUNK):
             process.stdin.write(data)
-            kept += len(data)
-            print_progress(entry.path, min(kept, entry.size), entry.size)
+            offset += len(data)
+            print_progress(entry.path, min(offset, entry.size), entry.size)
     host.check(process.returncode)
 
 

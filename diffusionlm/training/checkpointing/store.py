@@ -116,8 +116,8 @@ class CheckpointStore:
                 missing = [name for name in entries if not (tmp_path / name).is_file()]
                 if missing:
                     raise ValueError(f"the first rank does not see {missing[0]}: all ranks must share the file system")
-                others = [path for path in list_files(tmp_path) if path.parent.name != TENSOR_DIRECTORY]
-                publish_directory(tmp_path, target, entries | make_manifest_entries(tmp_path, others))
+                other_files = [path for path in list_files(tmp_path) if path.parent.name != TENSOR_DIRECTORY]
+                publish_directory(tmp_path, target, entries | make_manifest_entries(tmp_path, other_files))
 
             coordinator.gather_results(finish if is_first else lambda: None, describe)
         except WRITE_ERRORS as error:  # of a single process; several ranks raise ValueError
@@ -228,8 +228,8 @@ def select_expired(
     """Steps whose checkpoints are removed, ascending: not the last ones, not those that a link names, and no multiple
     of ``keep_every_steps`` (0: multiples are not kept)."""
     last = sorted(steps)[-keep_last:]
-    others = [step for step in sorted(steps) if step not in last and step not in linked]
-    return [step for step in others if not keep_every_steps or step % keep_every_steps]
+    candidates = [step for step in sorted(steps) if step not in last and step not in linked]
+    return [step for step in candidates if not keep_every_steps or step % keep_every_steps]
 
 
 def select_best(bounds: Mapping[int, float]) -> int | None:

@@ -50,8 +50,8 @@ def test_the_order_is_prompts_file_chats_infills(tmp_path: Path) -> None:
     assert read_inputs(config) == [
         Input("prompt", "one"),
         Input("prompt", ""),
-        Input("prompt", " two ", place=f"{path}:1"),
-        Input("prompt", "\u2028three\\n", place=f"{path}:4"),
+        Input("prompt", " two ", location=f"{path}:1"),
+        Input("prompt", "\u2028three\\n", location=f"{path}:4"),
         Input("chat", messages=({"role": "system", "content": "be"}, {"role": "user", "content": "hi"})),
         Input("infill", "[MASK:1]"),
     ]
@@ -61,19 +61,21 @@ def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     data = b'"a\\nb"\n{"prompt": "", "id": 3}\n\n{"messages": [{"role": "user", "content": "x"}]}\n{"infill": "y"}'
     assert read_inputs(written(path, data)) == [
-        Input("prompt", "a\nb", place=f"{path}:1"),
-        Input("prompt", "", place=f"{path}:2", extra={"id": 3}),
-        Input("chat", messages=({"role": "user", "content": "x"},), place=f"{path}:4"),
-        Input("infill", "y", place=f"{path}:5"),
+        Input("prompt", "a\nb", location=f"{path}:1"),
+        Input("prompt", "", location=f"{path}:2", extra={"id": 3}),
+        Input("chat", messages=({"role": "user", "content": "x"},), location=f"{path}:4"),
+        Input("infill", "y", location=f"{path}:5"),
     ]
 
 
 def test_standard_input_and_formats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'"a"\n')))
     standard = InferInputConfig(prompts_file=Path("-"), prompts_format="jsonl")
-    assert read_inputs(standard) == [Input("prompt", "a", place="standard input:1")]
+    assert read_inputs(standard) == [Input("prompt", "a", location="standard input:1")]
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'"a"\n')))
-    assert read_inputs(InferInputConfig(prompts_file=Path("-"))) == [Input("prompt", '"a"', place="standard input:1")]
+    assert read_inputs(InferInputConfig(prompts_file=Path("-"))) == [
+        Input("prompt", '"a"', location="standard input:1")
+    ]
     path = tmp_path / "p.jsonl"
     path.write_text("{}")
     [only] = read_inputs(InferInputConfig(prompts_file=path, prompts_format="text"))
@@ -141,7 +143,7 @@ def test_chats_are_what_the_template_writes(words: Tokenizer) -> None:
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}")
     template = ChatTemplate(template.source, {"bos_token": "<bos>"})
     model = model_config(words, begin_with_eos=True)
-    chat = Input("chat", messages=({"role": "user", "content": "a<bos>"},), place="f:3")
+    chat = Input("chat", messages=({"role": "user", "content": "a<bos>"},), location="f:3")
     [request] = encode_inputs([chat], words, model, template, 0)
     assert request.text == "<bos>a<bos>:"
     assert list(request.token_ids) == [bos, *words.encode("a<bos>:")], "what a user writes stays text"
@@ -155,7 +157,7 @@ def test_chats_are_what_the_template_writes(words: Tokenizer) -> None:
 
 def test_a_hole_that_cannot_be_read_names_its_line(words: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"^f:9: \[MASK:0\] is not a masked span"):
-        encode_inputs([Input("infill", "[MASK:0]", place="f:9")], words, model_config(words), None, 0)
+        encode_inputs([Input("infill", "[MASK:0]", location="f:9")], words, model_config(words), None, 0)
 
 
 def test_the_config_names_the_templates_that_there_are() -> None:

@@ -67,7 +67,7 @@ def test_all_inputs_are_checked_before_the_first_is_decoded(
 ) -> None:
     calls = DecodeCalls(monkeypatch)
     config = settings(html=tmp_path / "a.html")
-    long = Input("prompt", "a" * 38, place="prompts.txt:7")
+    long = Input("prompt", "a" * 38, location="prompts.txt:7")
     message = r"^prompts.txt:7 \(38 tokens\) and max_new_tokens = 3: 41 tokens are more than the model's context"
     with pytest.raises(ValueError, match=message):
         answer(model, words, [Input("prompt"), Input("prompt"), long], config)

@@ -22,7 +22,7 @@ def event(step: int = 10, **values: Any) -> RunEvent:
 def test_each_token_has_its_forward_and_probability() -> None:
     sample = read_sample(event())
     assert sample is not None
-    assert (sample.step, sample.given, sample.num_forwards) == (10, "a[MASK:2]c", 2)
+    assert (sample.step, sample.masked_text, sample.num_forwards) == (10, "a[MASK:2]c", 2)
     assert sample.pieces == (SampleToken("a"), SampleToken("x", 2, 0.25), SampleToken("\n", 1, 1.0), SampleToken("c"))
 
 
