@@ -133,7 +133,7 @@ class MaskRatioRecorder:
     block_length: int | None
     """None: one block."""
     is_block_causal: bool
-    """Whether blocks are counted from the start of the text, instead of from the first new position."""
+    """True if blocks are counted from the start of the text instead of from the first new position."""
     shares: list[list[float]] = field(init=False)
     """Masked shares of each request, one for each forward."""
 

@@ -64,7 +64,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class TokenizerTask:
-    """What each implementation does with all documents in a round."""
+    """Calls that process all documents once, one for each implementation."""
 
     name: str
     calls: Mapping[str, Callable[[], Any]]

@@ -82,7 +82,7 @@ class TrainMeasurement:
 
     case: TrainCase
     times: Comparison
-    """Of the implementations, and of the matrix products."""
+    """Measurements of the implementations and of the matrix products."""
     memory: Mapping[str, dict[str, int]]
     """Bytes of each of `MEMORY_PARTS`, by implementation."""
     parameters: Mapping[str, int]

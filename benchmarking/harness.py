@@ -48,7 +48,7 @@ INSTALL_HINT = "install the dependency group bench: uv sync --group bench"
 
 @dataclass(frozen=True)
 class Settings:
-    """How a benchmark measures."""
+    """Rounds, threads and clock of a benchmark."""
 
     rounds: int
     """Measured rounds; at least 2."""
@@ -238,7 +238,7 @@ class Comparison:
         return f"{1e3 * self.median(name):,.2f}"
 
     def speedup(self, name: str, over: str) -> Speedup:
-        """How many times as fast one implementation is as another."""
+        """Compute the speed of one implementation divided by that of another."""
         return speedup(self.seconds[name], self.seconds[over])
 
     def speedup_cells(self, name: str, over: str) -> list[str]:
@@ -249,7 +249,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times as fast one implementation is as another."""
+    """The speed of one implementation divided by that of another."""
 
     ratio_of_medians: float
     """Ratio of the median times."""

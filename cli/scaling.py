@@ -107,7 +107,6 @@ def _time_cells(job: TrainingJob, cluster: Cluster) -> str:
 
 
 def main() -> None:
-    """Parse, compute, print."""
     parser = argparse.ArgumentParser(description="Plan training on many GPUs.", allow_abbrev=False)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="numbers of GPUs (default: 8 64)")
     parser.add_argument("--row-length", type=int, default=4096, help="tokens of a row (default: 4096)")

@@ -18,7 +18,7 @@ from profiling.estimate import estimate_run, parallel_strategy
 NAME = "diffusionlm-train"
 
 RANK_ZERO_HEAD_START_SECONDS = 2.0
-"""How long other ranks wait for rank 0 to report an error that all have."""
+"""Time that other ranks wait for rank 0 to report an error that all have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def _report_error_once() -> Iterator[None]:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the only one, or rank 0 under torchrun."""
+    """Return whether this process is the only one, or rank 0 under torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 

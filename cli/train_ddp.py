@@ -46,22 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.sequences_per_rank(local_ranks * nodes.count)
         restarts = config.parallel.max_restarts
         act = partial(train_as_rank, config.to_train_config())
-        with redirect_stderr(resilient(sys.stderr)):  # the ranks go on where nobody listens
+        with redirect_stderr(resilient(sys.stderr)):  # the ranks continue if nothing reads stderr
             return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)
     return 1
 
 
 def check_nodes(arguments: Namespace) -> None:
-    """Whether the machines have a place to meet.
+    """Check ``--nodes`` and ``--rendezvous``.
 
     Raises:
-        ValueError: they have none, or there is one machine.
+        ValueError: several machines have no rendezvous address, or a single machine has one.
     """
     if arguments.nodes < 1:
         raise ValueError(f"--nodes {arguments.nodes} must be at least 1")
     if arguments.nodes > 1 and ":" not in (arguments.rendezvous or ""):
         raise ValueError(
-            f"--nodes {arguments.nodes} needs a place where the machines meet: add --rendezvous HOST:PORT, HOST being "
+            f"--nodes {arguments.nodes} needs a rendezvous address: add --rendezvous HOST:PORT, HOST being "
             "one of them, the same on all"
         )
 

@@ -37,7 +37,7 @@ class RecordSourceOptions(Section):
     max_documents: PositiveInt | None = None
     """Use only the first training documents, up to this number. None: all."""
     on_bad_row: Literal["raise", "skip", "replace"] = "raise"
-    """What to do about a record without text: malformed JSON; bytes that are not UTF-8; a lone surrogate; a number or
+    """Reaction to a record without text: malformed JSON; bytes that are not UTF-8; a lone surrogate; a number or
     nothing instead of text; the rest of a damaged file. raise: stop, and name the file and line. skip: leave the record
     out and count it. replace: repair the record if possible (U+FFFD for invalid bytes and surrogates, the digits of a
     number) and count it; skip others. Empty text is always left out."""

@@ -168,7 +168,7 @@ class _DiffusionConfig(Section):
     diffusion), then the mean over rows (dLLM-RL).
     masked_mean: weight 1; divided by all masked tokens of the step."""
     estimator: Estimator = FixedCountMasking()
-    """How masks are sampled and weighted."""
+    """Sampling and weighting of masks."""
     label_smoothing: HalfOpenFraction | None = None
     """Share of the target distribution that is uniform over the vocabulary. None: 0, or 0.1 with loss = "soft_ce"."""
     z_loss: NonNegativeFloat = 0.0

@@ -175,7 +175,7 @@ class AdamWConfig(OptimizerSection):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether moments have 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by
+        """True if moments have 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by
         rows."""
         return self.kind == "adamw8bit"
 
@@ -218,7 +218,7 @@ class LionConfig(OptimizerSection):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the moment has 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by
+        """True if the moment has 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by
         rows."""
         return self.kind == "lion8bit"
 
@@ -237,7 +237,7 @@ class MuonConfig(OptimizerSection):
     """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for all other parameters."""
 
     group_type = MuonGroup
-    """Of the hidden matrices."""
+    """Group settings of the hidden matrices."""
 
     kind: Literal["muon"] = "muon"
     learning_rate: PositiveFloat = 0.01

@@ -25,7 +25,7 @@ class TokenizerConfig(Section):
     vocab_size: Annotated[int, Field(ge=258)] = 4_096
     """Tokens, with end-of-text and mask."""
     pattern: SplitPattern = "qwen"
-    """How text is split into words before merging."""
+    """Pattern that splits text into words before merging."""
     max_training_bytes: PositiveInt = 64_000_000
     """Learn merges on the first documents, up to this many bytes."""
 
@@ -46,7 +46,7 @@ class TokenizerTrainingConfig(Section):
     """Tokens: the 256 bytes, the merges and the special tokens. There are fewer if the text has fewer pairs to
     merge."""
     pattern: SplitPattern = "qwen"
-    """How text is split into words before merging."""
+    """Pattern that splits text into words before merging."""
     special_tokens: Annotated[TupleOf[NonEmptyStr], Field(min_length=1)] = ("<|endoftext|>", "<|mask|>")
     """Special tokens, which get the last ids in this order. Text that spells one is encoded as ordinary text."""
     mask_token: NonEmptyStr = "<|mask|>"

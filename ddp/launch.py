@@ -62,7 +62,7 @@ class RankFailure:
     attempt: int
     """Number of restarts before this one."""
     is_user_error: bool
-    """Whether the user can fix it; else it is an error of the program or the machine."""
+    """True if the user can fix the error; otherwise it is an error of the program or the machine."""
     text: str
     at: float
     """Seconds since the epoch."""

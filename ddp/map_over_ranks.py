@@ -18,7 +18,7 @@ class MapOverRanks:
 
     world: World = SINGLE_PROCESS
     is_collective: bool = False
-    """Whether the function needs all ranks at once, as a forward under FSDP does. Then all ranks call it equally often,
+    """True if the function needs all ranks at once, as a forward under FSDP does. Then all ranks call it equally often,
     also after an error; results beyond ``count`` are dropped."""
 
     def __call__(self, count: int, function: Callable[[int], T]) -> list[T]:

@@ -99,7 +99,7 @@ class NoParallel(Replicated):
         super().__init__(model, world)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
-        """Do nothing."""
+        """Return an empty context: nothing is reduced."""
         return nullcontext()
 
     def clip(self, max_norm: float) -> Tensor:

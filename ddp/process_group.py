@@ -33,12 +33,11 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which logs and writes shared files."""
+        """True on rank 0, which logs and writes shared files."""
         return self.rank == 0
 
     @property
     def is_single_process(self) -> bool:
-        """Whether the world has a single process."""
         return self.size == 1
 
     def sum(self, *values: float) -> list[float]:

@@ -10,7 +10,7 @@ from logger.run_logger import Metrics, RunLogger
 
 LoggerCall = Callable[[RunLogger], None]
 StartLogger = Callable[[Callable[[str], None]], RunLogger]
-"""Creates a logger; it gets a function that takes messages for people."""
+"""Creates a logger; it gets a function that prints messages."""
 LogEvent = Callable[[int, str], None]
 """Takes the step and a message."""
 
@@ -50,7 +50,7 @@ class BackgroundLogger:
         self._enqueue(step, lambda logger: logger.event(step, kind, text, values))
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Log pending errors; progress itself is for people."""
+        """Log pending errors; progress itself is only shown in terminals."""
         self._step = step
         self._log_problems()
 

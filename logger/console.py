@@ -1,4 +1,4 @@
-"""Loggers to the console: a bar or lines for people, JSON lines for programs."""
+"""Loggers to the console: a progress bar or text lines, or JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ConsoleLogger:
         self._print(text)
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Update the bar."""
+        """Set the bar to ``step`` and show loss and speed beside it."""
         if self._meter is not None:
             self._meter.set_postfix(f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s")
             self._meter.set(step)

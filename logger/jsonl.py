@@ -29,7 +29,7 @@ class JsonLinesLogger:
         self._file.write(json.dumps(record) + "\n")
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Do nothing: progress is for people."""
+        """Do nothing: progress is only shown in terminals."""
 
     def close(self, exit_code: int = 0) -> None:
         self._file.close()

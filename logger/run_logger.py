@@ -15,7 +15,7 @@ class RunLogger(Protocol):
         """Log the metrics of a step."""
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """Log an event: its kind, a text for people and the same in ``values`` for programs."""
+        """Log an event: its kind, a readable text, and the same in ``values`` for programs."""
 
     def progress(self, step: int, values: Metrics) -> None:
         """Update the display of progress. This is called in every step, so it must be cheap."""

@@ -47,7 +47,7 @@ class TensorBoardLogger:
         self._add(step, self._text(kind, text))
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Do nothing: progress is for people."""
+        """Do nothing: progress is only shown in terminals."""
 
     def close(self, exit_code: int = 0) -> None:
         self._writer.close()

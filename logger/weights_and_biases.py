@@ -68,7 +68,7 @@ class WandbLogger:
         """Start the run, or resume the one with this id; offline if the service cannot be reached.
 
         Args:
-            log: takes messages for people.
+            log: prints a message.
 
         Raises:
             Exception: whatever the package raises.
@@ -92,7 +92,7 @@ class WandbLogger:
             self._samples.append((step, text))
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Do nothing: progress is for people."""
+        """Do nothing: progress is only shown in terminals."""
 
     def close(self, exit_code: int = 0) -> None:
         """Upload the configured files, and finish with this code even if an upload fails."""
@@ -142,7 +142,7 @@ def is_disabled(config: WandbConfig) -> bool:
 
 
 def choose_mode(config: WandbConfig) -> tuple[Mode, str | None]:
-    """Return the mode of a run that is not disabled, and a message for people, if any.
+    """Return the mode of a run that is not disabled, and a message to print, if any.
 
     Without a key the package would prompt for one or raise, so the mode is offline then.
     """

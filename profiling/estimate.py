@@ -24,7 +24,10 @@ CheckpointingMode = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """What a run needs. Memory is that of one rank, in bytes, before the first step allocates anything else."""
+    """Parameters, tokens, FLOPs and memory of a run.
+
+    Memory is that of one rank, in bytes, before the first step allocates anything else.
+    """
 
     parameters: int
     active_parameters: int

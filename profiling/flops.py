@@ -8,7 +8,7 @@ from typing import Literal
 from config.model import Architecture
 
 AttentionKind = Literal["bidirectional", "causal", "block_causal", "block_diffusion"]
-"""Which keys a query attends to; block diffusion has two streams, noisy and clean."""
+"""Attention patterns: the keys that a query attends to. Block diffusion has two streams, noisy and clean."""
 
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,

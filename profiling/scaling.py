@@ -73,17 +73,16 @@ class TrainingJob:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         return count_parameters(self.model, self.vocab_size)[0]
 
     @property
     def rows(self) -> int:
-        """Of a rank and step."""
+        """Rows of a rank in a step."""
         return self.batch_size // self.ranks
 
     @property
     def micro_batches(self) -> int:
-        """Of a rank and step."""
+        """Micro-batches of a rank in a step."""
         return self.rows // self.micro_batch_size
 
     @property
@@ -111,7 +110,6 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Sum of all memory."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations
 
 
@@ -170,7 +168,7 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        """Gradients and weights."""
+        """Bytes of gradients and weights together."""
         return self.gradients + self.weights
 
 

@@ -29,12 +29,12 @@ class GpuInfo:
     free: int
     capability: tuple[int, int]
     has_bfloat16: bool
-    """Whether it multiplies bfloat16 matrices in hardware."""
+    """True if it multiplies bfloat16 matrices in hardware."""
 
 
 @dataclass(frozen=True)
 class TorchInfo:
-    """The torch installation."""
+    """Facts about the torch installation."""
 
     version: str | None
     """None: torch cannot be imported."""
@@ -47,7 +47,7 @@ class TorchInfo:
     capability: str = ""
     """CPU instruction set of torch's kernels, as torch names it."""
     has_bfloat16: bool = False
-    """Whether the CPU multiplies bfloat16 matrices in hardware."""
+    """True if the CPU multiplies bfloat16 matrices in hardware."""
     gpus: tuple[GpuInfo, ...] = ()
     gpu_problem: str = ""
     """Why torch cannot use a GPU; "": no error."""

@@ -70,7 +70,7 @@ class StepProfiler:
         return self
 
     def step(self) -> None:
-        """End a step."""
+        """Advance the profiler at the end of a step."""
         if self._profile is not None:
             self._profile.step()
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class TokenOptions:
-    """How words and special tokens are treated. The sets contain special tokens by their text."""
+    """Options for the encoding of words and special tokens. The sets contain special tokens by their text."""
 
     ignore_merges: bool = False
     """A word that is a token becomes that token without applying merges (Llama 3)."""

@@ -42,7 +42,7 @@ class MatrixSpec:
 
     shape: tuple[int, ...]
     is_transposed: bool
-    """Whether memory is column-major."""
+    """True if the memory is column-major."""
     dtype: torch.dtype
 
     @staticmethod
@@ -65,7 +65,7 @@ class MatrixProduct:
     first: MatrixSpec
     second: MatrixSpec
     is_added: bool = False
-    """Whether the product is added to the output."""
+    """True if the product is added to the output."""
     out_dtype: torch.dtype | None = None
     """Dtype of the result; None: the dtype of the factors."""
 
@@ -151,7 +151,7 @@ class StepProducts:
 
     @staticmethod
     def of(step: Callable[[], object]) -> StepProducts:
-        """Record one call."""
+        """Record the matrix products of one call."""
         with MatrixProductRecorder() as recorder:
             step()
         return StepProducts(dict(recorder.plain), dict(recorder.attention))

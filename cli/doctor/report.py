@@ -25,14 +25,14 @@ _TOOLS = ("git", "just", "tmux", "ssh")
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Facts and findings."""
+    """The facts about a machine and the problems found on it."""
 
     facts: MachineFacts
     findings: list[Finding]
 
     @property
     def is_broken(self) -> bool:
-        """Whether a finding is ``broken``."""
+        """True if a finding is ``broken``."""
         return any(finding.weight == "broken" for finding in self.findings)
 
     def to_json(self) -> str:

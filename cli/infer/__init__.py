@@ -30,7 +30,6 @@ _ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
     config, _ = parse_command(
         InferConfig,
         name=NAME,

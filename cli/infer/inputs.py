@@ -57,7 +57,7 @@ class EncodedInput:
 
     @property
     def name(self) -> str:
-        """``prompt 1``."""
+        """Kind and number for messages, such as ``prompt 1``."""
         return f"{self.source.kind} {self.number}"
 
     def is_new(self, length: int) -> list[bool]:

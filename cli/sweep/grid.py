@@ -30,7 +30,7 @@ class GridError(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """One ``--set`` argument."""
+    """The key and values of one ``--set`` argument."""
 
     key: str
     values: tuple[str, ...]

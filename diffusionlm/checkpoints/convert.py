@@ -42,7 +42,7 @@ class ConversionPlan:
     source_config: ModelConfig
     target_config: ModelConfig
     tokenizer: Tokenizer
-    """Of the target."""
+    """Tokenizer of the target."""
     mean_row: int | None
     """Row of the embedding and of the head that is set to the mean of the other rows, because no token was trained
     on it. None: no row."""

@@ -29,7 +29,7 @@ class CardDataSource:
 
     name: str
     provenance: str
-    """Where the documents are, and their number or size, in words."""
+    """Location of the documents and their number or size, as text."""
     identity: str
     """Changes if the documents change."""
     share: float
@@ -51,7 +51,7 @@ class ValidationBound:
 
 @dataclass(frozen=True)
 class CardTraining:
-    """How a model was trained. It holds values, not the run, which continues while the card is written."""
+    """The training settings of a model. It holds values, not the run, which continues while the card is written."""
 
     name: str
     """Name of the run."""

@@ -101,7 +101,7 @@ def _open_stream(config: HubDataset, builder: Any, key: str, split_key: str, spl
 
 
 def _dataset_version(config: HubDataset, builder: Any, key: str) -> tuple[str, str]:
-    """Return an identifier of the dataset's version, and its origin for people.
+    """Return an identifier of the dataset's version, and its origin as text.
 
     Raises:
         ValueError: the local cache has another revision than the requested one.

@@ -139,7 +139,7 @@ class DataFile:
 
     @property
     def description(self) -> str:
-        """Format and compression, for people."""
+        """Format and compression, as text."""
         compression = detect_compression(self.path)
         return f"{self.format} ({compression[1:]})" if compression else self.format
 
@@ -190,7 +190,7 @@ def _find_data_files(config: LocalFiles, patterns: tuple[str, ...], name: str, k
         file_format = detect_format(path) if config.format == "auto" else config.format
         if file_format is None:
             raise ValueError(
-                f"{key}.{name}: the extension of {path} does not tell its format; leave the file out, or set "
+                f"{key}.{name}: the extension of {path} does not identify its format; leave the file out, or set "
                 f"{key}.format to json, text or parquet"
             )
         if file_format == "parquet" and detect_compression(path) is not None:

@@ -180,7 +180,7 @@ def _load_or_create_progress(
 
 
 def save_progress(progress: MakeDataProgress, directory: Path) -> None:
-    """Replace ``progress.json``."""
+    """Replace ``progress.json`` in the directory atomically."""
     write_text_atomic(directory / PROGRESS_FILE, progress.model_dump_json(indent=1) + "\n")
 
 
@@ -313,7 +313,7 @@ class _ShardBuilder:
 
 
 class _MakeDataJob:
-    """Makes one directory."""
+    """Tokenizes the documents of all splits into the shards of one directory."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class DocumentSource(ResumableReader[str], Protocol):
 
     @property
     def provenance(self) -> str:
-        """Location and size of the documents, for people."""
+        """Location and size of the documents, as text."""
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -53,7 +53,7 @@ class RecordCursor(Protocol):
         """A key that increases with each record of an epoch."""
 
     def location(self) -> str:
-        """The record's place for people, such as a file and a line."""
+        """Location of the record in messages, such as a file and a line."""
 
 
 class RecordStore(Protocol):

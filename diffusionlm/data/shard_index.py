@@ -40,7 +40,7 @@ ShardDtype = Literal["uint16", "uint32", "int32"]
 class StrictModel(BaseModel):
     """Base of the JSON models: strict types, immutable."""
 
-    # Unknown keys are ignored: computed totals are written for people and not read.
+    # Unknown keys are ignored: computed totals are written for readers of the file and ignored here.
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
@@ -107,7 +107,7 @@ class SplitIndex(StrictModel):
 
 
 class ShardIndex(StrictModel):
-    """``index.json``."""
+    """The contents of ``index.json``."""
 
     version: Literal[1] = FORMAT_VERSION
     format: ShardFormat
@@ -127,7 +127,7 @@ class SplitProgress(StrictModel):
     index: SplitIndex
     """The finished shards, and the records skipped before ``position``."""
     position: ReaderPosition = None
-    """Where to continue reading the source."""
+    """Position at which to continue reading the source."""
     past: NonNegativeInt = 0
     """Number of documents after ``position`` that are in finished shards already."""
     done: bool = False

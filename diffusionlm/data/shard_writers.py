@@ -29,7 +29,7 @@ class ShardWriter(Protocol):
     """Writes one shard. The result does not depend on how the documents are grouped into calls."""
 
     def add(self, documents: list[Tokens]) -> None:
-        """Append documents."""
+        """Append documents to the shard."""
 
     def finish(self) -> tuple[FileRange, ...]:
         """Make the shard durable and return its files."""

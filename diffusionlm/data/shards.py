@@ -68,7 +68,7 @@ class ShardDocuments:
     identity: str
     """A string that changes when the tokens change."""
     provenance: str
-    """Size, location and origin of the tokens, for people."""
+    """Size, location and origin of the tokens, as text."""
     tokenizer_directory: Path
     tokenizer_fingerprint: str
     num_tokens: int

@@ -58,7 +58,7 @@ class TextDistribution(ABC):
 
     @abstractmethod
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
-        """Sample independent texts."""
+        """Sample ``count`` independent texts."""
 
 
 @dataclass

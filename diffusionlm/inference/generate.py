@@ -50,7 +50,7 @@ class CanvasSnapshot:
     token_ids: tuple[int, ...]
     """Prompt included; masked positions hold the mask token."""
     is_masked: tuple[bool, ...]
-    """Positions that are not committed. Ids do not tell: a prompt may contain the mask token as text."""
+    """Positions that are not committed. Ids cannot identify them: a prompt may contain the mask token as text."""
     logprobs: tuple[float, ...]
     """Like `Generation.logprobs`, of each committed token; nan at given and masked positions."""
 

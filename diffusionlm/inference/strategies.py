@@ -66,7 +66,7 @@ class LowConfidence(MostConfident):
 
 
 class RandomOrder(RandomPositions):
-    """m/S random positions."""
+    """Commit m/S positions in random order."""
 
     name = "random"
     family = LLADA
@@ -258,7 +258,7 @@ class MaskGITPlus(MostConfident):
 
 
 class TopKMargin(MostConfident):
-    """As many as `maskgit_plus`, ranked by the difference of the two highest probabilities."""
+    """Commit as many positions as `maskgit_plus`, ranked by the difference of the two highest probabilities."""
 
     name = "topk_margin"
     family = DREAM
@@ -271,7 +271,7 @@ class TopKMargin(MostConfident):
 
 
 class Entropy(MostConfident):
-    """As many as `maskgit_plus`, ranked by lowest entropy."""
+    """Commit as many positions as `maskgit_plus`, ranked by lowest entropy."""
 
     name = "entropy"
     family = DREAM

@@ -32,7 +32,7 @@ CONFIDENCE_KEYS = ("confidence_from", "defer_token_ids")
 
 @dataclass(frozen=True)
 class ConfidenceMeasure:
-    """How the confidence of a position is computed from its distribution."""
+    """A function that computes the confidence of a position from its distribution."""
 
     compute: Callable[[Tensor, Tensor], Tensor]
     """(probabilities [N, V] in fp64, proposed or committed tokens [N]) -> confidence [N] in fp64."""
@@ -81,7 +81,7 @@ class OffByDefault:
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What a strategy sees of one request's block in one step."""
+    """The inputs of a strategy for one request's block in one step."""
 
     confidence_M: NDArray[np.float64]
     """Computed by the strategy's `measure`; -inf where the proposed token is deferred; zeros without a measure."""

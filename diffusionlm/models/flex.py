@@ -1,7 +1,7 @@
 """FlexAttention with a block mask in closed form.
 
-torch's `create_block_mask` evaluates a mask at every pair of positions. Here the pattern's intervals tell which tiles
-are empty, partial or full; memory is O(S + (S / 128)^2).
+torch's `create_block_mask` evaluates a mask at every pair of positions. Here the pattern's intervals decide
+which tiles are empty, partial or full; memory is O(S + (S / 128)^2).
 
 Shapes: B sequences, Q queries, S keys, N query heads, K key-value heads, H width of a head, R ranges of keys of a
 query, I tiles of queries, J tiles of keys.

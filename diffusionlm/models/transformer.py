@@ -130,7 +130,6 @@ class Transformer(nn.Module):
     ) -> Tensor: ...
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor | LossOutput:
-        """Call `forward`."""
         return super().__call__(*args, **kwargs)  # type: ignore[no-any-return]
 
     def forward(

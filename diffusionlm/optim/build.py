@@ -42,7 +42,7 @@ class Optimizers:
 
     @property
     def can_skip_on_device(self) -> bool:
-        """Whether all optimizers accept `step`'s ``skip``: torch's fused ones do, for its gradient scaler, and ours."""
+        """True if all optimizers accept `step`'s ``skip``, as torch's fused ones and ours do."""
         return all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
 
     def step(self, factor: float, skip: torch.Tensor | None = None) -> None:
@@ -65,7 +65,6 @@ class Optimizers:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -186,7 +185,7 @@ def build_optimizers(
 
 
 def requires_whole_matrix(config: AdamWConfig | LionConfig | MuonConfig, name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter must not be sharded by rows: Muon's matrices, and moments with 8 bits, which share scales.
+    """Return whether sharding by rows is forbidden: Muon's matrices, and moments with 8 bits, which share scales.
 
     AdamW and Lion update each element independently.
     """

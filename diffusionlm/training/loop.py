@@ -36,7 +36,7 @@ from profiling.trace import StepProfiler
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended."""
+    """The last step of a run, its summary and the signal that stopped it."""
 
     step: int
     summary: RunSummary | None
@@ -159,7 +159,7 @@ def train_steps(
 
 @dataclass(frozen=True)
 class DueActions:
-    """What follows a step. Before any of them the host reads the metrics of all steps so far."""
+    """The actions that follow a step. Before any of them the host reads the metrics of all steps so far."""
 
     log: bool
     validate: bool
@@ -170,12 +170,12 @@ class DueActions:
 
     @property
     def is_any(self) -> bool:
-        """Whether any of them is due."""
+        """True if an action is due."""
         return self.log or self.validate or self.sample or self.save or self.is_end
 
 
 def find_due_actions(run: Run, stop: StopRequest) -> DueActions:
-    """Which actions follow the step that was just made. Intervals are in steps; 0 means never."""
+    """Return the actions that follow the completed step. Intervals are in steps; 0 means never."""
     config, step = run.config, run.progress.step
     is_last = step == run.settings.max_steps
     is_end = is_last or stop.signal is not None

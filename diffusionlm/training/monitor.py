@@ -49,7 +49,7 @@ class StepMonitor:
     _weights: NormsByName = field(default_factory=dict)
 
     def should_record_norms(self, step: int) -> bool:
-        """Whether norms are recorded in a step, from 1."""
+        """Return whether norms are recorded in a step; steps count from 1."""
         every = self.config.norms_every_steps
         return every > 0 and step % every == 0
 

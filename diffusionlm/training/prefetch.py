@@ -71,7 +71,7 @@ class Prefetcher:
         return self.loader.metrics() if self._metrics is None else self._metrics
 
     def close(self) -> None:
-        """Close the loader."""
+        """Stop prefetching and close the loader."""
         self.loader.close()
 
 

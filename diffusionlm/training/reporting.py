@@ -1,4 +1,4 @@
-"""What a run reports: metrics, events, validation results and the summary of its final evaluation."""
+"""Reports of a run: metrics, events, validation results and the summary of its final evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from profiling import memory
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Contents of summary.json."""
+    """The contents of summary.json."""
 
     evaluation: EvaluationResult
     other_block_lengths: tuple[EvaluationResult, ...]
@@ -52,7 +52,6 @@ class RunSummary:
     """Fraction of the positions of training sequences that were padding."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
         return asdict(self)
 
     @classmethod

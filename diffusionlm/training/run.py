@@ -88,7 +88,7 @@ class Run:
             yield
 
     def log(self, text: str) -> None:
-        """Print a line for people, on the first rank."""
+        """Print a message on the first rank."""
         only_on_first_rank(self.world, log)(text)
 
 
@@ -209,5 +209,5 @@ def _describe_run(model: Transformer, settings: StepSettings, world: World) -> s
 
 
 def log(text: str) -> None:
-    """Print a line for people, on standard error."""
+    """Print a message on standard error."""
     print(text, file=sys.stderr, flush=True)

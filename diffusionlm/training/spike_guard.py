@@ -29,7 +29,7 @@ class SpikeGuard:
 
     @torch.no_grad()
     def is_accepted(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Whether the step may change the weights: a 0-d boolean on the device of both arguments."""
+        """Return a 0-d boolean on the arguments' device: the step may change the weights."""
         is_finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         if self.max_deviations is None:
             return is_finite

@@ -27,7 +27,7 @@ from profiling import nvtx
 
 @dataclass
 class TrainState:
-    """What a step changes and a checkpoint stores."""
+    """The state that a step changes and a checkpoint stores."""
 
     model: Transformer
     parallel: Parallelism
@@ -40,7 +40,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What stays the same over all steps of a run."""
+    """The settings that are constant over all steps of a run."""
 
     objective: Objective
     device: torch.device

@@ -31,7 +31,7 @@ class StepMetrics:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient norm are finite. If they are not, the step is never accepted."""
+        """True if loss and gradient norm are finite. Otherwise the step is never accepted."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 

@@ -39,7 +39,7 @@ class AxisScale:
         return np.where(values_N > 0, places_N, np.nan)
 
     def to_unit(self, value: float) -> float:
-        """Map one value."""
+        """Map a single value to the range 0 to 1."""
         return float(self(np.array([value]))[0])
 
     def ticks(self) -> list[float]:
@@ -234,7 +234,7 @@ def _values(plot: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> dic
         "lines": [
             {
                 "name": line.name,
-                "colour": line.color % 8,
+                "color": line.color % 8,
                 "x": [int(x) if x == int(x) else x for x in line.x_N.tolist()],
                 "y": _rounded(line.y_N),
                 **({} if line.smooth_N is None else {"smooth": _rounded(line.smooth_N)}),

@@ -47,7 +47,7 @@ class Chart:
     x_end: float = 0.0
     """End of the horizontal axis, unless a point is beyond it."""
     log: bool | None = None
-    """Whether the logarithmic scale is on at first; None: there is no switch."""
+    """True if the logarithmic scale is on at first; None: there is no switch."""
     from_zero: bool = False
     marks: list[tuple[str, Floats]] = field(default_factory=list)
     """Names of marks and their positions on the horizontal axis."""

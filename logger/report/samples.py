@@ -33,7 +33,7 @@ class SampleToken:
 
 @dataclass(frozen=True)
 class FilledSample:
-    """An infilled text."""
+    """A text whose masked spans the model filled at one step of training."""
 
     step: int
     masked_text: str

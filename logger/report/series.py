@@ -24,7 +24,7 @@ class Series:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no value is finite."""
+        """True if no value is finite."""
         return not np.isfinite(self.values_N).any()
 
     @property
@@ -100,7 +100,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """Format a number for people: 0.00125, 3.142, 12.3k, 1.2e-06."""
+    """Format a number with four significant digits: 0.00125, 3.142, 12.3k, 1.2e-06."""
     if not math.isfinite(value):
         return "not finite"
     for size, suffix in SUFFIXES:

@@ -44,7 +44,7 @@ class RemoteFile:
 
     @property
     def is_secret(self) -> bool:
-        """Whether the file contains secrets; such a short file is never resumed."""
+        """True if the file contains secrets; such a short file is never resumed."""
         return SECRET.search(self.path) is not None
 
 

@@ -36,7 +36,7 @@ class SaveCoordinator:
         return SaveCoordinator(world, group)
 
     def close(self) -> None:
-        """Destroy the group."""
+        """Destroy the process group."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
 

@@ -38,7 +38,7 @@ class TensorShard:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has nothing of a tensor that has elements."""
+        """True if this rank has no part of a tensor that has elements."""
         return self.values.numel() == 0 and self.global_shape.numel() > 0
 
 

@@ -54,7 +54,7 @@ class LoadedCheckpoint:
 
     @property
     def has_live_weights(self) -> bool:
-        """Whether the weights being trained are stored beside the averaged ones."""
+        """True if the weights being trained are stored beside the averaged ones."""
         return any(key.startswith("weights.") for key in self.tensors.shapes)
 
     def weights(self) -> dict[str, Tensor]:

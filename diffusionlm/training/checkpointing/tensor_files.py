@@ -134,7 +134,7 @@ class StoredTensors:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Key -> dtype."""
+        """Dtype of each tensor by key."""
         return {key: tensor.properties.dtype for key, tensor in self._tensors.items()}
 
     @property

@@ -173,7 +173,7 @@ def test_every_chart_is_named_focusable_and_has_its_values(tmp_path: Path) -> No
     assert len(data) == len(plots)
     assert data[1]["lines"][0]["y"] == [4.6, 4.2, 3.8]
     assert data[1]["lines"][0]["error"] == [0.05] * 3
-    assert data[1]["lines"][1] == {"name": "final", "colour": 0, "x": [60], "y": [3.983], "error": [0.02]}
+    assert data[1]["lines"][1] == {"name": "final", "color": 0, "x": [60], "y": [3.983], "error": [0.02]}
     assert data[0]["x"] == [0, 60]
 
 
