@@ -53,16 +53,18 @@ def run_ranks(act: Callable[[World], T], tmp_path: Path, world_size: int = 2, ti
     """
     ended = end_ranks(act, tmp_path, world_size, timeout)
     failed = [
-        f"rank {rank} (exit code {each.exit_code}):\n{each.error}" for rank, each in enumerate(ended) if each.exit_code
+        f"rank {rank} (exit code {ending.exit_code}):\n{ending.error}"
+        for rank, ending in enumerate(ended)
+        if ending.exit_code
     ]
     if failed:
         raise AssertionError("\n".join(failed))
-    return [each.result for each in ended]
+    return [ending.result for ending in ended]
 
 
 def spawn_ranks(act: Callable[[World], Any], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[int]:
     """Exit codes of ranks that may die in ``act``: 0, 1 after an exception, or minus the signal."""
-    return [each.exit_code for each in end_ranks(act, tmp_path, world_size, timeout)]
+    return [ending.exit_code for ending in end_ranks(act, tmp_path, world_size, timeout)]
 
 
 def end_ranks(act: Callable[[World], Any], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[Ended]:

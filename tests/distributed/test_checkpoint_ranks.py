@@ -63,16 +63,16 @@ def save(store: CheckpointStore, world: World, step: int) -> Path:
 
 
 def load(store: CheckpointStore, world: World = SINGLE_PROCESS) -> tuple[LoadedCheckpoint, list[str]]:
-    said: list[str] = []
-    saved = store.load_newest(said.append, world)
+    messages: list[str] = []
+    saved = store.load_newest(messages.append, world)
     assert saved is not None
-    return saved, said
+    return saved, messages
 
 
 def assert_whole(store: CheckpointStore, step: int) -> None:
     """By a process alone."""
-    saved, said = load(store)
-    assert said == [] and saved.state == {"step": step}
+    saved, messages = load(store)
+    assert messages == [] and saved.state == {"step": step}
     optimizer = saved.tensors.read_whole("optimizer.")
     assert optimizer.keys() == {*(f"{name}.exp_avg" for name in SHAPES), "long.step", "matrix.momentum"}
     assert all(torch.equal(optimizer[f"{name}.exp_avg"], whole(name, step)) for name in SHAPES)
@@ -85,9 +85,9 @@ def assert_whole(store: CheckpointStore, step: int) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     """With a checkpoint that one process wrote."""
-    made = CheckpointStore(tmp_path / "checkpoints", 2)
-    save(made, SINGLE_PROCESS, 1)
-    return made
+    new_store = CheckpointStore(tmp_path / "checkpoints", 2)
+    save(new_store, SINGLE_PROCESS, 1)
+    return new_store
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 3), (3, 2)])
@@ -124,12 +124,12 @@ def test_keys_that_do_not_fit_are_named_on_all_ranks(store: CheckpointStore, tmp
             fits | ({"optimizer.new.step": TensorShard.whole(torch.tensor(0.0))} if world.rank == 1 else {}),
             fits | {"optimizer.bias.exp_avg": rows(torch.zeros(6), world)},
         ]
-        told = []
+        errors = []
         for wrong in cases:
             with pytest.raises(ValueError) as caught:
                 saved.read_into(wrong, "optimizer.")
-            told.append(str(caught.value))
-        return told
+            errors.append(str(caught.value))
+        return errors
 
     one, other = run_ranks(read, tmp_path)
     assert one == other
@@ -175,10 +175,10 @@ def test_ranks_that_do_not_share_a_disk_are_told_so(store: CheckpointStore, tmp_
             real = tensor_files.make_manifest_entries
 
             def elsewhere(folder: Path, files: Any) -> Any:
-                made = real(folder, files)
+                writer = real(folder, files)
                 for file in files:
                     file.unlink()
-                return made
+                return writer
 
             tensor_files.make_manifest_entries = elsewhere  # type: ignore[attr-defined]
         with pytest.raises(ValueError) as caught:
@@ -208,7 +208,7 @@ def test_a_rank_that_dies_during_a_save_ends_it_on_the_other(store: CheckpointSt
             saves.wait()
         os._exit(0 if "step-00000002 was not written: a rank died" in str(caught.value) else 5)
 
-    codes = [each.exit_code for each in end_ranks(act, tmp_path, timeout=15)]
+    codes = [ending.exit_code for ending in end_ranks(act, tmp_path, timeout=15)]
     assert codes == ([-signal.SIGKILL, 0] if dies == 0 else [0, -signal.SIGKILL])
     assert store.steps() == [1]
     run_ranks(lambda world: save(store, world, 3), tmp_path)
@@ -225,9 +225,9 @@ def test_training_talks_while_a_thread_saves(store: CheckpointStore, tmp_path: P
             saves.start(snapshot(world, step))
             totals += [world.sum(float(world.rank + number))[0] for number in range(20)]
         saves.wait()
-        told = saves.pop_failures()
+        failures = saves.pop_failures()
         saves.close()
-        assert told == []
+        assert failures == []
         return totals
 
     expected = [1.0 + 2 * number for number in range(20)] * 3
@@ -244,12 +244,12 @@ def test_the_first_rank_decides_what_is_loaded(store: CheckpointStore, tmp_path:
     data.write_bytes(content)
 
     def act(world: World) -> tuple[str, list[str]]:
-        saved, said = load(store, world)
-        return saved.path.name, said
+        saved, messages = load(store, world)
+        return saved.path.name, messages
 
-    (one, said), (other, silent) = run_ranks(act, tmp_path)
+    (one, messages), (other, silent) = run_ranks(act, tmp_path)
     assert one == other == "step-00000001" and silent == []
-    assert "__0_0.distcp is damaged" in said[0] and "damaged-step-00000002" in said[1]
+    assert "__0_0.distcp is damaged" in messages[0] and "damaged-step-00000002" in messages[1]
     data.parent.parent.parent.joinpath("step-00000001", "state.json").unlink(missing_ok=True)
 
     def none(world: World) -> str:
@@ -257,5 +257,5 @@ def test_the_first_rank_decides_what_is_loaded(store: CheckpointStore, tmp_path:
             store.load_newest(lambda text: None, world)
         return str(caught.value)
 
-    told = run_ranks(none, tmp_path)
-    assert told[0] == told[1] and "no checkpoint in" in told[0]
+    errors = run_ranks(none, tmp_path)
+    assert errors[0] == errors[1] and "no checkpoint in" in errors[0]

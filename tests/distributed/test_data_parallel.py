@@ -43,7 +43,8 @@ def parallel(model: nn.Module, config: Parallel, world: World) -> Parallelism:
 def gradients(parallelism: Parallelism) -> dict[str, tuple[int, int, Tensor | None]]:
     """First and last row of what this rank has, and its gradient."""
     return {
-        name: (*parallelism.row_range(name), each.grad) for name, each in parallelism.trainable_parameters().items()
+        name: (*parallelism.row_range(name), parameter.grad)
+        for name, parameter in parallelism.trainable_parameters().items()
     }
 
 
@@ -51,7 +52,9 @@ def assert_rows_of(expected: nn.Module, all_ranks: list[dict[str, tuple[int, int
     """Every row of every gradient is on some rank, and right wherever it is."""
     for name, parameter in expected.named_parameters():
         rows = set[int]()
-        for first, end, gradient in (each[name] for each in all_ranks if name in each):
+        for first, end, gradient in (
+            gradients_of_rank[name] for gradients_of_rank in all_ranks if name in gradients_of_rank
+        ):
             rows |= set(range(first, end))
             if parameter.grad is None:
                 assert gradient is None, name
@@ -105,10 +108,10 @@ def test_three_ranks(tmp_path: Path, config: DDP) -> None:
         backward(parallelism, model, parts[world.rank], 6)
         return parallelism.clip(1e9), gradients(parallelism)
 
-    norms, found = zip(*run_ranks(act, tmp_path, world_size=3), strict=True)
+    norms, gradients_of_ranks = zip(*run_ranks(act, tmp_path, world_size=3), strict=True)
     expected = copy.deepcopy(model)
     torch.testing.assert_close(norms[1], whole_step(expected, parts, 1e9))
-    assert_rows_of(expected, list(found))
+    assert_rows_of(expected, list(gradients_of_ranks))
 
 
 @both
@@ -125,18 +128,18 @@ def test_unused_and_frozen_parameters(tmp_path: Path, config: DDP) -> None:
 
     def act(world: World) -> Any:
         parallelism = parallel(model, config, world)
-        found = []
+        results = []
         for _ in range(2):  # the second step must not see what the first one left
             for index in range(2):
                 with parallelism.backward(is_last=index == 1):
                     run(model, world.rank, index)
             norm = parallelism.clip(1e9)
-            found.append((norm, gradients(parallelism)))
+            results.append((norm, gradients(parallelism)))
             assert not any(name.startswith("layers.0") for name in parallelism.trainable_parameters())
             for parameter in parallelism.trainable_parameters().values():
                 parameter.grad = None
             parallelism.start_weight_gather()
-        return found
+        return results
 
     first, second = run_ranks(act, tmp_path)
     expected = copy.deepcopy(model)
@@ -157,18 +160,18 @@ def test_each_bucket_travels_once_a_step(tmp_path: Path, config: DDP) -> None:
     def act(world: World) -> Any:
         parallelism = parallel(model, config, world)
         buckets = len(parallelism.reducer.buckets)  # type: ignore[attr-defined]
-        found = []
+        event_counts = []
         for index, batch in enumerate(batches([2, 2, 2], seed=world.rank)):
             with recorded() as events, parallelism.backward(is_last=index == 2):
                 loss_of(model, batch, 6).backward()
-            found.append(len(events))
+            event_counts.append(len(events))
         with recorded() as events:
             parallelism.clip(1.0)
-        return buckets, found, len(events)
+        return buckets, event_counts, len(events)
 
-    for buckets, found, later in run_ranks(act, tmp_path):
+    for buckets, event_counts, later in run_ranks(act, tmp_path):
         assert buckets > 2 and later == 0
-        assert found == [0, 0, buckets]
+        assert event_counts == [0, 0, buckets]
 
 
 @both
@@ -207,10 +210,10 @@ def test_weights_and_buffers_of_the_first_rank_are_everybodys(tmp_path: Path) ->
             parallelism.check_replicas_equal()
         return state, str(caught.value)
 
-    for state, told in run_ranks(act, tmp_path):
+    for state, message in run_ranks(act, tmp_path):
         assert all(torch.equal(value, state[name]) for name, value in tower(seed=0).state_dict().items())
         assert state["steps"].tolist() == [0, 0, 0]
-        assert "layers.1.weight of rank 1" in told and "2 parameters of 10" in told
+        assert "layers.1.weight of rank 1" in message and "2 parameters of 10" in message
 
 
 def test_rows_that_were_exchanged_are_another_weight(tmp_path: Path) -> None:
@@ -242,8 +245,8 @@ def test_a_gradient_made_without_autograd_is_marked(tmp_path: Path, config: DDP)
         parallelism.clip(1e9)
         return gradients(parallelism)
 
-    for found in run_ranks(act, tmp_path):
-        gradient = found["head.weight"][2]
+    for gradients_of_rank in run_ranks(act, tmp_path):
+        gradient = gradients_of_rank["head.weight"][2]
         assert gradient is not None and torch.equal(gradient, torch.full_like(gradient, 1.0 + 2.0 + 2.0 + 3.0))
 
 
@@ -271,36 +274,36 @@ def test_one_process_clips_as_torch_does(tiny_model: MakeModel) -> None:
     assert torch.equal(alone.clip(0.01), whole_step(expected, [[batch]], 0.01))
     assert alone.trainable_parameters().keys() == dict(expected.named_parameters()).keys()
     for name, parameter in expected.named_parameters():
-        found = alone.trainable_parameters()[name].grad
-        assert found is not None and parameter.grad is not None and torch.equal(found, parameter.grad)
+        gradient = alone.trainable_parameters()[name].grad
+        assert gradient is not None and parameter.grad is not None and torch.equal(gradient, parameter.grad)
 
 
-def layout(shapes: dict[str, tuple[int, ...]], most: int, world_size: int = 1, whole: str = "whole") -> list[Any]:
+def layout(shapes: dict[str, tuple[int, ...]], max_bytes: int, world_size: int = 1, whole: str = "whole") -> list[Any]:
     parameters = {name: torch.empty(shape) for name, shape in shapes.items()}
-    return lay_out_buckets(parameters, world_size, most, lambda name: name.startswith(whole))
+    return lay_out_buckets(parameters, world_size, max_bytes, lambda name: name.startswith(whole))
 
 
 def test_buckets_are_bounded_in_bytes() -> None:
     shapes = {"a": (16,), "b": (16,), "c": (32,), "d": (1000,), "e": (16,)}
-    assert [list(each.slices) for each in layout(shapes, most=128)] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert [list(plan.slices) for plan in layout(shapes, max_bytes=128)] == [["a", "b"], ["c"], ["d"], ["e"]]
     parameters: dict[str, Tensor] = {"a": torch.empty(2), "b": torch.empty(2, dtype=torch.float64)}
-    assert [each.dtype for each in lay_out_buckets(parameters, 1, 1e9)] == [torch.float32, torch.float64]
+    assert [plan.dtype for plan in lay_out_buckets(parameters, 1, 1e9)] == [torch.float32, torch.float64]
 
 
 def test_whole_parameters_share_a_bucket_that_they_would_pad() -> None:
     """Four matrices that must be whole over four ranks: one bucket of one each, however small a bucket may be."""
     shapes = {f"whole{index}": (16, 16) for index in range(6)}
-    plans = layout(shapes, most=1, world_size=4)
-    assert [len(each.slices) for each in plans] == [4, 2]
-    assert [each.segment_size for each in plans] == [256, 256]
-    owners = [piece.rank for each in plans for slices in each.slices.values() for piece in slices]
+    plans = layout(shapes, max_bytes=1, world_size=4)
+    assert [len(plan.slices) for plan in plans] == [4, 2]
+    assert [plan.segment_size for plan in plans] == [256, 256]
+    owners = [piece.rank for plan in plans for slices in plan.slices.values() for piece in slices]
     assert owners == [0, 1, 2, 3, 0, 1]
 
 
 def test_rows_are_cut_as_torch_cuts_them() -> None:
     for rows in (1, 2, 7, 8, 9):
-        [each] = layout({"a": (rows, 3)}, most=1, world_size=4)
+        [plan] = layout({"a": (rows, 3)}, max_bytes=1, world_size=4)
         chunks = torch.arange(rows).chunk(4)
-        assert [(piece.start, piece.end) for piece in each.slices["a"]] == [
+        assert [(piece.start, piece.end) for piece in plan.slices["a"]] == [
             (int(chunk[0]), int(chunk[-1]) + 1) for chunk in chunks
         ]

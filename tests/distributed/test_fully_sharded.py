@@ -47,8 +47,8 @@ def collectives() -> Iterator[list[tuple[str, int]]]:
 
     def recording(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            events.append((kinds[name], max(each.nbytes for each in tensors)))
+            tensors = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
+            events.append((kinds[name], max(tensor.nbytes for tensor in tensors)))
             return originals[name](*args, **kwargs)
 
         return call
@@ -100,14 +100,14 @@ def train_whole(model: Transformer, config: Kind, world: World, steps: int, max_
 
 def assert_close(parts: FullySharded, model: Transformer, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     """On the first rank, which gets the whole parameters."""
-    found = dict(parts.iterate_whole_parameters())
+    parameters = dict(parts.iterate_whole_parameters())
     if not parts.world.is_first:
-        assert not found
+        assert not parameters
         return
-    assert found.keys() == dict(model.named_parameters()).keys()
+    assert parameters.keys() == dict(model.named_parameters()).keys()
     for name, expected in model.named_parameters():
         torch.testing.assert_close(
-            found[name], expected.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} {m}"
+            parameters[name], expected.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} {m}"
         )
 
 
@@ -165,7 +165,7 @@ def test_initial_weights_are_those_of_one_process(make_config: MakeConfig, tmp_p
     def act(world: World) -> None:
         with torch.device("meta"):
             model = Transformer(config)
-        shapes = {name: each.shape for name, each in model.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
         parts = cut(model, world)
         parts.materialize(lambda name: initial_value(name, shapes[name], config, seed=3))
@@ -183,14 +183,17 @@ def test_initial_weights_are_those_of_one_process(make_config: MakeConfig, tmp_p
 @pytest.mark.parametrize("choice", ["selective", "full"])
 def test_activations_that_are_computed_again_change_nothing(choice: Any, tiny_model: MakeModel, tmp_path: Path) -> None:
     def act(world: World) -> None:
-        kept = []
+        parameters_of_models = []
         for which in ("none", choice):
             model = tiny_model(**MIXTURE)
             checkpoint_activations(model, which)
             parts = cut(model, world)
             train_parts(parts, build_optimizers(AdamWConfig(), parts.trainable_parameters()), 2)
-            kept.append(parts.trainable_parameters())
-        assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+            parameters_of_models.append(parts.trainable_parameters())
+        assert all(
+            torch.equal(parameters_of_models[0][name], parameters_of_models[1][name])
+            for name in parameters_of_models[0]
+        )
 
     run_ranks(act, tmp_path)
 
@@ -206,7 +209,7 @@ def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, 
             with collectives() as events:
                 loss_of(parts.model, of_rank(0, 0)[1], DENOMINATOR).backward()
             loss_of(models[1], of_rank(0, 0)[1], DENOMINATOR / world.size).backward()
-        block = sum(each.numel() for each in models[1].model.layers[0].parameters())
+        block = sum(parameter.numel() for parameter in models[1].model.layers[0].parameters())
         sizes = {kind: [size for name, size in events if name == kind] for kind in ("gather", "reduce")}
         assert sizes["gather"].count(2 * block) == 4 and sizes["reduce"].count(4 * block) == 2
         parts.clip(1e9)
@@ -227,8 +230,8 @@ def test_a_skipped_step_changes_nothing(tiny_model: MakeModel, tmp_path: Path) -
             MuonConfig(precision="float32"), parts.trainable_parameters(), row_exchange=parts.row_exchange
         )
         train_parts(parts, optimizers, 1)
-        before = {name: each.clone() for name, each in optimizers.state_dict().items()}
-        before |= {name: each.detach().clone() for name, each in parts.trainable_parameters().items()}
+        before = {name: state.clone() for name, state in optimizers.state_dict().items()}
+        before |= {name: parameter.detach().clone() for name, parameter in parts.trainable_parameters().items()}
         assert optimizers.can_skip_on_device
         # Not finite on one rank only; the norm tells it to all.
         factor = float("nan") if world.rank else 1.0
@@ -252,9 +255,9 @@ def test_averages_are_of_rows_and_put_together_when_saved(tiny_model: MakeModel,
         train_whole(models[1], AdamWConfig(), world, 2)
         for average in averages:
             average.update()
-        found = dict(parts.iterate_whole_parameters(averages[0].averages))
+        averages_by_name = dict(parts.iterate_whole_parameters(averages[0].averages))
         for name, expected in averages[1].averages.items() if world.is_first else ():
-            torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(averages_by_name[name], expected, rtol=1e-4, atol=1e-5)
         batch = of_rank(5, 0)[0]
         with torch.no_grad():
             with averages[0].use_averages(), averages[1].use_averages():
@@ -337,23 +340,23 @@ def test_an_exchange_makes_matrices_whole_once(tmp_path: Path, dtype: torch.dtyp
     wholes = [torch.arange(1.0, 1 + a * b).view(a, b).to(dtype) * 2**i for i, (a, b) in enumerate(shapes)]
 
     def act(world: World) -> list[list[float]]:
-        ranges = [row_range_of_rank(len(each), world.size, world.rank) for each in wholes]
-        parts = [nn.Parameter(each[first:end].clone()) for each, (first, end) in zip(wholes, ranges, strict=True)]
-        row_exchange = AllToAllRows(dict(zip(parts, (each.shape for each in wholes), strict=True)), world)
-        seen: list[Tensor] = []
+        ranges = [row_range_of_rank(len(whole), world.size, world.rank) for whole in wholes]
+        parts = [nn.Parameter(whole[first:end].clone()) for whole, (first, end) in zip(wholes, ranges, strict=True)]
+        row_exchange = AllToAllRows(dict(zip(parts, (whole.shape for whole in wholes), strict=True)), world)
+        matrices_of_rank: list[Tensor] = []
 
         def reverse(matrices: list[Tensor]) -> list[Tensor]:
-            seen.extend(matrices)
-            return [each.flip(0, 1) for each in matrices]
+            matrices_of_rank.extend(matrices)
+            return [matrix.flip(0, 1) for matrix in matrices]
 
-        made = row_exchange(list(parts), [each.detach() for each in parts], reverse)
-        for whole, (first, end), rows in zip(wholes, ranges, made, strict=True):
+        reversed_rows = row_exchange(list(parts), [part.detach() for part in parts], reverse)
+        for whole, (first, end), rows in zip(wholes, ranges, reversed_rows, strict=True):
             assert torch.equal(rows, whole.flip(0, 1)[first:end])
         assert row_exchange([], [], reverse) == []
-        return [each.flatten().tolist() for each in seen]
+        return [matrix.flatten().tolist() for matrix in matrices_of_rank]
 
-    seen = [flat for each in run_ranks(act, tmp_path, world_size=3) for flat in each]
-    assert sorted(seen) == sorted(each.flatten().tolist() for each in wholes)
+    flat_matrices = [flat for matrices_of_rank in run_ranks(act, tmp_path, world_size=3) for flat in matrices_of_rank]
+    assert sorted(flat_matrices) == sorted(whole.flatten().tolist() for whole in wholes)
 
 
 def test_rows_are_cut_as_torch_cuts_them() -> None:
@@ -361,6 +364,6 @@ def test_rows_are_cut_as_torch_cuts_them() -> None:
         for world_size in (1, 2, 3, 5):
             cuts = [row_range_of_rank(total, world_size, rank) for rank in range(world_size)]
             sizes = [end - first for first, end in cuts]
-            chunks = [len(each) for each in torch.arange(total).chunk(world_size)]
+            chunks = [len(chunk) for chunk in torch.arange(total).chunk(world_size)]
             assert sizes == chunks + [0] * (world_size - len(chunks))
             assert [first for first, _ in cuts[1:]] == [end for _, end in cuts[:-1]] and cuts[-1][1] == total

@@ -62,8 +62,8 @@ def adamw(parallelism: Parallelism) -> Optimizers:
 
 def muon(parallelism: Parallelism) -> Optimizers:
     trainable_parameters = parallelism.trainable_parameters()
-    matrices = [each for name, each in trainable_parameters.items() if is_matrix_of_block(name)]
-    rest = [each for name, each in trainable_parameters.items() if not is_matrix_of_block(name)]
+    matrices = [parameter for name, parameter in trainable_parameters.items() if is_matrix_of_block(name)]
+    rest = [parameter for name, parameter in trainable_parameters.items() if not is_matrix_of_block(name)]
     assert all(parallelism.has_whole_parameter(name) for name in trainable_parameters if is_matrix_of_block(name))
     return [
         Muon(matrices, lr=0.01, momentum=0.9, weight_decay=0.1, dtype=matrices[0].dtype),
@@ -90,7 +90,7 @@ def train(
 
 def weights(parallelism: Any) -> dict[str, Tensor]:
     parallelism.wait_for_weights()
-    return {name: each.detach() for name, each in parallelism.model.named_parameters()}
+    return {name: parameter.detach() for name, parameter in parallelism.model.named_parameters()}
 
 
 class Wide(nn.Module):
@@ -124,7 +124,7 @@ def test_ten_steps_of_adamw(tiny_model: MakeModel, tmp_path: Path) -> None:
     def act(world: World) -> None:
         parts = sharded(tiny_model(tie_word_embeddings=True), world)
         whole = unsharded(tiny_model(tie_word_embeddings=True), world)
-        before = {name: each.clone() for name, each in weights(whole).items()}
+        before = {name: weight.clone() for name, weight in weights(whole).items()}
         norms = train(parts, adamw(parts), 10)
         torch.testing.assert_close(norms, train(whole, adamw(whole), 10))
         parts.check_replicas_equal()
@@ -140,7 +140,7 @@ def test_ten_steps_are_bit_equal_where_parts_fill_vectors(tmp_path: Path) -> Non
     round otherwise in a vector that is not full."""
 
     def act(world: World) -> None:
-        config, found = DDP(bucket_mib=0.04), []
+        config, weights_of_runs = DDP(bucket_mib=0.04), []
         for is_sharded in (True, False):
             torch.manual_seed(0)
             model = Wide()
@@ -150,9 +150,9 @@ def test_ten_steps_are_bit_equal_where_parts_fill_vectors(tmp_path: Path) -> Non
             torch.manual_seed(world.rank)
             for _ in range(10):
                 step_of_wide(parallelism, optimizer)
-            found.append(weights(parallelism))
-        for name, expected in found[1].items():
-            assert torch.equal(found[0][name], expected), name
+            weights_of_runs.append(weights(parallelism))
+        for name, expected in weights_of_runs[1].items():
+            assert torch.equal(weights_of_runs[0][name], expected), name
 
     run_ranks(act, tmp_path)
 
@@ -183,13 +183,13 @@ def test_each_rank_has_its_part_of_the_state(tiny_model: MakeModel, tmp_path: Pa
         parts = sharded(model, world, is_matrix_of_block, mib=0.01)
         [optimizer] = adamw(parts)
         train(parts, [optimizer], 1)
-        state = sum(each["exp_avg"].numel() for each in optimizer.state.values())
-        return state, sum(each.numel() for each in model.parameters())
+        state = sum(state_of_parameter["exp_avg"].numel() for state_of_parameter in optimizer.state.values())
+        return state, sum(parameter.numel() for parameter in model.parameters())
 
-    found = run_ranks(act, tmp_path, world_size=3)
-    total = found[0][1]
-    assert sum(state for state, _ in found) == total
-    assert max(state for state, _ in found) < 1.15 * total / 3
+    sizes_of_ranks = run_ranks(act, tmp_path, world_size=3)
+    total = sizes_of_ranks[0][1]
+    assert sum(state for state, _ in sizes_of_ranks) == total
+    assert max(state for state, _ in sizes_of_ranks) < 1.15 * total / 3
 
 
 @pytest.mark.parametrize("requires_whole_matrix", [False, True])
@@ -206,7 +206,7 @@ def test_what_travels_is_the_least_there_is(tmp_path: Path, requires_whole_matri
         with recorded() as events:
             step_of_wide(parts, optimizer)
             parts.wait_for_weights()
-        return len(parts.shards), events, sum(each.nbytes for each in model.parameters())
+        return len(parts.shards), events, sum(parameter.nbytes for parameter in model.parameters())
 
     for buckets, events, least in run_ranks(act, tmp_path):
         assert [name for name, _ in events] == ["all_to_all_single"] * buckets + ["all_gather_into_tensor"] * buckets
@@ -227,9 +227,9 @@ def test_the_collective_of_gpus_gives_the_same(tmp_path: Path, monkeypatch: pyte
         scattered = sharded(tower(), world)
         expected = train(exchanged, adamw(exchanged), 2, vocabulary=11)
         with recorded() as events:
-            found = train(scattered, adamw(scattered), 2, vocabulary=11)
+            weights_after = train(scattered, adamw(scattered), 2, vocabulary=11)
         assert {name for name, _ in events} == {"reduce_scatter_tensor", "all_gather_into_tensor"}
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(weights_after, expected)
         torch.testing.assert_close(weights(scattered), weights(exchanged))
 
     run_ranks(act, tmp_path)
@@ -278,8 +278,8 @@ def test_a_unit_that_does_not_run_has_its_weights_all_the_same(tmp_path: Path) -
             parts.model.skips = whole.model.skips = skips
             train(parts, optimizers, 2, vocabulary=11)
             train(whole, expected, 2, vocabulary=11)
-        found = weights(parts)
-        torch.testing.assert_close(found, weights(whole), rtol=1e-5, atol=1e-6)
+        weights_after = weights(parts)
+        torch.testing.assert_close(weights_after, weights(whole), rtol=1e-5, atol=1e-6)
 
     run_ranks(act, tmp_path)
 
@@ -291,14 +291,14 @@ def test_weights_that_are_set_from_outside_are_adopted(tmp_path: Path) -> None:
         train(parts, adamw(parts), 2, vocabulary=11)
         train(whole, adamw(whole), 2, vocabulary=11)
         parts.wait_for_weights()
-        found = dict(parts.model.named_parameters())
-        torch.testing.assert_close(found, weights(whole), rtol=1e-5, atol=1e-6)
+        weights_after = dict(parts.model.named_parameters())
+        torch.testing.assert_close(weights_after, weights(whole), rtol=1e-5, atol=1e-6)
 
     run_ranks(act, tmp_path)
 
 
 def states(parallelism: Any, optimizers: Optimizers) -> dict[str, Tensor]:
-    names = {each: name for name, each in parallelism.trainable_parameters().items()}
+    names = {parameter: name for name, parameter in parallelism.trainable_parameters().items()}
     return {
         f"{names[parameter]}.{key}": torch.as_tensor(value)
         for optimizer in optimizers
@@ -318,13 +318,13 @@ def test_state_is_saved_in_whole_shapes(tiny_model: MakeModel, tmp_path: Path) -
         train(parts, optimizers, 2)
         train(whole, expected, 2)
         saved = parts.to_checkpoint_state(states(parts, optimizers))
-        kept = whole.to_checkpoint_state(states(whole, expected))
-        assert kept.keys() == states(whole, expected).keys()
+        saved_state = whole.to_checkpoint_state(states(whole, expected))
+        assert saved_state.keys() == states(whole, expected).keys()
         for key, value in saved.items():
             is_cut = not (key.endswith("step") or is_matrix_of_block(key.rpartition(".")[0]))
             assert isinstance(value, DTensor) == is_cut, key
             full = value.full_tensor() if is_cut else value
-            torch.testing.assert_close(full, kept[key], msg=key)
+            torch.testing.assert_close(full, saved_state[key], msg=key)
         return set(saved)
 
     first, second = run_ranks(act, tmp_path)

@@ -18,8 +18,8 @@ from tests.distributed.forked import end_ranks, run_ranks, spawn_ranks
 def test_ranks_sum_values_and_agree(tmp_path: Path) -> None:
     def act(world: World) -> object:
         tiny = [1e16, 1.0, -1e16][world.rank]
-        made = world.run_on_first(lambda: {"by": world.rank})
-        return world.sum(float(world.rank), tiny), world.is_any(world.rank == 1), world.is_any(False), made
+        result_of_first = world.run_on_first(lambda: {"by": world.rank})
+        return world.sum(float(world.rank), tiny), world.is_any(world.rank == 1), world.is_any(False), result_of_first
 
     # In the order of ranks (1e16 + 1) - 1e16 is 0; float32 would not get the first right either.
     expected = ([3.0, 0.0], True, False, {"by": 0})
@@ -36,7 +36,7 @@ def test_an_error_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
         def refuse() -> int:
             raise ValueError("no such key")
 
-        told = []
+        errors = []
         for attempt in (
             lambda: world.all_agree(fail),
             lambda: world.run_on_first(refuse),
@@ -44,12 +44,12 @@ def test_an_error_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
         ):
             with pytest.raises(ValueError) as caught:
                 attempt()
-            told.append(str(caught.value))
+            errors.append(str(caught.value))
         assert world.all_agree(lambda: world.rank + 5) == world.rank + 5
-        return told
+        return errors
 
-    told = ["rank 1: OSError: disk full", "no such key", "all ranks: no such key"]
-    assert run_ranks(act, tmp_path) == [told, told]
+    errors = ["rank 1: OSError: disk full", "no such key", "all ranks: no such key"]
+    assert run_ranks(act, tmp_path) == [errors, errors]
 
 
 def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ ADAMW = {"kind": "adamw", "learning_rate": 1e-2}
 MUON = {"kind": "muon", "learning_rate": 1e-2, "precision": "float32"}
 
 
-def made(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> TrainConfig:
+def in_directory(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> TrainConfig:
     values: dict[str, Any] = config.model_dump(exclude_unset=True)
     values["run"] |= {"directory": directory}
     for name, changes in sections.items():
@@ -64,7 +64,7 @@ def train_on(config: TrainConfig, tmp_path: Path, world_size: int = 2) -> list[i
 def losses(config: TrainConfig) -> list[float]:
     lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = (json.loads(line) for line in lines)
-    return [each["metrics"]["loss"] for each in records if "loss" in each.get("metrics", {})]
+    return [record["metrics"]["loss"] for record in records if "loss" in record.get("metrics", {})]
 
 
 def weights(config: TrainConfig) -> dict[str, torch.Tensor]:
@@ -77,7 +77,9 @@ def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float) -> None:
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=tolerance, atol=tolerance, msg=name)
-    summaries = [json.loads((each.run.directory / "summary.json").read_text(encoding="utf-8")) for each in (one, other)]
+    summaries = [
+        json.loads((config.run.directory / "summary.json").read_text(encoding="utf-8")) for config in (one, other)
+    ]
     assert summaries[0]["evaluation"]["nats_per_token"] == pytest.approx(
         summaries[1]["evaluation"]["nats_per_token"], rel=tolerance
     )
@@ -97,9 +99,9 @@ def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float) -> None:
 def test_two_ranks_train_as_one(strategy: str, optimizer: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
     """With micro-batches of one row on each rank, so that target counts differ."""
     sections: dict[str, Any] = {"optimizer": optimizer, "training": {"micro_batch_size": 1}}
-    one = made(config, tmp_path / "one", **sections)
+    one = in_directory(config, tmp_path / "one", **sections)
     loop.train(one)
-    two = made(config, tmp_path / "two", **sections, parallel=STRATEGIES[strategy])
+    two = in_directory(config, tmp_path / "two", **sections, parallel=STRATEGIES[strategy])
     assert train_on(two, tmp_path) == [8, 8]
     check_equal(two, one, 2e-5)
 
@@ -116,9 +118,9 @@ def test_two_ranks_train_in_bfloat16(strategy: str, config: TrainConfig, tmp_pat
         "validation": {"every_steps": 3},
         "samples": {"every_steps": 4, "infills": ["the cat[MASK:2] sat"]},
     }
-    one = made(config, tmp_path / "one", **sections)
+    one = in_directory(config, tmp_path / "one", **sections)
     loop.train(one)
-    two = made(config, tmp_path / "two", **sections, parallel=STRATEGIES[strategy])
+    two = in_directory(config, tmp_path / "two", **sections, parallel=STRATEGIES[strategy])
     assert train_on(two, tmp_path) == [8, 8]
     check_equal(two, one, 2e-2)
     kinds = [json.loads(line).get("event") for line in (two.run.directory / "metrics.jsonl").read_text().splitlines()]
@@ -129,11 +131,11 @@ def test_two_ranks_train_in_bfloat16(strategy: str, config: TrainConfig, tmp_pat
 def test_a_run_goes_on_with_other_numbers_of_ranks(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
     """One rank, two, one: each goes on where the last one stopped."""
     sections: dict[str, Any] = {"optimizer": ADAMW, "training": {"ema_decay": 0.5}}
-    whole = made(config, tmp_path / "whole", **sections)
+    whole = in_directory(config, tmp_path / "whole", **sections)
     loop.train(whole)
     for stop, world_size in ((2, 1), (4, 2), (8, 1)):
         parallel = STRATEGIES[strategy] if world_size > 1 else {"strategy": "single"}
-        part = made(config, tmp_path / "part", **sections, parallel=parallel)
+        part = in_directory(config, tmp_path / "part", **sections, parallel=parallel)
         with stopping_after(stop) if stop < 8 else contextlib.nullcontext():
             if world_size == 1:
                 loop.train(part)
@@ -153,19 +155,19 @@ def test_a_step_that_one_rank_cannot_count_is_skipped_by_all(
         return original(state, loader, batch, *args)
 
     monkeypatch.setattr(loop, "train_step", poisoned)
-    two = made(config, tmp_path / "two", optimizer=ADAMW, parallel=DDP)
+    two = in_directory(config, tmp_path / "two", optimizer=ADAMW, parallel=DDP)
     assert train_on(two, tmp_path) == [8, 8]
     records = sorted(path.name for path in (two.run.directory / "skipped").glob("*.json"))
     assert records == ["step-00000004-rank-0.json", "step-00000004-rank-1.json"]
-    assert all(torch.isfinite(each).all() for each in weights(two).values())
+    assert all(torch.isfinite(weight).all() for weight in weights(two).values())
     state = json.loads((two.run.directory / "checkpoints/latest/state.json").read_text(encoding="utf-8"))
     assert state["progress"]["skipped"] == 1
 
 
 def test_a_rank_that_dies_ends_all_and_the_run_goes_on_exactly(config: TrainConfig, tmp_path: Path) -> None:
-    whole = made(config, tmp_path / "whole", optimizer=ADAMW, parallel=DDP)
+    whole = in_directory(config, tmp_path / "whole", optimizer=ADAMW, parallel=DDP)
     train_on(whole, tmp_path)
-    broken = made(config, tmp_path / "broken", optimizer=ADAMW, parallel=DDP)
+    broken = in_directory(config, tmp_path / "broken", optimizer=ADAMW, parallel=DDP)
 
     def dying(world: World) -> int:
         original = loop.find_due_actions
@@ -187,7 +189,7 @@ def test_a_rank_that_dies_ends_all_and_the_run_goes_on_exactly(config: TrainConf
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(config: TrainConfig, tmp_path: Path) -> None:
-    three = made(config, tmp_path / "three", parallel=DDP)
+    three = in_directory(config, tmp_path / "three", parallel=DDP)
 
     def act(world: World) -> str:
         with pytest.raises(ValueError, match=r"training\.batch_size = 4 rows cannot be shared by 3 ranks") as caught:
@@ -217,19 +219,19 @@ def stopping_after(step: int) -> Iterator[None]:
 def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -> None:
     """All ranks would write the same files."""
     profiler = {"active": 1, "wait": 0, "warmup": 0}
-    config = made(config, tmp_path / "two", parallel=DDP, profiler=profiler, training={"max_steps": 1})
+    config = in_directory(config, tmp_path / "two", parallel=DDP, profiler=profiler, training={"max_steps": 1})
 
     def act(world: World) -> list[int]:
-        asked = []
+        requests = []
 
         class Noted(StepProfiler):
             def __enter__(self) -> StepProfiler:
-                asked.append(self.config.active)
+                requests.append(self.config.active)
                 return super().__enter__()
 
         loop.StepProfiler = Noted  # type: ignore[misc]
         training(config)(world)
-        return asked
+        return requests
 
     assert run_ranks(act, tmp_path) == [[1], [0]]
     assert sorted(path.name for path in (tmp_path / "two/profile").iterdir()) == ["table-1.txt", "trace-1.json"]

@@ -24,11 +24,11 @@ def tokenizer() -> Tokenizer:
 
 def rows(count: int) -> list[Row]:
     rng = np.random.default_rng(0)
-    made = []
+    sequences = []
     for index in range(count):
         documents = np.where(np.arange(10) < 10 - index % 3, 0, -1).astype(np.int32)
-        made.append(Row(rng.integers(0, 200, 10).astype(np.int32), documents, documents >= 0))
-    return made
+        sequences.append(Row(rng.integers(0, 200, 10).astype(np.int32), documents, documents >= 0))
+    return sequences
 
 
 @pytest.mark.parametrize("is_collective", [False, True])
@@ -42,7 +42,7 @@ def test_ranks_find_the_numbers_of_one(
     def judged(world: World) -> tuple[list[EvaluationResult], int]:
         """Of a bidirectional model, and in blocks of 4: 3 batches x 3 draws + 2 x 3 fills, and 3 x 3."""
         forwards.clear()
-        found = [
+        results = [
             evaluate(
                 model,
                 tokenizer,
@@ -55,13 +55,13 @@ def test_ranks_find_the_numbers_of_one(
             )
             for length in (None, 4)
         ]
-        return found, len(forwards)
+        return results, len(forwards)
 
     alone, count = judged(SINGLE_PROCESS)
     assert count == 9 + 2 * 3 + 9
     done = run_ranks(judged, tmp_path)
-    for found, _ in done:
-        assert found == alone
+    for results, _ in done:
+        assert results == alone
     # 9 = 5 + 4 and 3 = 2 + 1 forwards, unless all ranks make equally many.
     expected = [5 + 2 * 2 + 5] * 2 if is_collective else [5 + 2 * 2 + 5, 4 + 2 * 1 + 4]
     assert [number for _, number in done] == expected
@@ -90,9 +90,9 @@ def test_an_error_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
 
 def test_more_ranks_than_forwards(tmp_path: Path) -> None:
     def act(world: World) -> list[int]:
-        made: list[int] = []
-        results = MapOverRanks(world, is_collective=True)(1, lambda index: made.append(index) or index + 7)
-        return [*results, *made]
+        indices: list[int] = []
+        results = MapOverRanks(world, is_collective=True)(1, lambda index: indices.append(index) or index + 7)
+        return [*results, *indices]
 
     assert run_ranks(act, tmp_path, world_size=3) == [[7, 0]] * 3
     assert SINGLE_PROCESS_MAP(2, lambda index: index) == [0, 1]

@@ -108,9 +108,9 @@ def recorded(events: list[Any] | None = None) -> Iterator[list[Any]]:
 
     def recording(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [each for each in args if isinstance(each, Tensor)]
+            tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
             if tensors[0].is_floating_point() and tensors[0].numel() > 1:
-                events.append((name, max(each.nbytes for each in tensors)))
+                events.append((name, max(tensor.nbytes for tensor in tensors)))
             return originals[name](*args, **kwargs)
 
         return call

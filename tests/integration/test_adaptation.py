@@ -56,8 +56,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(qwen3: Path, folder: Path, alignment: str, **objective: Any) -> TrainConfig:
     """The shipped recipe on the converted model and a little text."""
     diffusion = {"mask_token": "<|MASK|>", "block_length": 4, "logit_alignment": alignment, "untie_head": True}
-    wanted = ConvertConfig(source=qwen3, target=folder / "mask", diffusion=diffusion)  # type: ignore[arg-type]
-    convert(plan_conversion(wanted))
+    conversion = ConvertConfig(source=qwen3, target=folder / "mask", diffusion=diffusion)  # type: ignore[arg-type]
+    convert(plan_conversion(conversion))
     lines = [json.dumps({"text": f"the cat {index} sat on the mat {index * index}"}) for index in range(400)]
     (folder / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     changes = {

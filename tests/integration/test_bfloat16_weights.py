@@ -49,7 +49,7 @@ def test_runs_resume_bit_for_bit_and_keep_float32(config: TrainConfig, tmp_path:
         save_checkpoint(run, LoggerGroup(), must_succeed=True)
     train(part)
     assert losses(part) == losses(whole)[4:]
-    models = [load_model(each.run.directory / "checkpoints/latest") for each in (whole, part)]
+    models = [load_model(config.run.directory / "checkpoints/latest") for config in (whole, part)]
     first, second = (dict(model.named_parameters()) for model in models)
     assert all(torch.equal(first[name], second[name]) for name in first)
     weight = first["model.layers.0.mlp.up_proj.weight"]
@@ -61,8 +61,8 @@ def test_runs_resume_bit_for_bit_and_keep_float32(config: TrainConfig, tmp_path:
 def test_numbers_are_near_those_of_float32_weights(config: TrainConfig, tmp_path: Path) -> None:
     """Autocast rounds float32 weights to the same bfloat16 numbers for its products, but for halves."""
     configs = [narrow(config, tmp_path / weights, weights) for weights in ("float32", "bfloat16_with_master")]
-    for each in configs:
-        train(each)
+    for config_of_dtype in configs:
+        train(config_of_dtype)
     assert losses(configs[1]) == pytest.approx(losses(configs[0]), rel=1e-3)
 
 
@@ -71,9 +71,9 @@ def test_other_products_are_refused(config: TrainConfig, tmp_path: Path, monkeyp
         narrow(config, tmp_path, precision="float32")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    made = narrow(config, tmp_path / "run", precision="auto")
+    narrow_config = narrow(config, tmp_path / "run", precision="auto")
     with (
         pytest.raises(ValueError, match=r'training\.precision = "auto" is float32 on this processor'),
-        open_run_directory(made) as directory,
+        open_run_directory(narrow_config) as directory,
     ):
-        build_run(made, directory)
+        build_run(narrow_config, directory)

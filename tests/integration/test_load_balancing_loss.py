@@ -45,7 +45,11 @@ def one_step(config: TrainConfig) -> tuple[StepMetrics, dict[str, torch.Tensor],
             def step(self, factor: float, skip: torch.Tensor | None) -> None:
                 assert factor > 0 and skip is None
                 gradients.update(
-                    {name: each.grad.clone() for name, each in parameters.items() if each.grad is not None}
+                    {
+                        name: parameter.grad.clone()
+                        for name, parameter in parameters.items()
+                        if parameter.grad is not None
+                    }
                 )
 
         keep: Any = Keep()
@@ -100,9 +104,11 @@ def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -
 
 def test_a_run_of_experts_ends_and_goes_on(config: TrainConfig, tmp_path: Path) -> None:
     """Experts without tokens have a state of the optimizer as well: a checkpoint without it would be refused."""
-    made = sparse(config, tmp_path / "run", 0.1)
-    made = made.model_copy(update={"model": made.model.model_copy(update={"num_experts": 40})})
-    assert train(made).step == 8
-    longer = made.training.model_copy(update={"max_steps": 10})
-    update_window = made.checkpoint.model_copy(update={"config_change": "accept"})
-    assert train(made.model_copy(update={"training": longer, "checkpoint": update_window})).step == 10
+    sparse_config = sparse(config, tmp_path / "run", 0.1)
+    sparse_config = sparse_config.model_copy(
+        update={"model": sparse_config.model.model_copy(update={"num_experts": 40})}
+    )
+    assert train(sparse_config).step == 8
+    longer = sparse_config.training.model_copy(update={"max_steps": 10})
+    update_window = sparse_config.checkpoint.model_copy(update={"config_change": "accept"})
+    assert train(sparse_config.model_copy(update={"training": longer, "checkpoint": update_window})).step == 10

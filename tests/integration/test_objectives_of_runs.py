@@ -91,9 +91,11 @@ class Keep:
         self.gradients: dict[str, torch.Tensor] = {}
 
     def step(self, factor: float, skip: torch.Tensor | None) -> None:
-        self.gradients = {name: each.grad.clone() for name, each in self.parameters.items() if each.grad is not None}
-        for each in self.parameters.values():
-            each.grad = None
+        self.gradients = {
+            name: parameter.grad.clone() for name, parameter in self.parameters.items() if parameter.grad is not None
+        }
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
 def one_step(
@@ -171,7 +173,7 @@ def test_a_run_resumes_bit_for_bit(
     result = train(broken)
     assert records(broken) == records(whole) and len(records(whole)) == 9
     for file in ("model.safetensors", "training_state/.metadata", "training_state/__0_0.distcp"):
-        one, other = (each.run.directory / "checkpoints/latest" / file for each in (whole, broken))
+        one, other = (config_of_run.run.directory / "checkpoints/latest" / file for config_of_run in (whole, broken))
         assert one.read_bytes() == other.read_bytes(), file
     assert result.summary is not None and expected.summary is not None
     assert result.summary.evaluation == expected.summary.evaluation
@@ -222,7 +224,10 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
 def test_stages_end_with_the_last_block_length(config: TrainConfig) -> None:
     summary = train(with_objective(config, STAGES)).summary
     assert summary is not None
-    assert (summary.evaluation.block_length, [each.block_length for each in summary.other_block_lengths]) == (5, [16])
+    assert (
+        summary.evaluation.block_length,
+        [evaluation.block_length for evaluation in summary.other_block_lengths],
+    ) == (5, [16])
 
 
 def test_next_token_from_a_tokenizer_without_mask_token(config: TrainConfig, tmp_path: Path) -> None:
@@ -263,7 +268,7 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
 
 
 @pytest.mark.parametrize(
-    ("objective", "said"),
+    ("objective", "message"),
     [
         (BLOCKS, None),
         (NEXT, None),
@@ -273,15 +278,15 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
     ids=["blocks", "next token", "guidelines", "mean"],
 )
 def test_a_loss_that_is_no_bound_is_said_once(
-    config: TrainConfig, objective: dict[str, Any], said: str | None, capsys: pytest.CaptureFixture[str]
+    config: TrainConfig, objective: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(with_objective(config, objective))
     lines = [line for line in capsys.readouterr().err.splitlines() if "NELBO" in line]
-    if said is None:
+    if message is None:
         assert not lines
     else:
         [line] = lines
-        assert line.startswith("the training loss is no estimate of the NELBO: ") and said in line
+        assert line.startswith("the training loss is no estimate of the NELBO: ") and message in line
         assert line.endswith(". Validation always is")
 
 
@@ -302,8 +307,8 @@ def test_the_entropy_of_the_source_is_named_where_it_is_the_floor(config: TrainC
     assert entropy(whole, {**markov, "length": 16}, end_with_eos=False) == pytest.approx(16 * math.log(2))
     assert entropy(whole, markov, rows="packed") is None
     grammar = {"kind": "grammar", "depth": 1}
-    told = entropy(whole, grammar)
-    assert told is not None and told > 0.0
+    entropy_of_source = entropy(whole, grammar)
+    assert entropy_of_source is not None and entropy_of_source > 0.0
     assert entropy({"kind": "block_diffusion", "block_length": 3}, grammar) is None
 
 

@@ -14,13 +14,13 @@ from tokenizer import save_tokenizer, train_bpe
 def test_other_data_and_another_tokenizer_are_refused(config: TrainConfig) -> None:
     short = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 2})})
     train(short)
-    kept, tokenizer = config.run.directory / "kept", config.run.directory / "tokenizer"
-    tokenizer.rename(kept)
+    backup, tokenizer = config.run.directory / "kept", config.run.directory / "tokenizer"
+    tokenizer.rename(backup)
     save_tokenizer(train_bpe(["other text"], vocab_size=260), tokenizer)
     with pytest.raises(ValueError, match=r"step-00000002 was made with tokenizer_fingerprint \w+, now it is \w+"):
         train(short)
     shutil.rmtree(tokenizer)
-    kept.rename(tokenizer)
+    backup.rename(tokenizer)
     text = config.run.directory.parent / "a.txt"
     text.write_text(text.read_text(encoding="utf-8") + "\n\nand one more", encoding="utf-8")
     with pytest.raises(ValueError, match=r"was made with data_identity .*checkpoint\.config_change = .accept"):

@@ -21,15 +21,15 @@ from logger.report import read_run
 def events(config: TrainConfig) -> list[tuple[int, str, str]]:
     lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = map(json.loads, lines)
-    return [(each["step"], each["event"], each["text"]) for each in records if "event" in each]
+    return [(record["step"], record["event"], record["text"]) for record in records if "event" in record]
 
 
 def test_a_run_ends_with_its_page_and_tells_its_environment(config: TrainConfig) -> None:
     train(config)
     page = (config.run.directory / "report.html").read_text(encoding="utf-8")
     assert "complete</span> 8 of 8 steps" in page
-    (told,) = [text for step, kind, text in events(config) if kind == "environment"]
-    pieces = dict(piece.split(" ", 1) for piece in told.removeprefix("environment: ").split("; "))
+    (environment,) = [text for step, kind, text in events(config) if kind == "environment"]
+    pieces = dict(piece.split(" ", 1) for piece in environment.removeprefix("environment: ").split("; "))
     assert {"started", "python", "torch", "device", "threads", "ranks", "precision", "system"} <= pieces.keys()
     assert (pieces["threads"], pieces["ranks"], pieces["precision"]) == ("1", "1", "float32")
     assert read_run(config.run.directory).state == "complete"

@@ -84,8 +84,8 @@ def test_norms_have_steps_of_their_own_and_change_nothing(config: TrainConfig, t
     watched = logging(config, tmp_path / "watched", every_steps=4, norms_every_steps=3)
     train(plain)
     train(watched)
-    assert [each["step"] for each in records(plain, "metrics")] == [4, 8, 8]
-    assert [each["step"] for each in records(watched, "metrics")] == [3, 4, 6, 8, 8]
+    assert [record["step"] for record in records(plain, "metrics")] == [4, 8, 8]
+    assert [record["step"] for record in records(watched, "metrics")] == [3, 4, 6, 8, 8]
     assert weights(plain) == weights(watched)
 
 
@@ -108,8 +108,8 @@ def test_weights_and_biases_never_touches_the_run(
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb("log"))
     copied = logging(config, tmp_path / "copied", wandb={"mode": "offline"})
     assert train(copied).step == 8
-    told = [record["text"] for record in records(copied, "event") if record["event"] == "logging"]
-    assert told == [
+    messages = [record["text"] for record in records(copied, "event") if record["event"] == "logging"]
+    assert messages == [
         "Weights & Biases: RuntimeError: log failed; the run continues, and metrics.jsonl has all",
         "Weights & Biases failed 9 times; metrics.jsonl has all",
     ]
@@ -118,8 +118,8 @@ def test_weights_and_biases_never_touches_the_run(
     clock = ("second", "memory")
     numbers = [
         [
-            {key: value for key, value in each["metrics"].items() if not any(part in key for part in clock)}
-            for each in run
+            {key: value for key, value in record["metrics"].items() if not any(part in key for part in clock)}
+            for record in run
         ]
         for run in (records(copied, "metrics"), records(config, "metrics"))
     ]
@@ -172,16 +172,16 @@ def test_a_sample_tells_the_forward_and_the_probability_of_each_token(config: Tr
     values["samples"] = {"every_steps": 8, "infills": ["the cat[MASK:2] sat"]}
     config = TrainConfig.model_validate(values)
     train(config)
-    sample = next(each for each in records(config, "event") if each["event"] == "sample")
-    told = sample["values"]
-    assert sample["text"] == f"step 8: 'the cat[MASK:2] sat' -> {told['filled']!r}"
-    assert told["given"] == "the cat[MASK:2] sat"
+    sample = next(record for record in records(config, "event") if record["event"] == "sample")
+    sample_values = sample["values"]
+    assert sample["text"] == f"step 8: 'the cat[MASK:2] sat' -> {sample_values['filled']!r}"
+    assert sample_values["given"] == "the cat[MASK:2] sat"
     tokenizer, model = load_tokenizer(config.run.directory), load_model(config.run.directory)
-    canvas = parse_infill(told["given"], tokenizer)
+    canvas = parse_infill(sample_values["given"], tokenizer)
     [result] = infill(model, [canvas], GenerationConfig())
-    assert "".join(told["tokens"]) == told["filled"] == tokenizer.decode(result.token_ids)
+    assert "".join(sample_values["tokens"]) == sample_values["filled"] == tokenizer.decode(result.token_ids)
     first = canvas.index(model.config.required_mask_token_id)
     rest = [None] * (len(canvas) - first - 2)
-    assert told["step_map"] == [*[None] * first, *result.step_map, *rest] and sorted(result.step_map) == [1, 2]
-    assert told["logprobs"][first : first + 2] == pytest.approx(result.logprobs, abs=1e-6)
-    assert told["logprobs"][:first] == [None] * first and told["logprobs"][first + 2 :] == rest
+    assert sample_values["step_map"] == [*[None] * first, *result.step_map, *rest] and sorted(result.step_map) == [1, 2]
+    assert sample_values["logprobs"][first : first + 2] == pytest.approx(result.logprobs, abs=1e-6)
+    assert sample_values["logprobs"][:first] == [None] * first and sample_values["logprobs"][first + 2 :] == rest

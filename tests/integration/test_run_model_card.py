@@ -32,7 +32,7 @@ def test_each_checkpoint_says_what_was_known_of_it(config: TrainConfig) -> None:
     assert sorted(path.name for path in store.glob("step-*")) == ["step-00000004", "step-00000006", "step-00000008"]
     assert "| validation | unknown |" in card_of(store / "step-00000004")
     records = map(json.loads, (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    metrics = next(each["metrics"] for each in records if "val_nats_per_token" in each.get("metrics", {}))
+    metrics = next(record["metrics"] for record in records if "val_nats_per_token" in record.get("metrics", {}))
     assert (
         f"| validation | at most {metrics['val_nats_per_token']:.3f} ± {metrics['val_standard_error']:.3f} nats per "
         "token, at step 6 |"
@@ -64,12 +64,12 @@ def test_a_resumed_run_knows_the_last_validation(config: TrainConfig) -> None:
         run = build_run(config, directory)
         run.settings = replace(run.settings, max_steps=3)
         train_remaining_steps(run, LoggerGroup(), stop)
-        known = run.last_validation
-    assert known is not None and known.step == 2
+        validation = run.last_validation
+    assert validation is not None and validation.step == 2
     with open_run_directory(config) as directory:
         run = build_run(config, directory)
         resume_run(run)
-        assert run.progress.step == 3 and run.last_validation == known
+        assert run.progress.step == 3 and run.last_validation == validation
         state = directory.path / "checkpoints/step-00000003/state.json"
         values = json.loads(state.read_text(encoding="utf-8"))
         del values["validated"]

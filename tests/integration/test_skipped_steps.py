@@ -24,16 +24,17 @@ def test_a_run_skips_a_spike_records_it_and_resumes_exactly(
     original, broken = DiffusionObjective.build_loss_inputs, {6}
 
     def build_loss_inputs(self: DiffusionObjective, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
-        made = original(self, noised_batch, denominator)
+        inputs = original(self, noised_batch, denominator)
         scale = 100.0 if calls.pop(0) in broken else 1.0
-        return LossInputs(made.targets_N, made.weights_N * scale, made.excluded_token)
+        return LossInputs(inputs.targets_N, inputs.weights_N * scale, inputs.excluded_token)
 
     monkeypatch.setattr(DiffusionObjective, "build_loss_inputs", build_loss_inputs)
     spikes = {"max_spike_deviations": 30.0, "spike_window": 6}
     config = config.model_copy(update={"training": config.training.model_copy(update=spikes)})
     directories = [tmp_path / "whole", tmp_path / "parts"]
     whole, parts = (
-        config.model_copy(update={"run": config.run.model_copy(update={"directory": each})}) for each in directories
+        config.model_copy(update={"run": config.run.model_copy(update={"directory": directory})})
+        for directory in directories
     )
     calls = list(range(1, 9))
     train(whole)
@@ -47,7 +48,7 @@ def test_a_run_skips_a_spike_records_it_and_resumes_exactly(
     skipped = []
     for directory in directories:
         records = map(json.loads, (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-        skipped.append([each["text"].partition(";")[0] for each in records if each.get("event") == "skipped"])
+        skipped.append([record["text"].partition(";")[0] for record in records if record.get("event") == "skipped"])
         record, draws = load_skipped_step(directory / "skipped/step-00000006-rank-0.json")
         assert (record["reason"], len(draws)) == ("spike", 1)
     assert skipped[0] == skipped[1]

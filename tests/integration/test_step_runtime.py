@@ -28,9 +28,9 @@ def built(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> R
     values["run"] |= {"directory": directory}
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
-    made = TrainConfig.model_validate(values)
-    with open_run_directory(made) as opened:
-        return build_run(made, opened)
+    built_config = TrainConfig.model_validate(values)
+    with open_run_directory(built_config) as opened:
+        return build_run(built_config, opened)
 
 
 class Events(LoggerGroup):
@@ -80,13 +80,13 @@ def test_skipped_steps_are_said_with_their_numbers_also_late(
 
     def build_loss_inputs(self: Any, noised_batch: NoisedBatch, denominator: float) -> Any:
         steps.append(1)
-        made = original(self, noised_batch, denominator)
+        inputs = original(self, noised_batch, denominator)
         bad = len(steps) in (2, 3)
-        return type(made)(made.targets_N, made.weights_N * (float("inf") if bad else 1.0))
+        return type(inputs)(inputs.targets_N, inputs.weights_N * (float("inf") if bad else 1.0))
 
     monkeypatch.setattr(type(run.settings.objective), "build_loss_inputs", build_loss_inputs)
     logger = train_without_sync(run)
-    assert [each for each in logger.told if each[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
+    assert [event for event in logger.told if event[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
     assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)
     assert run.progress.step == 8
 
@@ -100,14 +100,14 @@ def test_a_run_with_its_switches_and_a_profile(config: TrainConfig, tmp_path: Pa
     other = TrainConfig.model_validate(values)
     train(other)
     assert losses(other) == losses(config)
-    made = {path.name for path in (tmp_path / "other" / "profile").iterdir()}
-    assert made == {"trace-4.json", "table-4.txt"}
+    file_names = {path.name for path in (tmp_path / "other" / "profile").iterdir()}
+    assert file_names == {"trace-4.json", "table-4.txt"}
     table = (tmp_path / "other" / "profile" / "table-4.txt").read_text(encoding="utf-8")
     rows = {line.split()[0] for line in table.splitlines() if line.strip()}
     assert {"aten::mm", "forward", "backward", "optimizer", "data"} <= rows
     lines = (tmp_path / "other" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    [said] = [record for record in map(json.loads, lines) if record.get("event") == "profile"]
-    assert said["step"] == 4 and "table-4.txt has the table" in said["text"]
+    [event] = [record for record in map(json.loads, lines) if record.get("event") == "profile"]
+    assert event["step"] == 4 and "table-4.txt has the table" in event["text"]
 
 
 def test_profiles_of_a_resumed_run_stand_beside_the_old_ones(config: TrainConfig) -> None:
@@ -121,8 +121,8 @@ def test_profiles_of_a_resumed_run_stand_beside_the_old_ones(config: TrainConfig
     with open_run_directory(config) as directory, StopRequest() as stop:
         train_remaining_steps(build_run(short, directory), Events(), stop)
     train(config)
-    made = {path.name for path in (config.run.directory / "profile").iterdir()}
-    assert made == {"table-1.txt", "trace-1.json", "table-2.txt", "trace-2.json"}
+    file_names = {path.name for path in (config.run.directory / "profile").iterdir()}
+    assert file_names == {"table-1.txt", "trace-1.json", "table-2.txt", "trace-2.json"}
 
 
 def test_a_level_of_ranges_that_there_is_not_is_refused_first(

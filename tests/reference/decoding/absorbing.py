@@ -27,22 +27,22 @@ def mdlm_ddpm_cache(
     Intended: time ends at 0, where nothing is masked any more, in place of a last argmax behind t = 1e-5; a block is
     over when nothing in it is masked.
     """
-    text, kept = _start(prompt, choice, gen_length), None
+    text, cached_logits_LV = _start(prompt, choice, gen_length), None
     for start in range(len(prompt), len(text.x), block_length):
         for i in range(steps):
             masked = text.masked(start, start + block_length)
             if not masked:
                 break
             t, s = Fraction(steps - i, steps), Fraction(steps - i - 1, steps)
-            if kept is None:
-                kept = logits_of(text.x)
+            if cached_logits_LV is None:
+                cached_logits_LV = logits_of(text.x)
                 text.forwards += 1
-            chosen = [place for place in masked if choice.order(place, text.step) < float((t - s) / t)]
-            for place in chosen:
-                text.put(place, choice.token(kept[place], place, text.step))
+            chosen = [position for position in masked if choice.order(position, text.step) < float((t - s) / t)]
+            for position in chosen:
+                text.put(position, choice.token(cached_logits_LV[position], position, text.step))
             if chosen:
                 text.history.append(list(text.x))
-                kept = None
+                cached_logits_LV = None
             text.step += 1
     return text
 
@@ -58,9 +58,9 @@ def equal_counts(logits_of: LogitsOf, prompt: Sequence[int], choice: Choice, *, 
     text = _start(prompt, choice, gen_length)
     for count in even_counts(gen_length, steps):
         logits_LV = logits_of(text.x)
-        uniforms = {place: choice.order(place, text.step) for place in text.masked(0, len(text.x))}
-        for place in best(uniforms, count):
-            text.put(place, choice.token(logits_LV[place], place, text.step))
+        uniforms = {position: choice.order(position, text.step) for position in text.masked(0, len(text.x))}
+        for position in best(uniforms, count):
+            text.put(position, choice.token(logits_LV[position], position, text.step))
         text.step += 1
         text.seen()
     return text
@@ -73,19 +73,22 @@ def p2(
     were. The confidence of a settled place is the present probability of its token."""
     text = _start(prompt, choice, gen_length)
     for start in range(len(prompt), len(text.x), block_length):
-        places = range(start, min(start + block_length, len(text.x)))
+        positions = range(start, min(start + block_length, len(text.x)))
         for i in range(steps):
-            num_to_mask = len(places) * (steps - 1 - i) // steps
+            num_to_mask = len(positions) * (steps - 1 - i) // steps
             logits_LV = logits_of(text.x)
-            masked = text.masked(places.start, places.stop)
-            x0 = {place: choice.token(logits_LV[place], place, text.step) for place in masked}
-            confidence = {place: choice.confidence(logits_LV[place], x0.get(place, text.x[place])) for place in places}
-            kept = best(confidence, len(places) - num_to_mask)
-            for place in places:
-                if place not in kept:
-                    text.forget(place)
-                elif place in x0:
-                    text.put(place, x0[place])
+            masked = text.masked(positions.start, positions.stop)
+            x0 = {position: choice.token(logits_LV[position], position, text.step) for position in masked}
+            confidence = {
+                position: choice.confidence(logits_LV[position], x0.get(position, text.x[position]))
+                for position in positions
+            }
+            confident_positions = best(confidence, len(positions) - num_to_mask)
+            for position in positions:
+                if position not in confident_positions:
+                    text.forget(position)
+                elif position in x0:
+                    text.put(position, x0[position])
             text.step += 1
             text.seen()
     return text
@@ -102,18 +105,18 @@ def remdm(
     """``rates``: how probably a masked place is settled and a settled one masked, in each step; the last step settles
     all. Forwards of steps that settle nothing are left out: their logits would not be read."""
     text = _start(prompt, choice, gen_length)
-    places = range(len(prompt), len(text.x))
+    positions = range(len(prompt), len(text.x))
     for i, (settle, remask) in enumerate(rates):
-        uniforms = {place: choice.order(place, text.step) for place in places}
+        uniforms = {position: choice.order(position, text.step) for position in positions}
         is_last = i == len(rates) - 1
-        masked = text.masked(places.start, places.stop)
-        chosen = [place for place in masked if is_last or uniforms[place] < settle]
+        masked = text.masked(positions.start, positions.stop)
+        chosen = [position for position in masked if is_last or uniforms[position] < settle]
         logits_LV = logits_of(text.x) if chosen else None
-        for place in places:
-            if place not in masked and not is_last and uniforms[place] < remask:
-                text.forget(place)
-        for place in chosen:
-            text.put(place, choice.token(logits_LV[place], place, text.step))  # type: ignore[index]
+        for position in positions:
+            if position not in masked and not is_last and uniforms[position] < remask:
+                text.forget(position)
+        for position in chosen:
+            text.put(position, choice.token(logits_LV[position], position, text.step))  # type: ignore[index]
         if chosen:
             text.seen()
         text.step += 1
@@ -133,11 +136,11 @@ def largest_sigma(alpha_t: float, alpha_s: float) -> float:
 
 def remdm_cap_rates(steps: int, eta: float) -> list[tuple[float, float]]:
     """Linear schedule, sigma = min(eta, the largest one)."""
-    found = []
+    rates = []
     for i in range(steps):
         alpha_t, alpha_s = i / steps, (i + 1) / steps
-        found.append(remdm_rates(alpha_t, alpha_s, min(eta, largest_sigma(alpha_t, alpha_s))))
-    return found
+        rates.append(remdm_rates(alpha_t, alpha_s, min(eta, largest_sigma(alpha_t, alpha_s))))
+    return rates
 
 
 def loop_alpha(t: float, t_on: float, t_off: float, alpha_on: float) -> float:
@@ -154,10 +157,10 @@ def remdm_loop_rates(
 ) -> list[tuple[float, float]]:
     """Masks come back only while alpha is constant: in steps that lie between t_on and t_off. (The published code goes
     by where they begin, and lets alpha overshoot in the step that crosses t_on.)"""
-    found = []
+    rates = []
     for i in range(steps):
         t, s = (steps - i) / steps, (steps - i - 1) / steps
         alpha_t, alpha_s = (loop_alpha(time, t_on, t_off, alpha_on) for time in (t, s))
         sigma = min(eta, largest_sigma(alpha_t, alpha_s)) if s >= t_off and t <= t_on else 0.0
-        found.append(remdm_rates(alpha_t, alpha_s, sigma))
-    return found
+        rates.append(remdm_rates(alpha_t, alpha_s, sigma))
+    return rates

@@ -59,26 +59,26 @@ class Choice:
         order = sorted(range(len(logits_V)), key=lambda token: (-logits_V[token], token))
         if self.top_k is not None:
             logits_V[order[self.top_k :]] = -np.inf
-        probs_V, held = softmax(logits_V), 0.0
+        probs_V, cumulative = softmax(logits_V), 0.0
         for token in order:
-            if self.top_p < 1.0 and held >= self.top_p:
+            if self.top_p < 1.0 and cumulative >= self.top_p:
                 logits_V[token] = -np.inf
-            held += probs_V[token]
+            cumulative += probs_V[token]
         return softmax(logits_V)
 
     def basis(self, logits_V: Array) -> Array:
         """The distribution that confidences are read from."""
         return self.own(logits_V) if self.confidence_from == "unfiltered" else self.filtered(logits_V)
 
-    def token(self, logits_V: Array, place: int, step: int) -> int:
+    def token(self, logits_V: Array, position: int, step: int) -> int:
         """The best one, or a draw by the inverse of the distribution."""
         probs_V = self.filtered(logits_V)
         if self.temperature == 0.0:
             return int(probs_V.argmax())
-        limit, held = self.uniform(RngStream.TOKEN_SAMPLING, place, step) * probs_V.sum(), 0.0
+        limit, cumulative = self.uniform(RngStream.TOKEN_SAMPLING, position, step) * probs_V.sum(), 0.0
         for token, probability in enumerate(probs_V):
-            held += probability
-            if probability > 0.0 and held > limit:
+            cumulative += probability
+            if probability > 0.0 and cumulative > limit:
                 return token
         raise AssertionError("a uniform is less than 1")
 
@@ -86,12 +86,12 @@ class Choice:
         """The probability of the token."""
         return -np.inf if token in self.deferred else float(self.basis(logits_V)[token])
 
-    def order(self, place: int, step: int) -> float:
+    def order(self, position: int, step: int) -> float:
         """The uniform of a place, for the choice of places."""
-        return self.uniform(RngStream.POSITION_ORDER, place, step)
+        return self.uniform(RngStream.POSITION_ORDER, position, step)
 
-    def uniform(self, stream: RngStream, place: int, step: int) -> float:
-        return _uniforms(self.seed, stream, step)[place]
+    def uniform(self, stream: RngStream, position: int, step: int) -> float:
+        return _uniforms(self.seed, stream, step)[position]
 
 
 @lru_cache(maxsize=4096)
@@ -124,13 +124,13 @@ class Text:
 
     def masked(self, start: int, end: int) -> list[int]:
         """The masked places from start to before end."""
-        return [place for place in range(start, min(end, len(self.x))) if self.is_masked[place]]
+        return [position for position in range(start, min(end, len(self.x))) if self.is_masked[position]]
 
-    def put(self, place: int, token: int) -> None:
-        self.x[place], self.is_masked[place] = token, False
+    def put(self, position: int, token: int) -> None:
+        self.x[position], self.is_masked[position] = token, False
 
-    def forget(self, place: int) -> None:
-        self.x[place], self.is_masked[place] = self.mask, True
+    def forget(self, position: int) -> None:
+        self.x[position], self.is_masked[position] = self.mask, True
 
     def seen(self) -> None:
         """A forward was made use of."""
@@ -140,7 +140,7 @@ class Text:
 
 def best(confidence: dict[int, float], count: int) -> list[int]:
     """The places of the highest confidence, the first among equals."""
-    return sorted(confidence, key=lambda place: (-confidence[place], place))[:count]
+    return sorted(confidence, key=lambda position: (-confidence[position], position))[:count]
 
 
 def even_counts(total: int, steps: int) -> list[int]:

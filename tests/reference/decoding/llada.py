@@ -79,23 +79,25 @@ def _llada_block(
             without_LV = logits_of([text.mask] * prompt_length + text.x[prompt_length:])
             logits_LV = without_LV + (cfg_scale + 1.0) * (logits_LV - without_LV)
         x0, confidence = {}, {}
-        for place in text.masked(*block):
-            x0[place] = choice.token(logits_LV[place], place, text.step)
-            confidence[place] = choice.confidence(logits_LV[place], x0[place])
+        for position in text.masked(*block):
+            x0[position] = choice.token(logits_LV[position], position, text.step)
+            confidence[position] = choice.confidence(logits_LV[position], x0[position])
             if remasking == "random":
-                confidence[place] = choice.order(place, text.step)
+                confidence[position] = choice.order(position, text.step)
         chosen = best(confidence, count)
         if remasking == "random_topk":
-            chosen = _jittered(confidence, {place: choice.order(place, text.step) for place in confidence}, count)
-        for place in chosen:
-            text.put(place, x0[place])
+            chosen = _jittered(
+                confidence, {position: choice.order(position, text.step) for position in confidence}, count
+            )
+        for position in chosen:
+            text.put(position, x0[position])
         text.step += 1
         text.seen()
 
 
 def _jittered(confidence: dict[int, float], uniforms: dict[int, float], count: int) -> list[int]:
     """Noise of 1e-6 only says which of equal confidences comes first: here the least uniform."""
-    return sorted(confidence, key=lambda place: (-round(confidence[place], 6), uniforms[place]))[:count]
+    return sorted(confidence, key=lambda position: (-round(confidence[position], 6), uniforms[position]))[:count]
 
 
 def dream_generate(
@@ -122,25 +124,27 @@ def dream_generate(
         masked = text.masked(0, len(text.x))
         share = 1.0 - times[i + 1] / times[i]
         if alg == "origin":
-            chosen = [place for place in masked if i == steps - 1 or choice.order(place, text.step) < float(share)]
+            chosen = [
+                position for position in masked if i == steps - 1 or choice.order(position, text.step) < float(share)
+            ]
             text.step += 1
             if chosen:
                 logits_LV = _shifted(logits_of(text.x))
-                for place in chosen:
-                    text.put(place, choice.token(logits_LV[place], place, text.step - 1))
+                for position in chosen:
+                    text.put(position, choice.token(logits_LV[position], position, text.step - 1))
                 text.seen()
             continue
         count = int(len(masked) * share) if i < steps - 1 else len(masked)
         if count == 0:
             continue
         logits_LV = _shifted(logits_of(text.x))
-        x0 = {place: choice.token(logits_LV[place], place, text.step) for place in masked}
-        confidence = {place: dream_confidence(choice, logits_LV[place], x0[place], alg) for place in masked}
+        x0 = {position: choice.token(logits_LV[position], position, text.step) for position in masked}
+        confidence = {position: dream_confidence(choice, logits_LV[position], x0[position], alg) for position in masked}
         if alg_temp > 0.0:
-            noise = {place: -np.log(-np.log(choice.order(place, text.step))) for place in masked}
-            confidence = {place: confidence[place] / alg_temp + noise[place] for place in masked}
-        for place in best(confidence, count):
-            text.put(place, x0[place])
+            noise = {position: -np.log(-np.log(choice.order(position, text.step))) for position in masked}
+            confidence = {position: confidence[position] / alg_temp + noise[position] for position in masked}
+        for position in best(confidence, count):
+            text.put(position, x0[position])
         text.step += 1
         text.seen()
     return text
@@ -193,32 +197,32 @@ def fast_dllm_generate(
     text.append_masks(gen_length)
     everything = range(len(text.x))
     for start in range(len(prompt), len(text.x), block_length):
-        end, held, step_of_block = min(start + block_length, len(text.x)), None, 0
+        end, cached, step_of_block = min(start + block_length, len(text.x)), None, 0
         while masked := text.masked(start, end):
-            if held is None or cache == "none":
+            if cached is None or cache == "none":
                 part = everything
-                logits, held = forward(text.x, everything, None)
+                logits, cached = forward(text.x, everything, None)
             else:
                 part = everything[start - int(text.is_masked[start]) * shift : end if cache == "dual" else None]
-                logits, held = _beside(forward, text.x, part, held)
-            rows = {place: logits[place - shift - part[0]] for place in masked}
-            x0 = {place: choice.token(rows[place], place, text.step) for place in masked}
-            confidence = {place: choice.confidence(rows[place], x0[place]) for place in masked}
-            for place in transfer(confidence, step_of_block):
-                text.put(place, x0[place])
+                logits, cached = _beside(forward, text.x, part, cached)
+            rows = {position: logits[position - shift - part[0]] for position in masked}
+            x0 = {position: choice.token(rows[position], position, text.step) for position in masked}
+            confidence = {position: choice.confidence(rows[position], x0[position]) for position in masked}
+            for position in transfer(confidence, step_of_block):
+                text.put(position, x0[position])
             text.step += 1
             step_of_block += 1
             text.seen()
     return text
 
 
-def _beside(forward: Forward, x: list[int], part: range, held: Past) -> tuple[Array, Past]:
+def _beside(forward: Forward, x: list[int], part: range, past_of_all: Past) -> tuple[Array, Past]:
     """A part of the text, which sees what is held of the rest."""
-    rest = [place for place in range(len(x)) if place not in part]
-    past = [(k[:, :, rest], v[:, :, rest]) for k, v in held]
-    logits, kept = forward([x[place] for place in part], part, past)
-    order = [[*rest, *part].index(place) for place in range(len(x))]
-    return logits, [(k[:, :, order], v[:, :, order]) for k, v in kept]
+    rest = [position for position in range(len(x)) if position not in part]
+    past = [(k[:, :, rest], v[:, :, rest]) for k, v in past_of_all]
+    logits, cache_of_all = forward([x[position] for position in part], part, past)
+    order = [[*rest, *part].index(position) for position in range(len(x))]
+    return logits, [(k[:, :, order], v[:, :, order]) for k, v in cache_of_all]
 
 
 def by_threshold(threshold: float) -> Transfer:
@@ -226,7 +230,7 @@ def by_threshold(threshold: float) -> Transfer:
 
     def transfer(confidence: dict[int, float], step: int) -> list[int]:
         ranked = best(confidence, len(confidence))
-        return [place for rank, place in enumerate(ranked) if rank == 0 or confidence[place] >= threshold]
+        return [position for rank, position in enumerate(ranked) if rank == 0 or confidence[position] >= threshold]
 
     return transfer
 
@@ -237,10 +241,10 @@ def by_factor(factor: float) -> Transfer:
 
     def transfer(confidence: dict[int, float], step: int) -> list[int]:
         accepted: list[int] = []
-        for n, place in enumerate(best(confidence, len(confidence)), start=1):
-            if n > 1 and confidence[place] < 1.0 - factor / (n + 1):
+        for n, position in enumerate(best(confidence, len(confidence)), start=1):
+            if n > 1 and confidence[position] < 1.0 - factor / (n + 1):
                 break
-            accepted.append(place)
+            accepted.append(position)
         return accepted
 
     return transfer

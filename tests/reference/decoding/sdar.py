@@ -30,7 +30,7 @@ class Rule:
         if self.remasking_strategy == "entropy_bounded":
             return _entropy_bounded(probs, self.eb_threshold)
         assert self.remasking_strategy == "low_confidence_dynamic"
-        passing = [place for place in masked if confidence[place] > self.confidence_threshold]
+        passing = [position for position in masked if confidence[position] > self.confidence_threshold]
         if self.fallback == "one":
             return sorted({*passing, *best(confidence, 1)})
         if len(passing) >= count:
@@ -69,12 +69,12 @@ def block_diffusion_generate(
             if not masked:
                 break
             logits_LV = logits_of(text.x[: start + B])
-            x0 = {place: choice.token(logits_LV[place], place, text.step) for place in masked}
-            confidence = {place: choice.confidence(logits_LV[place], x0[place]) for place in masked}
-            probs = {place: choice.basis(logits_LV[place]) for place in masked}
+            x0 = {position: choice.token(logits_LV[position], position, text.step) for position in masked}
+            confidence = {position: choice.confidence(logits_LV[position], x0[position]) for position in masked}
+            probs = {position: choice.basis(logits_LV[position]) for position in masked}
             chosen = rule.chosen(masked, confidence, probs, count)
-            for place in chosen:
-                text.put(place, x0[place])
+            for position in chosen:
+                text.put(position, x0[position])
             text.step += 1
             text.seen()
         assert not text.masked(start, start + B)
@@ -85,9 +85,9 @@ def block_diffusion_generate(
 def _entropy_bounded(probs: dict[int, Array], bound: float) -> list[int]:
     """The least uncertain ones, as long as the sum of their entropies is below the bound; at least one."""
     entropy = {}
-    for place, probs_V in probs.items():
+    for position, probs_V in probs.items():
         some_V = probs_V[probs_V > 0.0]
-        entropy[place] = float(-(some_V * np.log(some_V)).sum())
-    ranked = sorted(entropy, key=lambda place: (entropy[place], place))
-    sums = np.cumsum([entropy[place] for place in ranked])
+        entropy[position] = float(-(some_V * np.log(some_V)).sum())
+    ranked = sorted(entropy, key=lambda position: (entropy[position], position))
+    sums = np.cumsum([entropy[position] for position in ranked])
     return ranked[: max(1, int((sums < bound).sum()))]

@@ -39,8 +39,8 @@ class Table:
     def __call__(self, tokens: Sequence[int]) -> Array:
         """[L, V]; the mask token's own are as high as the others'."""
         L = len(tokens)
-        seen = sum(self.key_LV[place, token] for place, token in enumerate(tokens))
-        logits_LV: Array = self.scale_L1[:L] * np.sin(self.frequency_LV[:L] * seen + self.phase_LV[:L])
+        key = sum(self.key_LV[position, token] for position, token in enumerate(tokens))
+        logits_LV: Array = self.scale_L1[:L] * np.sin(self.frequency_LV[:L] * key + self.phase_LV[:L])
         return logits_LV
 
 
@@ -102,9 +102,9 @@ class Plain:
         return self.forward(tokens, range(len(tokens)), None)[0]
 
     @torch.no_grad()
-    def forward(self, tokens: Sequence[int], places: Sequence[int], past: Any) -> tuple[Array, Any]:
-        logits_1QV, kept = self.model(torch.tensor([list(tokens)]), torch.tensor(list(places)), past=past)
-        return logits_1QV[0].numpy(), kept
+    def forward(self, tokens: Sequence[int], positions: Sequence[int], past: Any) -> tuple[Array, Any]:
+        logits_1QV, cache = self.model(torch.tensor([list(tokens)]), torch.tensor(list(positions)), past=past)
+        return logits_1QV[0].numpy(), cache
 
     @torch.no_grad()
     def in_blocks(self, tokens: Sequence[int], block_length: int) -> Array:
@@ -145,16 +145,16 @@ def assert_same(
 ) -> Generation:
     """The same canvas after every forward, and so the same tokens in as many forwards, less the transcription's
     ``overhead``."""
-    seen: list[DecodingStep] = []
-    [done] = generate(model, [prompt], config, [seed], on_step=seen.append)
+    decoding_steps: list[DecodingStep] = []
+    [done] = generate(model, [prompt], config, [seed], on_step=decoding_steps.append)
     length = len(prompt) + (config.max_new_tokens or 64)
     padded = [[*canvas, *[MASK] * length][:length] for canvas in text.history]
-    assert [list(step.canvases[0].token_ids) for step in seen] == padded
+    assert [list(step.canvases[0].token_ids) for step in decoding_steps] == padded
     assert [*prompt, *done.token_ids] == text.x[:length]
     assert done.num_forwards == text.forwards - overhead == len(text.history)
-    for place, forward in enumerate(done.step_map, start=len(prompt)):
-        assert padded[forward - 1][place] == padded[-1][place]
-        assert forward == 1 or padded[forward - 2][place] == MASK or has_taken_back(padded)
+    for position, forward in enumerate(done.step_map, start=len(prompt)):
+        assert padded[forward - 1][position] == padded[-1][position]
+        assert forward == 1 or padded[forward - 2][position] == MASK or has_taken_back(padded)
     return done
 
 

@@ -178,16 +178,16 @@ def probabilities(state: State) -> list[list[float]]:
 
 
 def masked(state: State) -> list[int]:
-    return [place for place in range(N) if state[place] == HIDDEN]
+    return [position for position in range(N) if state[position] == HIDDEN]
 
 
-def filled(state: State, places: tuple[int, ...]) -> Moves:
+def filled(state: State, positions: tuple[int, ...]) -> Moves:
     """Tokens drawn at these places."""
-    for tokens in product(range(V), repeat=len(places)):
+    for tokens in product(range(V), repeat=len(positions)):
         following, weight = list(state), 1.0
-        for place, token in zip(places, tokens, strict=True):
-            following[place] = token
-            weight *= probabilities(state)[place][token]
+        for position, token in zip(positions, tokens, strict=True):
+            following[position] = token
+            weight *= probabilities(state)[position][token]
         yield tuple(following), weight
 
 
@@ -196,17 +196,17 @@ def each_by_itself(settle: float, remask: float) -> Callable[[State], Moves]:
 
     def moves(state: State) -> Moves:
         for changes in product((False, True), repeat=N):
-            rates = [settle if state[place] == HIDDEN else remask for place in range(N)]
+            rates = [settle if state[position] == HIDDEN else remask for position in range(N)]
             weight = 1.0
             for change, rate in zip(changes, rates, strict=True):
                 weight *= rate if change else 1.0 - rate
-            chosen = tuple(place for place in masked(state) if changes[place])
+            chosen = tuple(position for position in masked(state) if changes[position])
             for following, probability in filled(state, chosen) if weight > 0.0 else ():
-                kept = [
-                    HIDDEN if changes[place] and state[place] != HIDDEN else token
-                    for place, token in enumerate(following)
+                next_state = [
+                    HIDDEN if changes[position] and state[position] != HIDDEN else token
+                    for position, token in enumerate(following)
                 ]
-                yield tuple(kept), weight * probability
+                yield tuple(next_state), weight * probability
 
     return moves
 
@@ -225,9 +225,14 @@ def the_most_confident(count: int) -> Callable[[State], Moves]:
 
     def moves(state: State) -> Moves:
         for following, weight in filled(state, tuple(masked(state))):
-            sure = {place: probabilities(state)[place][following[place]] for place in masked(state)}
-            kept = sorted(sure, key=lambda place, sure=sure: (-sure[place], place))[:count]  # type: ignore[misc]
-            yield tuple(token if place in kept else state[place] for place, token in enumerate(following)), weight
+            sure = {position: probabilities(state)[position][following[position]] for position in masked(state)}
+            most_confident = sorted(sure, key=lambda position, sure=sure: (-sure[position], position))[:count]  # type: ignore[misc]
+            yield (
+                tuple(
+                    token if position in most_confident else state[position] for position, token in enumerate(following)
+                ),
+                weight,
+            )
 
     return moves
 
@@ -264,8 +269,8 @@ def chi_square(counts: Counter[State], expected: dict[State, float]) -> float:
     """In standard deviations from what is likely (Wilson and Hilferty); rare texts are counted as one."""
     common = [text for text in expected if expected[text] * DRAWS >= 5.0]
     cells = [(counts[text], expected[text] * DRAWS) for text in common]
-    cells.append((DRAWS - sum(seen for seen, _ in cells), DRAWS - sum(wanted for _, wanted in cells)))
-    total = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells if wanted > 1e-9)
+    cells.append((DRAWS - sum(observed for observed, _ in cells), DRAWS - sum(expected for _, expected in cells)))
+    total = sum((observed - expected) ** 2 / expected for observed, expected in cells if expected > 1e-9)
     freedom = 2.0 / (9.0 * (len(cells) - 1))
     return float(((total / (len(cells) - 1)) ** (1 / 3) - (1.0 - freedom)) / freedom**0.5)
 
@@ -282,5 +287,5 @@ def test_samples_follow_the_exact_distribution(name: str) -> None:
     counts = Counter(done.token_ids for done in drawn)
     assert counts.keys() <= expected.keys()
     assert chi_square(counts, expected) < 3.3
-    others = {other: chi_square(counts, exact(rule)) for other, (_, rule) in SAMPLERS.items() if other != name}
-    assert max(others.values()) > 5.0, others
+    distances = {other: chi_square(counts, exact(rule)) for other, (_, rule) in SAMPLERS.items() if other != name}
+    assert max(distances.values()) > 5.0, distances

@@ -43,12 +43,12 @@ RULES = [
 
 def options(rule: Rule, steps: int) -> dict[str, Any]:
     """Those of `generate`."""
-    found: dict[str, Any] = {"remasking_strategy": rule.remasking_strategy}
+    options_of_rule: dict[str, Any] = {"remasking_strategy": rule.remasking_strategy}
     if rule.remasking_strategy == "low_confidence_dynamic":
-        found |= {"confidence_threshold": rule.confidence_threshold, "threshold_fallback": rule.fallback}
+        options_of_rule |= {"confidence_threshold": rule.confidence_threshold, "threshold_fallback": rule.fallback}
     if rule.remasking_strategy == "entropy_bounded":
-        return {**found, "entropy_bound": rule.eb_threshold}
-    return found if rule.fallback == "one" else {**found, "denoising_steps": steps}
+        return {**options_of_rule, "entropy_bound": rule.eb_threshold}
+    return options_of_rule if rule.fallback == "one" else {**options_of_rule, "denoising_steps": steps}
 
 
 def transcribed(

@@ -40,7 +40,7 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "confidence_from": "unfiltered"},
     {"top_k": 2, "confidence_from": "filtered"},
 ]
-WITHOUT_CONFIDENCE = [{key: value for key, value in each.items() if key != "confidence_from"} for each in FILTERS]
+WITHOUT_CONFIDENCE = [{key: value for key, value in filters.items() if key != "confidence_from"} for filters in FILTERS]
 BLOCKS = [(12, 12, 5), (12, 4, 4), (12, 4, 3), (10, 4, 2), (5, 8, 9)]
 """New tokens, block length, steps a block."""
 
@@ -130,7 +130,7 @@ def test_llada_with_an_end_of_text_suppressed_or_put_off(model: TableModel, temp
 def test_dream(alg: str, new: int, steps: int) -> None:
     """Shifted outputs, one block."""
     model = table_model(seed=1, logit_alignment="shifted")
-    filters = [{key: v for key, v in each.items() if key != "confidence_from"} for each in FILTERS[:4]]
+    filters = [{key: v for key, v in options.items() if key != "confidence_from"} for options in FILTERS[:4]]
     temperatures = [0.0] if alg == "origin" else [0.0, 0.1, 1.0]
     for seed, (prompt, (values, alg_temp)) in enumerate(
         spread(PROMPTS[1:], list(product(filters, temperatures)), 5 * steps)
@@ -166,7 +166,7 @@ def test_fast_dllm(which: int) -> None:
     for seed, (prompt, values) in enumerate(spread(PROMPTS, FILTERS, which)):
         config = settings(max_new_tokens=10, block_length=4, **strategy, **values)
         text = fast_dllm_generate(
-            lambda tokens, places, past: (model.table(tokens), None),
+            lambda tokens, positions, past: (model.table(tokens), None),
             prompt,
             choice(config, seed, "unfiltered"),
             gen_length=10,

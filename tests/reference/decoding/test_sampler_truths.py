@@ -54,8 +54,8 @@ class Oracle(Table):
         return logits_LV
 
 
-def answer(place: int) -> int:
-    return place * 7 % MASK
+def answer(position: int) -> int:
+    return position * 7 % MASK
 
 
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
@@ -75,15 +75,17 @@ def test_every_strategy_finds_an_oracles_answer(strategy: str, config: dict[str,
     model.table = Oracle(int("logit_alignment" in config))
     chosen = settings(max_new_tokens=11, **options(strategy), **values)
     for prompt, done in zip(PROMPTS, generate(model, PROMPTS, chosen), strict=True):
-        assert done.token_ids == tuple(answer(place) for place in range(len(prompt), len(prompt) + 11))
+        assert done.token_ids == tuple(answer(position) for position in range(len(prompt), len(prompt) + 11))
         assert done.finish_reason == "length" and done.tokens_per_forward == 11 / done.num_forwards
     canvas = [8, MASK, MASK, 4, MASK, MASK, MASK, 2, MASK]
     [done] = infill(model, [canvas], chosen)
-    assert done.token_ids == tuple(answer(place) if token == MASK else token for place, token in enumerate(canvas))
+    assert done.token_ids == tuple(
+        answer(position) if token == MASK else token for position, token in enumerate(canvas)
+    )
 
 
-def assert_same(some: Sequence[Generation], others: Sequence[Generation]) -> None:
-    for a, b in zip(some, others, strict=True):
+def assert_same(first: Sequence[Generation], second: Sequence[Generation]) -> None:
+    for a, b in zip(first, second, strict=True):
         assert (a.token_ids, a.step_map, a.num_forwards) == (b.token_ids, b.step_map, b.num_forwards)
         # The norms of the model are computed in fp32 whatever its dtype.
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
@@ -158,16 +160,18 @@ DETERMINISTIC = [name for name, strategy in STRATEGIES.items() if strategy().has
 
 def revealed(strategy: str, masked: list[int], probs: dict[int, Array], count: int) -> list[int]:
     """The places that are settled by the distributions alone."""
-    top = {place: float(probs[place].max()) for place in masked}
+    top = {position: float(probs[position].max()) for position in masked}
     match strategy:
         case "threshold":
             return by_threshold(0.5)(top, 0)
         case "factor":
             return by_factor(1.2)(top, 0)
         case "topk_margin":
-            return best({place: float(np.diff(np.sort(probs[place])[-2:])[0]) for place in masked}, count)
+            return best({position: float(np.diff(np.sort(probs[position])[-2:])[0]) for position in masked}, count)
         case "entropy":
-            return best({place: float((probs[place] * np.log(probs[place])).sum()) for place in masked}, count)
+            return best(
+                {position: float((probs[position] * np.log(probs[position])).sum()) for position in masked}, count
+            )
         case "low_confidence" | "maskgit_plus":
             return best(top, count)
         case _:
@@ -198,11 +202,11 @@ def test_exact_likelihoods_are_those_of_the_order_written_out(strategy: str, blo
         canvas, expected = [TOKENS] * LENGTH, 0.0
         for start in range(0, LENGTH, block_length or LENGTH):
             end, step = start + (block_length or LENGTH), 0
-            while masked := [place for place in range(start, end) if canvas[place] == TOKENS]:
-                probs = {place: softmax(model.table(canvas[:end])[place, :TOKENS]) for place in masked}
-                for place in revealed(strategy, masked, probs, counts[min(step, len(counts) - 1)]):
-                    canvas[place] = text[place]
-                    expected -= math.log(probs[place][text[place]])
+            while masked := [position for position in range(start, end) if canvas[position] == TOKENS]:
+                probs = {position: softmax(model.table(canvas[:end])[position, :TOKENS]) for position in masked}
+                for position in revealed(strategy, masked, probs, counts[min(step, len(counts) - 1)]):
+                    canvas[position] = text[position]
+                    expected -= math.log(probs[position][text[position]])
                 step += 1
                 num_forwards += 1
         assert nats == pytest.approx(expected, abs=1e-9)

@@ -50,8 +50,8 @@ def share_of_valid(strategy: str, steps: int) -> float:
         max_new_tokens=CELLS, remasking_strategy=strategy, steps=steps, temperature=1.0, stop_token_ids=()
     )
     model: Any = Ideal()
-    found = torch.tensor([done.token_ids for done in generate(model, [[]] * SAMPLES, config)])
-    return float((found[:, None] == GRIDS).all(2).any(1).double().mean())
+    samples = torch.tensor([done.token_ids for done in generate(model, [[]] * SAMPLES, config)])
+    return float((samples[:, None] == GRIDS).all(2).any(1).double().mean())
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_shapes_that_differ_are_shown_and_not_compared(tensors: Tensors, tmp_pat
 def test_a_dtype_that_holds_the_values_changes_nothing(tensors: Tensors, tmp_path: Path) -> None:
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     one = directory(tmp_path / "one", {"model.safetensors": halves})
-    two = directory(tmp_path / "two", {"model.safetensors": {name: each.float() for name, each in halves.items()}})
+    two = directory(tmp_path / "two", {"model.safetensors": {name: tensor.float() for name, tensor in halves.items()}})
     result = analyze(one, two)
     assert result.is_equal and {(pair.a.dtype, pair.b.dtype) for pair in result.pairs} == {("BF16", "F32")}
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_compared(
     one = directory(tmp_path / "one", {"model.safetensors": tensors})
     empty = directory(tmp_path / "empty", {})
     with pytest.raises(SystemExit) as caught:
-        main([each.format(one=one, empty=empty) for each in arguments])
+        main([argument.format(one=one, empty=empty) for argument in arguments])
     assert caught.value.code == code and message in capsys.readouterr().err
 
 

@@ -72,9 +72,13 @@ def test_a_new_row_for_the_mask_token(untie: bool, tokenizer: Tokenizer, tmp_pat
     rows = tokenizer.vocab_size
     assert (after.config.vocab_size, after.config.mask_token_id, after.config.block_length) == (rows + 1, rows, 4)
     assert after.config.logit_alignment == "shifted" and after.config.tie_word_embeddings is not untie
-    made = load_tokenizer(tmp_path / "masked")
-    assert (made.mask_token_id, made.mask_token, made.eos_token_id) == (rows, "<|mask|>", tokenizer.eos_token_id)
-    assert made.encode("the cat") == tokenizer.encode("the cat")
+    masked_tokenizer = load_tokenizer(tmp_path / "masked")
+    assert (masked_tokenizer.mask_token_id, masked_tokenizer.mask_token, masked_tokenizer.eos_token_id) == (
+        rows,
+        "<|mask|>",
+        tokenizer.eos_token_id,
+    )
+    assert masked_tokenizer.encode("the cat") == tokenizer.encode("the cat")
     with torch.no_grad():
         one, other = before(TOKENS, pattern=Causal()), after(TOKENS, pattern=Causal())
         assert torch.equal(one, other[..., :rows]), "for the tokens that it knew it is the same model"
@@ -96,9 +100,9 @@ def test_a_row_that_no_token_used(tokenizer: Tokenizer, tmp_path: Path) -> None:
     changed = {pair.a.name for pair in analyze(path, tmp_path / "chosen").pairs if pair.max_difference}
     assert changed == {"model.embed_tokens.weight", "lm_head.weight"}
     before = load_model(path).lm_head.weight
-    others = [row for row in range(272) if row != 270]
-    assert torch.equal(before[others], chosen.lm_head.weight[others])
-    torch.testing.assert_close(chosen.lm_head.weight[270], before[others].mean(0))
+    other_rows = [row for row in range(272) if row != 270]
+    assert torch.equal(before[other_rows], chosen.lm_head.weight[other_rows])
+    torch.testing.assert_close(chosen.lm_head.weight[270], before[other_rows].mean(0))
 
 
 def test_a_mask_token_that_is_there_changes_no_weight(tmp_path: Path) -> None:

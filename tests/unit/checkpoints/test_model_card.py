@@ -85,14 +85,14 @@ def test_what_a_run_says_of_its_model(tiny_model: MakeModel, tmp_path: Path) -> 
     }
     numbers = sum(parameter.numel() for parameter in model.parameters())
     assert f"# first\\_try, {numbers:,} parameters\n" in card
-    said = rows(card)
+    facts = rows(card)
     weights = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
     size = (tmp_path / "model.safetensors").stat().st_size
-    assert said["model.safetensors"] == f"{size:,} bytes, SHA-256 `{weights}`"
-    assert said["parameters"] == f"{numbers:,}" and said["layers"] == "2" and said["heads"] == "4 of 6"
-    assert said["steps"] == "40 of 1,000, with 32 sequences of up to 256 tokens" and said["tokens seen"] == "327,680"
-    assert said["validation"] == "at most 3.988 ± 0.018 nats per token, at step 40"
-    assert said["tokenizer"] == "`f00d`" and said["started from"] == "random weights"
+    assert facts["model.safetensors"] == f"{size:,} bytes, SHA-256 `{weights}`"
+    assert facts["parameters"] == f"{numbers:,}" and facts["layers"] == "2" and facts["heads"] == "4 of 6"
+    assert facts["steps"] == "40 of 1,000, with 32 sequences of up to 256 tokens" and facts["tokens seen"] == "327,680"
+    assert facts["validation"] == "at most 3.988 ± 0.018 nats per token, at step 40"
+    assert facts["tokenizer"] == "`f00d`" and facts["started from"] == "random weights"
     assert "| stories | a file of stories | files/train/0a1b | 75.0% |\n| web |" in card
     assert '```toml\nkind = "masked_diffusion"\n```' in card
     assert "```bash\ndiffusionlm-train --config DIR/config.toml --set run.directory=runs/again\n```" in card
@@ -116,10 +116,10 @@ def test_a_mixture_says_what_a_token_meets(
     """Two of the four experts, each three matrices of 24 x 8, are idle in each layer that has some."""
     model = tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=dense)
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    said = rows(card_of(model, tmp_path))
-    assert said["feed-forward size"] == size
+    facts = rows(card_of(model, tmp_path))
+    assert facts["feed-forward size"] == size
     met = numbers - (2 - len(dense)) * 2 * 3 * 24 * 8
-    assert said["parameters"] == f"{numbers:,}, of which {met:,} are active for a token"
+    assert facts["parameters"] == f"{numbers:,}, of which {met:,} are active for a token"
 
 
 @pytest.mark.parametrize("context", [8, 16, 33, 256])
@@ -146,9 +146,15 @@ def test_what_it_says_of_use_fits_the_context(
 
 
 def test_text_of_others_stays_text(tiny_model: MakeModel, tmp_path: Path) -> None:
-    odd = "a|b\n## Use\n<script>x</script> `c` [d](e) \\ **f**"
-    source = CardDataSource(odd, odd, odd, 1.0, 'x"]\nlicense: mit')
-    values = {**vars(TRAINING), "name": odd, "sources": (source,), "objective": "````\n## Use\n", "init_from": odd}
+    hostile_text = "a|b\n## Use\n<script>x</script> `c` [d](e) \\ **f**"
+    source = CardDataSource(hostile_text, hostile_text, hostile_text, 1.0, 'x"]\nlicense: mit')
+    values = {
+        **vars(TRAINING),
+        "name": hostile_text,
+        "sources": (source,),
+        "objective": "````\n## Use\n",
+        "init_from": hostile_text,
+    }
     card = card_of(tiny_model(), tmp_path, CardTraining(**values))
     assert front_matter(card)["datasets"] == ['x"]\nlicense: mit'] and front_matter(card)["license"] == "unknown"
     escaped = r"a\|b \#\# Use \<script\>x\</script\> \`c\` \[d\](e) \\ \*\*f\*\*"

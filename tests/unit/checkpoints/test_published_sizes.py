@@ -79,5 +79,5 @@ def test_published_models_have_their_size(
     (tmp_path / "config.json").write_text(json.dumps(values))
     with torch.device("meta"):
         model = Transformer(read_model_config(tmp_path))
-    found = [parameter.numel() for parameter in model.parameters()]
-    assert (sum(found), len(found)) == (parameters, tensors)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    assert (sum(sizes), len(sizes)) == (parameters, tensors)

@@ -244,13 +244,13 @@ def test_a_broken_config_is_named(content: bytes, tmp_path: Path) -> None:
 
 
 def test_the_widest_dtype_is_kept(tmp_path: Path) -> None:
-    for others, expected in (
+    for dtypes, expected in (
         ((torch.bfloat16, torch.float32), torch.float32),
         ((torch.float32, torch.bfloat16), torch.float32),
         ((torch.bfloat16, torch.float16), torch.float32),  # neither holds the other
         ((torch.bfloat16, torch.int64), torch.bfloat16),
     ):
-        tensors = {name: torch.zeros(2, dtype=dtype) for name, dtype in zip("ab", others, strict=True)}
+        tensors = {name: torch.zeros(2, dtype=dtype) for name, dtype in zip("ab", dtypes, strict=True)}
         save_file(tensors, tmp_path / "model.safetensors")
         assert read_saved_dtype(tmp_path) == expected
 
@@ -438,23 +438,23 @@ class Attack:
         return (open, (str(self.path), "w"))
 
 
-def as_pickle(saved: Path, held: Any) -> None:
+def as_pickle(saved: Path, content: Any) -> None:
     for path in saved.glob("model*"):
         path.unlink()
-    torch.save(held, saved / "pytorch_model.bin")
+    torch.save(content, saved / "pytorch_model.bin")
 
 
 def test_a_pickle_runs_nothing(saved: Path) -> None:
-    held = dict(read_weights(saved)) | {"attack": Attack(saved / "attacked")}
-    as_pickle(saved, held)
+    content = dict(read_weights(saved)) | {"attack": Attack(saved / "attacked")}
+    as_pickle(saved, content)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin: cannot be read"):
         load_model(saved)
     assert not (saved / "attacked").exists()
 
 
-@pytest.mark.parametrize("held", [[1, 2], {"model.norm.weight": "text"}])
-def test_a_pickle_of_other_things_is_refused(held: Any, saved: Path) -> None:
-    as_pickle(saved, held)
+@pytest.mark.parametrize("content", [[1, 2], {"model.norm.weight": "text"}])
+def test_a_pickle_of_other_things_is_refused(content: Any, saved: Path) -> None:
+    as_pickle(saved, content)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin: .*state_dict"):
         load_model(saved)
 

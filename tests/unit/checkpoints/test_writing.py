@@ -102,9 +102,9 @@ def test_what_was_written_comes_back(
     assert (tmp_path / "model.safetensors").exists() == (size == "5GB")
     again = load_model(tmp_path)
     assert again.config == model.config
-    found = dict(again.named_parameters())
-    assert found.keys() == dict(model.named_parameters()).keys()
-    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+    parameters = dict(again.named_parameters())
+    assert parameters.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(parameters[name], parameter) for name, parameter in model.named_parameters())
 
 
 def test_shards_keep_to_the_size_and_the_index_to_the_shards(tiny_model: MakeModel, tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_shards_keep_to_the_size_and_the_index_to_the_shards(tiny_model: MakeMod
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     count = len(files)
     assert files == [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-    held = {name: file for file in files for name in load_file(tmp_path / file)}
-    assert index["weight_map"] == held
+    file_by_name = {name: file for file in files for name in load_file(tmp_path / file)}
+    assert index["weight_map"] == file_by_name
     numbers = sum(parameter.numel() for parameter in model.parameters())
     assert index["metadata"] == {"total_parameters": numbers, "total_size": 4 * numbers}
     assert list(index["weight_map"]) == [name for name, _ in model.named_parameters()]
@@ -158,8 +158,8 @@ def test_weights_in_place_of_the_models_own(tiny_model: MakeModel, tmp_path: Pat
 def test_views_of_one_storage_are_written(tmp_path: Path) -> None:
     table = torch.arange(12.0).view(3, 4)
     save_weights({"a": table[0], "b": table[1:].T}, tmp_path)
-    found = read_weights(tmp_path)
-    assert torch.equal(found["a"], table[0]) and torch.equal(found["b"], table[1:].T)
+    tensors = read_weights(tmp_path)
+    assert torch.equal(tensors["a"], table[0]) and torch.equal(tensors["b"], table[1:].T)
 
 
 def test_a_complete_directory(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path) -> None:

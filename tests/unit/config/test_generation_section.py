@@ -136,13 +136,13 @@ def test_what_the_resource_shows_is_valid() -> None:
     """Each option that is commented out, with the strategy that is shown above it or the one that is set."""
     path = Path(__file__).parents[3] / "config" / "resources" / "infer.toml"
     text = path.read_text(encoding="utf-8").partition("[generation]\n")[2].partition("\n[output]")[0]
-    given = tomllib.loads(text)
+    options = tomllib.loads(text)
     instead = {"total_length": "max_new_tokens"}
-    shown, strategy = set(given), given["remasking_strategy"]
+    keys, strategy = set(options), options["remasking_strategy"]
     for line in re.findall(r"^# (\w+ = .+)", text, flags=re.MULTILINE):
         [(key, value)] = tomllib.loads(line).items()
         strategy = value if key == "remasking_strategy" else strategy
-        rest = {name: each for name, each in given.items() if name != instead.get(key)}
+        rest = {name: value for name, value in options.items() if name != instead.get(key)}
         GenerationConfig.model_validate({**rest, "remasking_strategy": strategy, key: value})
-        shown.add(key)
-    assert shown == GenerationConfig.model_fields.keys()
+        keys.add(key)
+    assert keys == GenerationConfig.model_fields.keys()

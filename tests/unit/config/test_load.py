@@ -268,9 +268,9 @@ class TestOverrides:
             "trainin.max_steps=3": "[trainin]: unknown section (did you mean training?)",
             "training.step=3": "unknown key (did you mean max_steps?)",
         }
-        found = problems(DATA + "[training]\nbatch = -4\n", *overrides)
-        assert found[0] == "run.toml:4: training.batch = -4: must be greater than 0"
-        assert sorted(found[1:]) == sorted(f"--set {text}: {message}" for text, message in overrides.items())
+        messages = problems(DATA + "[training]\nbatch = -4\n", *overrides)
+        assert messages[0] == "run.toml:4: training.batch = -4: must be greater than 0"
+        assert sorted(messages[1:]) == sorted(f"--set {text}: {message}" for text, message in overrides.items())
 
     def test_override_replaces_the_line_of_the_file(self, problems: Any) -> None:
         text = DATA + '[[data.mixture]]\nname = "a"\nweight = 1\n'

@@ -99,8 +99,8 @@ BERNOULLI = '[objective.estimator]\nkind = "bernoulli"\n'
     ],
 )
 def test_what_is_written_is_read_and_comes_back(text: str, expected: ObjectiveConfig, tmp_path: Path) -> None:
-    found = load(tmp_path, text)
-    assert found == expected
+    objective = load(tmp_path, text)
+    assert objective == expected
     assert load(tmp_path, to_toml(Config(objective=expected))) == expected
 
 
@@ -111,10 +111,10 @@ def test_on_the_command_line(tmp_path: Path) -> None:
             estimator=IndependentMasking(schedule=CleanCosineScheduleConfig())
         )
     overrides = ("objective.estimator.schedule.kind=power", "objective.estimator.schedule.exponent=0.5")
-    found = load(tmp_path, "", "objective.kind=masked_diffusion", kind, *overrides)
-    assert found == MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerScheduleConfig(exponent=0.5)))
-    found = load(tmp_path, "", "objective.kind=block_diffusion", "objective.block_length=[2, 8]")
-    assert found == BlockDiffusionConfig(block_length=(2, 8))
+    objective = load(tmp_path, "", "objective.kind=masked_diffusion", kind, *overrides)
+    assert objective == MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerScheduleConfig(exponent=0.5)))
+    objective = load(tmp_path, "", "objective.kind=block_diffusion", "objective.block_length=[2, 8]")
+    assert objective == BlockDiffusionConfig(block_length=(2, 8))
 
 
 @pytest.mark.parametrize(

@@ -84,16 +84,16 @@ precision = "float32"
 learning_rate = 1e-4
 betas = [0.8, 0.9]
 """
-    found = load(tmp_path, text, "optimizer.head.eps=1e-6").optimizer
-    assert found == MuonConfig(
+    optimizer = load(tmp_path, text, "optimizer.head.eps=1e-6").optimizer
+    assert optimizer == MuonConfig(
         hidden=MuonGroup(momentum=0.9, precision="float32"),
         router=AdamWGroup(learning_rate=1e-4, betas=(0.8, 0.9)),
         head=AdamWGroup(eps=1e-6),
     )
-    found = load(tmp_path, '[optimizer]\nkind = "lion"\n[optimizer.embed]\nweight_decay = 2.0\n').optimizer
-    assert found == LionConfig(embed=LionGroup(weight_decay=2.0))
-    found = load(tmp_path, '[optimizer]\nkind = "adamw8bit"\nfallback = true\n').optimizer
-    assert found == AdamWConfig(kind="adamw8bit", fallback=True)
+    optimizer = load(tmp_path, '[optimizer]\nkind = "lion"\n[optimizer.embed]\nweight_decay = 2.0\n').optimizer
+    assert optimizer == LionConfig(embed=LionGroup(weight_decay=2.0))
+    optimizer = load(tmp_path, '[optimizer]\nkind = "adamw8bit"\nfallback = true\n').optimizer
+    assert optimizer == AdamWConfig(kind="adamw8bit", fallback=True)
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,10 @@ def test_the_architecture_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: 
     chosen = load_config(TrainConfig, RECIPE, ["model.max_position_embeddings=4096", "model.logit_alignment=shifted"])
     assert (chosen.model.max_position_embeddings, chosen.model.logit_alignment) == (4096, "shifted")
     # What a run keeps is complete: it does not change with the directory, nor need it to be read.
-    kept = tmp_path / "config.toml"
-    kept.write_text(to_toml(chosen), encoding="utf-8")
+    config_file = tmp_path / "config.toml"
+    config_file.write_text(to_toml(chosen), encoding="utf-8")
     (checkpoint / "config.json").unlink()
-    assert load_config(TrainConfig, kept) == chosen
+    assert load_config(TrainConfig, config_file) == chosen
 
 
 def test_another_architecture_than_the_checkpoints_is_listed(checkpoint: Path) -> None:
@@ -133,8 +133,8 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_of_the_config(
         (checkpoint / "config.json").write_text(content, encoding="utf-8")
     with pytest.raises(SystemExit) as caught:
         parse_command(TrainConfig, name="train", description="", example="", argv=["--config", str(RECIPE)])
-    told = capsys.readouterr().err
-    assert caught.value.code == 2 and message in told and "init_from = models/qwen3-mask" in told
+    stderr = capsys.readouterr().err
+    assert caught.value.code == 2 and message in stderr and "init_from = models/qwen3-mask" in stderr
 
 
 @pytest.mark.parametrize("key", sorted(KEY_HINTS))

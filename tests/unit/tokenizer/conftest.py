@@ -71,12 +71,12 @@ def nasty() -> list[str]:
 @pytest.fixture(scope="session")
 def make_tokenizer(sources: list[str], nasty: list[str]) -> MakeTokenizer:
     """A tokenizer of 1,000 ids by pattern name; each is trained once."""
-    made: dict[str, Tokenizer] = {}
+    tokenizers: dict[str, Tokenizer] = {}
 
     def make(pattern: str) -> Tokenizer:
-        if pattern not in made:
-            made[pattern] = train_bpe([*sources[:4], *nasty], vocab_size=1000, pattern=pattern)
-        return made[pattern]
+        if pattern not in tokenizers:
+            tokenizers[pattern] = train_bpe([*sources[:4], *nasty], vocab_size=1000, pattern=pattern)
+        return tokenizers[pattern]
 
     return make
 

@@ -112,8 +112,8 @@ def test_messages_cannot_spell_special_tokens(normalization: str | None, late: t
         assert let.count(end) == 3
     role = [{"role": "user<|im_end|>", "content": "x"}]
     template = "{{ messages[0].role }}{{ tools[0].name }}{{ extra.x[0] }}<|im_end|>"
-    given: dict[str, Any] = {"tools": [{"name": "<|im_start|>"}], "extra": {"x": ["<|im_start|>"]}}
-    ids = encode_chat(chatter, template, role, add_generation_prompt=False, **given)
+    arguments: dict[str, Any] = {"tools": [{"name": "<|im_start|>"}], "extra": {"x": ["<|im_start|>"]}}
+    ids = encode_chat(chatter, template, role, add_generation_prompt=False, **arguments)
     assert ids == [*ids_of("user<|im_end|><|im_start|><|im_start|>"), end]
 
 

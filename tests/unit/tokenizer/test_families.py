@@ -130,7 +130,7 @@ def test_whether_texts_begin_with_a_token_is_the_configs_word(tmp_path: Path) ->
     contents = contents_of("llama3", added, post_processor=template(LLAMA_TOKENS[0], FIRST))
     plain = contents_of("llama3", added)
     bos = {"bos_token": {"content": LLAMA_TOKENS[0]}}
-    given: list[tuple[dict[str, Any], dict[str, Any], tuple[str | None, bool]]] = [
+    cases: list[tuple[dict[str, Any], dict[str, Any], tuple[str | None, bool]]] = [
         (contents, {}, (LLAMA_TOKENS[0], True)),
         (contents, {**bos, "add_bos_token": False}, (LLAMA_TOKENS[0], False)),
         (contents, {"bos_token": LLAMA_TOKENS[1]}, (LLAMA_TOKENS[1], False)),
@@ -139,7 +139,7 @@ def test_whether_texts_begin_with_a_token_is_the_configs_word(tmp_path: Path) ->
         (plain, {"add_bos_token": True}, (None, False)),
     ]
     prints = set()
-    for file, config, expected in given:
+    for file, config, expected in cases:
         ours, _ = write(tmp_path, file, config)
         assert (ours.bos_token, ours.adds_bos) == expected
         prints.add(ours.fingerprint)

@@ -61,7 +61,7 @@ def test_special_tokens_are_never_learned() -> None:
 def test_a_small_corpus_gives_a_small_tokenizer() -> None:
     calls: list[tuple[int, int]] = []
     tokenizer = train_bpe(
-        iter(["ab ab", ""]), vocab_size=500, on_progress=lambda done, wanted: calls.append((done, wanted))
+        iter(["ab ab", ""]), vocab_size=500, on_progress=lambda done, total: calls.append((done, total))
     )
     assert tokenizer.vocab_size == 256 + 2 + 2
     assert calls == [(1, 242), (2, 242)]

@@ -40,21 +40,21 @@ def loss_and_gradients(model: Transformer, pattern: AttentionPattern) -> list[to
     """Loss, balance loss and gradients of scored rows."""
     scored = score_of(model, pattern)
     balance = torch.zeros(()) if scored.load_balancing_loss is None else scored.load_balancing_loss
-    made = [scored.loss_sum, balance, *torch.autograd.grad(scored.total_loss, list(model.parameters()))]
-    return [each.detach() for each in made]
+    tensors = [scored.loss_sum, balance, *torch.autograd.grad(scored.total_loss, list(model.parameters()))]
+    return [tensor.detach() for tensor in tensors]
 
 
 def kept_bytes(model: Transformer, pattern: AttentionPattern) -> int:
     """What autograd keeps for the backward."""
-    kept: dict[int, int] = {}
+    bytes_by_storage: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        bytes_by_storage[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         score_of(model, pattern)
-    return sum(kept.values())
+    return sum(bytes_by_storage.values())
 
 
 @pytest.mark.parametrize("choice", ["selective", "full"])
@@ -113,11 +113,11 @@ def test_flex_attention_is_out_of_the_policys_sight(tiny_model: MakeModel, monke
     """It has no backward on a CPU: another stands for it here, and is seen by no dispatch mode, forward or again."""
     from torch._C import _len_torch_dispatch_stack
 
-    seen: list[int] = []
+    saved_counts: list[int] = []
     original = PatternAttention.__call__
 
     def spy(self: PatternAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        seen.append(_len_torch_dispatch_stack())
+        saved_counts.append(_len_torch_dispatch_stack())
         monkeypatch.setattr(PatternAttention, "backend_for", lambda self, q: "sdpa")
         out = original(self, q, k, v)
         monkeypatch.setattr(PatternAttention, "backend_for", lambda self, q: "flex")
@@ -129,5 +129,5 @@ def test_flex_attention_is_out_of_the_policys_sight(tiny_model: MakeModel, monke
     monkeypatch.setattr(PatternAttention, "__call__", spy)
     monkeypatch.setattr(PatternAttention, "backend_for", lambda self, q: "flex")
     ours = loss_and_gradients(model, Causal())
-    assert seen == [0, 0, 0, 0]
+    assert saved_counts == [0, 0, 0, 0]
     assert all(torch.equal(first, second) for first, second in zip(plain, ours, strict=True))

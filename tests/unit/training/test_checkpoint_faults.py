@@ -53,16 +53,16 @@ def snapshot(step: int, write: WriteModel = write_model, size: int = 20) -> Stag
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     """With one checkpoint, and the rule to keep one: the save that is disturbed removes it."""
-    made = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
-    made.save(snapshot(1))
-    return made
+    store_of_one = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    store_of_one.save(snapshot(1))
+    return store_of_one
 
 
 def newest(store: CheckpointStore) -> int:
     """The step of what is loaded, all of whose parts must be of that step."""
-    said: list[str] = []
-    saved = store.load_newest(said.append)
-    assert saved is not None and said == []
+    messages: list[str] = []
+    saved = store.load_newest(messages.append)
+    assert saved is not None and messages == []
     tensors = {**saved.weights(), **saved.live_weights(), **saved.tensors.read_whole("optimizer.")}
     assert {value for tensor in tensors.values() for value in tensor.flatten().tolist()} == {float(saved.state["step"])}
     return int(saved.state["step"])
@@ -124,12 +124,12 @@ def test_what_is_on_the_disk_at_every_event_of_a_save(store: CheckpointStore, tm
         store.save(snapshot(2))
     assert {*EVENTS, "open a file"} == set(names)
     stores = [CheckpointStore(tmp_path / str(number), 1) for number in range(len(names))]
-    for each in stores:
-        for step in each.steps()[:-1]:  # the newest is read below
-            verify_directory(each.path(step), must_have_manifest=True)
-    found = [newest(each) for each in stores]
-    assert set(found) == {1, 2} and found == sorted(found), "the new one appears in one moment"
-    assert names[found.index(2) - 1] == "rename" and len(names) >= NUM_EVENTS, len(names)
+    for store_of_event in stores:
+        for step in store_of_event.steps()[:-1]:  # the newest is read below
+            verify_directory(store_of_event.path(step), must_have_manifest=True)
+    newest_steps = [newest(store_of_event) for store_of_event in stores]
+    assert set(newest_steps) == {1, 2} and newest_steps == sorted(newest_steps), "the new one appears in one moment"
+    assert names[newest_steps.index(2) - 1] == "rename" and len(names) >= NUM_EVENTS, len(names)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
@@ -138,10 +138,10 @@ def test_kill_within_a_save(store: CheckpointStore, share: float) -> None:
     until = int(share * NUM_EVENTS)
 
     def save() -> None:
-        taken = snapshot(2)
+        staged = snapshot(2)
         counting(lambda now, name: die() if now == until else None)
         saves = AsyncCheckpointer(store, background=bool(until % 2))
-        saves.start(taken)
+        saves.start(staged)
         saves.wait()
 
     assert in_child(save) == -signal.SIGKILL
@@ -158,9 +158,9 @@ def test_kill_by_the_size_that_a_file_has_reached(store: CheckpointStore, limit:
 
     def save() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        taken = snapshot(2, size=10_000)
+        staged = snapshot(2, size=10_000)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        store.save(taken)
+        store.save(staged)
 
     assert in_child(save) == -signal.SIGXFSZ
     assert leftovers(store) and newest(store) == 1
@@ -177,24 +177,24 @@ def test_a_file_that_may_not_grow_is_a_full_disk(
     def save() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         shards = whole_shards({"w.exp_avg": torch.zeros(optimizer)})
-        taken = stage_checkpoint(2, write_model, {"step": 2}, {"w": torch.zeros(model)}, shards)
+        staged = stage_checkpoint(2, write_model, {"step": 2}, {"w": torch.zeros(model)}, shards)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
-            store.save(taken)
+            store.save(staged)
         except ValueError as error:
             (tmp_path / "said").write_text(str(error))
 
     assert in_child(save) == 0
-    said = (tmp_path / "said").read_text()
-    assert "step-00000002 was not written: " in said and "MiB are free there; make room)" in said
+    message = (tmp_path / "said").read_text()
+    assert "step-00000002 was not written: " in message and "MiB are free there; make room)" in message
     assert not leftovers(store) and newest(store) == 1
 
 
 class Full:
     """A file of which no more than so many bytes can be written."""
 
-    def __init__(self, file: Any, room: int) -> None:
-        self.file, self.room = file, room
+    def __init__(self, file: Any, room_bytes: int) -> None:
+        self.file, self.room = file, room_bytes
 
     def write(self, data: Any) -> Any:
         self.room -= len(memoryview(data).cast("B")) if not isinstance(data, str) else len(data)
@@ -276,26 +276,26 @@ def sign(path: Path) -> None:
     verify_directory(path, must_have_manifest=True)
 
 
-@pytest.mark.parametrize("place", ["whole", "inside", "bytes", "outside"])
-def test_a_malicious_pickle_is_not_executed(store: CheckpointStore, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("attack_location", ["whole", "inside", "bytes", "outside"])
+def test_a_malicious_pickle_is_not_executed(store: CheckpointStore, tmp_path: Path, attack_location: str) -> None:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     store = CheckpointStore(store.folder, 2)
     path, touched = store.save(snapshot(2)), tmp_path / "touched"
     file = path / "training_state" / ".metadata"
     metadata: Any = pickle.loads(file.read_bytes())
-    if place == "whole":
+    if attack_location == "whole":
         metadata = Harm(touched)
-    elif place == "inside":
+    elif attack_location == "inside":
         metadata.planner_data = Harm(touched)
-    elif place == "bytes":  # torch would load what is said to be no tensor without any guard
+    elif attack_location == "bytes":  # torch would load what is said to be no tensor without any guard
         metadata.state_dict_metadata["optimizer.w.step"] = BytesStorageMetadata()
     else:
         next(iter(metadata.storage_data.values())).relative_path = "../../elsewhere"
     file.write_bytes(pickle.dumps(metadata))
     sign(path)
-    said: list[str] = []
-    saved = store.load_newest(said.append)
+    messages: list[str] = []
+    saved = store.load_newest(messages.append)
     assert saved is not None and saved.state == {"step": 1}
     assert not touched.exists()
     expected = {
@@ -303,10 +303,10 @@ def test_a_malicious_pickle_is_not_executed(store: CheckpointStore, tmp_path: Pa
         "inside": "names pathlib",
         "bytes": "BytesStorageMetadata",
         "outside": "outside of its directory",
-    }[place]
-    assert "step-00000002/training_state/.metadata cannot be read" in said[0] and expected in said[0]
-    if place != "outside":
-        assert "not called; do not use this checkpoint" in said[0]
+    }[attack_location]
+    assert "step-00000002/training_state/.metadata cannot be read" in messages[0] and expected in messages[0]
+    if attack_location != "outside":
+        assert "not called; do not use this checkpoint" in messages[0]
 
 
 def test_tensors_are_not_loaded_by_an_open_pickle(store: CheckpointStore, tmp_path: Path) -> None:
@@ -317,8 +317,8 @@ def test_tensors_are_not_loaded_by_an_open_pickle(store: CheckpointStore, tmp_pa
     torch.save(Harm(touched), buffer)
     (folder / "__0_0.distcp").write_bytes(buffer.getvalue())
     opened = StoredTensors.open(folder)
-    for place in opened.metadata.storage_data.values():
-        place.offset, place.length = 0, len(buffer.getvalue())
+    for location in opened.metadata.storage_data.values():
+        location.offset, location.length = 0, len(buffer.getvalue())
     with pytest.raises(ValueError, match="training_state cannot be read"):
         opened.read_whole("")
     assert not touched.exists()
@@ -341,8 +341,8 @@ def test_failures_in_the_background_are_told_once(store: CheckpointStore) -> Non
     saves = AsyncCheckpointer(store)
     saves.start(snapshot(2, full))
     saves.start(snapshot(3))  # waits for the one before, and does not hide what became of it
-    (told,) = saves.pop_failures()
-    assert "step-00000002 was not written: [Errno 28] No space left on device" in told
+    (failure,) = saves.pop_failures()
+    assert "step-00000002 was not written: [Errno 28] No space left on device" in failure
     saves.wait()
     assert saves.pop_failures() == [] and newest(store) == 3
     saves.start(snapshot(4, full))

@@ -49,8 +49,8 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def load(store: CheckpointStore) -> tuple[LoadedCheckpoint | None, list[str]]:
-    said: list[str] = []
-    return store.load_newest(said.append), said
+    messages: list[str] = []
+    return store.load_newest(messages.append), messages
 
 
 def assert_is(saved: LoadedCheckpoint | None, step: int) -> None:
@@ -75,9 +75,9 @@ def test_saves_loads_keeps_last_and_points_to_latest(store: CheckpointStore) -> 
         assert (store.folder / "latest").resolve() == path.resolve()
     assert store.steps() == [10, 100]
     assert sorted(path.name for path in store.folder.iterdir()) == ["latest", "step-00000010", "step-00000100"]
-    saved, said = load(store)
+    saved, messages = load(store)
     assert_is(saved, 100)
-    assert not said and not leftovers(store)
+    assert not messages and not leftovers(store)
 
 
 def test_latest_is_relative_so_that_a_run_may_move(store: CheckpointStore, tmp_path: Path) -> None:
@@ -109,12 +109,12 @@ def test_exception_while_writing_leaves_the_old_one(store: CheckpointStore) -> N
 def test_a_snapshot_is_of_its_moment(store: CheckpointStore) -> None:
     """Also where the tensors are views, and where one is used twice."""
     state, weights = {"step": 1}, torch.arange(12.0).view(3, 4)
-    taken = stage_checkpoint(
+    staged = stage_checkpoint(
         1, write_model, state, {"w": weights.T}, whole_shards({"w.a": weights}), whole_shards({"w": weights[1]})
     )
     weights.zero_()
     state["step"] = 9
-    store.save(taken)
+    store.save(staged)
     saved, _ = load(store)
     assert saved is not None and saved.state == {"step": 1}
     expected = torch.arange(12.0).view(3, 4)
@@ -132,8 +132,8 @@ def test_the_format_is_torchs(store: CheckpointStore, tmp_path: Path) -> None:
     tensors["weights.w"] = torch.randn(7).bfloat16()
     optimizer = {name.removeprefix("optimizer."): tensors[name] for name in ("optimizer.w.a", "optimizer.w.step")}
     live = whole_shards({"w": tensors["weights.w"]})
-    taken = stage_checkpoint(1, write_model, {}, {"w": torch.zeros(1)}, whole_shards(optimizer), live)
-    path = store.save(taken)
+    staged = stage_checkpoint(1, write_model, {}, {"w": torch.zeros(1)}, whole_shards(optimizer), live)
+    path = store.save(staged)
     read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     with pytest.warns(UserWarning, match="single process"):
         torch_load(read, checkpoint_id=path / "training_state")
@@ -204,28 +204,28 @@ def test_what_a_link_points_to_is_not_removed(store: CheckpointStore) -> None:
     assert store.steps() == [1, 5, 6]
 
 
-def damage(path: Path, how: str) -> None:
+def damage(path: Path, damage_kind: str) -> None:
     content = path.read_bytes()
-    if how == "truncated":
+    if damage_kind == "truncated":
         path.write_bytes(content[: len(content) // 2])
-    elif how == "flipped":
+    elif damage_kind == "flipped":
         middle = len(content) // 2
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    elif how == "emptied":
+    elif damage_kind == "emptied":
         path.write_bytes(b"")
     else:
         path.unlink()
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "emptied", "removed"])
+@pytest.mark.parametrize("damage_kind", ["truncated", "flipped", "emptied", "removed"])
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_damaged_one_is_set_aside_with_a_message(store: CheckpointStore, name: str, how: str) -> None:
+def test_damaged_one_is_set_aside_with_a_message(store: CheckpointStore, name: str, damage_kind: str) -> None:
     save(store, 1)
-    damage(save(store, 2) / name, how)
-    saved, said = load(store)
+    damage(save(store, 2) / name, damage_kind)
+    saved, messages = load(store)
     assert_is(saved, 1)
-    assert any("step-00000002" in line and (name in line or name == MANIFEST) for line in said)
-    assert any("damaged-step-00000002" in line for line in said)
+    assert any("step-00000002" in line and (name in line or name == MANIFEST) for line in messages)
+    assert any("damaged-step-00000002" in line for line in messages)
     assert (store.folder / "latest").resolve().name == "step-00000001"
     assert (store.folder / "damaged-step-00000002").is_dir(), "kept for a look at it"
     assert store.steps() == [1]

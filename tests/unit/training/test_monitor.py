@@ -48,18 +48,18 @@ def by_loop(masked_BL: np.ndarray[Any, Any], block_length: int | None, packed: b
     units: dict[Any, list[int]] = defaultdict(list)
     for row in range(B):
         begin = 0
-        for place in range(L):
-            if packed and place and DOCUMENTS[row, place] != DOCUMENTS[row, place - 1]:
-                begin = place
-            unit = (row,) if block_length is None else (row, begin, (place - begin) // block_length)
-            units[unit].append(row * L + place)
+        for position in range(L):
+            if packed and position and DOCUMENTS[row, position] != DOCUMENTS[row, position - 1]:
+                begin = position
+            unit = (row,) if block_length is None else (row, begin, (position - begin) // block_length)
+            units[unit].append(row * L + position)
     sums = [[0.0] * NUM_LOSS_BINS, [0.0] * NUM_LOSS_BINS]
-    for places in units.values():
-        masked = [place for place in places if masked_BL.flatten()[place]]
-        for place in masked:
+    for positions in units.values():
+        masked = [position for position in positions if masked_BL.flatten()[position]]
+        for position in masked:
             # (k / n) * 5 rounded up, in whole numbers.
-            part = -(-len(masked) * NUM_LOSS_BINS // len(places)) - 1
-            sums[0][part] += place + 1
+            part = -(-len(masked) * NUM_LOSS_BINS // len(positions)) - 1
+            sums[0][part] += position + 1
             sums[1][part] += 1
     return sums
 
@@ -87,8 +87,8 @@ def test_sums_by_share(block_length: int | None, alignment: LogitAlignment, pack
 def in_order_of_outputs(place_R: torch.Tensor, block_length: int, packed: bool) -> torch.Tensor:
     """The first token of a block is predicted by the clean stream, which comes after the whole noisy row."""
     keys = []
-    for place in place_R.tolist():
-        row, column = divmod(place, L)
+    for position in place_R.tolist():
+        row, column = divmod(position, L)
         begin = column
         while packed and begin and DOCUMENTS[row, begin] == DOCUMENTS[row, begin - 1]:
             begin -= 1
@@ -163,27 +163,27 @@ def test_norms_of_activations(tiny_model: MakeModel) -> None:
     norms = ActivationNorms(model)
     with torch.no_grad(), norms.record_forwards():
         model(tokens, pattern=Bidirectional(), output_positions=torch.tensor([3, 17]))
-    found = {name: value.item() for name, value in norms.result(SINGLE_PROCESS).items()}
-    assert list(found) == ["embed_tokens", "layers.0", "layers.1", "norm"]
+    norms_by_name = {name: value.item() for name, value in norms.result(SINGLE_PROCESS).items()}
+    assert list(norms_by_name) == ["embed_tokens", "layers.0", "layers.1", "norm"]
     rows = model.model.embed_tokens.weight[tokens.flatten()].double()
-    assert found["embed_tokens"] == pytest.approx(rows.norm(dim=1).mean().item(), rel=1e-6)
-    kept: list[torch.Tensor] = []
-    handle = model.model.norm.register_forward_hook(lambda module, inputs, output: kept.extend([inputs[0], output]))
+    assert norms_by_name["embed_tokens"] == pytest.approx(rows.norm(dim=1).mean().item(), rel=1e-6)
+    recorded: list[torch.Tensor] = []
+    handle = model.model.norm.register_forward_hook(lambda module, inputs, output: recorded.extend([inputs[0], output]))
     with torch.no_grad():
         model(tokens, pattern=Bidirectional(), output_positions=torch.tensor([3, 17]))
     handle.remove()
-    assert [len(each) for each in kept] == [2, 2], "of the scored positions alone"
-    for name, output in zip(("layers.1", "norm"), kept, strict=True):
-        assert found[name] == pytest.approx(output.double().norm(dim=1).mean().item(), rel=1e-6)
+    assert [len(norms_of_layer) for norms_of_layer in recorded] == [2, 2], "of the scored positions alone"
+    for name, output in zip(("layers.1", "norm"), recorded, strict=True):
+        assert norms_by_name[name] == pytest.approx(output.double().norm(dim=1).mean().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_norms_of_weights(tied: bool, tiny_model: MakeModel) -> None:
     model = tiny_model(tie_word_embeddings=tied)
-    found = {name: value.item() for name, value in compute_weight_norms(model, SINGLE_PROCESS).items()}
-    assert ("lm_head.weight" in found) is not tied
+    norms_by_name = {name: value.item() for name, value in compute_weight_norms(model, SINGLE_PROCESS).items()}
+    assert ("lm_head.weight" in norms_by_name) is not tied
     for name, parameter in model.named_parameters():
-        assert found[name] == pytest.approx(parameter.detach().double().square().sum().sqrt().item(), rel=1e-6)
+        assert norms_by_name[name] == pytest.approx(parameter.detach().double().square().sum().sqrt().item(), rel=1e-6)
 
 
 def test_norms_are_told_with_their_mean_and_ends() -> None:

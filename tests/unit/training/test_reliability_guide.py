@@ -12,19 +12,19 @@ GUIDE = ROOT / "docs/reliability.md"
 
 def names_in(path: Path) -> set[str]:
     """``test`` and ``Class::test`` of a file."""
-    found = set()
+    names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         inside = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
-        found |= {prefix + each.name for each in inside if isinstance(each, ast.FunctionDef)}
-    return found
+        names |= {prefix + definition.name for definition in inside if isinstance(definition, ast.FunctionDef)}
+    return names
 
 
 def test_every_test_that_the_guide_names_exists() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     named = re.findall(r"`([\w/]+\.py)::([\w:]+)`", text)
     assert len(named) > 40
-    known = {path: names_in(ROOT / "tests" / path) for path, _ in named if (ROOT / "tests" / path).is_file()}
-    assert [f"{path}::{name}" for path, name in named if name not in known.get(path, set())] == []
+    names_by_path = {path: names_in(ROOT / "tests" / path) for path, _ in named if (ROOT / "tests" / path).is_file()}
+    assert [f"{path}::{name}" for path, name in named if name not in names_by_path.get(path, set())] == []
     # Nothing is written so that it escapes the check.
     assert len(named) == text.count(".py::")

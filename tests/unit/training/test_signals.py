@@ -13,33 +13,33 @@ from diffusionlm.training.signals import HANDLED_SIGNALS, StoppedError, StopRequ
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_is_remembered_and_the_second_ends(number: int) -> None:
-    before = [signal.getsignal(each) for each in HANDLED_SIGNALS]
+    before = [signal.getsignal(signal_number) for signal_number in HANDLED_SIGNALS]
     with StopRequest() as stop:
         assert (stop.signal, stop.received_signal) == (None, None)
         os.kill(os.getpid(), number)
         assert (stop.signal, stop.received_signal) == (number, number)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert [signal.getsignal(each) for each in HANDLED_SIGNALS] == before
+    assert [signal.getsignal(signal_number) for signal_number in HANDLED_SIGNALS] == before
 
 
 def test_ranks_stop_together_for_what_one_received(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    told, other = StopRequest(is_distributed=True), StopRequest(is_distributed=True)
+    first, other = StopRequest(is_distributed=True), StopRequest(is_distributed=True)
     other._handle_signal(signal.SIGUSR1, None)
     assert other.signal is None  # not before all know
-    counts = [one + two for one, two in zip(told.flags(), other.flags(), strict=True)]
-    for stop in (told, other):
+    counts = [one + two for one, two in zip(first.flags(), other.flags(), strict=True)]
+    for stop in (first, other):
         stop.stop_for_any_rank(counts)
-    assert told.signal == other.signal == signal.SIGUSR1
+    assert first.signal == other.signal == signal.SIGUSR1
     # What reaches this rank after the others have told it is its first; what comes at once behind it is its echo.
-    told._handle_signal(signal.SIGUSR1, None)
+    first._handle_signal(signal.SIGUSR1, None)
     clock[0] += 0.9
-    told._handle_signal(signal.SIGUSR1, None)
+    first._handle_signal(signal.SIGUSR1, None)
     clock[0] += 0.2
     with pytest.raises(KeyboardInterrupt):
-        told._handle_signal(signal.SIGTERM, None)
+        first._handle_signal(signal.SIGTERM, None)
 
 
 def test_the_largest_of_different_signals_counts() -> None:

@@ -142,8 +142,11 @@ def test_a_full_disk_is_said_and_leaves_nothing_behind(
 
     monkeypatch.setattr(os, "fsync", full)
     batches.hold(1, noised_batches(), {})
-    said = batches.record(skipped(1))
-    assert said.startswith("its batch could not be kept: [Errno 28] No space left on device: ") and ".tmp-" not in said
+    message = batches.record(skipped(1))
+    assert (
+        message.startswith("its batch could not be kept: [Errno 28] No space left on device: ")
+        and ".tmp-" not in message
+    )
     assert list((tmp_path / "skipped").iterdir()) == []
 
 

@@ -34,20 +34,20 @@ def steps(number: int = 120) -> list[tuple[Tensor, Tensor]]:
     return [(torch.tensor(loss, dtype=torch.float32), torch.tensor(norm)) for loss, norm in values]
 
 
-def judge(guard: SpikeGuard, some: list[tuple[Tensor, Tensor]]) -> list[bool]:
+def judge(guard: SpikeGuard, steps_of_run: list[tuple[Tensor, Tensor]]) -> list[bool]:
     decided = []
-    for loss, norm in some:
+    for loss, norm in steps_of_run:
         is_accepted = guard.is_accepted(loss, norm)
         guard.update_window(loss, norm, is_accepted)
         decided.append(bool(is_accepted))
     return decided
 
 
-def reckoned(some: list[tuple[Tensor, Tensor]]) -> list[bool]:
+def reckoned(steps_of_run: list[tuple[Tensor, Tensor]]) -> list[bool]:
     """The same by lists and numpy."""
     good: list[tuple[float, float]] = []
     decided = []
-    for pair in some:
+    for pair in steps_of_run:
         numbers = (float(pair[0]), float(pair[1]))
         is_accepted = all(map(math.isfinite, numbers))
         last = np.array(good[-WINDOW:])
@@ -101,17 +101,17 @@ def test_a_resumed_guard_is_the_same_to_the_last_bit(cut: int) -> None:
 def test_another_window_takes_the_newest_steps() -> None:
     long = SpikeGuard(DEVIATIONS, WINDOW, CPU)
     judge(long, steps()[:30])
-    kept = long.state_dict()
+    state = long.state_dict()
     for window in (4, 16):
         other = SpikeGuard(DEVIATIONS, window, CPU)
-        other.load_state_dict(kept)
-        assert other.state_dict()["losses"] == kept["losses"][-window:]
+        other.load_state_dict(state)
+        assert other.state_dict()["losses"] == state["losses"][-window:]
         judge(other, steps()[30:40])
         assert other.state_dict()["grad_norms"][-4:] == [float(norm) for _, norm in steps()[36:40]]
     off = SpikeGuard(None, WINDOW, CPU)
-    off.load_state_dict(kept)
+    off.load_state_dict(state)
     long.load_state_dict({})  # of a run that had none
-    assert long.state_dict() == kept
+    assert long.state_dict() == state
 
 
 def test_nobody_waits_for_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +134,12 @@ def test_nobody_waits_for_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_a_gpu_decides_as_a_cpu() -> None:
     device = torch.device("cuda")
-    some = [(loss.to(device), norm.to(device)) for loss, norm in steps()]
+    steps_on_gpu = [(loss.to(device), norm.to(device)) for loss, norm in steps()]
     guard = SpikeGuard(DEVIATIONS, WINDOW, device)
     decided = []
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for loss, norm in some:
+        for loss, norm in steps_on_gpu:
             decided.append(guard.is_accepted(loss, norm))
             guard.update_window(loss, norm, decided[-1])
     finally:

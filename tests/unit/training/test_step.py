@@ -45,7 +45,7 @@ def test_a_step_that_the_device_skips_changes_nothing(
 ) -> None:
     """The ones after it are what they would have been without, and those that it does not skip as if it could not."""
     nan, inf = float("nan"), float("inf")
-    kept = []
+    states = []
     for values in ((nan, 1.0, inf, 0.5), (1.0, 0.5), None):
         model = tiny_model()
         optimizers = build_optimizers(config, named(model))
@@ -53,10 +53,10 @@ def test_a_step_that_the_device_skips_changes_nothing(
         for value in values or (1.0, 0.5):
             give_gradients(model, value)
             optimizers.step(1.0, torch.tensor(value in (nan, inf)) if values else None)
-        kept.append(optimizers.state_dict() | named(model))
-    for name, expected in kept[2].items():
-        assert torch.equal(kept[0][name], expected), name
-        assert torch.equal(kept[1][name], expected), name
+        states.append(optimizers.state_dict() | named(model))
+    for name, expected in states[2].items():
+        assert torch.equal(states[0][name], expected), name
+        assert torch.equal(states[1][name], expected), name
 
 
 def test_optimizers_that_cannot_skip_are_known() -> None:
@@ -82,9 +82,9 @@ def built(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> R
     values["run"] |= {"directory": directory}
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
-    made = TrainConfig.model_validate(values)
-    with open_run_directory(made) as opened:
-        return build_run(made, opened)
+    built_config = TrainConfig.model_validate(values)
+    with open_run_directory(built_config) as opened:
+        return build_run(built_config, opened)
 
 
 def test_a_prefetcher_says_where_the_taken_step_ends(config: TrainConfig, tmp_path: Path) -> None:
@@ -145,14 +145,14 @@ def test_memory_is_told_by_part(config: TrainConfig, tmp_path: Path) -> None:
     run = built(config, tmp_path / "run", optimizer={"kind": "adamw"})
     give_gradients(run.state.model, 0.5)
     run.state.optimizers.step(1.0)
-    size = sum(each.numel() for each in run.state.model.parameters())
+    size = sum(parameter.numel() for parameter in run.state.model.parameters())
     steps = len(list(run.state.model.parameters()))  # each has a count of its own
     assert size * 4 < 1 << 20
     text = describe_memory(run.state.model, run.state.optimizers, 3 << 20, 1 << 20)
     activations = (3 << 20) - (4 * size * 4 + steps * 4)
     expected = [4 * size, 4 * size, 8 * size + 4 * steps, activations]
-    shown = [f"{each / 2**20:,.1f} MiB" for each in expected]
+    sizes = [f"{size_in_bytes / 2**20:,.1f} MiB" for size_in_bytes in expected]
     assert text == (
-        f"memory: weights {shown[0]}, gradients {shown[1]}, optimizer {shown[2]}, activations {shown[3]} "
+        f"memory: weights {sizes[0]}, gradients {sizes[1]}, optimizer {sizes[2]}, activations {sizes[3]} "
         "(1.0 MiB by the plan); 3.0 MiB at most"
     )
