@@ -166,7 +166,9 @@ def test_a_class_name_means_one_thing() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, set()).add(module)
-    assert not {name: sorted(places) for name, places in modules.items() if len(places) > 1}
+    assert not {
+        name: sorted(modules_of_class) for name, modules_of_class in modules.items() if len(modules_of_class) > 1
+    }
 
 
 def test_inheritance_is_shallow() -> None:

@@ -43,14 +43,14 @@ infills = ["a [MASK:1]"]
 def test_training_and_inference_are_swept(tmp_path: Path) -> None:
     base = tmp_path / "base.toml"
     base.write_text(BASE)
-    place = tmp_path / "train"
-    assert main(["--config", str(base), "--set", "run.seed=0,1", "--directory", str(place)]) == 0
-    best, other = (json.loads(line) for line in (place / "sweep.jsonl").read_text().splitlines())
+    directory = tmp_path / "train"
+    assert main(["--config", str(base), "--set", "run.seed=0,1", "--directory", str(directory)]) == 0
+    best, other = (json.loads(line) for line in (directory / "sweep.jsonl").read_text().splitlines())
     assert best["is_best"]
     assert best["bound"] <= other["bound"]
     assert best["tokens_per_second"] > 0
-    assert "a [MASK:1]" in (place / "sweep.html").read_text()
-    run = place / "runs" / best["name"]
+    assert "a [MASK:1]" in (directory / "sweep.html").read_text()
+    run = directory / "runs" / best["name"]
     command = ["--command", "infer", "--set", f"model.path={run}", "--set", 'input.prompts=["a"]']
     decoding = ["--set", "generation.max_new_tokens=4", "--set", "generation.denoising_steps=1,2"]
     answers = tmp_path / "infer"

@@ -93,13 +93,15 @@ def losses(directory: Path) -> list[tuple[int, float]]:
     """Step and loss of each step; of one that was done again after a failure, the last."""
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    found = {record["step"]: record["metrics"]["loss"] for record in records if "loss" in record.get("metrics", {})}
-    return sorted(found.items())
+    loss_by_step = {
+        record["step"]: record["metrics"]["loss"] for record in records if "loss" in record.get("metrics", {})
+    }
+    return sorted(loss_by_step.items())
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    told = process.communicate(timeout=240)[1]
-    return process.returncode, told
+    stderr = process.communicate(timeout=240)[1]
+    return process.returncode, stderr
 
 
 def wait_for_step(process: subprocess.Popen[str], directory: Path, step: int) -> None:
@@ -114,7 +116,7 @@ def wait_for_step(process: subprocess.Popen[str], directory: Path, step: int) ->
 
 def ranks_of(launcher: int) -> list[int]:
     """Processes that a launcher started for its ranks."""
-    found = []
+    process_ids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
@@ -122,22 +124,22 @@ def ranks_of(launcher: int) -> list[int]:
         except OSError:
             continue
         if parent == launcher and is_rank:
-            found.append(int(path.name))
-    return found
+            process_ids.append(int(path.name))
+    return process_ids
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(config: Path) -> Path:
     directory = config.parent / "two"
-    code, told = finish(start("cli.train_ddp", config, directory))
-    assert code == 0, told
-    assert "2 ranks" in told and told.count("parameters on cpu") == 1, "one rank speaks"
+    code, stderr = finish(start("cli.train_ddp", config, directory))
+    assert code == 0, stderr
+    assert "2 ranks" in stderr and stderr.count("parameters on cpu") == 1, "one rank speaks"
     return directory
 
 
 def test_two_ranks_take_the_steps_of_one(config: Path, uninterrupted: Path) -> None:
-    code, told = finish(start("cli.train", config, config.parent / "one"))
-    assert code == 0, told
+    code, stderr = finish(start("cli.train", config, config.parent / "one"))
+    assert code == 0, stderr
     one, two = losses(config.parent / "one"), losses(uninterrupted)
     assert [step for step, _ in one] == [step for step, _ in two] == list(range(1, STEPS + 1))
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-4)
@@ -150,9 +152,9 @@ def test_signals_save_and_the_command_goes_on(config: Path, uninterrupted: Path)
         process = start("cli.train_ddp", config, directory)
         wait_for_step(process, directory, step)
         (os.killpg if to_all else os.kill)(process.pid, number)
-        code, told = finish(process)
-        assert code == 128 + number, told
-        assert "Traceback" not in told and "stopped after step" in told
+        code, stderr = finish(process)
+        assert code == 128 + number, stderr
+        assert "Traceback" not in stderr and "stopped after step" in stderr
     assert finish(start("cli.train_ddp", config, directory))[0] == 0
     assert losses(directory) == losses(uninterrupted)
 
@@ -164,15 +166,15 @@ def test_a_rank_that_dies_is_replaced(config: Path, uninterrupted: Path) -> None
     ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
-    code, told = finish(process)
-    assert code == 0, told
-    assert "restarting all ranks, 1 of 1 times" in told and "going on from" in told
+    code, stderr = finish(process)
+    assert code == 0, stderr
+    assert "restarting all ranks, 1 of 1 times" in stderr and "going on from" in stderr
     assert losses(directory) == losses(uninterrupted)
     process = start("cli.train_ddp", config, config.parent / "lost")
     wait_for_step(process, config.parent / "lost", 2)
     os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
-    code, told = finish(process)
-    assert code == 1 and "rank" in told
+    code, stderr = finish(process)
+    assert code == 1 and "rank" in stderr
 
 
 def test_ranks_outlive_their_launcher_until_they_have_saved(config: Path) -> None:
@@ -180,11 +182,13 @@ def test_ranks_outlive_their_launcher_until_they_have_saved(config: Path) -> Non
     process = start("cli.train_ddp", config, directory)
     wait_for_step(process, directory, 3)
     process.kill()
-    code, told = finish(process)  # waits for the ranks, who have the pipe as well
-    assert code == -signal.SIGKILL and "stopped after step" in told
+    code, stderr = finish(process)  # waits for the ranks, who have the pipe as well
+    assert code == -signal.SIGKILL and "stopped after step" in stderr
 
 
 def test_what_ranks_cannot_do_is_said_once(config: Path) -> None:
-    code, told = finish(start("cli.train_ddp", config, config.parent / "none", "--set", 'data.source.paths=["/none"]'))
+    code, stderr = finish(
+        start("cli.train_ddp", config, config.parent / "none", "--set", 'data.source.paths=["/none"]')
+    )
     assert code == 1
-    assert told.count("/none") == 1 and "Traceback" not in told
+    assert stderr.count("/none") == 1 and "Traceback" not in stderr

@@ -98,14 +98,14 @@ class Page:
 
     def problems(self) -> list[str]:
         """Exceptions, and what console and browser call errors or warnings."""
-        found = [event["params"] for event in self.events if event["method"] == "Runtime.exceptionThrown"]
+        entries = [event["params"] for event in self.events if event["method"] == "Runtime.exceptionThrown"]
         for event in self.events:
             entry = event["params"].get("entry", event["params"])
             if event["method"] == "Log.entryAdded" and entry["level"] in ("error", "warning"):
-                found.append(entry)
+                entries.append(entry)
             if event["method"] == "Runtime.consoleAPICalled" and entry["type"] in ("error", "warning", "assert"):
-                found.append(entry)
-        return [json.dumps(each) for each in found]
+                entries.append(entry)
+        return [json.dumps(entry) for entry in entries]
 
     def requests(self) -> list[str]:
         """Addresses that were asked for, data in the page itself apart."""
@@ -120,12 +120,12 @@ class Picture:
     def __init__(self, data: bytes) -> None:
         self.width, self.height, depth, kind = struct.unpack(">IIBB", data[16:26])
         assert (depth, kind in (2, 6)) == (8, True)
-        size, place, packed = {2: 3, 6: 4}[kind], 8, b""
-        while place < len(data):
-            (length,) = struct.unpack(">I", data[place : place + 4])
-            if data[place + 4 : place + 8] == b"IDAT":
-                packed += data[place + 8 : place + 8 + length]
-            place += 12 + length
+        size, offset, packed = {2: 3, 6: 4}[kind], 8, b""
+        while offset < len(data):
+            (length,) = struct.unpack(">I", data[offset : offset + 4])
+            if data[offset + 4 : offset + 8] == b"IDAT":
+                packed += data[offset + 8 : offset + 8 + length]
+            offset += 12 + length
         raw, stride = zlib.decompress(packed), self.width * size
         self.rows: list[bytes] = []
         before = bytes(stride)
@@ -160,7 +160,7 @@ def _unfiltered(kind: int, line: bytes, above: bytes, size: int) -> bytes:
             guess = (left + up) // 2
         else:
             base = left + up - corner
-            guess = min((left, up, corner), key=lambda each: abs(base - each))
+            guess = min((left, up, corner), key=lambda candidate: abs(base - candidate))
         out[index] = (out[index] + guess) & 255
     return bytes(out)
 

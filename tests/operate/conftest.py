@@ -12,8 +12,8 @@ from tests.operate.machine import Remote, machine
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
     """A machine with nothing but a home."""
-    with machine(tmp_path_factory.mktemp("remote")) as made:
-        yield made
+    with machine(tmp_path_factory.mktemp("remote")) as remote_machine:
+        yield remote_machine
 
 
 @pytest.fixture(scope="module")

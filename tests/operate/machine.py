@@ -141,10 +141,10 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not re.fullmatch(NAMES, name)}
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+def until(condition: Callable[[], object], description: str, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        assert time.monotonic() < end, f"waited {seconds} s for {description}"
         time.sleep(0.02)
 
 
@@ -175,11 +175,11 @@ def serving(folder: Path, home: Path, environment: dict[str, str]) -> Iterator[d
     try:
         until(lambda: (folder / "port").exists() or process.poll() is not None, "the server")
         assert process.poll() is None, (folder / "log").read_text(encoding="utf-8")
-        key, known = shlex.quote(str(folder / "key")), shlex.quote(f"UserKnownHostsFile={folder / 'known_hosts'}")
+        key, known_hosts = shlex.quote(str(folder / "key")), shlex.quote(f"UserKnownHostsFile={folder / 'known_hosts'}")
         yield {
             "REMOTE_HOST": "someone@127.0.0.1",
             "REMOTE_PORT": (folder / "port").read_text(encoding="utf-8"),
-            "REMOTE_SSH_OPTIONS": f"-F /dev/null -i {key} -o IdentitiesOnly=yes -o {known}",
+            "REMOTE_SSH_OPTIONS": f"-F /dev/null -i {key} -o IdentitiesOnly=yes -o {known_hosts}",
         }
     finally:
         process.kill()

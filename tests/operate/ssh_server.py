@@ -98,8 +98,8 @@ async def serve(folder: Path, home: Path) -> None:
         encoding=None,
     )
     port = server.get_port()
-    known = host_key.export_public_key().decode()
-    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {known}", encoding="utf-8")
+    public_key = host_key.export_public_key().decode()
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {public_key}", encoding="utf-8")
     (folder / "port.part").write_text(str(port), encoding="utf-8")
     os.replace(folder / "port.part", folder / "port")
     await server.wait_closed()

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.operate
 @pytest.fixture(scope="module")
 def trained(remote: Remote) -> tuple[Remote, subprocess.CompletedProcess[str], list[str]]:
     """After `auto-train`: what it said, and whose environment and command line held the secret meanwhile."""
-    seen: set[str] = set()
+    exposures: set[str] = set()
     over = threading.Event()
     before = set(Path("/proc").iterdir())
 
@@ -40,7 +40,7 @@ def trained(remote: Remote) -> tuple[Remote, subprocess.CompletedProcess[str], l
                     try:
                         if SECRET.encode() in (process / name).read_bytes():
                             command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                            seen.add(f"{name} of {Path(command[1] if len(command) > 1 else '').name}")
+                            exposures.add(f"{name} of {Path(command[1] if len(command) > 1 else '').name}")
                     except OSError:
                         continue
 
@@ -51,7 +51,7 @@ def trained(remote: Remote) -> tuple[Remote, subprocess.CompletedProcess[str], l
     finally:
         over.set()
         watcher.join()
-    return remote, done, sorted(seen)
+    return remote, done, sorted(exposures)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,8 @@ def test_auto_train_ends_with_a_checkpoint_here(
 def test_the_secret_is_in_the_run_and_in_no_command_line(
     trained: tuple[Remote, subprocess.CompletedProcess[str], list[str]],
 ) -> None:
-    machine, done, seen = trained
-    assert seen == ["environ of diffusionlm-train"]
+    machine, done, exposures = trained
+    assert exposures == ["environ of diffusionlm-train"]
     assert SECRET not in done.stdout + done.stderr
     sent = machine.root / "env" / "wandb.env"
     assert stat.S_IMODE(sent.stat().st_mode) == 0o600
@@ -206,8 +206,8 @@ def test_arguments_arrive_as_they_are(stubbed: Remote) -> None:
     words = ["a  b", "*", "$HOME", "it's", 'say "no"', "`id`", "\\", ""]
     stubbed.works("train", "config=tiny.toml", "command=stub", "--set", "lines=0", *words)
     done = stubbed.just("follow-train")
-    shown = [line.removeprefix("argument: ") for line in done.stdout.splitlines() if line.startswith("argument")]
-    assert shown == ["--config", "tiny.toml", "--set", "lines=0", *words]
+    received = [line.removeprefix("argument: ") for line in done.stdout.splitlines() if line.startswith("argument")]
+    assert received == ["--config", "tiny.toml", "--set", "lines=0", *words]
     text = stubbed.works("infer", "command=stub", "args=lines=1 end=0 'a  b' \"$HOME\" \\*")
     assert text.splitlines()[:5] == [f"argument: {word}" for word in ("lines=1", "end=0", "a  b", "$HOME", "*")]
     assert stubbed.just("infer", "command=stub", "--", "x", "lines=0", "end=5").returncode == 5
@@ -267,13 +267,13 @@ def test_a_config_that_is_only_there_and_one_outside_of_the_tree(stubbed: Remote
 
 
 def test_a_machine_that_does_not_answer(remote: Remote) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
         line = remote.fails("status", code=255, REMOTE_PORT=port)
         assert "someone@127.0.0.1 cannot be reached" in line
         assert "Connection refused" in line
-        taken.listen()  # it takes the connection and says nothing
+        listener.listen()  # it takes the connection and says nothing
         options = f"-o ConnectTimeout=1 {remote.environment['REMOTE_SSH_OPTIONS']}"
         line = remote.fails("status", code=255, REMOTE_PORT=port, REMOTE_SSH_OPTIONS=options)
         assert "timed out" in line

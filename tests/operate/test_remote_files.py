@@ -165,8 +165,8 @@ def test_what_did_not_come_from_there_is_kept_here(ready: Remote, folder: Path) 
         done.stderr,
     )
     assert kept_here(ready) == [("runs/a b/one", "one here"), ("runs/a b/two/notes", "mine")]
-    (kept,) = (ready.tree / "runs" / ".replaced").glob("*/runs/a b/latest")
-    assert os.readlink(kept) == "two"
+    (replaced_link,) = (ready.tree / "runs" / ".replaced").glob("*/runs/a b/latest")
+    assert os.readlink(replaced_link) == "two"
     assert (here / "two").read_text(encoding="utf-8") == "two there"
     assert os.readlink(here / "latest") == "one"
 
@@ -355,7 +355,7 @@ def test_settings_are_for_their_owner_only(ready: Remote) -> None:
 
 
 def test_secrets_are_for_their_owner_on_every_way(ready: Remote, tmp_path: Path) -> None:
-    here, there = (place / "env" / "wandb.env" for place in (ready.tree, ready.root))
+    here, there = (tree / "env" / "wandb.env" for tree in (ready.tree, ready.root))
     here.chmod(0o600)
     hash_of = hashlib.sha256(here.read_bytes()).hexdigest()
     there.chmod(0o644)
@@ -370,9 +370,9 @@ def test_secrets_are_for_their_owner_on_every_way(ready: Remote, tmp_path: Path)
     assert stat.S_IMODE(there.stat().st_mode) == 0o600
     assert hash_of in (ready.root / ".remote" / "sent").read_text(encoding="utf-8").splitlines()
     assert stat.S_IMODE((ready.root / ".remote" / "sent").stat().st_mode) == 0o600
-    said = words.read_text(encoding="utf-8")
-    assert "wandb.env" in said
-    assert hash_of[:12] not in said
+    stderr_text = words.read_text(encoding="utf-8")
+    assert "wandb.env" in stderr_text
+    assert hash_of[:12] not in stderr_text
     for name in ("env", "env/wandb.env"):
         assert "just sync-env sends env/*.env" in ready.fails("data-remote", f"path={name}")
 

@@ -137,9 +137,9 @@ def test_of_two_starts_at_the_same_time_one_is_refused(stubbed: Remote) -> None:
         subprocess.Popen(words, cwd=stubbed.tree, env=stubbed.environment, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=60)[1] for process in both]
+    errors = [process.communicate(timeout=60)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 2]
-    assert ["session diffusionlm runs already" in text for text in said] == [
+    assert ["session diffusionlm runs already" in text for text in errors] == [
         process.returncode == 2 for process in both
     ]
     assert "diffusionlm runs" in stubbed.works("status")
@@ -189,9 +189,9 @@ def test_following_is_of_one_launch_and_outlives_a_loss_at_the_end(stubbed: Remo
         cut = stubbed.folder / "cut-output"
         cut.write_text("20", encoding="utf-8")  # more than what the run writes, less than what is said of its end
         (stubbed.root / "runs" / "stub" / "hold").touch()
-        _, said = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
         assert not cut.exists()
-        assert "was lost, the run goes on there" in said
+        assert "was lost, the run goes on there" in stderr
         assert process.returncode == 7
     (stubbed.root / "runs" / "stub" / "hold").unlink()
 
@@ -211,12 +211,12 @@ def test_who_leaves_closes_the_connection_and_leaves_the_run_alone(
 
         assert len(connections()) == 1
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
         assert process.returncode == code
         until(lambda: not connections(), "the end of the connection")
         assert os.listdir(folder) == []
-    left = "\nfollow-train: left; the run goes on: just follow-train shows it, just kill-train ends it\n"
-    assert said == (left if number == signal.SIGINT else "")
+    message = "\nfollow-train: left; the run goes on: just follow-train shows it, just kill-train ends it\n"
+    assert stderr == (message if number == signal.SIGINT else "")
     assert stubbed.sessions() == session
     stubbed.works("kill-train")
 

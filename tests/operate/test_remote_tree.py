@@ -25,9 +25,9 @@ def ready(remote: Remote) -> Remote:
 
 def edited_there(machine: Remote, name: str) -> list[str]:
     """What was kept of a file that was edited there."""
-    kept = sorted((machine.root / ".remote" / "edited").glob(f"*/{name}"))
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept)
-    return [path.read_text(encoding="utf-8") for path in kept]
+    saved_copies = sorted((machine.root / ".remote" / "edited").glob(f"*/{name}"))
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in saved_copies)
+    return [path.read_text(encoding="utf-8") for path in saved_copies]
 
 
 def test_what_was_edited_there_is_kept_by_every_way(ready: Remote) -> None:
@@ -116,12 +116,12 @@ def test_the_tree_there_becomes_that_from_here(ready: Remote) -> None:
     assert (ready.root / "notes").read_text(encoding="utf-8") == "of theirs"
     assert not (ready.root / "new.py").exists()
     assert "not sent, since git does not track them: new.py" in text
-    (kept,) = (ready.root / ".remote" / "edited").glob("*/LICENSE")
-    assert kept.read_text(encoding="utf-8") == "edited there"
-    assert kept.with_name("CONTRIBUTING.md").read_text(encoding="utf-8") == "edited there too"
+    (saved_copy,) = (ready.root / ".remote" / "edited").glob("*/LICENSE")
+    assert saved_copy.read_text(encoding="utf-8") == "edited there"
+    assert saved_copy.with_name("CONTRIBUTING.md").read_text(encoding="utf-8") == "edited there too"
     assert text.count("edited on") == 1
-    assert f"{kept.parent}: CONTRIBUTING.md, LICENSE\n" in text
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert f"{saved_copy.parent}: CONTRIBUTING.md, LICENSE\n" in text
+    assert stat.S_IMODE(saved_copy.stat().st_mode) == 0o600
     script = ready.root / "scripts" / "train.slurm"
     assert stat.S_IMODE(script.stat().st_mode) == stat.S_IMODE((ready.tree / "scripts" / "train.slurm").stat().st_mode)
 
@@ -166,9 +166,9 @@ def test_tools_that_are_missing_are_installed(remote: Remote, tmp_path: Path) ->
     there = {"PATH": str(programs), "CALLS": str(calls), "LANG": plain_environment().get("LANG", "C.UTF-8")}
     with serving(tmp_path / "server", home, there) as names:
         done = remote.just("bootstrap-remote", **names)
-        said = calls.read_text(encoding="utf-8").splitlines()
+        calls_made = calls.read_text(encoding="utf-8").splitlines()
         assert f"{home / remote.environment['REMOTE_ROOT']}: uv 1.0, just 1.0, tmux 1.0" in done.stdout, done.stderr
-        assert said == [
+        assert calls_made == [
             "python3 -m pip install --quiet --upgrade --target .tools/uv uv",
             "uv tool install --quiet rust-just",
             "apt-get update -qq",

@@ -126,26 +126,26 @@ def test_light_and_dark_differ_and_both_runs_have_their_colour(pages: tuple[Path
 
 
 def visible(page: Page, selector: str) -> list[bool]:
-    found: list[bool] = page.evaluate(
+    is_visible: list[bool] = page.evaluate(
         f"[...document.querySelectorAll({selector!r})].map(each => each.getBoundingClientRect().width > 0)"
     )
-    return found
+    return is_visible
 
 
 def box(page: Page, selector: str) -> dict[str, float]:
     """Where an element is in the window, once it was brought there."""
-    found: dict[str, float] = page.evaluate(
+    rectangle: dict[str, float] = page.evaluate(
         f"(() => {{ const each = document.querySelector({selector!r}); each.scrollIntoView({{ block: 'center' }});"
         "return each.getBoundingClientRect().toJSON(); })()"
     )
-    return found
+    return rectangle
 
 
 def click(page: Page, selector: str) -> None:
     at = box(page, selector)
-    place = {"x": at["x"] + at["width"] / 2, "y": at["y"] + at["height"] / 2}
+    center = {"x": at["x"] + at["width"] / 2, "y": at["y"] + at["height"] / 2}
     for kind in ("mousePressed", "mouseReleased"):
-        page.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+        page.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **center)
 
 
 @pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no scripts"])
@@ -169,47 +169,47 @@ def test_values_are_read_out_by_mouse_and_keyboard(pages: tuple[Path, Path], bro
     at = box(browser, '[data-chart="0"] .plot')
     move: dict[str, Any] = {"type": "mouseMoved", "y": at["y"] + 50}
     browser.call("Input.dispatchMouseEvent", x=at["x"] + 0.5 * at["width"], **move)
-    told = "document.querySelector('.readout')?.innerText"
-    assert browser.evaluate(told).startswith("step 20\n")
+    readout = "document.querySelector('.readout')?.innerText"
+    assert browser.evaluate(readout).startswith("step 20\n")
     browser.call("Input.dispatchMouseEvent", x=at["x"] - 200, **move)
-    assert browser.evaluate(told) is None
+    assert browser.evaluate(readout) is None
     browser.evaluate("document.querySelector('[data-chart=\"1\"] .plot').focus()")
     for key, expected in (("Home", "step 10"), ("ArrowRight", "step 20"), ("End", "step 40"), ("ArrowLeft", "step 30")):
         for kind in ("keyDown", "keyUp"):
             browser.call("Input.dispatchKeyEvent", type=kind, key=key)
-        lines = browser.evaluate(told).splitlines()
+        lines = browser.evaluate(readout).splitlines()
         assert lines[0] == expected
         assert [line.split()[0].rstrip(",") for line in lines[1:]] == ["one", "two"]
         assert all(" ± " in line for line in lines[1:])
     for kind in ("keyDown", "keyUp"):
         browser.call("Input.dispatchKeyEvent", type=kind, key="Escape")
-    assert browser.evaluate(told) is None
+    assert browser.evaluate(readout) is None
     assert browser.problems() == []
 
 
 def covered(page: Page) -> dict[int, bool]:
     """Whether the tokens of each forward are covered; all of them are alike."""
-    shown: list[list[Any]] = page.evaluate(
+    covered_by_forward: list[list[Any]] = page.evaluate(
         """[...document.querySelectorAll('.sample mark')].map(each =>
         [Number(each.dataset.forward), getComputedStyle(each).color === 'rgba(0, 0, 0, 0)'])"""
     )
     by_forward: dict[int, set[bool]] = {}
-    for forward, is_covered in shown:
+    for forward, is_covered in covered_by_forward:
         by_forward.setdefault(forward, set()).add(is_covered)
-    assert all(len(each) == 1 for each in by_forward.values())
-    return {forward: each.pop() for forward, each in sorted(by_forward.items())}
+    assert all(len(flags) == 1 for flags in by_forward.values())
+    return {forward: flags.pop() for forward, flags in sorted(by_forward.items())}
 
 
 def test_samples_are_unmasked_forward_by_forward(pages: tuple[Path, Path], browser: Page) -> None:
     browser.open(pages[1], *DESK)
     assert covered(browser) == {1: False, 2: False}
     browser.evaluate("document.querySelector('.replay input').focus()")
-    said = "document.querySelector('.replay output').textContent"
+    output = "document.querySelector('.replay output').textContent"
     for key, expected in (("Home", [True, True]), ("ArrowRight", [False, True]), ("ArrowRight", [False, False])):
         for kind in ("keyDown", "keyUp"):
             browser.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=ord("$'"[key != "Home"]))
         assert list(covered(browser).values()) == expected
-        assert browser.evaluate(said) == f"{expected.count(False)} of 2"
+        assert browser.evaluate(output) == f"{expected.count(False)} of 2"
     click(browser, ".replay button")
     assert covered(browser) == {1: True, 2: True}
     deadline = time.monotonic() + PATIENCE

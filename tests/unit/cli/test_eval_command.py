@@ -196,7 +196,7 @@ def test_blocks(capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, dat
 def test_a_sampler(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path, tokenizer: Tokenizer) -> None:
     batch = collate_rows(padded_rows(tokenizer))
     settings = ("likelihood.kind=sampler", "likelihood.generation.block_length=8", "likelihood.batch_size=2")
-    options = [each for setting in settings for each in ("--set", setting)]
+    options = [argument for setting in settings for argument in ("--set", setting)]
     result = evaluated(capsys, "--model", model_dir, "--data", data, *IN_ORDER, *options)
     expected = sampler_likelihood(
         load_model(model_dir),
@@ -309,15 +309,15 @@ def test_the_table(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Pa
 
 def test_rows(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path) -> None:
     common = ("--model", model_dir, "--data", data, "--set", "data.row_length=8")
-    some = evaluated(capsys, *common, "--set", "data.max_rows=3")
-    assert (some["num_rows"], some["row_length"], some["num_tokens"]) == (3, 8, 24)
+    summary = evaluated(capsys, *common, "--set", "data.max_rows=3")
+    assert (summary["num_rows"], summary["row_length"], summary["num_tokens"]) == (3, 8, 24)
     every = evaluated(capsys, *common, "--set", "data.max_rows=0")
     assert every["num_rows"] > 10
     assert every["num_bytes"] == sum(len(text.encode()) for text in TEXTS)
     other = evaluated(capsys, *common, "--set", "data.max_rows=3", "--set", "data.seed=7")
-    assert other["nats_per_token"] != some["nats_per_token"]
+    assert other["nats_per_token"] != summary["nats_per_token"]
     again = evaluated(capsys, *common, "--set", "data.max_rows=3")
-    assert {**again, "seconds": 0} == {**some, "seconds": 0}
+    assert {**again, "seconds": 0} == {**summary, "seconds": 0}
     one = evaluated(capsys, *common, "--set", "data.max_rows=1")
     assert one["nats_per_token_standard_error"] is None
 

@@ -71,12 +71,12 @@ def test_prompts_and_infills_as_json(capsys: pytest.CaptureFixture[str], model_d
     more = ("--set", "generation.temperature=2.0", "--set", "model.device=cpu")
     run(*common, *more, "--prompt", "the cat", "--infill", r"the [MASK:2]\nsat", "--prompt", "")
     first, second, hole = records(capsys)
-    for each in (first, hole):
-        assert list(each) == ["kind", "text", "params", "metrics", "tokens"]
-        assert list(each["tokens"]) == ["token_ids", "logprobs", "step_map"]
-    assert [each["kind"] for each in (first, second, hole)] == ["prompt", "prompt", "infill"]
-    assert [each["text"]["prompt"] for each in (first, second, hole)] == ["the cat", "", "the [MASK:2]\nsat"]
-    assert [each["params"]["seed"] for each in (first, second, hole)] == [5, 6, 7]
+    for answer in (first, hole):
+        assert list(answer) == ["kind", "text", "params", "metrics", "tokens"]
+        assert list(answer["tokens"]) == ["token_ids", "logprobs", "step_map"]
+    assert [answer["kind"] for answer in (first, second, hole)] == ["prompt", "prompt", "infill"]
+    assert [answer["text"]["prompt"] for answer in (first, second, hole)] == ["the cat", "", "the [MASK:2]\nsat"]
+    assert [answer["params"]["seed"] for answer in (first, second, hole)] == [5, 6, 7]
 
     tokenizer, model = load_tokenizer(model_dir), load_model(model_dir)
     unknown = range(tokenizer.vocab_size, model.config.vocab_size)
@@ -126,7 +126,7 @@ def test_batches_change_nothing_but_the_batch(capsys: pytest.CaptureFixture[str]
     together = records(capsys)
     run(*arguments, "--batch-size", 2)
     apart = records(capsys)
-    assert [each["metrics"]["batch_size"] for each in apart] == [2, 2, 1]
+    assert [answer["metrics"]["batch_size"] for answer in apart] == [2, 2, 1]
     for one, other in zip(together, apart, strict=True):
         assert (one["text"], one["params"]) == (other["text"], other["params"])
         assert one["tokens"]["token_ids"] == other["tokens"]["token_ids"]
@@ -148,7 +148,10 @@ def test_chats_are_answered_through_the_template(
     try:
         run(*arguments, "--chat", "hi", "--chat", "ho", "--system", "s", "--prompts", tmp_path / "chats.jsonl")
         of_file, first, second = records(capsys)
-        assert [each["text"]["prompt"] for each in (first, second)] == ["<system>s<user>hi<a>", "<system>s<user>ho<a>"]
+        assert [answer["text"]["prompt"] for answer in (first, second)] == [
+            "<system>s<user>hi<a>",
+            "<system>s<user>ho<a>",
+        ]
         assert first["text"]["messages"][1] == {"role": "user", "content": "hi"}
         assert (first["kind"], first["metrics"]["num_tokens"] <= 3) == ("chat", True)
         assert (of_file["text"]["prompt"], of_file["extra"]) == ("<user><|endoftext|><a>", {"id": 7})
@@ -206,8 +209,8 @@ def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_p
     assert output.out == ""
     assert [line.split(" done")[0] for line in output.err.splitlines()] == ["1 of 2", "2 of 2"]
     answers = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    assert [each["text"]["prompt"] for each in answers] == ["the cat", "the dög"]
-    assert [each["params"]["remasking_strategy"] for each in answers] == ["random", "random"]
+    assert [answer["text"]["prompt"] for answer in answers] == ["the cat", "the dög"]
+    assert [answer["params"]["remasking_strategy"] for answer in answers] == ["random", "random"]
     html = page.read_text(encoding="utf-8")
     assert html.count('<section class="request"') == 2
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["answers.jsonl", "prompts.txt", "replay.html"]

@@ -124,14 +124,14 @@ def test_plain_texts_begin_as_the_model_has_it_else_the_tokenizer(words: Tokeniz
         return encode_inputs(inputs, tokenizer, model, None, 4)
 
     plain = ids(words, model_config(words))
-    assert [list(each.token_ids) for each in plain] == [the, [*t, mask, mask], []]
-    assert [(each.name, each.seed, each.num_hidden) for each in plain] == [
+    assert [list(request.token_ids) for request in plain] == [the, [*t, mask, mask], []]
+    assert [(request.name, request.seed, request.num_hidden) for request in plain] == [
         ("prompt 1", 4, 0),
         ("infill 1", 5, 0),
         ("prompt 2", 6, 0),
     ]
     begun = ids(begins, model_config(words))
-    assert [list(each.token_ids) for each in begun] == [[bos, *the], [bos, *t, mask, mask], [bos]]
+    assert [list(request.token_ids) for request in begun] == [[bos, *the], [bos, *t, mask, mask], [bos]]
     assert begun[1].is_new(4) == [False, False, True, True]
     assert (begun[2].num_hidden, begun[2].is_new(3)) == (1, [False, True, True])
     trained = ids(begins, model_config(words, begin_with_eos=True))

@@ -220,7 +220,7 @@ def test_it_is_written_aside(words: Tokenizer, replay: tuple[RequestReplay, Answ
 
 def luminance(colour: str) -> float:
     """Relative luminance (WCAG 2) of #rrggbb."""
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -253,22 +253,22 @@ def test_the_script_replays(words: Tokenizer, replay: tuple[RequestReplay, Answe
     other = recorded(words, request_of(words.encode("the"), number=2), [], Generation((), "length", 0, (), ()))
     page.write_text(render_page(words, "m", {}, [replay, other]), encoding="utf-8")
     done = subprocess.run(["node", shim, page], capture_output=True, text=True, check=True, timeout=60)
-    shown = json.loads(done.stdout)
-    given, half = ["token given", "a"], "\ufffd"
-    assert shown["frames"] == [
-        [given, ["mask", ""], ["mask", ""], ["mask", ""]],
-        [given, ["token p1 fresh", half], ["mask", ""], ["token p3 fresh lines", "\n"]],
-        [given, ["token p1", half], ["mask", ""], ["mask fresh", ""]],
-        [given, ["token p1 part", ""], ["token p5 fresh", "é"], ["token p5 fresh past", "<"]],
+    replayed = json.loads(done.stdout)
+    prompt_token, half = ["token given", "a"], "\ufffd"
+    assert replayed["frames"] == [
+        [prompt_token, ["mask", ""], ["mask", ""], ["mask", ""]],
+        [prompt_token, ["token p1 fresh", half], ["mask", ""], ["token p3 fresh lines", "\n"]],
+        [prompt_token, ["token p1", half], ["mask", ""], ["mask fresh", ""]],
+        [prompt_token, ["token p1 part", ""], ["token p5 fresh", "é"], ["token p5 fresh past", "<"]],
     ]
-    assert shown["back"] == shown["frames"][2]
-    assert (shown["state"], shown["now"]) == ("forward 2 of 3 · 1 of 3 tokens · 0 now · 1 masked again", 1)
-    assert [part for part in shown["mask"] if isinstance(part, str)] == ["mask", "not committed yet"]
-    assert [part for part in shown["token"] if isinstance(part, str)] == [
+    assert replayed["back"] == replayed["frames"][2]
+    assert (replayed["state"], replayed["now"]) == ("forward 2 of 3 · 1 of 3 tokens · 0 now · 1 masked again", 1)
+    assert [part for part in replayed["mask"] if isinstance(part, str)] == ["mask", "not committed yet"]
+    assert [part for part in replayed["token"] if isinstance(part, str)] == [
         '"<"',
         f"token {words.vocab[b'<']}",
         "forward 3",
         "probability over 99.9%",
         "after the end",
     ]
-    assert [text for _, text in shown["last"]] == [words.decode([token]) for token in words.encode("the")]
+    assert [text for _, text in replayed["last"]] == [words.decode([token]) for token in words.encode("the")]

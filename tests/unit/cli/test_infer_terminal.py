@@ -96,15 +96,17 @@ def test_wrapped_lines_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "many", "shown"),
+    ("kind", "many", "expected"),
     [("prompt", False, "abc\n"), ("prompt", True, "[prompt 1]\nabc\n"), ("chat", False, "bc\n")],
 )
-def test_answers(words: Tokenizer, capsys: pytest.CaptureFixture[str], kind: InputKind, many: bool, shown: str) -> None:
+def test_answers(
+    words: Tokenizer, capsys: pytest.CaptureFixture[str], kind: InputKind, many: bool, expected: str
+) -> None:
     new = tuple(words.vocab[char] for char in (b"b", b"c"))
     result = Generation(new, "length", 2, (-1.0, -1.0), (1, 2))
     [answer] = build_answers(words, [request_of(words, "a", kind)], [result], 1.0)
     print_answer(words, answer, shows_name=many)
-    assert capsys.readouterr().out == shown
+    assert capsys.readouterr().out == expected
 
 
 def test_rendering(words: Tokenizer) -> None:

@@ -71,14 +71,14 @@ def test_the_shipped_config() -> None:
 def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "with space"
     main(["--config", str(RESOURCES / "make_data.toml"), *arguments(directory)])
-    shown = capsys.readouterr()
-    lines = shown.out.splitlines()
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
     assert lines[0].split() == ["documents", "tokens", "bytes", "of", "text", "bytes/token", "files", "MiB"]
     assert lines[1].split() == ["train", "300", "9,600", "9,600", "1.00", "2", "0.0"]
     assert lines[2].split() == ["validation", "40", "1,280", "1,280", "1.00", "2", "0.0"]
     assert lines[3:5] == ["left out or mended, train: nothing", "left out or mended, validation: nothing"]
     assert lines[5] == f"written to {directory}: bin, uint16, 258 ids; index.json lists the files"
-    progress = shown.err.splitlines()
+    progress = output.err.splitlines()
     assert progress[0] == "training a byte-level BPE tokenizer of 258 tokens ..."
     assert progress[1].startswith("validation: 1,280 bytes, ") and progress[1].endswith(", 40 documents, 1,280 tokens")
     assert progress[2].startswith("train: 9,600 bytes, ") and progress[2].endswith(", 300 documents, 9,600 tokens")
@@ -92,7 +92,7 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert str(config.run.directory) == "runs/with space"
     main(["--config", str(RESOURCES / "make_data.toml"), *arguments(directory)])
     again = capsys.readouterr()
-    assert again.out == shown.out
+    assert again.out == output.out
     assert again.err == f"{directory} is complete; comparing its files with their checksums ...\n"
 
 
@@ -127,10 +127,10 @@ def test_errors(
         values = ["source=markov", *values]
     with pytest.raises(SystemExit) as caught:
         main(["--config", os.devnull, *(part for value in values for part in ("--set", value))])
-    shown = capsys.readouterr()
+    output = capsys.readouterr()
     assert caught.value.code == code
-    assert shown.err.startswith("diffusionlm-make-data: error: ")
-    assert words in shown.err
+    assert output.err.startswith("diffusionlm-make-data: error: ")
+    assert words in output.err
     assert not (tmp_path / "made").exists()
 
 

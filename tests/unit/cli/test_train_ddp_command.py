@@ -91,14 +91,14 @@ def test_plan_and_config_are_printed(capsys: pytest.CaptureFixture[str]) -> None
 def test_only_the_first_rank_of_torchrun_says_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = []
+    errors = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as caught:
             train(["--config", RESOURCE, "--set", "training.max_step=3"])
         assert caught.value.code == 2
-        told.append(capsys.readouterr().err)
-    assert "did you mean max_steps?" in told[0] and told[1] == ""
+        errors.append(capsys.readouterr().err)
+    assert "did you mean max_steps?" in errors[0] and errors[1] == ""
 
 
 def test_an_error_of_all_ranks_is_left_to_the_first(
@@ -118,11 +118,13 @@ def test_an_error_of_all_ranks_is_left_to_the_first(
         assert len(waits) == int(rank)
 
 
-@pytest.mark.parametrize(("gpus", "wanted", "device", "count"), [(0, "auto", "auto", 2), (4, "auto", "auto", 4)])
-def test_a_rank_for_each_gpu(gpus: int, wanted: Any, device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gpus", "local_ranks", "device", "count"), [(0, "auto", "auto", 2), (4, "auto", "auto", 4)])
+def test_a_rank_for_each_gpu(
+    gpus: int, local_ranks: Any, device: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert count_local_ranks(DDP(local_ranks=wanted), device) == count
+    assert count_local_ranks(DDP(local_ranks=local_ranks), device) == count
     assert count_local_ranks(DDP(), "cpu") == 2
     if gpus:
         with pytest.raises(ValueError, match=r"parallel\.local_ranks = 5, but this machine has 4 GPUs"):
@@ -180,8 +182,10 @@ def test_a_rank_puts_down_how_it_failed(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     with pytest.raises(SystemExit):
         run_rank(fails(ValueError("no such file")), verdict, str(tmp_path), "train")
-    told = capsys.readouterr().err
-    assert "rank 3 failed first:" in told and "KeyError: 1" in told and "restarting all ranks, 1 of 2 times" in told
+    stderr = capsys.readouterr().err
+    assert (
+        "rank 3 failed first:" in stderr and "KeyError: 1" in stderr and "restarting all ranks, 1 of 2 times" in stderr
+    )
     bug, users = read_failures(tmp_path)
     assert (bug.rank, bug.attempt, bug.is_user_error) == (3, 0, False) and bug.text.endswith("KeyError: 1\n")
     assert (users.attempt, users.is_user_error, users.text) == (1, True, "no such file")
@@ -193,8 +197,8 @@ def launched_with(
     monkeypatch: pytest.MonkeyPatch, outcome: int | str, failures: list[RankFailure], sent: int | None = None
 ) -> int:
     def agent(arguments: Any, *_: Any) -> int | str:
-        for each in failures:
-            (Path(arguments[2]) / f"{each.rank}.json").write_text(json.dumps(vars(each)), encoding="utf-8")
+        for failure in failures:
+            (Path(arguments[2]) / f"{failure.rank}.json").write_text(json.dumps(vars(failure)), encoding="utf-8")
         if sent is not None:
             signal.raise_signal(sent)
         return outcome

@@ -66,5 +66,5 @@ def test_a_run_whose_time_was_over_goes_on_later(cluster: dict[str, str], end: i
 
 def test_what_is_missing_is_said(cluster: dict[str, str]) -> None:
     assert submit(cluster)[0] == 2
-    code, calls, told = submit(cluster, "train.toml", DIFFUSIONLM_VENV="/nowhere")
-    assert code == 2 and not calls and "run uv sync" in told
+    code, calls, stderr = submit(cluster, "train.toml", DIFFUSIONLM_VENV="/nowhere")
+    assert code == 2 and not calls and "run uv sync" in stderr

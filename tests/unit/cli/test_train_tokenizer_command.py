@@ -76,14 +76,14 @@ def test_it_learns_measures_and_writes(texts: Path, tmp_path: Path, capsys: pyte
     assert load_config(TrainTokenizerConfig, directory / "config.toml").output.directory == directory
     assert [path.name for path in directory.parent.iterdir()] == ["tokenizer"], "nothing is left beside it"
 
-    said = lines_of(output.out)
-    assert said["tokenizer"] == "280 tokens: 256 bytes, 22 merges, <|endoftext|> <|mask|>; pattern qwen"
-    num_bytes = {name: sum(len(text.encode()) for text in some) for name, some in (("t", train), ("h", held_out))}
-    assert said["trained on"] == f"{num_bytes['t']:,} bytes in {len(train)} documents"
+    facts = lines_of(output.out)
+    assert facts["tokenizer"] == "280 tokens: 256 bytes, 22 merges, <|endoftext|> <|mask|>; pattern qwen"
+    num_bytes = {name: sum(len(text.encode()) for text in texts) for name, texts in (("t", train), ("h", held_out))}
+    assert facts["trained on"] == f"{num_bytes['t']:,} bytes in {len(train)} documents"
     per_token = num_bytes["h"] / sum(len(tokenizer.encode(text)) for text in held_out)
     of_what = f"{num_bytes['h']:,} bytes in {len(held_out)} documents of the validation split"
-    assert said["held out"] == f"{per_token:.3f} bytes per token, on {of_what}"
-    assert said["written to"] == str(directory)
+    assert facts["held out"] == f"{per_token:.3f} bytes per token, on {of_what}"
+    assert facts["written to"] == str(directory)
     reading, learning = output.err.splitlines()
     assert reading.startswith(f"reading: {num_bytes['t']:,} bytes, ")
     assert learning.startswith("training: 22 of 22 merges, ")
@@ -106,10 +106,10 @@ def test_the_shipped_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert config.source == PythonStdlib()
     overrides = [f"output.directory={tmp_path / 't'}", "tokenizer.max_training_bytes=1000000"]
     main(["--config", str(RESOURCE), *(part for override in overrides for part in ("--set", override))])
-    said = lines_of(capsys.readouterr().out)
+    facts = lines_of(capsys.readouterr().out)
     assert load_tokenizer(tmp_path / "t").vocab_size == config.tokenizer.vocab_size == 4096
-    assert 3.0 < float(said["held out"].split()[0]) < 4.5
-    assert said["next"].endswith("}'"), "the text is that of train.toml"
+    assert 3.0 < float(facts["held out"].split()[0]) < 4.5
+    assert facts["next"].endswith("}'"), "the text is that of train.toml"
 
 
 def test_workers_and_limits(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,11 +112,11 @@ def test_group_ids_have_no_gaps_and_stay_in_their_block(per: NoiseGrouping) -> N
         documents = batch.document_BL[row].numpy()
         starts = {int(document): int(np.argmax(documents == document)) for document in documents}
         own: dict[int, tuple[int, ...]] = {}
-        for place in np.flatnonzero(maskable[row]):
-            document = int(documents[place])
-            block = int(place - starts[document]) // BLOCK
+        for position in np.flatnonzero(maskable[row]):
+            document = int(documents[position])
+            block = int(position - starts[document]) // BLOCK
             key = {"row": (), "document": (document,), "block": (document, block)}[per]
-            assert own.setdefault(int(group_ids[row, place]), key) == key
+            assert own.setdefault(int(group_ids[row, position]), key) == key
         assert len(set(own.values())) == len(own), "two units of one block"
 
 
@@ -313,14 +313,14 @@ def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() ->
 def test_masking_probability_and_weight() -> None:
     epsilon, group_ids = 0.2, full_units(2000, 30)
     noise = noise_of(group_ids, IndependentMasking(epsilon=epsilon), weight="inverse_p")
-    some = noise.masked_BL.any(axis=1)
-    p = 1 / noise.weights_BL[some].max(axis=1)
+    has_mask = noise.masked_BL.any(axis=1)
+    p = 1 / noise.weights_BL[has_mask].max(axis=1)
     assert p.min() >= epsilon and p.max() <= 1
     # Evenly spread over [epsilon, 1].
     np.testing.assert_allclose(np.sort(p), epsilon + 0.8 * (np.arange(2000) + 0.5) / 2000, atol=0.8 / 2000 + 1e-12)
-    for row, one in zip(np.flatnonzero(some), p, strict=True):
+    for row, one in zip(np.flatnonzero(has_mask), p, strict=True):
         assert noise.weights_BL[row][noise.masked_BL[row]] == pytest.approx(1 / one)
-    residual = noise.masked_BL[some].mean(axis=1) - p
+    residual = noise.masked_BL[has_mask].mean(axis=1) - p
     assert abs(residual.mean()) < 4 * residual.std() / len(residual) ** 0.5
     # Of the schedule that epsilon makes: the slope is (1 - epsilon) times as steep.
     elbo = noise_of(group_ids, IndependentMasking(epsilon=epsilon), weight="elbo")
@@ -359,9 +359,9 @@ def test_probability_times_weight_is_the_slope(schedule: Any, epsilon: float) ->
     built = build_schedule(estimator.schedule)
     noise, t = noise_of(full_units(200, 8), estimator), sample_sequence_offsets(NoiseKey(0, 0, 0, 200), 200)
     share = (1 - epsilon) * (1 - built.alpha(t)) + epsilon
-    some = noise.masked_BL.any(axis=1)
+    has_mask = noise.masked_BL.any(axis=1)
     expected = -(1 - epsilon) * built.alpha_prime(t) / share
-    np.testing.assert_allclose(noise.weights_BL.max(axis=1)[some], expected[some], rtol=1e-12)
+    np.testing.assert_allclose(noise.weights_BL.max(axis=1)[has_mask], expected[has_mask], rtol=1e-12)
     # And the masked shares are those probabilities: a residual of 1600 fair draws.
     residual = (noise.masked_BL.mean(axis=1) - share).mean()
     assert abs(residual) < 4 * math.sqrt((share * (1 - share)).mean() / 1600)
@@ -447,7 +447,7 @@ def test_contiguous_runs_start_anywhere_and_keep_the_counts() -> None:
         chosen[step] = noise_of(full_units(1, 6), estimator, step=step).masked_BL
     assert (chosen.sum(axis=1) == 3).all()
     assert chi_square(np.bincount(np.argmax(chosen, axis=1), minlength=4)[:4]) < 21.2  # 3 degrees of freedom: p = 1e-4
-    some = np.stack(
+    masks = np.stack(
         [
             noise_of(
                 full_units(1, 12), FixedCountMasking(contiguous_probability=0.3, range=(0.45, 0.46)), step=step
@@ -455,7 +455,7 @@ def test_contiguous_runs_start_anywhere_and_keep_the_counts() -> None:
             for step in range(600)
         ]
     )
-    runs = np.array([(np.diff(np.flatnonzero(row)) == 1).all() for row in some])
+    runs = np.array([(np.diff(np.flatnonzero(row)) == 1).all() for row in masks])
     # Scattered ones are a run by chance in 7 of C(12, 6) = 924 cases.
     assert runs.mean() == pytest.approx(0.3 + 0.7 * 7 / 924, abs=4 * math.sqrt(0.21 / 600))
 
@@ -498,7 +498,7 @@ def test_masks_differ_by_seed_step_and_sequence(name: str, estimator: Estimator)
     group_ids = full_units(8, LENGTH)
     key = NoiseKey(1, 1, 0, 64)
     keys = [key, dataclasses.replace(key, seed=2), dataclasses.replace(key, step=2), NoiseKey(1, 1, 8, 64)]
-    drawn = [sample_masks(group_ids, each, estimator, "elbo")[0].masked_BL for each in keys]
+    drawn = [sample_masks(group_ids, stream_keys, estimator, "elbo")[0].masked_BL for stream_keys in keys]
     for index, one in enumerate(drawn):
         assert all(not np.array_equal(one, other) for other in drawn[:index])
         assert len({tuple(row) for row in one.tolist()}) > 4

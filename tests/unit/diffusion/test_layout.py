@@ -39,7 +39,7 @@ def draw_of(layout: InputLayout, batch: CleanBatch, masked: list[int]) -> Noised
 
 
 def noised(*positions: int) -> list[int]:
-    return [MASK if place in positions else token for place, token in enumerate(CLEAN)]
+    return [MASK if position in positions else token for position, token in enumerate(CLEAN)]
 
 
 CASES: list[tuple[int | None, LogitAlignment, bool, list[int], list[int], list[int], list[int]]] = [
@@ -83,11 +83,11 @@ def test_written_out(
     batch = batch_of(documents=documents, rows=count)
     draw = draw_of(layout, batch, masked)
     assert draw.inputs_BS.tolist() == [inputs] * count
-    assert draw.positions_N.tolist() == [row * S + place for row in range(count) for place in rows]
-    assert draw.targets_N.tolist() == [10 + place for _ in range(count) for place in positions]
-    assert draw.weights_N.tolist() == [float(place) for _ in range(count) for place in positions]
+    assert draw.positions_N.tolist() == [row * S + position for row in range(count) for position in rows]
+    assert draw.targets_N.tolist() == [10 + position for _ in range(count) for position in positions]
+    assert draw.weights_N.tolist() == [float(position) for _ in range(count) for position in positions]
     assert target_positions(draw, alignment).tolist() == [
-        row * 6 + place for row in range(count) for place in positions
+        row * 6 + position for row in range(count) for position in positions
     ]
     assert (draw.num_targets, draw.denominator) == (7, 3.5)
     assert (draw.weights_N.dtype, draw.positions_N.dtype) == (torch.float64, torch.int64)

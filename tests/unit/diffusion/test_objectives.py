@@ -88,13 +88,13 @@ def by_plain_loops(loss: str, config: Any, batch: CleanBatch, key: NoiseKey, cos
         for row in rows:
             masked = np.flatnonzero(part.masked_BL[row])
             n = int(targets[row].sum())
-            for place in masked:
-                cost = costs_BL[row, place]
+            for position in masked:
+                cost = costs_BL[row, position]
                 match loss:
                     case "elbo":
-                        total += part.weights_BL[row, place] * cost / targets.sum()
+                        total += part.weights_BL[row, position] * cost / targets.sum()
                     case "guidelines" | "soft_ce":
-                        total += weighted.weights_BL[row, place] * cost / n / len(rows)
+                        total += weighted.weights_BL[row, position] * cost / n / len(rows)
                     case "dllm":
                         divisor = len(masked) if blocks is None else n
                         total += share * cost / divisor / len(rows)
@@ -308,8 +308,8 @@ def test_a_loss_reported_as_nelbo_is_the_nelbo(
 @pytest.mark.parametrize(("kind", "values", "reason"), BIASED, ids=str)
 def test_why_not_nelbo(build: Callable[[Any], Objective], kind: str, values: dict[str, Any], reason: str) -> None:
     config = parse(kind, **values)
-    said = why_not_nelbo(config)
-    assert said is not None and reason in said and ";" not in said
+    reasons = why_not_nelbo(config)
+    assert reasons is not None and reason in reasons and ";" not in reasons
     # Rows of twelve targets and of two.
     targets = torch.ones(6, LENGTH, dtype=torch.bool)
     targets[::2, 2:] = False
@@ -331,14 +331,14 @@ def test_why_not_nelbo(build: Callable[[Any], Objective], kind: str, values: dic
 )
 def test_other_reasons(values: dict[str, Any], reason: str) -> None:
     for kind in ("masked_diffusion", "block_diffusion"):
-        said = why_not_nelbo(parse(kind, **values))
-        assert said is not None and reason in said and ";" not in said
+        reasons = why_not_nelbo(parse(kind, **values))
+        assert reasons is not None and reason in reasons and ";" not in reasons
 
 
 def test_all_reasons_are_named_together() -> None:
     config = parse("masked_diffusion", loss="soft_ce", z_loss=0.1, estimator={"kind": "bernoulli", "reweight_cap": 5.0})
-    said = why_not_nelbo(config)
-    assert said is not None and len(said.split("; ")) == 5  # rows, cap, epsilon, smoothing, z-loss
+    reasons = why_not_nelbo(config)
+    assert reasons is not None and len(reasons.split("; ")) == 5  # rows, cap, epsilon, smoothing, z-loss
 
 
 def test_next_token_is_exact_unless_regularised() -> None:

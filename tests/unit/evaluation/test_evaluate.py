@@ -44,12 +44,12 @@ class Constant(torch.nn.Module):
 
 def rows(count: int, length: int, vocab: int, padding: int = 0) -> list[Row]:
     rng = np.random.default_rng(0)
-    made = []
+    sequences = []
     for _ in range(count):
         documents = np.zeros(length, dtype=np.int32)
         documents[length - padding :] = -1
-        made.append(Row(rng.integers(0, vocab, length).astype(np.int32), documents, documents >= 0))
-    return made
+        sequences.append(Row(rng.integers(0, vocab, length).astype(np.int32), documents, documents >= 0))
+    return sequences
 
 
 def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(
@@ -57,11 +57,11 @@ def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(
 ) -> None:
     like = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
     model: Any = Constant(like, torch.zeros(tokenizer.vocab_size, dtype=torch.float64))
-    some = rows(6, 12, 200, padding=3)
-    result = evaluate(model, tokenizer, some, num_mc_samples=3, batch_size=4, majority_token=0)
+    sequences = rows(6, 12, 200, padding=3)
+    result = evaluate(model, tokenizer, sequences, num_mc_samples=3, batch_size=4, majority_token=0)
     assert result.num_tokens == 6 * 9
     assert result.nats_per_token == pytest.approx(np.log(tokenizer.vocab_size - 1))
-    tokens = np.concatenate([row.tokens_L[:9] for row in some])
+    tokens = np.concatenate([row.tokens_L[:9] for row in sequences])
     assert result.num_bytes == tokenizer.num_bytes(tokens)
     assert result.bits_per_byte == pytest.approx(
         result.nats_per_token / np.log(2) * result.num_tokens / result.num_bytes

@@ -63,13 +63,13 @@ def left_to_right(model: Transformer, text: list[int]) -> list[float]:
     """Log-probability of each token after the clean ones before it, by a forward for each."""
     values = []
     is_shifted = model.config.logit_alignment == "shifted"
-    for place, token in enumerate(text):
+    for position, token in enumerate(text):
         if is_shifted:
-            if place == 0:
+            if position == 0:
                 continue
-            logits_V = model(torch.tensor([text[:place]]), pattern=Causal())[0, -1]
+            logits_V = model(torch.tensor([text[:position]]), pattern=Causal())[0, -1]
         else:
-            logits_V = model(torch.tensor([[*text[:place], MASK]]), pattern=BlockCausal(1))[0, -1]
+            logits_V = model(torch.tensor([[*text[:position], MASK]]), pattern=BlockCausal(1))[0, -1]
         values.append(float(log_probabilities(logits_V, model)[token]))
     return values
 
@@ -155,10 +155,10 @@ def enumerated(model: Transformer, prompt: list[int], answer: list[int]) -> floa
     n, total = len(answer), 0.0
     for k in range(1, n + 1):
         masks = list(itertools.combinations(range(n), k))
-        for places in masks:
-            canvas = [*prompt, *(MASK if i in places else token for i, token in enumerate(answer))]
+        for positions in masks:
+            canvas = [*prompt, *(MASK if i in positions else token for i, token in enumerate(answer))]
             logits_LV = model(torch.tensor([canvas]), pattern=Bidirectional())[0]
-            cost = -sum(float(log_probabilities(logits_LV[len(prompt) + i], model)[answer[i]]) for i in places)
+            cost = -sum(float(log_probabilities(logits_LV[len(prompt) + i], model)[answer[i]]) for i in positions)
             total += n / k * cost / len(masks) / n
     return total
 
@@ -180,25 +180,25 @@ def test_an_answer_token_by_token_is_exact(which: str, request: pytest.FixtureRe
 
 
 def test_what_is_exact_takes_one_forward_of_one_row(diffusion: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, seen = nelbo_module.compute_masked_nll, list[tuple[int, ...]]()
+    original, batch_shapes = nelbo_module.compute_masked_nll, list[tuple[int, ...]]()
 
     def noting(*args: object) -> np.ndarray:
-        seen.append(args[3].shape)  # type: ignore[attr-defined]
+        batch_shapes.append(args[3].shape)  # type: ignore[attr-defined]
         return original(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(nelbo_module, "compute_masked_nll", noting)
     conditional_likelihood(diffusion, PROMPT, [4], num_mc_samples=9)
     conditional_likelihood(diffusion, PROMPT, [4, 1], block_length=1, num_mc_samples=9)
-    assert seen == [(1, 4), (1, 5)]
+    assert batch_shapes == [(1, 4), (1, 5)]
 
 
 def test_an_answer_of_several_tokens_is_unbiased(diffusion: Transformer) -> None:
     exact = -enumerated(diffusion, PROMPT, [4, 3, 1])
     values = [conditional_likelihood(diffusion, PROMPT, [4, 3, 1], num_mc_samples=48, seed=seed) for seed in range(40)]
-    found = np.array([value.log_likelihood for value in values])
-    spread = float(found.std(ddof=1))
-    assert abs(found.mean() - exact) < 4 * spread / math.sqrt(len(found))
-    assert spread / math.sqrt(len(found)) < 0.01 * abs(exact), "too weak a test"
+    estimates = np.array([value.log_likelihood for value in values])
+    spread = float(estimates.std(ddof=1))
+    assert abs(estimates.mean() - exact) < 4 * spread / math.sqrt(len(estimates))
+    assert spread / math.sqrt(len(estimates)) < 0.01 * abs(exact), "too weak a test"
     # The counts are spread evenly, which the reported error cannot know: it is rather too large.
     reported = float(np.mean([value.standard_error for value in values]))
     assert 0.3 < spread / reported < 1.3
@@ -209,23 +209,23 @@ def test_counts_of_masked_answer_tokens_are_uniform(
     diffusion: Transformer, monkeypatch: pytest.MonkeyPatch, tokens: int, draws: int
 ) -> None:
     """Where the published protocol's counts, rounded half to even, are not: each comes equally often, in every seed."""
-    original, seen = nelbo_module.compute_masked_nll, list[np.ndarray]()
+    original, recorded_masks = nelbo_module.compute_masked_nll, list[np.ndarray]()
 
     def noting(*args: object) -> np.ndarray:
-        seen.append(args[3])  # type: ignore[arg-type]
+        recorded_masks.append(args[3])  # type: ignore[arg-type]
         return original(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(nelbo_module, "compute_masked_nll", noting)
     answer = [token % 5 for token in range(tokens)]
     for seed in range(3):
-        seen.clear()
+        recorded_masks.clear()
         conditional_likelihood(diffusion, PROMPT, answer, num_mc_samples=draws, seed=seed)
-        masked = np.concatenate(seen)
+        masked = np.concatenate(recorded_masks)
         assert masked.shape == (draws, 3 + tokens) and not masked[:, :3].any()
         histogram = np.bincount(masked.sum(axis=1), minlength=tokens + 1)
         assert histogram[0] == 0
-        most = 0 if draws % tokens == 0 else 2
-        assert histogram[1:].max() - histogram[1:].min() <= most
+        max_difference = 0 if draws % tokens == 0 else 2
+        assert histogram[1:].max() - histogram[1:].min() <= max_difference
 
 
 def test_answers_that_cannot_be_scored(diffusion: Transformer, shifted: Transformer) -> None:

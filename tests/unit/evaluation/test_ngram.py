@@ -35,9 +35,9 @@ def test_probabilities_are_the_definition(order: int) -> None:
     train, held_out = text(0, 200), text(1, 30)
     held_out[5] = VOCAB - 1  # never seen in training
     probabilities = NgramModel(train, order, VOCAB).probabilities(held_out)
-    for place, word in enumerate(held_out.tolist()):
-        context = tuple(held_out[max(0, place - order + 1) : place].tolist())
-        assert probabilities[place] == pytest.approx(probability(train.tolist(), context, word), rel=1e-12)
+    for position, word in enumerate(held_out.tolist()):
+        context = tuple(held_out[max(0, position - order + 1) : position].tolist())
+        assert probabilities[position] == pytest.approx(probability(train.tolist(), context, word), rel=1e-12)
 
 
 def test_probabilities_sum_to_one() -> None:

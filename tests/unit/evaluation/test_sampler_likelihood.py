@@ -117,15 +117,15 @@ def test_probabilities_sum_to_one_with_shifted_outputs(
 def by_hand(model: Transformer, text: list[int], order: list[list[int]], pattern: Any) -> float:
     """Nats of a text revealed in groups of positions."""
     mask, nats = model.config.required_mask_token_id, 0.0
-    hidden = {place for group in order for place in group}
+    hidden = {position for group in order for position in group}
     for group in order:
-        canvas = [mask if place in hidden else token for place, token in enumerate(text)]
+        canvas = [mask if position in hidden else token for position, token in enumerate(text)]
         with torch.no_grad():
             logits_LV = model(torch.tensor([canvas]), pattern=pattern)[0].clone()
         logits_LV[:, mask] = float("-inf")
         logprobs_LV = logits_LV.log_softmax(dim=1)
         shift = int(model.config.logit_alignment == "shifted")
-        nats -= sum(float(logprobs_LV[place - shift, text[place]]) for place in group)
+        nats -= sum(float(logprobs_LV[position - shift, text[position]]) for position in group)
         hidden -= set(group)
     return nats
 
@@ -134,7 +134,7 @@ def test_sequential_is_the_chain_rule(small: MakeModel) -> None:
     model = small()
     text = [2, 0, 1, 1, 2, 0, 0]
     tokens_BL = torch.tensor([text])
-    chain = [[place] for place in range(7)]
+    chain = [[position] for position in range(7)]
     report = sampler_likelihood(model, tokens_BL, config=settings(remasking_strategy="sequential"))
     assert report.nats == pytest.approx(by_hand(model, text, chain, Bidirectional()), abs=1e-9)
     assert report.standard_error == math.inf
@@ -162,15 +162,15 @@ def test_the_order_is_that_of_the_distributions(
     order: list[list[int]] = []
     hidden = set(range(shift, 9))
     for start in range(0, 9, size):
-        block = [place for place in range(start, min(start + size, 9)) if place in hidden]
+        block = [position for position in range(start, min(start + size, 9)) if position in hidden]
         for quota in plan_of(settings(remasking_strategy=strategy), model.config, len(block), len(block)):
-            canvas = [TOKENS if place in hidden else token for place, token in enumerate(text)]
+            canvas = [TOKENS if position in hidden else token for position, token in enumerate(text)]
             with torch.no_grad():
                 logits_LV = model(torch.tensor([canvas]), pattern=pattern)[0].clone()
             logits_LV[:, TOKENS] = float("-inf")
-            sure = {place: sureness(logits_LV[place - shift].softmax(dim=0), strategy) for place in block}
+            sure = {position: sureness(logits_LV[position - shift].softmax(dim=0), strategy) for position in block}
             # Rounded, since on a canvas of masks alone all positions are equal: then the first comes first.
-            ranked = sorted(set(block) & hidden, key=lambda place, sure=sure: (-round(sure[place], 7), place))  # type: ignore[misc]
+            ranked = sorted(set(block) & hidden, key=lambda position, sure=sure: (-round(sure[position], 7), position))  # type: ignore[misc]
             order.append(ranked[:quota])
             hidden -= set(ranked[:quota])
     report = sampler_likelihood(model, torch.tensor([text]), config=settings(remasking_strategy=strategy))
@@ -267,11 +267,11 @@ def test_rows_do_not_depend_on_each_other(small: MakeModel, monkeypatch: pytest.
 
 
 def test_progress_ends_at_all_tokens(small: MakeModel) -> None:
-    seen: list[tuple[int, int]] = []
-    sampler_likelihood(small(), EVERY_TEXT[:5], batch_size=2, on_progress=lambda *now: seen.append(now))
-    assert seen[0] == (2, 20)
-    assert seen[-1] == (20, 20)
-    assert seen == sorted(seen)
+    progress_calls: list[tuple[int, int]] = []
+    sampler_likelihood(small(), EVERY_TEXT[:5], batch_size=2, on_progress=lambda *now: progress_calls.append(now))
+    assert progress_calls[0] == (2, 20)
+    assert progress_calls[-1] == (20, 20)
+    assert progress_calls == sorted(progress_calls)
 
 
 def test_it_is_the_likelihood_of_what_sequential_generates(small: MakeModel) -> None:

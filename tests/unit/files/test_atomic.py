@@ -47,8 +47,8 @@ def test_a_process_that_dies_while_it_writes_leaves_the_old_file(tmp_path: Path)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert path.read_bytes() == b"old"
-    left = [name for name in os.listdir(tmp_path) if name != "summary.json"]
-    assert len(left) == 1 and left[0].startswith("summary.json.tmp-")
+    temporary_files = [name for name in os.listdir(tmp_path) if name != "summary.json"]
+    assert len(temporary_files) == 1 and temporary_files[0].startswith("summary.json.tmp-")
 
 
 def test_a_directory_that_is_not_there_is_the_error(tmp_path: Path) -> None:

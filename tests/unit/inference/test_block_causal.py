@@ -167,8 +167,8 @@ def test_shifted_bidirectional_reads_the_output_before(like: Callable[..., Trans
 @pytest.mark.parametrize("mask_token_id", [None, MASK])
 def test_autoregressive_decoding_is_a_plain_loop(like: Callable[..., Transformer], mask_token_id: int | None) -> None:
     model = like(block_length=1, logit_alignment="shifted", mask_token_id=mask_token_id)
-    seen: list[DecodingStep] = []
-    done = generate(model, PROMPTS, settings(), on_step=seen.append)
+    decoding_steps: list[DecodingStep] = []
+    done = generate(model, PROMPTS, settings(), on_step=decoding_steps.append)
     for prompt, result in zip(PROMPTS, done, strict=True):
         text, logprobs = list(prompt), []
         for _ in range(12):
@@ -181,7 +181,7 @@ def test_autoregressive_decoding_is_a_plain_loop(like: Callable[..., Transformer
         assert [*prompt, *result.token_ids] == text
         assert result.step_map == tuple(range(1, 13))
         assert result.logprobs == pytest.approx(logprobs, abs=1e-5)
-    for step in seen:
+    for step in decoding_steps:
         for canvas, prompt in zip(step.canvases, PROMPTS, strict=True):
             assert list(canvas.is_masked) == [False] * (len(prompt) + step.num_forwards) + [True] * (
                 12 - step.num_forwards

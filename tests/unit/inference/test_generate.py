@@ -54,23 +54,26 @@ def naive_low_confidence(model: Transformer, prompt: list[int], new: int, block:
     masked = [False] * len(prompt) + [True] * new
     history = []
     for start in range(len(prompt), len(canvas), block):
-        places = range(start, min(start + block, len(canvas)))
+        positions = range(start, min(start + block, len(canvas)))
         for step in range(steps):
-            quota = len(places) // steps + (1 if step < len(places) % steps else 0)
+            quota = len(positions) // steps + (1 if step < len(positions) % steps else 0)
             if quota == 0:
                 continue
             with torch.no_grad():
                 logits_LV = model(torch.tensor([canvas]), pattern=Bidirectional())[0]
             logits_LV[:, MASK] = float("-inf")
             probs = logits_LV.softmax(dim=1).tolist()
-            best = {place: max(range(VOCAB), key=lambda v, place=place: probs[place][v]) for place in places}  # type: ignore[misc]
+            best = {
+                position: max(range(VOCAB), key=lambda v, position=position: probs[position][v])  # type: ignore[misc]
+                for position in positions
+            }
             by_confidence = sorted(
                 # Rounded, since on a canvas of masks alone all positions are equal: then the first comes first.
-                (place for place in places if masked[place]),
-                key=lambda place: -round(probs[place][best[place]], 6),
+                (position for position in positions if masked[position]),
+                key=lambda position: -round(probs[position][best[position]], 6),
             )
-            for place in by_confidence[:quota]:
-                canvas[place], masked[place] = best[place], False
+            for position in by_confidence[:quota]:
+                canvas[position], masked[position] = best[position], False
             history.append(list(canvas))
     return history
 
@@ -78,17 +81,17 @@ def naive_low_confidence(model: Transformer, prompt: list[int], new: int, block:
 @pytest.mark.parametrize(("block", "steps"), [(12, 5), (5, 2), (6, 9)])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_low_confidence_is_lladas_step_by_step(model: Transformer, prompt: list[int], block: int, steps: int) -> None:
-    seen: list[DecodingStep] = []
+    decoding_steps: list[DecodingStep] = []
     config = settings(block_length=block, denoising_steps=steps)
-    [done] = generate(model, [prompt], config, on_step=seen.append)
+    [done] = generate(model, [prompt], config, on_step=decoding_steps.append)
     expected = naive_low_confidence(model, prompt, 12, block, steps)
-    assert [list(step.canvases[0].token_ids) for step in seen] == expected
+    assert [list(step.canvases[0].token_ids) for step in decoding_steps] == expected
     assert [*prompt, *done.token_ids] == expected[-1]
     assert (done.num_forwards, done.finish_reason) == (len(expected), "length")
     for index, forward in enumerate(done.step_map):
-        place = len(prompt) + index
-        assert expected[forward - 1][place] == done.token_ids[index]
-        assert forward == 1 or expected[forward - 2][place] == MASK
+        position = len(prompt) + index
+        assert expected[forward - 1][position] == done.token_ids[index]
+        assert forward == 1 or expected[forward - 2][position] == MASK
 
 
 def test_the_most_confident_first_and_only_open_rows_are_computed(oracle: Oracle) -> None:
@@ -126,15 +129,15 @@ def assert_same(a: Generation, b: Generation) -> None:
 
 
 def test_settled_tokens_and_prompts_never_change(model: Transformer) -> None:
-    seen: list[DecodingStep] = []
+    decoding_steps: list[DecodingStep] = []
     config = settings(temperature=1.0, remasking_strategy="random", block_length=4, denoising_steps=3)
-    generate(model, PROMPTS, config, on_step=seen.append)
-    assert [step.num_forwards for step in seen] == list(range(1, 10))
-    for before, after in pairwise(seen):
+    generate(model, PROMPTS, config, on_step=decoding_steps.append)
+    assert [step.num_forwards for step in decoding_steps] == list(range(1, 10))
+    for before, after in pairwise(decoding_steps):
         for old, new in zip(before.canvases, after.canvases, strict=True):
             for index, masked in enumerate(old.is_masked):
                 assert masked or (old.token_ids[index] == new.token_ids[index] and not new.is_masked[index])
-    for canvas, prompt in zip(seen[0].canvases, PROMPTS, strict=True):
+    for canvas, prompt in zip(decoding_steps[0].canvases, PROMPTS, strict=True):
         assert list(canvas.token_ids[: len(prompt)]) == prompt
 
 
@@ -166,11 +169,11 @@ def test_samples_follow_the_distribution(model: Transformer) -> None:
 
 
 def test_log_probabilities_are_the_models_own(model: Transformer) -> None:
-    seen: list[DecodingStep] = []
+    decoding_steps: list[DecodingStep] = []
     prompt = [9, 8]
     config = settings(temperature=0.5, top_k=3, suppress_token_ids=(0, 1))
-    [done] = generate(model, [prompt], config, on_step=seen.append)
-    canvases = [[*prompt, *[MASK] * 12], *[list(step.canvases[0].token_ids) for step in seen]]
+    [done] = generate(model, [prompt], config, on_step=decoding_steps.append)
+    canvases = [[*prompt, *[MASK] * 12], *[list(step.canvases[0].token_ids) for step in decoding_steps]]
     for index, (token, forward) in enumerate(zip(done.token_ids, done.step_map, strict=True)):
         with torch.no_grad():
             logits_V = model(torch.tensor([canvases[forward - 1]]), pattern=Bidirectional())[0, 2 + index]
@@ -222,11 +225,11 @@ def test_the_models_end_of_text_is_the_default_stop(oracle: Oracle) -> None:
 
 
 def test_a_mask_token_in_a_prompt_is_text(model: Transformer, oracle: Oracle) -> None:
-    seen: list[DecodingStep] = []
-    [done] = generate(oracle, [[1, MASK, 2]], settings(denoising_steps=3), on_step=seen.append)
+    decoding_steps: list[DecodingStep] = []
+    [done] = generate(oracle, [[1, MASK, 2]], settings(denoising_steps=3), on_step=decoding_steps.append)
     assert done.token_ids == oracle.answer[3:15]
     assert oracle.rows_seen == [12, 8, 4]
-    for step in seen:
+    for step in decoding_steps:
         assert step.canvases[0].token_ids[:3] == (1, MASK, 2)
         assert step.canvases[0].is_masked[:3] == (False, False, False)
     assert MASK not in generate(model, [[MASK, MASK]], settings(temperature=3.0))[0].token_ids

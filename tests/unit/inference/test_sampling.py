@@ -27,28 +27,28 @@ def naive_order(row: list[float]) -> list[int]:
 
 def naive_top_p(row: list[float], top_p: float) -> list[float]:
     total = sum(math.exp(value) for value in row)
-    kept, held = set(), 0.0
+    nucleus, cumulative = set(), 0.0
     for token in naive_order(row):
-        if held >= top_p:
+        if cumulative >= top_p:
             break
-        kept.add(token)
-        held += math.exp(row[token]) / total
-    return [value if token in kept else -INF for token, value in enumerate(row)]
+        nucleus.add(token)
+        cumulative += math.exp(row[token]) / total
+    return [value if token in nucleus else -INF for token, value in enumerate(row)]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5, 13, 50])
 def test_top_k_keeps_exactly_k_lowest_ids_first(top_k: int) -> None:
     logits_NV = random_logits()
-    for row, kept in zip(logits_NV.tolist(), keep_top_k(logits_NV, top_k).tolist(), strict=True):
+    for row, filtered_row in zip(logits_NV.tolist(), keep_top_k(logits_NV, top_k).tolist(), strict=True):
         best = naive_order(row)[:top_k]
-        assert kept == [value if token in best else -INF for token, value in enumerate(row)]
+        assert filtered_row == [value if token in best else -INF for token, value in enumerate(row)]
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.6, 0.95])
 def test_top_p_keeps_the_smallest_nucleus(top_p: float) -> None:
     logits_NV = random_logits()
-    for row, kept in zip(logits_NV.tolist(), keep_top_p(logits_NV, top_p).tolist(), strict=True):
-        assert kept == naive_top_p(row, top_p)
+    for row, filtered_row in zip(logits_NV.tolist(), keep_top_p(logits_NV, top_p).tolist(), strict=True):
+        assert filtered_row == naive_top_p(row, top_p)
 
 
 def test_top_p_includes_the_token_that_crosses() -> None:
@@ -83,9 +83,9 @@ def test_temperature() -> None:
 def test_filters_in_order_temperature_top_k_top_p() -> None:
     logits_NV = random_logits()
     filtered = filter_logits(logits_NV, temperature=2.0, top_k=4, top_p=0.8)
-    for row, kept in zip(keep_top_k(logits_NV / 2.0, 4).tolist(), filtered.tolist(), strict=True):
+    for row, filtered_row in zip(keep_top_k(logits_NV / 2.0, 4).tolist(), filtered.tolist(), strict=True):
         expected = naive_top_p(row, 0.8)
-        assert [value > -INF for value in kept] == [value > -INF for value in expected]
+        assert [value > -INF for value in filtered_row] == [value > -INF for value in expected]
     expected_NV = keep_top_p(keep_top_k(divide_by_temperature(logits_NV, 2.0), 4), 0.8)
     assert torch.equal(filtered, expected_NV)
     assert torch.equal(filter_logits(logits_NV, temperature=0.0, top_k=None, top_p=1.0), logits_NV)

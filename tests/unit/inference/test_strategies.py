@@ -141,8 +141,8 @@ def test_traits() -> None:
         "entropy": NEGATIVE_ENTROPY,
         "entropy_bounded": NEGATIVE_ENTROPY,
     }
-    assert {name for name, each in strategies.items() if each.can_remask} == {"p2", "remdm_cap", "remdm_loop"}
-    assert {name for name, each in strategies.items() if not each.has_exact_likelihood} == {
+    assert {name for name, strategy in strategies.items() if strategy.can_remask} == {"p2", "remdm_cap", "remdm_loop"}
+    assert {name for name, strategy in strategies.items() if not strategy.has_exact_likelihood} == {
         *("random", "random_topk", "origin", "ancestral", "first_hitting", "equal_counts"),
         *("p2", "remdm_cap", "remdm_loop"),
     }

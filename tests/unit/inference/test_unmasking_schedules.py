@@ -61,10 +61,10 @@ def test_counts_settle_everything() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 64])
 def test_linear_probabilities_leave_what_the_schedule_says(steps: int) -> None:
-    left = Fraction(1)
+    masked_share = Fraction(1)
     for step, probability in enumerate(linear_unmask_probabilities(steps)):
-        left *= 1 - Fraction(probability).limit_denominator(steps)
-        assert left == Fraction(steps - step - 1, steps)
+        masked_share *= 1 - Fraction(probability).limit_denominator(steps)
+        assert masked_share == Fraction(steps - step - 1, steps)
 
 
 def test_dream_probabilities() -> None:

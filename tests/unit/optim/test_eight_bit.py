@@ -143,7 +143,9 @@ def test_a_missing_package_is_named(
     [text] = messages
     assert f'using kind = "{plain}"' in text
     expected = build_optimizers(type(config)(), named(tiny_model()))
-    assert [type(each) for each in optimizers.optimizers] == [type(each) for each in expected.optimizers]
+    assert [type(optimizer) for optimizer in optimizers.optimizers] == [
+        type(optimizer) for optimizer in expected.optimizers
+    ]
     assert optimizers.learning_rates() == expected.learning_rates()
 
 

@@ -21,8 +21,8 @@ def test_recursion_with_warm_up(tiny_model: MakeModel, dtype: torch.dtype) -> No
     expected = parameter.detach().double().clone()
     for n in range(1, 8):
         with torch.no_grad():
-            for each in model.parameters():
-                each.add_(torch.randn_like(each))
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight))
         average.update()
         decay = min(0.3, (1 + n) / (10 + n))
         expected = decay * expected + (1 - decay) * parameter.detach().double()

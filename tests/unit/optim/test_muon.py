@@ -35,7 +35,7 @@ def by_singular_values(matrix: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_singular_values_are_moved_by_the_polynomial(shape: tuple[int, int]) -> None:
     stack = torch.randn(3, *shape, dtype=torch.float64)
-    expected = torch.stack([by_singular_values(each) for each in stack])
+    expected = torch.stack([by_singular_values(matrix) for matrix in stack])
     torch.testing.assert_close(orthogonalize(stack, torch.float64), expected, rtol=0, atol=1e-10)
     assert orthogonalize(stack).dtype == torch.bfloat16
     assert float((orthogonalize(stack) - expected).norm()) < 0.05 * float(expected.norm())
@@ -114,12 +114,12 @@ def test_rate_factors() -> None:
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
     parameters = make_parameters([(4, 4)] * 3)
-    before = [each.detach().clone() for each in parameters]
+    before = [parameter.detach().clone() for parameter in parameters]
     give_gradients(parameters, 0)
     parameters[1].grad = None
     optimizer = Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
     optimizer.step()
-    changed = [not torch.equal(each, old) for each, old in zip(parameters, before, strict=True)]
+    changed = [not torch.equal(parameter, old) for parameter, old in zip(parameters, before, strict=True)]
     assert changed == [True, False, True] and set(optimizer.state) == {parameters[0], parameters[2]}
 
 
@@ -137,9 +137,9 @@ def test_equal_matrices_are_made_orthogonal_together(monkeypatch: pytest.MonkeyP
     Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.1).step()
     assert shapes == [(5, 8, 4), (1, 4, 8)]
     monkeypatch.setitem(muon.MAX_STACK_ELEMENTS, "cpu", 70)
-    assert [len(each) for each in group_into_stacks(list(parameters))] == [2, 2, 1, 1]
+    assert [len(stack) for stack in group_into_stacks(list(parameters))] == [2, 2, 1, 1]
     monkeypatch.setitem(muon.MAX_STACK_ELEMENTS, "cpu", 1)
-    assert [len(each) for each in group_into_stacks(list(parameters))] == [1] * 6
+    assert [len(stack) for stack in group_into_stacks(list(parameters))] == [1] * 6
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3, 4)])

@@ -46,7 +46,7 @@ def lay_out(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def found(
+def findings_of(
     machine: Machine = SOUND,
     torch: TorchInfo = TORCH,
     missing: tuple[str, ...] = (),
@@ -57,7 +57,7 @@ def found(
 
 
 def test_nothing_is_found_on_a_sound_machine() -> None:
-    assert found(speeds=MeasuredSpeeds(1e9, 5e9, 7.8e9, 8, 1e10, 0.001)) == []
+    assert findings_of(speeds=MeasuredSpeeds(1e9, 5e9, 7.8e9, 8, 1e10, 0.001)) == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ ON_CPU = replace(TORCH, gpus=())
 
 
 @pytest.mark.parametrize(
-    ("facts", "weight", "what", "remedy"),
+    ("facts", "weight", "problem", "remedy"),
     [
         ({"machine": replace(SOUND, version=(3, 10))}, "broken", "Python 3.10", "uv sync"),
         (
@@ -228,16 +228,22 @@ ON_CPU = replace(TORCH, gpus=())
         ({"machine": replace(SOUND, uv=None)}, "note", "uv is not", "pip install uv"),
     ],
 )
-def test_each_finding_alone(facts: dict[str, Any], weight: str, what: str, remedy: str) -> None:
-    [finding] = [each for each in found(**facts) if each.what != "there is no GPU" or each.what == what]
-    assert (finding.weight, what in finding.what, remedy in finding.remedy) == (weight, True, True), finding
+def test_each_finding_alone(facts: dict[str, Any], weight: str, problem: str, remedy: str) -> None:
+    [finding] = [
+        candidate
+        for candidate in findings_of(**facts)
+        if candidate.what != "there is no GPU" or candidate.what == problem
+    ]
+    assert (finding.weight, problem in finding.what, remedy in finding.remedy) == (weight, True, True), finding
     assert finding.why
 
 
 def test_a_busy_machine_says_nothing_of_its_cores() -> None:
     busy = processor(load=20.0)
-    what = [finding.what for finding in found(busy, ON_CPU, drivers=(), speeds=MeasuredSpeeds(1e9, 2e9, 1e9, 8))]
-    assert what == ["the machine is busy", "there is no GPU"]
+    problems = [
+        finding.what for finding in findings_of(busy, ON_CPU, drivers=(), speeds=MeasuredSpeeds(1e9, 2e9, 1e9, 8))
+    ]
+    assert problems == ["the machine is busy", "there is no GPU"]
 
 
 def test_rates_take_turns_by_a_clock() -> None:
@@ -302,8 +308,8 @@ def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 def test_missing_is_not_damaged() -> None:
     """``uv sync`` leaves alone what is installed, whole or not."""
-    [missing] = found(torch=TorchInfo(None, "no module"), missing=("torch",))
-    [damaged] = found(torch=TorchInfo(None, "no module"))
+    [missing] = findings_of(torch=TorchInfo(None, "no module"), missing=("torch",))
+    [damaged] = findings_of(torch=TorchInfo(None, "no module"))
     assert (missing.what, missing.remedy) == ("torch is missing", "uv sync")
     assert damaged.remedy.startswith("uv sync --reinstall-package torch;")
 
@@ -340,11 +346,11 @@ def test_a_kernel_that_fails(gpus: tuple[GpuInfo, ...], weight: str) -> None:
     def fail() -> str:
         raise RuntimeError("no compiler\nlong trace")
 
-    shown, finding = report._try_kernel(replace(TORCH, gpus=gpus), fail)
+    line, finding = report._try_kernel(replace(TORCH, gpus=gpus), fail)
     assert finding is not None
     assert (finding.weight, finding.why) == (weight, "RuntimeError: no compiler")
     assert finding.remedy == "uv sync --reinstall-package triton, and a C compiler for it"
-    assert shown.endswith("does not work")
+    assert line.endswith("does not work")
 
 
 def test_what_was_measured_stands_in_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

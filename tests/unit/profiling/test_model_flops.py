@@ -41,19 +41,19 @@ LENGTHS = [(1, 1), (8, 3), (12, 4), (17, 5), (16, 16), (9, 20)]
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pairs_are_those_of_the_mask(pattern: AttentionKind) -> None:
     for length, block in LENGTHS:
-        made = PATTERNS[pattern](block)
-        mask = made.dense_mask(length * made.positions_per_token)
+        attention_pattern = PATTERNS[pattern](block)
+        mask = attention_pattern.dense_mask(length * attention_pattern.positions_per_token)
         assert count_visible_pairs(pattern, length, block) == int(mask.sum()), (length, block)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_live_tiles_are_those_of_the_mask(pattern: AttentionKind) -> None:
     for (length, block), tile in zip(LENGTHS * 2, [2, 4, 8, 3] * 3, strict=True):
-        made = PATTERNS[pattern](block)
-        total = length * made.positions_per_token
+        attention_pattern = PATTERNS[pattern](block)
+        total = length * attention_pattern.positions_per_token
         tiles = -(-total // tile)
         mask = torch.zeros(tiles * tile, tiles * tile, dtype=torch.bool)
-        mask[:total, :total] = made.dense_mask(total)[0]
+        mask[:total, :total] = attention_pattern.dense_mask(total)[0]
         live = mask.view(tiles, tile, tiles, tile).any(dim=3).any(dim=1).sum()
         assert count_visible_pairs(pattern, length, block, tile=tile) == int(live) * tile * tile, (length, block, tile)
 
@@ -61,11 +61,11 @@ def test_live_tiles_are_those_of_the_mask(pattern: AttentionKind) -> None:
 def counted(model: Transformer, pattern: AttentionPattern, rows: torch.Tensor) -> int:
     """What torch counts of a forward and its backward; products in place are not among what it knows."""
 
-    def product(left: Any, right: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return 2 * left[0] * left[1] * right[1]
+    def product(left_shape: Any, right: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return 2 * left_shape[0] * left_shape[1] * right[1]
 
-    def product_in_place(total: Any, left: Any, right: Any, *rest: Any, **kwargs: Any) -> int:
-        return 2 * left[0] * left[1] * right[1]
+    def product_in_place(total: Any, left_shape: Any, right: Any, *rest: Any, **kwargs: Any) -> int:
+        return 2 * left_shape[0] * left_shape[1] * right[1]
 
     tokens = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3))
     loss_inputs = LossInputs(torch.zeros(len(rows), dtype=torch.int64), torch.ones(len(rows)))
@@ -81,8 +81,8 @@ def norm_gain_flops(config: ModelConfig, positions: int, scored: int) -> int:
     assert config.qk_norm and not config.sandwich_norms
     total = scored * config.hidden_size  # the final norm
     for layer in range(config.num_hidden_layers):
-        asked = scored if layer == config.num_hidden_layers - 1 else positions
-        total += positions * (config.hidden_size + kv_width) + asked * (config.hidden_size + q_width)
+        query_positions = scored if layer == config.num_hidden_layers - 1 else positions
+        total += positions * (config.hidden_size + kv_width) + query_positions * (config.hidden_size + q_width)
     return 2 * total
 
 
@@ -161,10 +161,10 @@ def test_a_plan_is_of_its_objective_and_what_is_kept(make_config: MakeConfig) ->
     assert plan("block_diffusion", 4).flops_per_token == expected
     assert plan("block_diffusion", 4).bytes_activations == 2 * plan().bytes_activations
     assert plan("causal").flops_per_token == step_flops(config, 19, positions=8, scored=8, pairs=[36] * 3) / 8
-    none, some, full = (
+    none, selective, full = (
         plan(checkpointing=checkpointing).bytes_activations for checkpointing in ("none", "selective", "full")
     )
-    assert none > some > full > none / 3
+    assert none > selective > full > none / 3
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ class Calls(list[str]):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    made = Calls()
+    recorded_calls = Calls()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "nvtx", made)
-    return made
+    monkeypatch.setattr(torch.cuda, "nvtx", recorded_calls)
+    return recorded_calls
 
 
 def record(model: nn.Module) -> None:
@@ -113,8 +113,8 @@ def test_memory_on_a_gpu(tmp_path: Path) -> None:
     memory.reset_peak_memory("cuda")
     before = memory.peak_memory("cuda")["peak_allocated"]
     assert memory.start_history()
-    kept = torch.zeros(1 << 20, device="cuda")
-    assert memory.peak_memory("cuda")["peak_allocated"] - before >= kept.numel() * 4
+    allocation = torch.zeros(1 << 20, device="cuda")
+    assert memory.peak_memory("cuda")["peak_allocated"] - before >= allocation.numel() * 4
     assert memory.dump_snapshot(tmp_path / "snapshot")
     assert (tmp_path / "snapshot").stat().st_size > 0
     assert "CUDA" in memory.summary()

@@ -86,8 +86,10 @@ def test_traffic_by_hand() -> None:
     fsdp = estimate_traffic(replace(JOB, strategy="fsdp", micro_batch_size=1))
     # Two micro-batches, each with a forward and a backward.
     assert (fsdp.gradients, fsdp.weights) == (2 * whole, (4 * 2 * 2 * BLOCK + 4 * ROOT) * 3 / 4)
-    kept = estimate_traffic(replace(JOB, strategy="fsdp", micro_batch_size=1, reshards_after_forward=False))
-    assert kept.weights == (2 * 2 * BLOCK + 4 * ROOT) * 3 / 4
+    without_resharding = estimate_traffic(
+        replace(JOB, strategy="fsdp", micro_batch_size=1, reshards_after_forward=False)
+    )
+    assert without_resharding.weights == (2 * 2 * BLOCK + 4 * ROOT) * 3 / 4
     assert estimate_traffic(replace(JOB, ranks=1)).total == 0
 
 

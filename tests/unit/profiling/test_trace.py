@@ -21,27 +21,27 @@ class Told(list[str]):
 
 
 def profile(config: ProfilerConfig, directory: Path, steps: int = 8, first_step: int = 0) -> Told:
-    told = Told()
-    with StepProfiler(config, directory, "cpu", first_step, log=told) as profiler:
+    messages = Told()
+    with StepProfiler(config, directory, "cpu", first_step, log=messages) as profiler:
         for _ in range(steps):
             with nvtx.annotate("step"):
                 torch.ones(2).add(1)
             profiler.step()
-    return told
+    return messages
 
 
 def test_cycles_are_numbered_by_the_steps_of_the_run(tmp_path: Path) -> None:
     """The run begins anew with step 11; a cycle begins when the last step is over, and is none."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        told = profile(ProfilerConfig(active=2, wait=0, warmup=0, repeat=9), tmp_path, first_step=10)
+        messages = profile(ProfilerConfig(active=2, wait=0, warmup=0, repeat=9), tmp_path, first_step=10)
     numbers = [12, 14, 16, 18]
     names = {f"{kind}-{number}.{end}" for number in numbers for kind, end in (("trace", "json"), ("table", "txt"))}
     assert {path.name for path in tmp_path.iterdir()} == names
     for number in numbers:
         table = (tmp_path / f"table-{number}.txt").read_text(encoding="utf-8")
         assert table.startswith("Where a step goes, by the host's clock (mean of 2):"), number
-    assert told == [
+    assert messages == [
         f"profiled up to step {number}: {tmp_path}/table-{number}.txt has the table, trace-{number}.json beside it the "
         "trace"
         for number in numbers
@@ -56,29 +56,29 @@ def test_a_cycle_that_the_end_cuts_is_kept(tmp_path: Path) -> None:
 
 def test_a_window_that_is_never_reached_is_said(tmp_path: Path) -> None:
     for wait, first in ((20, 123), (6, 109)):
-        told = profile(ProfilerConfig(active=4, wait=wait, warmup=2), tmp_path / "profile", first_step=100)
-        assert told == [f"the profiler recorded nothing: the run ended before step {first}, its first"]
+        messages = profile(ProfilerConfig(active=4, wait=wait, warmup=2), tmp_path / "profile", first_step=100)
+        assert messages == [f"the profiler recorded nothing: the run ended before step {first}, its first"]
     assert not (tmp_path / "profile").exists()
     assert profile(ProfilerConfig(), tmp_path / "profile") == []
 
 
-@pytest.mark.parametrize("place", ["profile", "profile/trace-2.json", "profile/table-2.txt"])
-def test_what_cannot_be_written_is_said_once_and_ends_nothing(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocked_path", ["profile", "profile/trace-2.json", "profile/table-2.txt"])
+def test_what_cannot_be_written_is_said_once_and_ends_nothing(blocked_path: str, tmp_path: Path) -> None:
     directory = tmp_path / "profile"
-    if place == "profile":
+    if blocked_path == "profile":
         directory.write_text("a file")
     else:
-        (tmp_path / place / "x").mkdir(parents=True)
-    told = profile(ProfilerConfig(active=2, wait=0, warmup=0, repeat=2), directory)
-    assert len([text for text in told if text.startswith("a profile could not be written: ")]) == 1
-    assert str(tmp_path / place) in told[0] and told[0].endswith("; going on without")
-    assert len(told) == (1 if place == "profile" else 2), "the next cycle may be written again"
+        (tmp_path / blocked_path / "x").mkdir(parents=True)
+    messages = profile(ProfilerConfig(active=2, wait=0, warmup=0, repeat=2), directory)
+    assert len([text for text in messages if text.startswith("a profile could not be written: ")]) == 1
+    assert str(tmp_path / blocked_path) in messages[0] and messages[0].endswith("; going on without")
+    assert len(messages) == (1 if blocked_path == "profile" else 2), "the next cycle may be written again"
 
 
 def test_a_trace_that_torch_gives_up_silently_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", lambda self, path: None)
-    [said] = profile(ProfilerConfig(active=2, wait=0, warmup=0), tmp_path)
-    assert said == f"a profile could not be written: {tmp_path}/trace-2.json was not written; going on without"
+    [message] = profile(ProfilerConfig(active=2, wait=0, warmup=0), tmp_path)
+    assert message == f"a profile could not be written: {tmp_path}/trace-2.json was not written; going on without"
 
 
 def test_why_a_run_ended_is_not_hidden(tmp_path: Path) -> None:

@@ -90,13 +90,13 @@ def test_keys_are_as_short_as_they_tell_apart() -> None:
 
 
 def test_names_are_safe_and_unique() -> None:
-    wanted = [{"a.rate": "1e-3"}, {"a.rate": "-1"}, {"a.rate": '"x/../y z"'}, {"a.rate": '"x/../y:z"'}]
-    names = name_points(wanted, {})
+    points = [{"a.rate": "1e-3"}, {"a.rate": "-1"}, {"a.rate": '"x/../y z"'}, {"a.rate": '"x/../y:z"'}]
+    names = name_points(points, {})
     assert names[:3] == ["rate-1e-3", "rate--1", "rate-x-..-y-z"]
     assert names[3].startswith("rate-x-..-y-z-") and len(names[3]) == len("rate-x-..-y-z-") + 6
     [long] = name_points([{"a.b": '"' + "w" * 300 + '"'}], {})
     assert len(long) <= 110
-    assert name_points(wanted[:1], {"kept": {"a.rate": "1e-3"}}) == ["kept"]
+    assert name_points(points[:1], {"kept": {"a.rate": "1e-3"}}) == ["kept"]
     assert name_points([{"a.rate": "2"}], {"RATE-2": {"b": "1"}}) != ["rate-2"]
 
 
@@ -107,24 +107,24 @@ def points_of(base: Path, *texts: str) -> list[TrainConfig]:
 
 
 def test_configs_of_the_points(base: Path) -> None:
-    made = points_of(base, "optimizer.learning_rate=1e-3,.5", "training.max_steps=7", "training.batch_size=2,4")
-    assert [(each.optimizer.learning_rate, each.training.batch_size) for each in made] == [
+    configs = points_of(base, "optimizer.learning_rate=1e-3,.5", "training.max_steps=7", "training.batch_size=2,4")
+    assert [(config.optimizer.learning_rate, config.training.batch_size) for config in configs] == [
         (1e-3, 2),
         (1e-3, 4),
         (0.5, 2),
         (0.5, 4),
     ]
-    assert {each.training.max_steps for each in made} == {7}
-    assert [str(each.run.directory) for each in made[:2]] == [
+    assert {config.training.max_steps for config in configs} == {7}
+    assert [str(config.run.directory) for config in configs[:2]] == [
         "d/learning_rate-1e-3_batch_size-2",
         "d/learning_rate-1e-3_batch_size-4",
     ]
 
 
 def test_texts_and_arrays_as_values(base: Path) -> None:
-    made = points_of(base, 'samples.infills=["a, [MASK:1]","[MASK:2]b"],["[MASK:1]"]', "optimizer.kind=adamw,muon")
-    assert [each.samples.infills for each in made[::2]] == [("a, [MASK:1]", "[MASK:2]b"), ("[MASK:1]",)]
-    assert [each.optimizer.kind for each in made] == ["adamw", "muon"] * 2
+    configs = points_of(base, 'samples.infills=["a, [MASK:1]","[MASK:2]b"],["[MASK:1]"]', "optimizer.kind=adamw,muon")
+    assert [config.samples.infills for config in configs[::2]] == [("a, [MASK:1]", "[MASK:2]b"), ("[MASK:1]",)]
+    assert [config.optimizer.kind for config in configs] == ["adamw", "muon"] * 2
 
 
 def test_each_point_is_validated_and_named(base: Path) -> None:

@@ -25,8 +25,8 @@ def metrics(step: int, **values: Any) -> dict[str, Any]:
     return {"step": step, "metrics": values}
 
 
-def sample(step: int, given: str, made: str) -> dict[str, Any]:
-    return {"step": step, "event": "sample", "text": "for people", "values": {"given": given, "filled": made}}
+def sample(step: int, prompt: str, completion: str) -> dict[str, Any]:
+    return {"step": step, "event": "sample", "text": "for people", "values": {"given": prompt, "filled": completion}}
 
 
 def finish(directory: Path, bound: float, error: float = 0.01, **evaluation: Any) -> None:
@@ -103,7 +103,7 @@ def test_answers_of_two_batches(tmp_path: Path) -> None:
     write_lines(tmp_path / "answers.jsonl", *lines)
     result = read_inference_result(tmp_path)
     assert result.texts == (("a", "b"), ("c", "d"), ("e", ""))
-    assert {name: each.value for name, each in result.numbers.items()} == {
+    assert {name: number.value for name, number in result.numbers.items()} == {
         "forwards": 8.0,
         "tokens_per_second": 2.0,
         "tokens_per_forward": 1.0,
@@ -124,17 +124,19 @@ def sweep_of(path: Path, command: str = "train", key: str = "optimizer.learning_
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> SweepDirectory:
-    made = sweep_of(tmp_path)
-    finish(made.run_path("run-0"), 3.02)
-    finish(made.run_path("run-2"), 3.01)
+    sweep_directory = sweep_of(tmp_path)
+    finish(sweep_directory.run_path("run-0"), 3.02)
+    finish(sweep_directory.run_path("run-2"), 3.01)
     for name, text in (("run-0", "first"), ("run-2", "</script><b>second")):
         lines = [metrics(10, loss=5.0), metrics(30, loss=3.0), sample(30, "a [MASK:1]", text)]
-        write_lines(made.run_path(name) / "metrics.jsonl", *lines)
-    write_lines(made.run_path("run-3") / "metrics.jsonl", metrics(7, val_nats_per_token=2.0, val_standard_error=0.1))
-    made.log_path("run-1").parent.mkdir()
-    made.log_path("run-1").write_text("x")
-    (made.run_path("run-2") / "report.html").write_text("x")
-    return made
+        write_lines(sweep_directory.run_path(name) / "metrics.jsonl", *lines)
+    write_lines(
+        sweep_directory.run_path("run-3") / "metrics.jsonl", metrics(7, val_nats_per_token=2.0, val_standard_error=0.1)
+    )
+    sweep_directory.log_path("run-1").parent.mkdir()
+    sweep_directory.log_path("run-1").write_text("x")
+    (sweep_directory.run_path("run-2") / "report.html").write_text("x")
+    return sweep_directory
 
 
 def test_the_table_is_sorted_by_the_bound(sweep: SweepDirectory) -> None:
