@@ -176,7 +176,7 @@ class _DiffusionConfig(Section):
 
     @property
     def smoothing(self) -> float:
-        """Effective label smoothing."""
+        """Label smoothing of the loss; ``soft_ce`` has its own default."""
         if self.label_smoothing is not None:
             return self.label_smoothing
         return SOFT_CE_SMOOTHING if self.loss == "soft_ce" else 0.0
@@ -262,7 +262,6 @@ class NextTokenConfig(Section):
 
     @property
     def smoothing(self) -> float:
-        """Effective label smoothing."""
         return self.label_smoothing
 
     @property

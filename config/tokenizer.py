@@ -40,7 +40,7 @@ class TokenizerConfig(Section):
 
 
 class TokenizerTrainingConfig(Section):
-    """``[tokenizer]`` of diffusionlm-train-tokenizer."""
+    """The table ``[tokenizer]`` of diffusionlm-train-tokenizer."""
 
     vocab_size: Annotated[int, Field(gt=NUM_BYTES)] = 4_096
     """Tokens: the 256 bytes, the merges and the special tokens. There are fewer if the text has fewer pairs to

@@ -78,10 +78,10 @@ class JsonConsole:
                 )
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """Do nothing."""
+        """Do nothing: the lines contain only metrics."""
 
     def progress(self, step: int, values: Metrics) -> None:
-        """Do nothing."""
+        """Do nothing: the lines contain only metrics."""
 
     def close(self, exit_code: int = 0) -> None:
         """Do nothing: the stream belongs to the caller."""

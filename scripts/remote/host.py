@@ -44,7 +44,7 @@ class CommandError(Exception):
 
 
 class ConnectionLostError(CommandError):
-    """The connection failed."""
+    """The connection to the host failed or ended early."""
 
 
 @dataclass(frozen=True)
