@@ -7,7 +7,6 @@ or as many as are left.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,23 +14,11 @@ from torch import Tensor
 
 from ddp.process_group import World
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-
 
 def row_range_of_rank(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return a rank's first row and the one after its last, as `torch.chunk` and DTensor's ``Shard(0)`` cut them."""
     rows_per_rank = -(-num_rows // world_size)
     return min(rank * rows_per_rank, num_rows), min((rank + 1) * rows_per_rank, num_rows)
-
-
-def as_sharded_dtensor(rows: Tensor, whole_shape: torch.Size, mesh: DeviceMesh) -> DTensor:
-    """Wrap this rank's rows as a DTensor of the whole shape, without communication."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    stride = torch.empty(whole_shape, device="meta").stride()
-    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole_shape, stride=stride)
 
 
 class AllToAllRows:

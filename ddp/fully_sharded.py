@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.parallel import FSDP
-from ddp.all_to_all_rows import AllToAllRows, as_sharded_dtensor, row_range_of_rank
+from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.buckets import ParameterUnit
 from ddp.gradient_reducer import scale_to_norm
 from ddp.process_group import World
@@ -198,20 +198,3 @@ class FullySharded:
         gathered = [torch.empty_like(padded) for _ in range(self.world.size)] if self.world.is_first else None
         dist.gather(padded, gathered, dst=0)
         return None if gathered is None else torch.cat(gathered)[: shape[0]].cpu()
-
-    def to_checkpoint_state(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return optimizer state by ``parameter.key``; rows become a DTensor of the whole shape, scalars stay."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        meshes = {
-            kind: init_device_mesh(kind, (self.world.size,))
-            for kind in sorted({value.device.type for value in state.values()})
-        }
-        saved: dict[str, Any] = {}
-        for key, value in state.items():
-            name = key.rpartition(".")[0]
-            is_sharded = value.shape == self._local_parameters[name].shape
-            saved[key] = (
-                as_sharded_dtensor(value, self.shapes[name], meshes[value.device.type]) if is_sharded else value
-            )
-        return saved

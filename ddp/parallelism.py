@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +77,6 @@ class Parallelism(Protocol):
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return whole values in the form that the model's parameters have on this rank."""
-
-    def to_checkpoint_state(self, state: dict[str, Tensor]) -> dict[str, Any]:
-        """Convert optimizer state, by ``parameter.key``, for `torch.distributed.checkpoint`.
-
-        Rows of a parameter become a DTensor of the whole shape. Scalars and whole parameters' state stay as they are.
-        """
 
     def check_replicas_equal(self) -> None:
         """Check that all ranks have equal weights, where each has all of them.

@@ -72,10 +72,6 @@ class Replicated:
         """Return ``whole``: every rank has all rows."""
         return whole
 
-    def to_checkpoint_state(self, state: dict[str, Tensor]) -> dict[str, Any]:
-        """Return a copy of ``state``: every rank has all of it."""
-        return dict(state)
-
     @torch.no_grad()
     def check_replicas_equal(self) -> None:
         """Compare fingerprints of all weights over the ranks. Waits for the device.

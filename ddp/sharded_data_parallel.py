@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.parallel import DDP
-from ddp.all_to_all_rows import as_sharded_dtensor
 from ddp.buckets import (
     Bucket,
     BucketSlice,
@@ -132,7 +131,6 @@ class ShardedDataParallel(Replicated):
                 "parallel.shard_optimizer = false"
             )
         super().__init__(model, world)
-        self._meshes: dict[str, Any] = {}
         broadcast_from_first(model, world)
         by_unit = trainable_by_unit(model, units)
         parameters = reversed_units(by_unit)
@@ -207,21 +205,3 @@ class ShardedDataParallel(Replicated):
         self.wait_for_weights()
         for shard in self.shards:
             shard.copy_from_model()
-
-    def to_checkpoint_state(self, state: dict[str, Tensor]) -> dict[str, Any]:
-        """Return optimizer state by ``parameter.key``; rows of a parameter become a DTensor of the whole shape."""
-        return {key: self._to_checkpoint_value(key, value) for key, value in state.items()}
-
-    def _to_checkpoint_value(self, key: str, value: Tensor) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        name = key.rpartition(".")[0]
-        if self.has_whole_parameter(name) or not value.dim():
-            return value
-        assert value.shape == self._trainable[name].shape, f"{key} and its parameter differ in shape"
-        kind = value.device.type
-        if kind not in self._meshes:
-            self._meshes[kind] = init_device_mesh(kind, (self.world.size,))
-        return as_sharded_dtensor(
-            value, self._shard_of_parameter[name].bucket.parameters[name].shape, self._meshes[kind]
-        )

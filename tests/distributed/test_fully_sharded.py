@@ -22,9 +22,10 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.training.block_wrapping import checkpoint_activations
+from diffusionlm.training.checkpointing.staging import to_shards
 from tests.conftest import MakeConfig, MakeModel
 from tests.distributed.forked import run_ranks
-from tests.distributed.toys import Batch, batches, loss_of, units_of_transformer
+from tests.distributed.toys import Batch, assemble, batches, loss_of, units_of_transformer
 
 CPU = torch.device("cpu")
 DENOMINATOR = 30.0
@@ -303,8 +304,7 @@ def test_state_has_whole_shapes_when_saved(tiny_model: MakeModel, tmp_path: Path
         parts = cut(models[0], world)
         optimizers = build_optimizers(AdamWConfig(), parts.trainable_parameters())
         train_parts(parts, optimizers, 2)
-        state = parts.to_checkpoint_state(optimizers.state_dict())
-        whole = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
+        whole = assemble(to_shards(optimizers.state_dict(), parts, parts.shapes), world)
         resumed = build_optimizers(AdamWConfig(), dict(models[1].named_parameters()))
         resumed.load_state_dict(whole)
         for key, value in optimizers.state_dict().items():

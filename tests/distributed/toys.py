@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from ddp.buckets import ParameterUnit
 from ddp.parallelism import Parallelism
+from ddp.process_group import World
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.checkpointing.staging import TensorShard
 
 VOCABULARY, WIDTH = 11, 6
 
@@ -122,3 +124,17 @@ def recorded(events: list[Any] | None = None) -> Iterator[list[Any]]:
     finally:
         for name in names:
             setattr(dist, name, originals[name])
+
+
+def assemble(shards: Mapping[str, TensorShard], world: World) -> dict[str, Tensor]:
+    """Whole tensors from the shards of all ranks; elements that no rank has are NaN."""
+    shards_of_rank: list[Mapping[str, TensorShard]] = [{}] * world.size
+    dist.all_gather_object(shards_of_rank, shards)
+    tensors: dict[str, Tensor] = {}
+    for key, shard in (item for rank_shards in shards_of_rank for item in rank_shards.items()):
+        whole = tensors.setdefault(key, torch.full(shard.global_shape, float("nan"), dtype=shard.values.dtype))
+        if shard.offsets:
+            whole[shard.offsets[0] : shard.offsets[0] + len(shard.values)] = shard.values
+        else:
+            whole.copy_(shard.values)
+    return tensors
