@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Literal, TextIO
 
 from tqdm import tqdm
@@ -25,8 +24,7 @@ class ProgressMeter:
     phase.
 
     Args:
-        stream: where the bar or the lines go; None: lines go to ``log`` alone.
-        log: prints a line; by default it prints to ``stream``.
+        stream: where the bar or the lines go.
         style: ``bar`` or ``lines`` overrules the choice by terminal.
         delay_seconds: a phase that takes less time shows nothing.
         leave: False: the bar is erased at the end of a phase, and no last line is printed.
@@ -34,15 +32,14 @@ class ProgressMeter:
 
     def __init__(
         self,
-        stream: TextIO | None,
-        log: Callable[[str], None] | None = None,
+        stream: TextIO,
         *,
         style: Literal["auto", "bar", "lines"] = "auto",
         delay_seconds: float = 0.0,
         leave: bool = True,
     ) -> None:
-        self._stream, self._log = stream, log
-        self._has_bar = stream is not None and console_style(style, stream) == "bar"
+        self._stream = stream
+        self._has_bar = console_style(style, stream) == "bar"
         self._delay_seconds, self._leave = delay_seconds, leave
         self._bar: tqdm[object] | None = None
         self._name: str | None = None
@@ -66,10 +63,6 @@ class ProgressMeter:
                 leave=self._leave,
             )
 
-    def advance(self, count: int = 1) -> None:
-        """Count ``count`` more units of the phase as done."""
-        self.set(self._done + count)
-
     def set(self, done: int) -> None:
         """Set the number of units of the phase that are done."""
         self._done = done
@@ -88,8 +81,6 @@ class ProgressMeter:
         """Print a line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
-        elif self._log is not None:
-            self._log(text)
         else:
             print(text, file=self._stream, flush=True)
 

@@ -48,11 +48,11 @@ def enabled(level: Level = "coarse") -> bool:
     return torch.cuda.is_available()
 
 
-def annotate(name: str, level: Level = "coarse") -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that names a range, for NVTX or, if coarse, for torch's profiler."""
-    if enabled(level):
+def annotate(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager that names a coarse range, for NVTX or for torch's profiler."""
+    if enabled():
         return _recorded(name)
-    if level == "coarse" and active_profilers:
+    if active_profilers:
         return _record_function(name)
     return contextlib.nullcontext()
 

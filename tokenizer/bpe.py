@@ -249,9 +249,6 @@ class Tokenizer:
             ids += early
         return ids
 
-    def encode_batch(self, texts: Iterable[str], *, allow_special: bool = False) -> list[list[int]]:
-        return [self.encode(text, allow_special=allow_special) for text in texts]
-
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Decode ids; bytes that are not UTF-8 become U+FFFD.
 

@@ -15,6 +15,8 @@ from typing import Any, TypeGuard
 from cli.sweep.commands import ANSWERS_FILE
 
 _CURVE_POINTS = 200
+MAX_TAIL_BYTES = 16_384
+"""Bytes at the end of metrics.jsonl that hold its last lines."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def last_metrics(path: Path, size: int = 16_384) -> tuple[int, dict[str, Any]] | None:
-    """Read step and metrics of the last line with a loss, within the last ``size`` bytes of the file."""
+def last_metrics(path: Path) -> tuple[int, dict[str, Any]] | None:
+    """Read step and metrics of the last line with a loss, within the last `MAX_TAIL_BYTES` of the file."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - size))
+            file.seek(max(0, file.tell() - MAX_TAIL_BYTES))
             lines = file.read().split(b"\n")
     except OSError:
         return None

@@ -142,9 +142,9 @@ def measure_fill_accuracy(
     def count_hits(index: int) -> tuple[int, int, int, int]:
         """Numbers of top-1 hits, top-5 hits, majority tokens and masked tokens in one batch of rows."""
         rows = slice(index * batch_size, (index + 1) * batch_size)
-        noised = layout.build_noised_batch(
-            batch.select(rows), masked_BL[rows], np.ones(masked_BL[rows].shape), num_targets=0, denominator=0.0
-        ).to(model.lm_head.weight.device)
+        noised = layout.build_noised_batch(batch.select(rows), masked_BL[rows], np.ones(masked_BL[rows].shape)).to(
+            model.lm_head.weight.device
+        )
         with nvtx.annotate("filling: forward"):
             logits_NV = model(noised.inputs_BS, pattern=noised.pattern, output_positions=noised.positions_N).float()
         logits_NV[:, model.config.required_mask_token_id] = float("-inf")

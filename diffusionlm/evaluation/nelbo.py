@@ -263,8 +263,7 @@ def compute_masked_nll(
     Raises:
         ValueError: the model's probabilities are not finite.
     """
-    weights_BL = np.ones(masked_BL.shape)
-    noised = layout.build_noised_batch(batch, masked_BL, weights_BL, num_targets=0, denominator=0.0)
+    noised = layout.build_noised_batch(batch, masked_BL, np.ones(masked_BL.shape))
     target_positions_N = target_positions(noised, layout.alignment).numpy()
     noised = noised.to(model.lm_head.weight.device)
     loss_inputs = LossInputs(noised.targets_N, noised.weights_N, excluded_token=layout.mask_token)

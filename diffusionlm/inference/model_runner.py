@@ -22,6 +22,7 @@ from config.model import ModelConfig
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.models.cache import CacheSlots, KeyValueCache
+from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
@@ -91,9 +92,7 @@ class ModelRunner:
             weight = model.lm_head.weight
             batch_size = len(requests) * (2 if self._has_guidance else 1)
             length = max(len(request.tokens_L) for request in requests)
-            kind = weight.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-            self._cache = KeyValueCache(model.config, batch_size, length, weight.device, dtype)
+            self._cache = KeyValueCache(model.config, batch_size, length, weight.device, compute_dtype(weight))
 
     def __call__(self, requests: Sequence[ActiveRequest]) -> Tensor:
         """Logits that predict the output positions of the requests, [N, V]; with guidance in fp64.

@@ -187,7 +187,7 @@ def _count(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def table(heads: Sequence[str], rows: Sequence[TableRow], caption: str = "", first: str = "") -> str:
+def table(heads: Sequence[str], rows: Sequence[TableRow], first: str = "") -> str:
     """Render a table with names at the left; a wide one scrolls in its own frame."""
     top = ""
     if len(heads) > 1 or first:
@@ -203,8 +203,7 @@ def table(heads: Sequence[str], rows: Sequence[TableRow], caption: str = "", fir
         + "</tr>"
         for name, cells in rows
     )
-    label = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f'<div class="wide" tabindex="0" role="group"><table>{label}{top}<tbody>{body}</tbody></table></div>'
+    return f'<div class="wide" tabindex="0" role="group"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
 def last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> str:

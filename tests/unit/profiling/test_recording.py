@@ -33,12 +33,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return recorded_calls
 
 
-def record(model: nn.Module) -> None:
+def record(model: nn.Sequential) -> None:
     nvtx.add_module_ranges({"layer": model}, "fine")
+    nvtx.add_module_ranges({"deep": model[0]}, "verbose")
     with nvtx.annotate("step"):
         assert model(torch.ones(1)).tolist() == [1.0]
-        with nvtx.annotate("deep", "verbose"):
-            pass
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def record(model: nn.Module) -> None:
         (None, []),
         ("coarse", ["step", "end"]),
         ("fine", ["step", "layer", "end", "end"]),
-        ("verbose", ["step", "layer", "end", "deep", "end", "end"]),
+        ("verbose", ["step", "layer", "deep", "end", "end", "end"]),
     ],
 )
 def test_ranges_of_a_level(
@@ -56,14 +55,14 @@ def test_ranges_of_a_level(
     monkeypatch.delenv(nvtx.NVTX_VARIABLE, raising=False)
     if level is not None:
         monkeypatch.setenv(nvtx.NVTX_VARIABLE, level)
-    record(nn.Identity())
+    record(nn.Sequential(nn.Identity()))
     assert calls == expected
 
 
 def test_no_ranges_without_cuda(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(nvtx.NVTX_VARIABLE, "verbose")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    record(nn.Identity())
+    record(nn.Sequential(nn.Identity()))
     assert calls == []
 
 

@@ -144,7 +144,7 @@ def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nfc_is_applied_before_words_are_cut() -> None:
     tok = tiny([], "qwen", normalization="NFC")
     assert tok.decode(tok.encode("e\u0301")) == "é"
-    assert tok.encode_batch(["e\u0301", "é"])[0] == tok.encode("é")
+    assert tok.encode("e\u0301") == tok.encode("é")
 
 
 def test_normalized_tokens_are_looked_for_last() -> None:
