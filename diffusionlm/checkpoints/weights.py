@@ -10,7 +10,7 @@ import functools
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ def list_weight_files(directory: Path) -> list[Path]:
             shards = sorted(set(_read_index(directory / index).values()))
             missing = [name for name in shards if not (directory / name).is_file()]
             if missing:
-                raise ValueError(f"{directory / index}: missing shards: {_join_problems(missing)}; download them again")
+                raise ValueError(f"{directory / index}: missing shards: {join_problems(missing)}; download them again")
             return [directory / index, *(directory / name for name in shards)]
     raise ValueError(f"{directory} has no weights: none of {', '.join((WEIGHTS, INDEX, PICKLE, PICKLE_INDEX))}")
 
@@ -87,7 +87,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path}: damaged index, it has no readable weight_map: {error!r}") from error
     outside = sorted({file for file in file_of.values() if Path(file).name != file})
     if outside or not file_of:
-        raise ValueError(f"{path}: weight_map must name files beside it, not {_join_problems(outside) or 'none'}")
+        raise ValueError(f"{path}: weight_map must name files beside it, not {join_problems(outside) or 'none'}")
     return file_of
 
 
@@ -124,7 +124,7 @@ def load_weights(model: nn.Module, path: Path, *, mmap: bool = False) -> None:
             )
         if problems:
             source = " of its config.json" if path.is_dir() else ""
-            raise ValueError(f"{path} does not fit the model{source}: {_join_problems(problems)}")
+            raise ValueError(f"{path} does not fit the model{source}: {join_problems(problems)}")
         for name, parameter in parameters.items():
             values = _read_tensor(entries[name])
             can_share = values.dtype == parameter.dtype and parameter.device.type == "cpu" and values.is_contiguous()
@@ -143,7 +143,7 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     with ExitStack() as stack:
         entries, problems = _open_stored_tensors(list_weight_files(directory), stack)
         if problems:
-            raise ValueError(f"{directory}: {_join_problems(problems)}")
+            raise ValueError(f"{directory}: {join_problems(problems)}")
         return {name: _read_tensor(entry).clone() for name, entry in entries.items()}
 
 
@@ -267,9 +267,10 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _join_problems(problems: list[str]) -> str:
-    more = f"; and {len(problems) - MAX_LISTED_PROBLEMS} more" if len(problems) > MAX_LISTED_PROBLEMS else ""
-    return "; ".join(problems[:MAX_LISTED_PROBLEMS]) + more
+def join_problems(problems: Sequence[str], limit: int = MAX_LISTED_PROBLEMS) -> str:
+    """Join the first ``limit`` problems for an error, and count the others."""
+    more = [f"and {len(problems) - limit:,} more"] if len(problems) > limit else []
+    return "; ".join([*problems[:limit], *more])
 
 
 def parse_byte_size(size: int | str) -> int:

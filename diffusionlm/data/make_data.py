@@ -51,11 +51,11 @@ from diffusionlm.data.shard_writers import (
     rename_dat_file,
 )
 from diffusionlm.data.sources import open_source
-from diffusionlm.data.tokenization import TextEncoder, open_text_encoder
+from diffusionlm.data.tokenization import TextEncoder, open_text_encoder, train_tokenizer
 from files.atomic import remove_temporary_paths, sync_to_disk, write_text_atomic
 from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
 from profiling.cores import usable_cores
-from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
+from tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 SPLITS: tuple[Split, ...] = ("validation", "train")
 """The small split first: its problems show at once."""
@@ -444,17 +444,12 @@ class _MakeDataJob:
 
 
 def _train_tokenizer(config: MakeDataConfig, log: Log) -> Tokenizer:
-    options = config.tokenizer
-    log(f"training a byte-level BPE tokenizer of {options.vocab_size:,} tokens ...")
     source = open_source(config.source, "train", "source")  # a second one, so that no skipped record is counted twice
-    texts = read_first_documents(source, options.max_training_bytes)
+    texts = read_first_documents(source, config.tokenizer.max_training_bytes)
     first = next(texts, None)
     if first is None:
         raise _no_documents_error("train", source.provenance, source.skipped)
-    tokenizer = train_bpe(chain([first], texts), vocab_size=options.vocab_size, pattern=options.pattern)
-    if tokenizer.vocab_size < options.vocab_size:
-        log(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
-    return tokenizer
+    return train_tokenizer(chain([first], texts), config.tokenizer, log)
 
 
 def _load_tokenizer(path: str) -> Tokenizer:

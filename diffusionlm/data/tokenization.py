@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import queue
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 from multiprocessing import get_context, resource_tracker
@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from config.tokenizer import TokenizerConfig
 from diffusionlm.data.reader import ItemsFuture, ResumableReader, Tokens, WindowedReader
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, train_bpe
 
 CHUNK_DOCUMENTS = 64
 """Documents that are tokenized together. A resumed run tokenizes at most this many again."""
@@ -27,6 +28,15 @@ CHUNKS_PER_PROCESS = 2
 
 SPAWN_CONTEXT = get_context("spawn")
 """Forked children of a process with threads may hang, and CUDA does not survive a fork."""
+
+
+def train_tokenizer(texts: Iterable[str], config: TokenizerConfig, log: Callable[[str], None]) -> Tokenizer:
+    """Train a byte-level BPE tokenizer; messages go to ``log``."""
+    log(f"training a byte-level BPE tokenizer of {config.vocab_size:,} tokens ...")
+    tokenizer = train_bpe(texts, vocab_size=config.vocab_size, pattern=config.pattern)
+    if tokenizer.vocab_size < config.vocab_size:
+        log(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
+    return tokenizer
 
 
 class TextEncoder(Protocol):

@@ -26,13 +26,14 @@ from diffusionlm.checkpoints.weights import load_weights
 from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
+from diffusionlm.data.tokenization import train_tokenizer
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix
 from profiling import memory
 from profiling.cores import usable_cores
 from profiling.torch_setup import has_native_bfloat16
-from tokenizer import Tokenizer, save_tokenizer, train_bpe
+from tokenizer import Tokenizer, save_tokenizer
 
 Log = Callable[[str], None]
 
@@ -89,7 +90,6 @@ def prepare_tokenizer(
 
 def _train_tokenizer(config: TokenizerConfig, components: list[MixtureComponent], log: Log) -> Tokenizer:
     """Train on the first documents of each component, by its weight."""
-    log(f"training a byte-level BPE tokenizer of {config.vocab_size:,} tokens ...")
     total_weight = sum(component.weight for component in components)
     texts = (
         text
@@ -99,10 +99,7 @@ def _train_tokenizer(config: TokenizerConfig, components: list[MixtureComponent]
             component.source, int(config.max_training_bytes * component.weight / total_weight)
         )
     )
-    tokenizer = train_bpe(texts, vocab_size=config.vocab_size, pattern=config.pattern)
-    if tokenizer.vocab_size < config.vocab_size:
-        log(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
-    return tokenizer
+    return train_tokenizer(texts, config, log)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def _read_metrics(run: LoggedRun, path: Path) -> None:
             text = str(record.get("text", ""))
             run.events.append(RunEvent(step, str(record["event"]), text, data if isinstance(data, dict) else {}))
         values = record.get("metrics")
-        for logged_key, value in _flatten_metrics(values if isinstance(values, dict) else {}):
+        for logged_key, value in _flatten(values if isinstance(values, dict) else {}, "/"):
             key = logged_key.replace("first_guess", RENAMED_METRICS["first_guess"])
             if value is None or isinstance(value, NUMBERS):
                 if key not in columns:
@@ -178,10 +178,10 @@ def _lines(path: Path) -> Iterator[tuple[str, bool]]:
                 yield line, line.endswith("\n")
 
 
-def _flatten_metrics(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flatten_metrics(value, f"{prefix}{key}/")
+            yield from _flatten(value, separator, f"{prefix}{key}{separator}")
         else:
             yield f"{prefix}{key}", value
 
@@ -210,17 +210,9 @@ def _read_config(run: LoggedRun) -> None:
     path = run.path / "config.toml"
     try:
         run.config_text = path.read_text(encoding="utf-8")
-        run.config = dict(_flatten_config(tomllib.loads(run.config_text)))
+        run.config = dict(_flatten(tomllib.loads(run.config_text), "."))
     except (OSError, ValueError) as error:
         run.notes.append(f"config.toml cannot be read: {error}")
-
-
-def _flatten_config(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten_config(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _read_summary(run: LoggedRun) -> None:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.manifest import ManifestEntries, format_write_error, make_manifest_entries
+from diffusionlm.checkpoints.weights import join_problems
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
 from diffusionlm.training.checkpointing.staging import TensorShard
 
@@ -158,7 +159,7 @@ class StoredTensors:
         unexpected = [key for key, count in zip(keys, num_read, strict=True) if count < math.prod(self.shapes[key])]
         if unexpected:
             raise ValueError(
-                f"{self.folder} does not fit: {_list_problems([f'unexpected {key}' for key in unexpected])}"
+                f"{self.folder} does not fit: {join_problems([f'unexpected {key}' for key in unexpected], MAX_LISTED_PROBLEMS)}"
             )
         world.all_agree(lambda: self._read(shards))
 
@@ -182,7 +183,7 @@ class StoredTensors:
             elif shard.values.dtype != dtype:
                 problems.append(f"{key} has dtype {dtype}, here it is {shard.values.dtype}")
         if problems:
-            raise ValueError(f"{self.folder} does not fit: {_list_problems(problems)}")
+            raise ValueError(f"{self.folder} does not fit: {join_problems(problems, MAX_LISTED_PROBLEMS)}")
 
     def _read(self, shards: Mapping[str, TensorShard]) -> None:
         planner = _ShardLoadPlanner(shards, self._tensors)
@@ -272,8 +273,3 @@ def _validate_metadata(metadata: object) -> Metadata:
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise ValueError("it names files outside of its directory")
     return metadata
-
-
-def _list_problems(problems: list[str]) -> str:
-    more = [f"and {len(problems) - MAX_LISTED_PROBLEMS:,} more"] if len(problems) > MAX_LISTED_PROBLEMS else []
-    return "; ".join(problems[:MAX_LISTED_PROBLEMS] + more)
