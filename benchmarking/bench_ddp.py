@@ -37,7 +37,7 @@ from benchmarking.harness import (
 from config.model import ModelConfig
 from config.parallel import DDP, FSDP, MultiProcessOptions
 from ddp.launch import launch
-from ddp.parallelism import Parallelism, apply_parallelism
+from ddp.parallelism import Parallelism, apply_parallelism, local_values
 from ddp.process_group import World, process_group
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional
@@ -120,12 +120,7 @@ class DistributedImplementation:
     def optimizer_bytes(self) -> int:
         """Size of the optimizer state on this rank."""
         values = (value for state in self.optimizer.state.values() for value in state.values())
-        return count_tensor_bytes(_to_local(value) for value in values if isinstance(value, torch.Tensor))
-
-
-def _to_local(value: Tensor) -> Tensor:
-    to_local = getattr(value, "to_local", None)
-    return value if to_local is None else to_local()
+        return count_tensor_bytes(local_values(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def compute_loss(model: Callable[..., Tensor], tokens_BL: Tensor, world: World) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,13 @@ from ddp.all_to_all_rows import AllToAllRows
 from ddp.buckets import ParameterUnit
 from ddp.process_group import SINGLE_PROCESS, World
 from ddp.replicas import Replicated
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, else the tensor itself; it shares memory and has no gradient history."""
+    values: Any = tensor.detach()
+    local: Tensor = values.to_local() if hasattr(values, "to_local") else values
+    return local
 
 
 class Parallelism(Protocol):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ddp.parallelism import local_values
 
 
 class WeightAverage:
@@ -21,7 +22,7 @@ class WeightAverage:
         self.parameters = dict(model.named_parameters())
         device = next(iter(self.parameters.values())).device
         self._num_updates = torch.zeros((), dtype=torch.int64, device=device)
-        self.averages = {name: _local_values(parameter).float().clone() for name, parameter in self.parameters.items()}
+        self.averages = {name: local_values(parameter).float().clone() for name, parameter in self.parameters.items()}
 
     @property
     def num_updates(self) -> int:
@@ -41,7 +42,7 @@ class WeightAverage:
         if skip is not None:
             weight.masked_fill_(skip, 0.0)
         for average, parameter in zip(self.averages.values(), self.parameters.values(), strict=True):
-            average.lerp_(_local_values(parameter).float(), weight.float())
+            average.lerp_(local_values(parameter).float(), weight.float())
 
     def restore(self, averages: Mapping[str, Tensor], num_updates: int) -> None:
         """Load the averages and the number of updates of a checkpoint."""
@@ -53,7 +54,7 @@ class WeightAverage:
     def use_averages(self) -> Iterator[None]:
         """Context in which the model has the averaged weights. Sharded parameters must be sharded when it is
         entered."""
-        weights = {name: _local_values(parameter).clone() for name, parameter in self.parameters.items()}
+        weights = {name: local_values(parameter).clone() for name, parameter in self.parameters.items()}
         self._copy_into_model(self.averages)
         try:
             yield
@@ -63,11 +64,4 @@ class WeightAverage:
     @torch.no_grad()
     def _copy_into_model(self, values: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
-            _local_values(parameter).copy_(values[name])
-
-
-def _local_values(parameter: Tensor) -> Tensor:
-    """The parameter's own memory; of a DTensor, this rank's shard."""
-    values: Any = parameter.detach()
-    local: Tensor = values.to_local() if hasattr(values, "to_local") else values
-    return local
+            local_values(parameter).copy_(values[name])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from config.logging import LoggingConfig
-from ddp.parallelism import Parallelism
+from ddp.parallelism import Parallelism, local_values
 from ddp.process_group import World
 from diffusionlm.diffusion.layout import LogitAlignment, target_positions
 from diffusionlm.diffusion.noised_batch import NoisedBatch
@@ -185,10 +185,8 @@ def compute_weight_norms(model: Transformer, world: World) -> NormsByName:
     """
     squares = []
     for parameter in model.parameters():
-        values: Any = parameter.detach()
-        is_sharded = hasattr(values, "to_local")
-        own_values: Tensor = values.to_local() if is_sharded else values
-        square = torch.linalg.vector_norm(own_values, dtype=torch.float32).double().square()
+        is_sharded = hasattr(parameter, "to_local")
+        square = torch.linalg.vector_norm(local_values(parameter), dtype=torch.float32).double().square()
         squares.append(square if is_sharded or world.is_first else torch.zeros_like(square))
     norms = world.all_reduce_on_device(torch.stack(squares)).sqrt()
     return dict(zip((name for name, _ in model.named_parameters()), norms, strict=True))
