@@ -158,9 +158,8 @@ class StoredTensors:
         num_read = world.sum(*(float(shards[key].values.numel()) if key in shards else 0.0 for key in keys))
         unexpected = [key for key, count in zip(keys, num_read, strict=True) if count < math.prod(self.shapes[key])]
         if unexpected:
-            raise ValueError(
-                f"{self.folder} does not fit: {join_problems([f'unexpected {key}' for key in unexpected], MAX_LISTED_PROBLEMS)}"
-            )
+            problems = [f"unexpected {key}" for key in unexpected]
+            raise ValueError(f"{self.folder} does not fit: {join_problems(problems, MAX_LISTED_PROBLEMS)}")
         world.all_agree(lambda: self._read(shards))
 
     def read_whole(self, prefix: str) -> dict[str, Tensor]:
