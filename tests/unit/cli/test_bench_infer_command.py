@@ -15,7 +15,7 @@ RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer.tom
     ("arguments", "code", "message"),
     [
         (["--set", "grid.caches=prefix"], 2, 'cache = "prefix" is for bidirectional attention'),
-        (["--set", "policies=[]"], 2, "--set policies=[]: must not be empty"),
+        (["--set", "strategies=[]"], 2, "--set strategies=[]: must not be empty"),
         (["--model", "no/such/model"], 1, "no model at no/such/model: there is no such directory"),
     ],
 )
