@@ -113,7 +113,7 @@ def test_imports_go_one_way() -> None:
     assert not violations
 
 
-def test_some_packages_never_load_torch() -> None:
+def test_light_packages_never_load_torch() -> None:
     """Also not through an import of an import: ``--help`` and config errors answer at once."""
     modules = [name for name in TREES if name.split(".")[0] in WITHOUT_TORCH]
     assert not [name for name in modules if "torch" in {target.split(".")[0] for target in imports_of(name)}]
@@ -187,7 +187,7 @@ def test_inheritance_is_shallow() -> None:
     assert not [name for name in bases if depth(name) > MAX_INHERITANCE]
 
 
-def test_modules_do_nothing_at_import_and_have_telling_names() -> None:
+def test_modules_have_no_import_side_effects_and_specific_names() -> None:
     """No calls, loops or assertions at the top level, no global that a function rebinds, no module for leftovers."""
     leftovers = {"utils", "util", "helpers", "misc", "common"}
     violations = [name for name in TREES if leftovers & set(name.split("."))]

@@ -169,7 +169,7 @@ def test_a_full_disk_of_one_rank_fails_on_both(store: CheckpointStore, tmp_path:
     assert_whole(store, 3)
 
 
-def test_ranks_that_do_not_share_a_disk_are_told_so(store: CheckpointStore, tmp_path: Path) -> None:
+def test_ranks_without_a_shared_disk_are_rejected(store: CheckpointStore, tmp_path: Path) -> None:
     def act(world: World) -> str:
         if world.rank == 1:
             real = tensor_files.make_manifest_entries

@@ -154,7 +154,7 @@ def test_unused_and_frozen_parameters(tmp_path: Path, config: DDP) -> None:
 
 
 @both
-def test_each_bucket_travels_once_a_step(tmp_path: Path, config: DDP) -> None:
+def test_each_bucket_is_reduced_once_per_step(tmp_path: Path, config: DDP) -> None:
     model = tower()
 
     def act(world: World) -> Any:
@@ -194,7 +194,7 @@ def test_the_first_bucket_leaves_before_the_backward_ends(tmp_path: Path, config
         assert last_bucket < events.index("end of the backward")
 
 
-def test_weights_and_buffers_of_the_first_rank_are_everybodys(tmp_path: Path) -> None:
+def test_weights_and_buffers_are_broadcast_from_the_first_rank(tmp_path: Path) -> None:
     def act(world: World) -> tuple[dict[str, Tensor], str]:
         model = tower(seed=world.rank)
         model.register_buffer("steps", torch.full((3,), world.rank))
@@ -265,7 +265,7 @@ def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
     run_ranks(act, tmp_path)
 
 
-def test_one_process_clips_as_torch_does(tiny_model: MakeModel) -> None:
+def test_single_process_clipping_matches_torch(tiny_model: MakeModel) -> None:
     model, [batch] = tiny_model(), batches([5], seed=0, vocabulary=19)
     expected = copy.deepcopy(model)
     alone = parallel(model, SingleProcess(), SINGLE_PROCESS)

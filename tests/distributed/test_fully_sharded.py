@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Kind, bool, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_those_of_one_process(case: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_steps_match_a_single_process(case: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     """Gradients are sums over three micro-batches and the ranks, whose counts of targets differ."""
     config, reshard, world_size, settings = CASES[case]
     frozen = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"]
@@ -145,7 +145,7 @@ def test_steps_are_those_of_one_process(case: str, tiny_model: MakeModel, tmp_pa
     run_ranks(act, tmp_path, world_size)
 
 
-def test_gradients_travel_in_each_micro_batch(tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_gradients_are_reduced_in_each_micro_batch(tiny_model: MakeModel, tmp_path: Path) -> None:
     def act(world: World) -> list[int]:
         parts = cut(tiny_model(), world)
         counts = []
@@ -159,7 +159,7 @@ def test_gradients_travel_in_each_micro_batch(tiny_model: MakeModel, tmp_path: P
     assert run_ranks(act, tmp_path) == [[3, 6, 9]] * 2  # two blocks and the root
 
 
-def test_initial_weights_are_those_of_one_process(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_initial_weights_match_a_single_process(make_config: MakeConfig, tmp_path: Path) -> None:
     """Made one after the other, from a model without memory."""
     config = make_config(tie_word_embeddings=True, sandwich_norms=True)
 
@@ -182,7 +182,7 @@ def test_initial_weights_are_those_of_one_process(make_config: MakeConfig, tmp_p
 
 
 @pytest.mark.parametrize("choice", ["selective", "full"])
-def test_activations_that_are_computed_again_change_nothing(choice: Any, tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_activation_checkpointing_keeps_gradients_equal(choice: Any, tiny_model: MakeModel, tmp_path: Path) -> None:
     def act(world: World) -> None:
         parameters_of_models = []
         for which in ("none", choice):
@@ -224,7 +224,7 @@ def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, 
     run_ranks(act, tmp_path)
 
 
-def test_a_skipped_step_changes_nothing(tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_skipped_step_leaves_state_unchanged(tiny_model: MakeModel, tmp_path: Path) -> None:
     def act(world: World) -> None:
         parts = cut(tiny_model(), world)
         optimizers = build_optimizers(

@@ -195,7 +195,7 @@ def test_each_rank_has_its_part_of_the_state(tiny_model: MakeModel, tmp_path: Pa
 
 
 @pytest.mark.parametrize("requires_whole_matrix", [False, True])
-def test_what_travels_is_the_least_there_is(tmp_path: Path, requires_whole_matrix: bool) -> None:
+def test_communication_volume_is_minimal(tmp_path: Path, requires_whole_matrix: bool) -> None:
     """Gradients once, weights once. A collective of n bytes over W ranks moves (W - 1) / W of them each way."""
 
     def act(world: World) -> Any:

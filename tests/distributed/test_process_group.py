@@ -26,7 +26,7 @@ def test_ranks_sum_values_and_agree(tmp_path: Path) -> None:
     assert run_ranks(act, tmp_path, world_size=3) == [expected] * 3
 
 
-def test_an_error_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
+def test_error_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     def act(world: World) -> list[str]:
         def fail() -> int:
             if world.rank == 1:
@@ -66,7 +66,7 @@ def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
     run_ranks(act, tmp_path)
 
 
-def test_one_alone_needs_no_group() -> None:
+def test_single_process_needs_no_group() -> None:
     assert not dist.is_initialized()
     assert SINGLE_PROCESS.is_single_process and SINGLE_PROCESS.is_first
     assert SINGLE_PROCESS.sum(1.5, 2.0) == [1.5, 2.0]
@@ -82,7 +82,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_what_torchrun_says(torchrun: pytest.MonkeyPatch) -> None:
+def test_torchrun_environment_is_read(torchrun: pytest.MonkeyPatch) -> None:
     assert read_torchrun_environment() == (1, 2, 1)
     torchrun.delenv("LOCAL_RANK")  # a launcher that starts one process on each machine
     assert read_torchrun_environment() == (1, 2, 0)
@@ -111,7 +111,7 @@ def test_a_start_that_does_not_fit_is_refused(torchrun: pytest.MonkeyPatch) -> N
         assert world is SINGLE_PROCESS
 
 
-def test_the_group_of_torchrun_is_joined_and_left(tmp_path: Path) -> None:
+def test_torchrun_group_is_created_and_destroyed(tmp_path: Path) -> None:
     def act(world: World) -> tuple[World, float, bool]:
         dist.destroy_process_group()
         environment = {"RANK": str(world.rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}

@@ -96,7 +96,9 @@ def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float) -> None:
         pytest.param("fsdp", MUON, id="fsdp-muon", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_train_as_one(strategy: str, optimizer: dict[str, Any], config: TrainConfig, tmp_path: Path) -> None:
+def test_two_ranks_match_a_single_process(
+    strategy: str, optimizer: dict[str, Any], config: TrainConfig, tmp_path: Path
+) -> None:
     """With micro-batches of one row on each rank, so that target counts differ."""
     sections: dict[str, Any] = {"optimizer": optimizer, "training": {"micro_batch_size": 1}}
     one = in_directory(config, tmp_path / "one", **sections)
@@ -128,7 +130,7 @@ def test_two_ranks_train_in_bfloat16(strategy: str, config: TrainConfig, tmp_pat
 
 
 @pytest.mark.parametrize("strategy", ["ddp, sharded", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_run_goes_on_with_other_numbers_of_ranks(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
+def test_run_resumes_with_another_world_size(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
     """One rank, two, one: each goes on where the last one stopped."""
     sections: dict[str, Any] = {"optimizer": ADAMW, "training": {"ema_decay": 0.5}}
     whole = in_directory(config, tmp_path / "whole", **sections)
@@ -144,7 +146,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(strategy: str, config: TrainC
     check_equal(part, whole, 2e-5)
 
 
-def test_a_step_that_one_rank_cannot_count_is_skipped_by_all(
+def test_nonfinite_step_of_one_rank_is_skipped_by_all_ranks(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = loop.train_step
@@ -164,7 +166,7 @@ def test_a_step_that_one_rank_cannot_count_is_skipped_by_all(
     assert state["progress"]["skipped"] == 1
 
 
-def test_a_rank_that_dies_ends_all_and_the_run_goes_on_exactly(config: TrainConfig, tmp_path: Path) -> None:
+def test_dead_rank_ends_the_run_and_resume_is_exact(config: TrainConfig, tmp_path: Path) -> None:
     whole = in_directory(config, tmp_path / "whole", optimizer=ADAMW, parallel=DDP)
     train_on(whole, tmp_path)
     broken = in_directory(config, tmp_path / "broken", optimizer=ADAMW, parallel=DDP)

@@ -32,7 +32,7 @@ def rows(count: int) -> list[Row]:
 
 
 @pytest.mark.parametrize("is_collective", [False, True])
-def test_ranks_find_the_numbers_of_one(
+def test_distributed_validation_matches_a_single_process(
     tiny_model: Callable[..., Transformer], tokenizer: Tokenizer, tmp_path: Path, is_collective: bool
 ) -> None:
     model = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
@@ -67,7 +67,7 @@ def test_ranks_find_the_numbers_of_one(
     assert [number for _, number in done] == expected
 
 
-def test_an_error_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
+def test_validation_error_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     def act(world: World) -> tuple[str, list[int], list[int]]:
         computed: list[int] = []
 

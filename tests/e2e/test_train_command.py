@@ -191,7 +191,7 @@ def test_a_complete_run_shows_its_summary_again(config: Path, uninterrupted: Pat
     assert "validation bound" in result.stdout
 
 
-def test_another_config_is_refused_and_shown(config: Path, uninterrupted: Path) -> None:
+def test_changed_config_is_rejected_with_its_differences(config: Path, uninterrupted: Path) -> None:
     before = (uninterrupted / "config.toml").read_bytes()
     result = run_here("--config", config, "--set", "schedule.kind=cosine")
     assert result.returncode == 1
@@ -238,7 +238,7 @@ def test_a_warm_start_takes_weights_and_tokenizer(config: Path, uninterrupted: P
     ).read_bytes()
 
 
-def test_a_warm_start_that_does_not_fit_lists_what(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
+def test_incompatible_warm_start_lists_the_differences(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
     result = run_here(
         *("--config", config, "--set", f"run.directory={tmp_path / 'warm'}", "--set", "model.hidden_size=48"),
         *("--set", f"model.init_from={uninterrupted}"),

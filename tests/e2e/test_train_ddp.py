@@ -137,7 +137,7 @@ def uninterrupted(config: Path) -> Path:
     return directory
 
 
-def test_two_ranks_take_the_steps_of_one(config: Path, uninterrupted: Path) -> None:
+def test_two_ranks_match_single_process_training(config: Path, uninterrupted: Path) -> None:
     code, stderr = finish(start("cli.train", config, config.parent / "one"))
     assert code == 0, stderr
     one, two = losses(config.parent / "one"), losses(uninterrupted)
@@ -145,7 +145,7 @@ def test_two_ranks_take_the_steps_of_one(config: Path, uninterrupted: Path) -> N
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-4)
 
 
-def test_signals_save_and_the_command_goes_on(config: Path, uninterrupted: Path) -> None:
+def test_signal_saves_and_the_command_resumes(config: Path, uninterrupted: Path) -> None:
     """From a terminal, which tells the whole group, and to the launcher alone; the rest is the same bit for bit."""
     directory = config.parent / "stopped"
     for step, number, to_all in ((4, signal.SIGINT, True), (15, signal.SIGUSR1, False), (24, signal.SIGTERM, False)):
@@ -186,7 +186,7 @@ def test_ranks_outlive_their_launcher_until_they_have_saved(config: Path) -> Non
     assert code == -signal.SIGKILL and "stopped after step" in stderr
 
 
-def test_what_ranks_cannot_do_is_said_once(config: Path) -> None:
+def test_error_of_all_ranks_is_printed_once(config: Path) -> None:
     code, stderr = finish(
         start("cli.train_ddp", config, config.parent / "none", "--set", 'data.source.paths=["/none"]')
     )

@@ -87,7 +87,7 @@ def first_loss(config: TrainConfig) -> float:
     return float(next(json.loads(line)["metrics"]["loss"] for line in lines if "metrics" in line))
 
 
-def test_training_goes_on_from_the_converted_model(qwen3: Path, tmp_path: Path) -> None:
+def test_training_starts_from_the_converted_model(qwen3: Path, tmp_path: Path) -> None:
     config = recipe(qwen3, tmp_path, "same_position")
     summary = train(config).summary
     assert summary is not None and summary.evaluation.block_length == 4
@@ -102,7 +102,7 @@ def test_training_goes_on_from_the_converted_model(qwen3: Path, tmp_path: Path) 
     assert again.summary is not None and again.summary.to_json() == summary.to_json(), "the run is the same one"
 
 
-def test_with_shifted_outputs_and_blocks_of_one_the_loss_is_that_of_the_source(qwen3: Path, tmp_path: Path) -> None:
+def test_shifted_outputs_with_block_length_one_match_the_source_loss(qwen3: Path, tmp_path: Path) -> None:
     import transformers
 
     from diffusionlm.checkpoints.huggingface import load_tokenizer

@@ -277,7 +277,7 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
     ],
     ids=["blocks", "next token", "guidelines", "mean"],
 )
-def test_a_loss_that_is_no_bound_is_said_once(
+def test_loss_without_bound_is_reported_once(
     config: TrainConfig, objective: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(with_objective(config, objective))

@@ -24,7 +24,7 @@ def events(config: TrainConfig) -> list[tuple[int, str, str]]:
     return [(record["step"], record["event"], record["text"]) for record in records if "event" in record]
 
 
-def test_a_run_ends_with_its_page_and_tells_its_environment(config: TrainConfig) -> None:
+def test_run_records_its_environment_and_writes_a_report(config: TrainConfig) -> None:
     train(config)
     page = (config.run.directory / "report.html").read_text(encoding="utf-8")
     assert "complete</span> 8 of 8 steps" in page
@@ -35,9 +35,7 @@ def test_a_run_ends_with_its_page_and_tells_its_environment(config: TrainConfig)
     assert read_run(config.run.directory).state == "complete"
 
 
-def test_a_run_that_fails_says_so_in_its_record_and_on_its_page(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_is_recorded_and_in_the_report(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise ValueError("the disk is <full>")
 
@@ -49,9 +47,7 @@ def test_a_run_that_fails_says_so_in_its_record_and_on_its_page(
     assert 'class="state failed"' in page and "the disk is &lt;full&gt;" in page
 
 
-def test_a_complete_run_that_goes_on_has_no_results_until_its_new_end(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extended_run_has_no_results_until_it_ends_again(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(config).summary is not None
     longer = config.model_copy(
         update={
@@ -84,7 +80,7 @@ def test_a_damaged_summary_is_named_with_the_remedy(config: TrainConfig) -> None
     assert train(config).summary is not None
 
 
-def test_nobody_has_to_read_standard_error(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_stderr_does_not_end_training(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", encoding="utf-8") as stream:

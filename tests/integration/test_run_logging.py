@@ -79,7 +79,7 @@ def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pyte
         assert ("activation_norms/layers.0" in values) is has_norms
 
 
-def test_norms_have_steps_of_their_own_and_change_nothing(config: TrainConfig, tmp_path: Path) -> None:
+def test_norm_interval_is_independent_and_does_not_change_training(config: TrainConfig, tmp_path: Path) -> None:
     plain = logging(config, tmp_path / "plain", every_steps=4)
     watched = logging(config, tmp_path / "watched", every_steps=4, norms_every_steps=3)
     train(plain)
@@ -159,7 +159,7 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
 
 
 @pytest.mark.parametrize(("grad_norm", "ratio"), [(0.5, 1.0), (8.0, 0.25), (math.inf, math.nan), (math.nan, math.nan)])
-def test_what_gradients_are_cut_by(grad_norm: float, ratio: float) -> None:
+def test_gradient_clip_ratio_is_recorded(grad_norm: float, ratio: float) -> None:
     settings = SimpleNamespace(max_grad_norm=2.0, device=torch.device("cpu"))
     run: Any = SimpleNamespace(settings=settings, monitor=SimpleNamespace(metrics=lambda: {}))
     values = collect_monitor_metrics(run, StepMetrics(1, 2.0, grad_norm, 0.0, True))
@@ -167,7 +167,7 @@ def test_what_gradients_are_cut_by(grad_norm: float, ratio: float) -> None:
     assert values["memory/peak_resident"] > 2**20
 
 
-def test_a_sample_tells_the_forward_and_the_probability_of_each_token(config: TrainConfig) -> None:
+def test_sample_event_has_step_map_and_logprobs(config: TrainConfig) -> None:
     values: dict[str, Any] = config.model_dump(exclude_unset=True)
     values["samples"] = {"every_steps": 8, "infills": ["the cat[MASK:2] sat"]}
     config = TrainConfig.model_validate(values)

@@ -21,7 +21,7 @@ def card_of(folder: Path) -> str:
     return (folder / "README.md").read_text(encoding="utf-8")
 
 
-def test_each_checkpoint_says_what_was_known_of_it(config: TrainConfig) -> None:
+def test_model_cards_have_the_last_validation(config: TrainConfig) -> None:
     values = config.model_dump(exclude_unset=True)
     values["validation"] |= {"every_steps": 6, "rows": 8}
     values["checkpoint"] |= {"keep_last": 3}
@@ -54,7 +54,7 @@ def test_each_checkpoint_says_what_was_known_of_it(config: TrainConfig) -> None:
     assert tomllib.loads(objective)["kind"] == "masked_diffusion"
 
 
-def test_a_resumed_run_knows_the_last_validation(config: TrainConfig) -> None:
+def test_resumed_run_restores_the_last_validation(config: TrainConfig) -> None:
     """The one of step 2, at step 3, and not any more what an older checkpoint does not say."""
     values = config.model_dump(exclude_unset=True)
     values["validation"] |= {"every_steps": 2, "rows": 8}

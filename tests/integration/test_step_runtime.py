@@ -72,7 +72,7 @@ def test_numbers_that_are_read_late_are_the_same(config: TrainConfig, tmp_path: 
     assert run.progress.loss_average == plain.progress.loss_average
 
 
-def test_skipped_steps_are_said_with_their_numbers_also_late(
+def test_delayed_skip_events_have_their_step_numbers(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = built(config, tmp_path / "late", logging={"every_steps": 4}, checkpoint={"every_steps": 100})

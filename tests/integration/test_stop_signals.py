@@ -18,7 +18,7 @@ from diffusionlm.training.loop import train
 from logger.report import read_run
 
 
-def test_a_run_finishes_its_step_saves_and_goes_on_later(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_finishes_the_step_saves_and_allows_resume(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     original, calls = DiffusionObjective.build_loss_inputs, [0]
 
     def build_loss_inputs(self: DiffusionObjective, noised_batch: Any, denominator: float) -> LossInputs:

@@ -33,7 +33,7 @@ def events(config: TrainConfig) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record.get("event", "data") not in ("data", "environment")]
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_said(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_step_is_skipped_and_recorded(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     break_scores(monkeypatch, {3})
     result = train(config)
     assert result.step == 8
@@ -42,7 +42,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_said(config: TrainConfig, monk
     assert result.summary.evaluation.nats_per_token < 10
 
 
-def test_several_in_a_row_end_the_run_and_the_checkpoint_stands(
+def test_consecutive_nonfinite_steps_end_the_run_and_keep_the_checkpoint(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_scores(monkeypatch, set(range(4, 100)))
@@ -51,9 +51,7 @@ def test_several_in_a_row_end_the_run_and_the_checkpoint_stands(
     assert CheckpointStore(config.run.directory / "checkpoints", 2).load_newest(print) is not None
 
 
-def test_a_full_disk_during_the_run_is_said_and_the_run_goes_on(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_reported_and_the_run_continues(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     original = CheckpointStore.save
 
     def save(self: CheckpointStore, checkpoint: StagedCheckpoint, *args: Any) -> Path:
@@ -130,7 +128,7 @@ def test_a_directory_of_something_else_is_refused(config: TrainConfig) -> None:
     ],
     ids=["no hole", "too long", "hole first", "no format"],
 )
-def test_what_would_end_a_run_later_is_refused_at_its_start(
+def test_late_failures_are_detected_at_startup(
     config: TrainConfig, changes: dict[str, dict[str, Any]], message: str
 ) -> None:
     values: dict[str, Any] = config.model_dump(exclude_unset=True)

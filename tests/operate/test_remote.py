@@ -103,7 +103,7 @@ def test_the_secret_is_in_the_run_and_in_no_command_line(
         assert not path.is_file() or SECRET.encode() not in path.read_bytes()
 
 
-def test_what_auto_train_made_is_shown(trained: tuple[Remote, subprocess.CompletedProcess[str], list[str]]) -> None:
+def test_auto_train_prints_its_results(trained: tuple[Remote, subprocess.CompletedProcess[str], list[str]]) -> None:
     machine, _, _ = trained
     (row,) = [line for line in machine.works("list-runs").splitlines() if line.startswith("runs/a tiny one")]
     assert re.match(r"runs/a tiny one +9 +\d+\.\d{4} +\d+\.\d{4} +step-00000009 +\d{4}-", row)
@@ -174,7 +174,7 @@ def test_settings_are_values_and_not_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["A=b sekrit", "A='sekrit", "A=sekrit # b", "A='x'sekrit", "sekrit", "1A=sekrit"])
-def test_what_is_no_setting_is_named_without_its_value(tmp_path: Path, line: str) -> None:
+def test_unknown_setting_is_reported_without_its_value(tmp_path: Path, line: str) -> None:
     done = with_settings(tmp_path, f"GOOD=1\n{line}\n".encode())
     assert done.returncode == 2
     assert done.stdout == b""
@@ -243,7 +243,7 @@ def test_help_needs_no_machine_and_does_nothing(remote: Remote) -> None:
         (["kill-train", "wait=soon"], "wait = 'soon' is no number"),
     ],
 )
-def test_mistakes_are_told_in_a_line(stubbed: Remote, words: list[str], message: str) -> None:
+def test_usage_errors_take_one_line(stubbed: Remote, words: list[str], message: str) -> None:
     assert message in stubbed.fails(*words)
 
 
@@ -254,7 +254,7 @@ def test_a_bad_config_starts_nothing(stubbed: Remote) -> None:
     assert stubbed.sessions() == ""
 
 
-def test_a_config_that_is_only_there_and_one_outside_of_the_tree(stubbed: Remote, tmp_path: Path) -> None:
+def test_remote_only_config_and_config_outside_the_tree(stubbed: Remote, tmp_path: Path) -> None:
     (stubbed.root / "theirs.toml").write_text(TINY, encoding="utf-8")
     text = stubbed.works("train", "theirs.toml", "command=stub", "--set", "lines=0", "end=0")
     assert "config theirs.toml is not here: that of someone@127.0.0.1 is taken" in text

@@ -37,7 +37,7 @@ def parts(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.part"))
 
 
-def test_a_fetch_that_is_cut_leaves_no_half_file_and_goes_on(ready: Remote, folder: Path) -> None:
+def test_interrupted_fetch_leaves_no_partial_file_and_resumes(ready: Remote, folder: Path) -> None:
     (folder / "a small one").write_text("whole", encoding="utf-8")
     (folder / "model.safetensors").write_bytes(BIG)
     there = cut(ready, "output", 300_000)
@@ -58,7 +58,7 @@ def test_a_fetch_that_is_cut_leaves_no_half_file_and_goes_on(ready: Remote, fold
     assert not parts(here)
 
 
-def test_what_changed_meanwhile_starts_anew(ready: Remote, folder: Path) -> None:
+def test_changed_file_is_fetched_from_the_start(ready: Remote, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(BIG)
     cut(ready, "output", 300_000)
     ready.fails("fetch", "runs/a b", code=255)
@@ -69,7 +69,7 @@ def test_what_changed_meanwhile_starts_anew(ready: Remote, folder: Path) -> None
     assert not parts(here)
 
 
-def test_what_is_here_is_not_fetched_again(ready: Remote, folder: Path) -> None:
+def test_existing_files_are_not_fetched_again(ready: Remote, folder: Path) -> None:
     (folder / "one").write_text("1", encoding="utf-8")
     (folder / "two").write_text("2", encoding="utf-8")
     ready.works("fetch", "runs/a b")
@@ -148,7 +148,7 @@ def kept_here(machine: Remote) -> list[tuple[str, str]]:
     return sorted(("/".join(path.parts[start:]), path.read_text(encoding="utf-8")) for path in files)
 
 
-def test_what_did_not_come_from_there_is_kept_here(ready: Remote, folder: Path) -> None:
+def test_local_files_are_preserved_by_a_fetch(ready: Remote, folder: Path) -> None:
     for name in ("one", "two"):
         (folder / name).write_text(f"{name} there", encoding="utf-8")
     (folder / "latest").symlink_to("one")
@@ -196,7 +196,7 @@ def test_auto_train_does_not_begin_what_would_replace_a_run_of_this_machine(read
     shutil.rmtree(ready.tree / "runs")
 
 
-def test_a_run_that_goes_on_is_fetched_as_far_as_it_is_whole(ready: Remote, folder: Path) -> None:
+def test_fetch_of_an_active_run_copies_complete_files(ready: Remote, folder: Path) -> None:
     for name in ("first", "steps/2.tmp-old/model", "summary.json.tmp-0123abcd", "later", "of theirs.tmp-x"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name, encoding="utf-8")
@@ -220,14 +220,14 @@ def test_a_run_that_goes_on_is_fetched_as_far_as_it_is_whole(ready: Remote, fold
     assert sorted(os.listdir(here)) == ["first", "latest", "of theirs.tmp-x"]
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_a_line(ready: Remote, folder: Path) -> None:
+def test_unwritable_folder_is_reported_in_one_line(ready: Remote, folder: Path) -> None:
     (folder / "one").touch()
     (ready.tree / "runs").mkdir()
     (ready.tree / "runs" / "a b").touch()
     assert "a b" in ready.fails("fetch", "runs/a b")
 
 
-def test_data_that_is_cut_goes_on_where_it_stopped(ready: Remote) -> None:
+def test_interrupted_data_transfer_resumes(ready: Remote) -> None:
     source = ready.tree / "data" / "more" / "tokens.bin"
     source.parent.mkdir()
     source.write_bytes(BIG)

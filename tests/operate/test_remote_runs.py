@@ -71,7 +71,7 @@ def following(machine: Remote, *words: str, **more: str) -> Iterator[subprocess.
             process.kill()
 
 
-def test_a_session_that_runs_is_left_alone_until_it_is_killed(stubbed: Remote) -> None:
+def test_active_session_is_unchanged_until_killed(stubbed: Remote) -> None:
     stubbed.works("train", *stub(lines=3000))
     session = stubbed.sessions()
     assert session.startswith("diffusionlm ")
@@ -131,7 +131,7 @@ def test_a_root_trains_in_one_session_and_a_session_is_of_one_root(stubbed: Remo
     assert "ended with exit code 143" in stubbed.works("kill-train")
 
 
-def test_of_two_starts_at_the_same_time_one_is_refused(stubbed: Remote) -> None:
+def test_simultaneous_starts_run_only_once(stubbed: Remote) -> None:
     words = [sys.executable, "scripts/remote", "train", "config=tiny.toml", "command=stub", "extra=slow hold"]
     both = [
         subprocess.Popen(words, cwd=stubbed.tree, env=stubbed.environment, stderr=subprocess.PIPE, text=True)
@@ -164,7 +164,7 @@ def test_attach_shows_the_session_and_leaves_it(stubbed: Remote) -> None:
     stubbed.works("kill-train")
 
 
-def test_following_goes_on_after_a_lost_connection(stubbed: Remote) -> None:
+def test_follow_reconnects_after_a_lost_connection(stubbed: Remote) -> None:
     stubbed.works("train", *stub(lines=15, end=7))
     (stubbed.folder / "cut-output").write_text("120", encoding="utf-8")
     done = stubbed.just("follow-train")
@@ -175,7 +175,7 @@ def test_following_goes_on_after_a_lost_connection(stubbed: Remote) -> None:
     assert not (stubbed.folder / "cut-output").exists()
 
 
-def test_following_is_of_one_launch_and_outlives_a_loss_at_the_end(stubbed: Remote) -> None:
+def test_follow_ends_with_its_launch_after_a_lost_connection(stubbed: Remote) -> None:
     hold = ["config=tiny.toml", "command=stub", "extra=hold"]
     stubbed.works("train", *hold)
     with following(stubbed) as process:
@@ -197,7 +197,7 @@ def test_following_is_of_one_launch_and_outlives_a_loss_at_the_end(stubbed: Remo
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 129), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_who_leaves_closes_the_connection_and_leaves_the_run_alone(
+def test_interrupted_follow_closes_the_connection_and_keeps_the_run(
     stubbed: Remote, number: signal.Signals, code: int
 ) -> None:
     stubbed.works("train", "config=tiny.toml", "command=stub", "extra=hold")
@@ -221,7 +221,7 @@ def test_who_leaves_closes_the_connection_and_leaves_the_run_alone(
     stubbed.works("kill-train")
 
 
-def test_who_leaves_something_else_is_told_of_no_run(stubbed: Remote) -> None:
+def test_interrupt_outside_follow_prints_no_run_message(stubbed: Remote) -> None:
     with following(stubbed, "infer", "command=stub", "args=hold left") as process:
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60)[1] == "\ninfer: left\n"
@@ -239,7 +239,7 @@ def test_how_a_run_ends_counts_where_its_log_cannot_be_written(stubbed: Remote) 
     assert (launch / "code").read_text(encoding="utf-8") == "3\n"
 
 
-def test_the_tree_there_is_told_by_its_contents(stubbed: Remote) -> None:
+def test_remote_tree_is_identified_by_its_contents(stubbed: Remote) -> None:
     def warned() -> bool:
         done = stubbed.just("train", *stub(lines=0))
         assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ def edited_there(machine: Remote, name: str) -> list[str]:
     return [path.read_text(encoding="utf-8") for path in saved_copies]
 
 
-def test_what_was_edited_there_is_kept_by_every_way(ready: Remote) -> None:
+def test_remote_edits_are_preserved_by_every_command(ready: Remote) -> None:
     name = "config/resources/shidoku.toml"
     (ready.tree / name).write_text("first", encoding="utf-8")
     assert ready.just("data-remote", name).stderr == ""
@@ -60,7 +60,7 @@ def test_what_was_edited_there_is_kept_by_every_way(ready: Remote) -> None:
     assert (ready.root / "notes.md").read_text(encoding="utf-8") == "of mine"
 
 
-def test_a_tree_that_something_is_in_the_way_of_changes_nothing(ready: Remote) -> None:
+def test_blocked_upload_leaves_the_remote_tree_unchanged(ready: Remote) -> None:
     (ready.tree / "placed").write_text("a file", encoding="utf-8")
     (ready.tree / "below").mkdir()
     (ready.tree / "below" / "it").write_text("below a folder", encoding="utf-8")
@@ -94,7 +94,7 @@ def test_a_tree_that_something_is_in_the_way_of_changes_nothing(ready: Remote) -
     assert (ready.root / "below").is_file()
 
 
-def test_a_tree_that_is_cut_changes_nothing(ready: Remote) -> None:
+def test_interrupted_upload_leaves_the_remote_tree_unchanged(ready: Remote) -> None:
     (ready.tree / "README.md").write_text("another", encoding="utf-8")
     before = (ready.root / "README.md").read_bytes()
     cut(ready, "input", 200_000)

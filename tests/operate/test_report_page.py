@@ -221,7 +221,7 @@ def test_samples_are_unmasked_forward_by_forward(pages: tuple[Path, Path], brows
     assert browser.problems() == []
 
 
-def test_on_paper_nothing_is_folded_and_nothing_to_press_is_left(pages: tuple[Path, Path], browser: Page) -> None:
+def test_print_view_is_expanded_and_has_no_controls(pages: tuple[Path, Path], browser: Page) -> None:
     browser.open(pages[0], *DESK)
     browser.evaluate("document.querySelector('.replay button').click()")
     browser.call("Emulation.setEmulatedMedia", media="print")

@@ -124,7 +124,7 @@ def test_the_familys_defaults_are_generate_pys(model: TableModel) -> None:
     assert parallel > 2
 
 
-def test_stop_tokens_cut_what_the_block_holds(model: TableModel) -> None:
+def test_stop_tokens_truncate_the_block(model: TableModel) -> None:
     """generate.py looks once a block and keeps what is behind the stop."""
     stopped = 0
     for prompt in PROMPTS:

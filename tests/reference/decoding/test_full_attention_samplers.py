@@ -249,7 +249,7 @@ def test_llada_on_a_transformer() -> None:
         assert_same(model, [1, 2, 3], config, 5, text)
 
 
-def test_random_topk_shuffles_what_is_equal() -> None:
+def test_random_topk_shuffles_ties() -> None:
     """All positions alike: their order is that of chance, and low_confidence's the one from left to right."""
     model = table_model()
     model.table.frequency_LV[:] = 0.0

@@ -57,7 +57,7 @@ def test_differences_are_measured(tensors: Tensors, tmp_path: Path) -> None:
     assert not result.is_equal
 
 
-def test_renamed_tensors_are_found_by_their_values(tensors: Tensors, tmp_path: Path) -> None:
+def test_renamed_tensors_are_matched_by_value(tensors: Tensors, tmp_path: Path) -> None:
     one = directory(tmp_path / "one", {"model.safetensors": tensors})
     renamed = {f"other.{name}": tensor for name, tensor in tensors.items() if name != "norm"}
     two = directory(tmp_path / "two", {"weights.safetensors": {**renamed, "new": torch.ones(7)}})
@@ -71,7 +71,7 @@ def test_renamed_tensors_are_found_by_their_values(tensors: Tensors, tmp_path: P
     assert len(without.only_a) == 4 and not without.pairs
 
 
-def test_shapes_that_differ_are_shown_and_not_compared(tensors: Tensors, tmp_path: Path) -> None:
+def test_shape_mismatches_are_listed_without_comparison(tensors: Tensors, tmp_path: Path) -> None:
     one = directory(tmp_path / "one", {"model.safetensors": tensors})
     grown = {**tensors, "embed": torch.zeros(6, 4)}
     result = analyze(one, directory(tmp_path / "two", {"model.safetensors": grown}))
@@ -80,7 +80,7 @@ def test_shapes_that_differ_are_shown_and_not_compared(tensors: Tensors, tmp_pat
     assert "5x4 / 6x4" in format_analysis(result, 40)
 
 
-def test_a_dtype_that_holds_the_values_changes_nothing(tensors: Tensors, tmp_path: Path) -> None:
+def test_lossless_dtype_change_is_no_difference(tensors: Tensors, tmp_path: Path) -> None:
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     one = directory(tmp_path / "one", {"model.safetensors": halves})
     two = directory(tmp_path / "two", {"model.safetensors": {name: tensor.float() for name, tensor in halves.items()}})
@@ -106,7 +106,7 @@ def test_the_command(tensors: Tensors, tmp_path: Path, capsys: pytest.CaptureFix
         (["{one}", "{empty}"], 1, "convert it with diffusionlm-convert"),
     ],
 )
-def test_what_cannot_be_compared(
+def test_incomparable_directories_are_rejected(
     arguments: list[str], code: int, message: str, tensors: Tensors, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = directory(tmp_path / "one", {"model.safetensors": tensors})

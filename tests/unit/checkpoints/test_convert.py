@@ -116,7 +116,7 @@ def test_a_mask_token_that_is_there_changes_no_weight(tmp_path: Path) -> None:
         assert torch.equal(before(TOKENS, pattern=Bidirectional()), after(TOKENS, pattern=Bidirectional()))
 
 
-def test_without_diffusion_the_model_stays_what_it_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_conversion_without_diffusion_keeps_the_model(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = source(tmp_path / "ar", tokenizer, 260)
     after = converted(path, tmp_path / "copy")
     assert after.config == load_model(path).config and analyze(path, tmp_path / "copy").is_equal
@@ -190,7 +190,7 @@ def test_a_tokenizer_that_does_not_fit(tokenizer: Tokenizer, tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_cannot_be_converted(
+def test_unsupported_conversions_are_rejected(
     overrides: list[str],
     code: int,
     message: str,

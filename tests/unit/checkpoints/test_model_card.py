@@ -73,7 +73,7 @@ def rows(card: str) -> dict[str, str]:
     return {cell[0]: cell[1] for cell in cells if len(cell) == 2}
 
 
-def test_what_a_run_says_of_its_model(tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_card_has_the_facts_of_the_run(tiny_model: MakeModel, tmp_path: Path) -> None:
     model = tiny_model(block_length=4)
     card = card_of(model, tmp_path, TRAINING)
     assert front_matter(card) == {
@@ -110,7 +110,7 @@ def test_kinds_of_models(tiny_model: MakeModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dense", "size"), [((), "8 per expert"), ((1,), "40, 8 per expert")])
-def test_a_mixture_says_what_a_token_meets(
+def test_mixture_card_has_active_parameters(
     dense: tuple[int, ...], size: str, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     """Two of the four experts, each three matrices of 24 x 8, are idle in each layer that has some."""
@@ -123,7 +123,7 @@ def test_a_mixture_says_what_a_token_meets(
 
 
 @pytest.mark.parametrize("context", [8, 16, 33, 256])
-def test_what_it_says_of_use_fits_the_context(
+def test_usage_section_matches_the_context_length(
     context: int, tokenizer: Tokenizer, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(
@@ -212,7 +212,7 @@ def test_killed_in_between_the_checkpoint_verifies(
     verify_directory(folder, must_have_manifest=True)
 
 
-def test_a_card_of_somebody_else_is_left_alone(tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_foreign_card_is_not_replaced(tiny_model: MakeModel, tmp_path: Path) -> None:
     folder = sealed(tiny_model, tmp_path / "model")
     (folder / "README.md").write_text("# mine\n", encoding="utf-8")
     manifest = (folder / "MANIFEST.json").read_bytes()
@@ -221,7 +221,9 @@ def test_a_card_of_somebody_else_is_left_alone(tiny_model: MakeModel, tmp_path: 
     assert (folder / "README.md").read_text() == "# mine\n" and (folder / "MANIFEST.json").read_bytes() == manifest
 
 
-def test_a_converted_model_tells_what_it_was(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_card_of_a_converted_model_names_its_source(
+    tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     model = tiny_model(
         vocab_size=tokenizer.vocab_size,
         mask_token_id=tokenizer.mask_token_id,

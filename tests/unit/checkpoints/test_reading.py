@@ -64,7 +64,7 @@ def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama", "qwen3_moe", "gemma2"])
-def test_what_is_silent_on_diffusion_is_autoregressive(model_type: str, tmp_path: Path) -> None:
+def test_config_without_diffusion_keys_is_autoregressive(model_type: str, tmp_path: Path) -> None:
     config = read(tmp_path, model_type=model_type)
     assert (config.block_length, config.logit_alignment, config.mask_token_id) == (1, "shifted", None)
     assert config.model_type is None  # its options say the family
@@ -228,7 +228,7 @@ def test_small_things(tmp_path: Path) -> None:
         ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
     ],
 )
-def test_what_is_not_computed_here_is_named(values: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unsupported_options_are_named(values: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"(?s)config\.json.*{named}"):
         read(tmp_path, **values)
 
@@ -243,7 +243,7 @@ def test_a_broken_config_is_named(content: bytes, tmp_path: Path) -> None:
 # Weights.
 
 
-def test_the_widest_dtype_is_kept(tmp_path: Path) -> None:
+def test_widest_dtype_is_selected(tmp_path: Path) -> None:
     for dtypes, expected in (
         ((torch.bfloat16, torch.float32), torch.float32),
         ((torch.float32, torch.bfloat16), torch.float32),
@@ -262,7 +262,7 @@ def test_shards_give_the_same_model(saved: Path, tiny_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes_are_converted_or_kept(dtype: torch.dtype, tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_dtypes_are_converted_or_preserved(dtype: torch.dtype, tiny_model: MakeModel, tmp_path: Path) -> None:
     model = tiny_model(dtype=dtype)
     save_model(model, tmp_path)
     assert read_saved_dtype(tmp_path) == dtype
@@ -295,7 +295,7 @@ def test_all_problems_are_one_error(saved: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_nothing_is_copied_unless_all_fits(saved: Path, tiny_model: MakeModel) -> None:
+def test_weights_are_copied_only_if_all_match(saved: Path, tiny_model: MakeModel) -> None:
     path = saved / json.loads((saved / "model.safetensors.index.json").read_text())["weight_map"]["model.norm.weight"]
     edit(path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(25)}))
     model = tiny_model(seed=1)
@@ -377,7 +377,7 @@ def test_a_tensor_in_two_shards_is_refused(saved: Path) -> None:
             reading(saved)
 
 
-def test_a_directory_without_weights_says_what_was_looked_for(saved: Path) -> None:
+def test_missing_weights_error_lists_the_expected_files(saved: Path) -> None:
     for path in saved.glob("model*"):
         path.unlink()
     with pytest.raises(ValueError, match=r"no weights.*model\.safetensors, .*pytorch_model\.bin"):
@@ -444,7 +444,7 @@ def as_pickle(saved: Path, content: Any) -> None:
     torch.save(content, saved / "pytorch_model.bin")
 
 
-def test_a_pickle_runs_nothing(saved: Path) -> None:
+def test_pickle_weights_run_no_code(saved: Path) -> None:
     content = dict(read_weights(saved)) | {"attack": Attack(saved / "attacked")}
     as_pickle(saved, content)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin: cannot be read"):

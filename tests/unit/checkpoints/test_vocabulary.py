@@ -146,13 +146,13 @@ def test_the_mask_token_is_no_ordinary_one(with_tokenizer: Path) -> None:
         {"added_tokens_decoder": {"18": {"content": "mat"}}},
     ],
 )
-def test_what_tokenizer_config_declares_is_special(config: dict[str, Any], with_tokenizer: Path) -> None:
+def test_special_tokens_of_tokenizer_config_are_read(config: dict[str, Any], with_tokenizer: Path) -> None:
     change_tokenizer(with_tokenizer, as_ordinary)
     (with_tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
     load_model(with_tokenizer)
 
 
-def test_what_special_tokens_map_declares_is_special(with_tokenizer: Path) -> None:
+def test_special_tokens_of_special_tokens_map_are_read(with_tokenizer: Path) -> None:
     change_tokenizer(with_tokenizer, as_ordinary)
     (with_tokenizer / "special_tokens_map.json").write_text('{"mask_token": "mat"}')
     load_model(with_tokenizer)

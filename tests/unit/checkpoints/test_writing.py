@@ -91,7 +91,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("size", ["5GB", "6KB"])
 @pytest.mark.parametrize(("overrides", "family"), MODELS)
-def test_what_was_written_comes_back(
+def test_write_and_read_round_trip(
     overrides: dict[str, Any], family: str, size: str, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     if isinstance(overrides.get("rope_scaling"), dict):
@@ -178,7 +178,7 @@ def test_a_complete_directory(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_p
     assert load_model(target).config == model.config
 
 
-def test_the_sources_generation_config_is_kept(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_generation_config_of_the_source_is_copied(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = tiny_model(vocab_size=tokenizer.vocab_size)
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
@@ -227,12 +227,14 @@ def test_a_block_model_in_sdars_words(make_config: MakeConfig) -> None:
         ({**EXPERTS, "layer_types": [FULL, SLIDING], "sliding_window": 3}, "sliding_attention.*qwen3_moe"),
     ],
 )
-def test_what_no_family_can_say_is_refused(overrides: dict[str, Any], named: str, make_config: MakeConfig) -> None:
+def test_config_without_matching_family_is_rejected(
+    overrides: dict[str, Any], named: str, make_config: MakeConfig
+) -> None:
     with pytest.raises(ValueError, match=rf"(?s){named}"):
         build_config_json(make_config(**overrides), torch.float32)
 
 
-def test_names_of_llada_are_each_others_inverse(tiny_model: MakeModel) -> None:
+def test_llada_name_maps_are_inverses(tiny_model: MakeModel) -> None:
     names = [name for name, _ in tiny_model(**LLADA, tie_word_embeddings=False).named_parameters()]
     theirs = [FAMILIES["llada"].stored_name(name) for name in names]
     assert len(set(theirs)) == len(names)

@@ -239,7 +239,7 @@ def qwen_dir(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_causal_checkpoint_is_what_transformers_says(
+def test_causal_checkpoint_matches_transformers(
     capsys: pytest.CaptureFixture[str], qwen_dir: Path, data: Path, tokenizer: Tokenizer, begins: bool
 ) -> None:
     import transformers
@@ -271,7 +271,7 @@ def test_a_causal_checkpoint_is_what_transformers_says(
     assert num_bytes == sum(len(text.encode()) for text in TEXTS) or not begins
 
 
-def test_what_an_autoregressive_model_refuses(
+def test_autoregressive_model_rejects_diffusion_options(
     capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path
 ) -> None:
     folder = make_dir(block_length=1, logit_alignment="shifted", mask_token_id=None)
@@ -322,7 +322,7 @@ def test_rows(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path) -
     assert one["nats_per_token_standard_error"] is None
 
 
-def test_what_takes_long_shows_progress(
+def test_long_evaluations_show_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_dir: Path, data: Path
 ) -> None:
     run("--model", model_dir, "--data", data)
@@ -398,7 +398,7 @@ def test_a_directory_without_a_tokenizer(
     assert "contains no tokenizer" in failure(capsys, "--model", folder, "--data", data)
 
 
-def test_damaged_weights_are_told(
+def test_damaged_weights_are_reported(
     capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path, tokenizer: Tokenizer
 ) -> None:
     folder = make_dir()

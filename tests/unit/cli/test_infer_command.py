@@ -94,7 +94,7 @@ def test_prompts_and_infills_as_json(capsys: pytest.CaptureFixture[str], model_d
     assert (hole["metrics"]["finish_reason"], hole["metrics"]["tokens_per_forward"]) == ("length", 1.0)
 
 
-def test_json_says_what_was_used(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+def test_json_output_has_the_effective_settings(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
     run("--model", model_dir, "--json", "--prompt", "the", "--prompt", "a", "--max-new-tokens", 4)
     first, second = records(capsys)
     params = first["params"]
@@ -119,7 +119,7 @@ def test_json_says_what_was_used(capsys: pytest.CaptureFixture[str], model_dir: 
     assert metrics["tokens_per_second"] == pytest.approx(new / metrics["seconds"], rel=0.01)
 
 
-def test_batches_change_nothing_but_the_batch(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+def test_batch_size_does_not_change_answers(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
     prompts = [item for text in ("the", "cat", "a dog") for item in ("--prompt", text)]
     arguments = ("--model", model_dir, *prompts, "--json", "--max-new-tokens", 4, "--temperature", 1.0)
     run(*arguments)
@@ -217,7 +217,7 @@ def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_p
     assert "contains answers already" in failure(capsys, 2, *arguments)
 
 
-def test_files_that_cannot_be_read_or_written_are_told_at_once(
+def test_unreadable_and_unwritable_files_are_reported_before_decoding(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Before the model is looked at: there is none."""
@@ -234,7 +234,7 @@ def test_files_that_cannot_be_read_or_written_are_told_at_once(
     assert 'prompts_format = "jsonl" needs prompts_file' in needs
 
 
-def test_plain_text_of_one_request_is_the_text_alone(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+def test_plain_output_of_one_request_has_no_header(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
     arguments = ("--model", model_dir, "--prompt", "the dog", "--set", "generation.max_new_tokens=4")
     run(*arguments, "--json")
     [record] = records(capsys)

@@ -138,7 +138,7 @@ def test_plain_texts_begin_as_the_model_has_it_else_the_tokenizer(words: Tokeniz
     assert list(trained[2].token_ids) == [eos]
 
 
-def test_chats_are_what_the_template_writes(words: Tokenizer) -> None:
+def test_chat_requests_match_the_template(words: Tokenizer) -> None:
     bos = words.special_tokens["<bos>"]
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}")
     template = ChatTemplate(template.source, {"bos_token": "<bos>"})

@@ -58,7 +58,7 @@ def replay(words: Tokenizer) -> tuple[RequestReplay, Answer]:
     return replay
 
 
-def test_frames_are_what_each_forward_changed(replay: tuple[RequestReplay, Answer], words: Tokenizer) -> None:
+def test_frames_have_the_changes_of_each_forward(replay: tuple[RequestReplay, Answer], words: Tokenizer) -> None:
     recording, _ = replay
     first, second, line, end = (words.vocab[bytes([byte])] for byte in b"\xc3\xa9\n<")
     assert recording.frames == [
@@ -138,7 +138,7 @@ def test_the_page_is_whole_without_a_script(words: Tokenizer, replay: tuple[Requ
     assert f"probability (geometric mean){math.sqrt(0.25 * 0.95):.1%}" in reader.text("facts")
 
 
-def test_the_page_needs_nothing_but_itself(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
+def test_page_is_self_contained(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
     page = render_page(words, "model", {}, [replay])
     reader = Reader(page)
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
@@ -162,7 +162,7 @@ def test_the_numbers_cannot_end_their_script(words: Tokenizer) -> None:
     assert [data["tokens"][str(token)] for token in start[:3]] == ["<", "/", "s"]
 
 
-def test_what_the_script_gets(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
+def test_script_input(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
     data = json.loads(Reader(render_page(words, "m", {}, [replay])).text("data"))
     a, first, second, line, end = (words.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
     assert data["tokens"] == {

@@ -43,7 +43,7 @@ def canvas(words: Tokenizer, text: str) -> CanvasSnapshot:
     return CanvasSnapshot(tuple(ids), tuple(char == "_" for char in text), (math.nan,) * len(ids))
 
 
-def test_a_line_for_each_canvas_that_changed(words: Tokenizer) -> None:
+def test_one_line_per_changed_canvas(words: Tokenizer) -> None:
     stream = io.StringIO()
     view = LiveView(words, [request_of(words, "a"), request_of(words, "b", number=2)], stream)
     view(DecodingStep(1, (canvas(words, "a_x"), canvas(words, "b_"))))
@@ -125,6 +125,6 @@ def test_rendering(words: Tokenizer) -> None:
     ]
 
 
-def test_a_mask_token_that_is_final_is_shown_as_text(words: Tokenizer) -> None:
+def test_final_mask_token_is_printed_as_text(words: Tokenizer) -> None:
     assert words.mask_token_id is not None
     assert render_canvas([words.mask_token_id] * 2, [False, True], words) == f"<|mask|>{MASK_GLYPH}"

@@ -58,7 +58,7 @@ def test_ranks_that_do_not_fit_are_refused_before_any_starts(capsys: pytest.Capt
     assert "--nodes 0 must be at least 1" in refused(capsys, "--config", RESOURCE, "--nodes", "0", code=1)
 
 
-def test_what_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """A config that says nothing of ranks runs as ddp."""
     started: list[tuple[Any, ...]] = []
 
@@ -88,7 +88,7 @@ def test_plan_and_config_are_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert 'strategy = "ddp"' in capsys.readouterr().out
 
 
-def test_only_the_first_rank_of_torchrun_says_what_is_wrong(
+def test_errors_are_printed_by_the_first_torchrun_rank_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = []
@@ -101,7 +101,7 @@ def test_only_the_first_rank_of_torchrun_says_what_is_wrong(
     assert "did you mean max_steps?" in errors[0] and errors[1] == ""
 
 
-def test_an_error_of_all_ranks_is_left_to_the_first(
+def test_error_of_all_ranks_is_reported_by_the_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(config: Any) -> int:
@@ -119,7 +119,7 @@ def test_an_error_of_all_ranks_is_left_to_the_first(
 
 
 @pytest.mark.parametrize(("gpus", "local_ranks", "device", "count"), [(0, "auto", "auto", 2), (4, "auto", "auto", 4)])
-def test_a_rank_for_each_gpu(
+def test_one_rank_per_gpu(
     gpus: int, local_ranks: Any, device: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
@@ -135,7 +135,7 @@ def failure(rank: int, text: str, *, is_user_error: bool = False, attempt: int =
     return RankFailure(rank, attempt, is_user_error, text, at)
 
 
-def test_what_several_ranks_say_is_said_once() -> None:
+def test_equal_errors_of_ranks_are_printed_once() -> None:
     same = [failure(rank, "a.toml: no such file", is_user_error=True) for rank in range(2)]
     assert format_failures("train", same) == "train: error: a.toml: no such file"
     followed = [*same, failure(2, "Traceback\nRuntimeError: connection closed")]
@@ -164,7 +164,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_rank")
-def test_a_rank_puts_down_how_it_failed(
+def test_rank_writes_its_failure_to_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(error: Exception) -> Any:

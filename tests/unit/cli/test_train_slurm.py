@@ -45,7 +45,7 @@ def submit(cluster: dict[str, str], *arguments: str, **more: str) -> tuple[int, 
     return done.returncode, calls.read_text(encoding="utf-8").splitlines() if calls.exists() else [], done.stderr
 
 
-def test_what_is_started(cluster: dict[str, str]) -> None:
+def test_launched_command(cluster: dict[str, str]) -> None:
     code, calls, _ = submit(cluster, "train.toml", "--set", "run.seed=1")
     folder = cluster["SLURM_SUBMIT_DIR"]
     assert code == 0
@@ -58,13 +58,13 @@ def test_what_is_started(cluster: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("end", "code", "requeued"), [(138, 0, True), (1, 1, False), (143, 143, False)])
-def test_a_run_whose_time_was_over_goes_on_later(cluster: dict[str, str], end: int, code: int, requeued: bool) -> None:
+def test_timed_out_job_is_requeued_and_resumes(cluster: dict[str, str], end: int, code: int, requeued: bool) -> None:
     got, calls, _ = submit(cluster, "train.toml", END=str(end), DIFFUSIONLM_MAX_RESTARTS="0")
     assert got == code and "parallel.max_restarts=0" in calls[1]
     assert ("scontrol requeue 70123" in calls) == requeued
 
 
-def test_what_is_missing_is_said(cluster: dict[str, str]) -> None:
+def test_missing_requirements_are_reported(cluster: dict[str, str]) -> None:
     assert submit(cluster)[0] == 2
     code, calls, stderr = submit(cluster, "train.toml", DIFFUSIONLM_VENV="/nowhere")
     assert code == 2 and not calls and "run uv sync" in stderr

@@ -98,7 +98,7 @@ BERNOULLI = '[objective.estimator]\nkind = "bernoulli"\n'
         ),
     ],
 )
-def test_what_is_written_is_read_and_comes_back(text: str, expected: ObjectiveConfig, tmp_path: Path) -> None:
+def test_toml_round_trip(text: str, expected: ObjectiveConfig, tmp_path: Path) -> None:
     objective = load(tmp_path, text)
     assert objective == expected
     assert load(tmp_path, to_toml(Config(objective=expected))) == expected
@@ -164,7 +164,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         ('[objective]\nkind = "diffusion"\n', ["objective", "block_diffusion"]),
     ],
 )
-def test_what_does_not_go_together_is_named(text: str, parts: list[str], tmp_path: Path) -> None:
+def test_incompatible_options_are_named(text: str, parts: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     message = str(caught.value)

@@ -57,7 +57,7 @@ def test_the_shipped_config_is_the_quickstart_on_ranks() -> None:
         (["deepspeed.stage=3"], 'strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3)'),
     ],
 )
-def test_what_is_refused(overrides: list[str], text: str) -> None:
+def test_invalid_values_are_rejected(overrides: list[str], text: str) -> None:
     assert text in problem(*overrides)
 
 

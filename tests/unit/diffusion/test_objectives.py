@@ -384,7 +384,7 @@ def test_the_block_length_of_a_step_reaches_groups_and_pattern(build: Callable[[
     assert visible == {2, 3, 6}
 
 
-def test_stages_follow_each_other(build: Callable[[Any], Objective]) -> None:
+def test_stages_run_in_order(build: Callable[[Any], Objective]) -> None:
     stages = [
         {"from_step": 0, "block_length": 12},
         {"from_step": 5, "block_length": 3},

@@ -179,7 +179,7 @@ def test_an_answer_token_by_token_is_exact(which: str, request: pytest.FixtureRe
     assert (estimate.standard_error, estimate.num_tokens) == (0.0, 4)
 
 
-def test_what_is_exact_takes_one_forward_of_one_row(diffusion: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_bounds_take_one_forward_of_one_sequence(diffusion: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     original, batch_shapes = nelbo_module.compute_masked_nll, list[tuple[int, ...]]()
 
     def noting(*args: object) -> np.ndarray:

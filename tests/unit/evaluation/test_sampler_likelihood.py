@@ -274,7 +274,7 @@ def test_progress_ends_at_all_tokens(small: MakeModel) -> None:
     assert progress_calls == sorted(progress_calls)
 
 
-def test_it_is_the_likelihood_of_what_sequential_generates(small: MakeModel) -> None:
+def test_likelihood_matches_sequential_generation(small: MakeModel) -> None:
     model = small()
     config = settings(remasking_strategy="sequential", temperature=1.0, max_new_tokens=6, stop_token_ids=())
     [done] = generate(model, [[1, 2]], config)

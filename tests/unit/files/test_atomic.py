@@ -20,9 +20,7 @@ def test_text_is_replaced_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_what_was_there_stays_where_the_disk_is_full(
-    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_keeps_the_previous_file(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "summary.json"
     write_bytes_atomic(path, b"old")
 

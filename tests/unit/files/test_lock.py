@@ -21,6 +21,6 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_asking_creates_nothing(tmp_path: Path) -> None:
+def test_is_locked_creates_no_file(tmp_path: Path) -> None:
     assert not is_locked(tmp_path) and not is_locked(tmp_path / "missing")
     assert not (tmp_path / LOCK_FILE).exists()

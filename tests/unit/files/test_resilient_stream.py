@@ -10,7 +10,7 @@ import pytest
 from files.resilient_stream import resilient
 
 
-def test_what_can_be_written_is() -> None:
+def test_open_stream_is_written() -> None:
     inner = io.StringIO()
     stream = resilient(inner)
     print("text", file=stream, flush=True)
@@ -18,7 +18,7 @@ def test_what_can_be_written_is() -> None:
 
 
 @pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
-def test_a_reader_that_goes_away_is_no_error(buffered: bool) -> None:
+def test_closed_pipe_raises_no_error(buffered: bool) -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w", encoding="utf-8") as inner:
         inner.reconfigure(write_through=not buffered)

@@ -287,7 +287,7 @@ def test_requests_that_do_not_fit_the_model(model: Transformer) -> None:
         generate(model, [[1]], settings(steps=2, block_length=4))
 
 
-def test_a_broken_model_is_told(oracle: Oracle) -> None:
+def test_nonfinite_logits_are_reported(oracle: Oracle) -> None:
     class Broken(Oracle):
         def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
             return super().forward(tokens_BL, **options) * float("nan")
@@ -298,7 +298,7 @@ def test_a_broken_model_is_told(oracle: Oracle) -> None:
         generate(broken, [[1]], settings())
 
 
-def test_chunks_of_rows_change_nothing(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_sampling_matches_unchunked(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(temperature=1.0, denoising_steps=3)
     whole = generate(model, PROMPTS, config)
     monkeypatch.setattr("diffusionlm.inference.sampling.PROBABILITY_CHUNK_BYTES", 8 * VOCAB * 5)

@@ -59,7 +59,7 @@ def test_the_pieces_are_the_text(model: Transformer, words: Tokenizer, strategy:
 
 
 @pytest.mark.parametrize("stop", [1, 6])
-def test_nothing_comes_behind_a_stop_token(model: Transformer, words: Tokenizer, stop: int) -> None:
+def test_no_text_follows_a_stop_token(model: Transformer, words: Tokenizer, stop: int) -> None:
     free = settings(remasking_strategy="low_confidence", stop_token_ids=())
     [whole] = generate(model, [[5]], free, [0])
     token = whole.token_ids[stop]
@@ -80,7 +80,7 @@ TAKEN_BACK = ["xa\xc3\xa9_____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9a
         ("p2", TAKEN_BACK, ["aéa", "bc"]),
     ],
 )
-def test_what_is_final_comes_at_once(
+def test_final_text_is_emitted_immediately(
     model: Transformer,
     words: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,

@@ -60,7 +60,7 @@ def test_counts_settle_everything() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 64])
-def test_linear_probabilities_leave_what_the_schedule_says(steps: int) -> None:
+def test_linear_probabilities_match_the_schedule(steps: int) -> None:
     masked_share = Fraction(1)
     for step, probability in enumerate(linear_unmask_probabilities(steps)):
         masked_share *= 1 - Fraction(probability).limit_denominator(steps)

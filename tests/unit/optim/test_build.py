@@ -117,7 +117,7 @@ def test_groups_of_one_kind_may_differ(tiny_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-def test_what_is_frozen_needs_no_optimizer(
+def test_frozen_parameters_need_no_optimizer(
     config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel
 ) -> None:
     model = tiny_model(tie_word_embeddings=False)
@@ -150,9 +150,7 @@ def test_restored_optimizer_continues_bit_equal(
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
-def test_going_on_leaves_alone_what_was_loaded(
-    config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel
-) -> None:
+def test_resume_keeps_the_loaded_state(config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel) -> None:
     model = tiny_model()
     optimizers = build_optimizers(config, named(model))
     train(model, optimizers, range(2))
@@ -164,7 +162,7 @@ def test_going_on_leaves_alone_what_was_loaded(
     assert any(not torch.equal(value, copies[name]) for name, value in optimizers.state_dict().items())
 
 
-def test_state_of_torchs_muon_goes_on_in_ours(tiny_model: MakeModel) -> None:
+def test_torch_muon_state_loads_into_muon(tiny_model: MakeModel) -> None:
     """Checkpoints of runs that torch's made."""
     ours, theirs = tiny_model(), tiny_model()
     config = MuonConfig(precision="bfloat16")
@@ -277,7 +275,7 @@ def test_rows_are_updated_as_in_the_whole(config: AdamWConfig | LionConfig, tiny
         optimizers[1].load_state_dict(states[0])
 
 
-def test_what_must_be_whole(tiny_model: MakeModel) -> None:
+def test_parameters_that_require_whole_matrices(tiny_model: MakeModel) -> None:
     parameters = named(tiny_model(tie_word_embeddings=False, **MIXTURE))
 
     def whole(config: AdamWConfig | LionConfig | MuonConfig) -> set[str]:

@@ -105,7 +105,7 @@ def goes_on_after_a_checkpoint(
 
 @pytest.mark.parametrize("config", KINDS, ids=lambda config: config.kind)
 @pytest.mark.usefixtures("package")
-def test_restored_state_goes_on(
+def test_restored_state_continues(
     config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     optimizers = goes_on_after_a_checkpoint(config, tiny_model, tmp_path / "o.safetensors")
@@ -124,7 +124,7 @@ def test_restored_state_goes_on(
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("config", KINDS, ids=lambda config: config.kind)
-def test_restored_state_of_the_real_package_goes_on(
+def test_restored_state_continues_with_bitsandbytes(
     config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     goes_on_after_a_checkpoint(config, tiny_model, tmp_path / "o.safetensors")

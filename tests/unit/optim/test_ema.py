@@ -67,7 +67,7 @@ def test_average_is_a_copy(tiny_model: MakeModel) -> None:
     assert not average.averages[name].any(), "a decay of zero follows the weights at once"
 
 
-def test_a_skipped_update_changes_and_counts_nothing(tiny_model: MakeModel) -> None:
+def test_skipped_update_changes_neither_average_nor_count(tiny_model: MakeModel) -> None:
     models = [tiny_model(), tiny_model()]
     averages = [WeightAverage(model, decay=0.9) for model in models]
     for step, is_skipped in enumerate((True, False, True, False)):
@@ -84,7 +84,7 @@ def test_a_skipped_update_changes_and_counts_nothing(tiny_model: MakeModel) -> N
         assert torch.equal(averages[0].averages[name], value), name
 
 
-def test_a_restored_average_goes_on_with_its_count(tiny_model: MakeModel) -> None:
+def test_restored_average_continues_from_its_count(tiny_model: MakeModel) -> None:
     models = [tiny_model(), tiny_model()]
     averages = [WeightAverage(model, decay=0.9) for model in models]
     for average in averages:

@@ -112,7 +112,7 @@ def test_rate_factors() -> None:
     assert learning_rate_scale("original", 25, 100) == 1.0
 
 
-def test_a_parameter_without_gradient_is_left_alone() -> None:
+def test_parameter_without_gradient_is_unchanged() -> None:
     parameters = make_parameters([(4, 4)] * 3)
     before = [parameter.detach().clone() for parameter in parameters]
     give_gradients(parameters, 0)
@@ -123,7 +123,7 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     assert changed == [True, False, True] and set(optimizer.state) == {parameters[0], parameters[2]}
 
 
-def test_equal_matrices_are_made_orthogonal_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_of_equal_shape_are_orthogonalized_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """All experts of a mixture in one go, up to the size of a stack."""
     shapes: list[torch.Size] = []
 

@@ -56,7 +56,7 @@ def findings_of(
     return find_problems(machine, torch, list(missing), list(drivers), speeds or MeasuredSpeeds())
 
 
-def test_nothing_is_found_on_a_sound_machine() -> None:
+def test_healthy_machine_has_no_findings() -> None:
     assert findings_of(speeds=MeasuredSpeeds(1e9, 5e9, 7.8e9, 8, 1e10, 0.001)) == []
 
 
@@ -88,7 +88,7 @@ def test_quotas_of_control_groups(tmp_path: Path, files: dict[str, str], quota: 
 
 
 @pytest.mark.parametrize(("quota", "expected"), [(None, 6), (2.0, 2), (1.6, 2), (0.2, 1), (32.0, 6)])
-def test_cores_that_can_be_kept_busy(monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int) -> None:
+def test_usable_cores(monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int) -> None:
     monkeypatch.setattr(cores, "affinity_cores", lambda: 6)
     monkeypatch.setattr(cores, "cgroup_cpu_quota", lambda: quota)
     assert cores.usable_cores() == expected
@@ -228,7 +228,7 @@ ON_CPU = replace(TORCH, gpus=())
         ({"machine": replace(SOUND, uv=None)}, "note", "uv is not", "pip install uv"),
     ],
 )
-def test_each_finding_alone(facts: dict[str, Any], weight: str, problem: str, remedy: str) -> None:
+def test_single_findings(facts: dict[str, Any], weight: str, problem: str, remedy: str) -> None:
     [finding] = [
         candidate
         for candidate in findings_of(**facts)
@@ -238,7 +238,7 @@ def test_each_finding_alone(facts: dict[str, Any], weight: str, problem: str, re
     assert finding.why
 
 
-def test_a_busy_machine_says_nothing_of_its_cores() -> None:
+def test_busy_machine_has_no_core_finding() -> None:
     busy = processor(load=20.0)
     problems = [
         finding.what for finding in findings_of(busy, ON_CPU, drivers=(), speeds=MeasuredSpeeds(1e9, 2e9, 1e9, 8))
@@ -259,7 +259,7 @@ def test_rates_take_turns_by_a_clock() -> None:
     assert quick_checks.measure_rates([work(1.0), work(4.0)], 8.0, lambda: now[0]) == [8.0, 2.0]
 
 
-def test_fsync_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_fsync_probe_in_an_unwritable_folder(tmp_path: Path) -> None:
     assert quick_checks.fsync_seconds(tmp_path / "missing") is None
     assert quick_checks.fsync_seconds(tmp_path) is not None
     assert list(tmp_path.iterdir()) == []
@@ -331,7 +331,7 @@ def test_it_needs_no_package() -> None:
     assert done.stdout == "it\n", done.stderr
 
 
-def test_whoever_reads_may_have_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_closed_pipe_ends_the_report_without_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("cli.doctor.examine", lambda *args, **options: report.DoctorReport({"a": {"b": "c"}}, []))
     reading, writing = os.pipe()
     os.close(reading)
@@ -353,7 +353,7 @@ def test_a_kernel_that_fails(gpus: tuple[GpuInfo, ...], weight: str) -> None:
     assert line.endswith("does not work")
 
 
-def test_what_was_measured_stands_in_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measured_speeds_are_listed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(report, "read_machine", lambda runs: SOUND)
     monkeypatch.setattr(report, "read_torch", lambda: TORCH)
     monkeypatch.setattr(report, "drivers", list)

@@ -139,7 +139,7 @@ def test_utilisation_where_a_peak_is_known(make_config: MakeConfig) -> None:
     assert account.mean_step_seconds(13, 6.0) == 2.0
 
 
-def test_a_plan_is_of_its_objective_and_what_is_kept(make_config: MakeConfig) -> None:
+def test_flops_depend_on_objective_and_activation_checkpointing(make_config: MakeConfig) -> None:
     config = make_config(num_hidden_layers=3)
 
     def plan(

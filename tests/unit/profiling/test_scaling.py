@@ -93,7 +93,7 @@ def test_traffic_by_hand() -> None:
     assert estimate_traffic(replace(JOB, ranks=1)).total == 0
 
 
-def test_what_computation_hides() -> None:
+def test_communication_overlap() -> None:
     job = replace(JOB, strategy="ddp, sharded", bucket=0.0 + 4 * P)
     slow = estimate_step_time(job, IDEAL)
     # Computation is long at one FLOP a second: all but the one bucket of each kind is hidden.
@@ -107,7 +107,7 @@ def test_what_computation_hides() -> None:
     assert IDEAL.bandwidth(4) == 1.0 and IDEAL.bandwidth(8) == 0.5
 
 
-def test_the_fastest_that_fits_is_taken() -> None:
+def test_fastest_fitting_layout_is_selected() -> None:
     need = estimate_rank_memory(replace(JOB, micro_batch_size=1)).total
     tight = replace(IDEAL, memory=need, usable=1.0)
     best = find_fastest_job(JOB, tight)

@@ -49,12 +49,12 @@ def test_cycles_are_numbered_by_the_steps_of_the_run(tmp_path: Path) -> None:
     assert warned == []
 
 
-def test_a_cycle_that_the_end_cuts_is_kept(tmp_path: Path) -> None:
+def test_incomplete_last_cycle_is_written(tmp_path: Path) -> None:
     profile(ProfilerConfig(active=4, wait=1, warmup=1), tmp_path, steps=3)
     assert "(mean of 1):" in (tmp_path / "table-3.txt").read_text(encoding="utf-8")
 
 
-def test_a_window_that_is_never_reached_is_said(tmp_path: Path) -> None:
+def test_unreached_profiler_window_is_reported(tmp_path: Path) -> None:
     for wait, first in ((20, 123), (6, 109)):
         messages = profile(ProfilerConfig(active=4, wait=wait, warmup=2), tmp_path / "profile", first_step=100)
         assert messages == [f"the profiler recorded nothing: the run ended before step {first}, its first"]
@@ -63,7 +63,7 @@ def test_a_window_that_is_never_reached_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocked_path", ["profile", "profile/trace-2.json", "profile/table-2.txt"])
-def test_what_cannot_be_written_is_said_once_and_ends_nothing(blocked_path: str, tmp_path: Path) -> None:
+def test_unwritable_profile_is_reported_once_without_ending_the_run(blocked_path: str, tmp_path: Path) -> None:
     directory = tmp_path / "profile"
     if blocked_path == "profile":
         directory.write_text("a file")

@@ -171,7 +171,7 @@ def test_ignore_merges_emits_a_whole_token() -> None:
     assert len(tok.encode("abc")) == 3
 
 
-def test_text_between_empty_matches_is_kept() -> None:
+def test_text_between_empty_matches_is_preserved() -> None:
     tok = tiny([(b"a", b"b")], "x*")
     for text in ("", "xxaxx\nb\nab", "abx"):
         assert tok.decode(tok.encode(text)) == text

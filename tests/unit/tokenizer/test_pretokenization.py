@@ -13,7 +13,7 @@ from tokenizer.patterns import make_splitter
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_ascii_text_is_cut_as_the_pattern_says(name: str) -> None:
+def test_ascii_text_is_split_by_the_pattern(name: str) -> None:
     """ASCII goes through another engine, so all short texts of what the patterns tell apart are compared."""
     split, expected = make_splitter(name), regex.compile(PATTERNS[name]).findall
     for length, symbols in ((5, "sL1' \n\r!"), (4, "aTlVeRM'd\t\x0b\x1c\x00 9\n~")):

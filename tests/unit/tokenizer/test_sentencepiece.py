@@ -171,7 +171,7 @@ def test_round_trip_of_all_planes(pair: Pair) -> None:
         assert ours.num_bytes(ids) == len(text.encode()) + ours.strips_first_space
 
 
-def test_streaming_gives_what_decode_gives(pair: Pair) -> None:
+def test_streaming_matches_decode(pair: Pair) -> None:
     ours, _ = pair
     rng = np.random.default_rng(2)
     for skip in (False, True):
@@ -183,7 +183,7 @@ def test_streaming_gives_what_decode_gives(pair: Pair) -> None:
             assert "".join(map(decoder.push, ours.encode(text))) + decoder.finish() == what_comes_back(ours, text)
 
 
-def test_what_callers_read(model: dict[str, Any], tmp_path: Path) -> None:
+def test_public_attributes(model: dict[str, Any], tmp_path: Path) -> None:
     ours = load_tokenizer(write(tmp_path, contents_of("gemma", model)))
     size = len(model["vocab"])
     assert (ours.vocab_size, len(ours.vocab) + len(ours.special_tokens)) == (size, size)
@@ -227,7 +227,7 @@ def test_saved_and_pickled(pair: Pair, tokenizer: Tokenizer, tmp_path: Path) -> 
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
 
 
-def test_fingerprint_sees_what_decides_ids(model: dict[str, Any]) -> None:
+def test_fingerprint_covers_all_inputs_of_encoding(model: dict[str, Any]) -> None:
     prints = [SentencePieceTokenizer(contents_of(family, model), CONFIG).fingerprint for family in FAMILIES]
     fewer = contents_of("gemma", {**model, "merges": model["merges"][:-1]})
     prints.append(SentencePieceTokenizer(fewer, CONFIG).fingerprint)
@@ -237,7 +237,7 @@ def test_fingerprint_sees_what_decides_ids(model: dict[str, Any]) -> None:
     assert SentencePieceTokenizer(framed, CONFIG).fingerprint == prints[0]
 
 
-def test_chats_keep_what_messages_spell_out(pair: Pair) -> None:
+def test_special_token_text_in_messages_stays_text(pair: Pair) -> None:
     ours, theirs = pair
     turn = "<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n"
     template = ChatTemplate("{{ bos_token }}{% for m in messages %}" + turn + "{% endfor %}", {"bos_token": "<bos>"})

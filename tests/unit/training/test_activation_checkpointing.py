@@ -70,7 +70,7 @@ def test_numbers_are_the_same(tiny_model: MakeModel, case: str, choice: Choice) 
         assert torch.equal(first, second)
 
 
-def test_less_is_kept(tiny_model: MakeModel) -> None:
+def test_fewer_bytes_are_saved(tiny_model: MakeModel) -> None:
     """What selective keeps is in torch's cache, where no hook sees it: the products of the next test tell."""
     plain, model = tiny_model(num_hidden_layers=4), tiny_model(num_hidden_layers=4)
     checkpoint_activations(model, "full")
@@ -78,7 +78,7 @@ def test_less_is_kept(tiny_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("choice", ["selective", "full"])
-def test_projections_are_computed_once_where_they_are_kept(tiny_model: MakeModel, choice: Choice) -> None:
+def test_saved_projections_are_not_recomputed(tiny_model: MakeModel, choice: Choice) -> None:
     """Else q, k, v, o, gate and up are once more; nobody needs again what comes out of down, the last one."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -100,7 +100,7 @@ def test_projections_are_computed_once_where_they_are_kept(tiny_model: MakeModel
     assert flops(model) - plain == (first + last if choice == "full" else 0)
 
 
-def test_nothing_is_kept_or_done_twice_without_gradients(tiny_model: MakeModel) -> None:
+def test_inference_saves_and_recomputes_nothing(tiny_model: MakeModel) -> None:
     model = tiny_model()
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with torch.no_grad():

@@ -111,7 +111,7 @@ def counting(on_event: Callable[[int, str], None], patch: Callable[[Any, str, An
     patch(io, "open", wrap("open a file", io.open))
 
 
-def test_what_is_on_the_disk_at_every_event_of_a_save(store: CheckpointStore, tmp_path: Path) -> None:
+def test_disk_state_at_every_event_of_a_save(store: CheckpointStore, tmp_path: Path) -> None:
     """The save ends with removing the old checkpoint; what a killed process leaves is what is there at that moment."""
     names: list[str] = []
 
@@ -334,7 +334,7 @@ def test_a_missing_row_is_noticed_before_it_is_written(tmp_path: Path) -> None:
         StoredTensors.open(tmp_path / "training_state").read_whole("optimizer.")
 
 
-def test_failures_in_the_background_are_told_once(store: CheckpointStore) -> None:
+def test_background_failures_are_reported_once(store: CheckpointStore) -> None:
     def full(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         raise OSError(28, "No space left on device")
 
@@ -355,7 +355,7 @@ def test_failures_in_the_background_are_told_once(store: CheckpointStore) -> Non
     assert newest(store) == 3
 
 
-def test_training_goes_on_while_it_is_written(store: CheckpointStore) -> None:
+def test_training_continues_during_a_save(store: CheckpointStore) -> None:
     may_end, weights = threading.Event(), {"w": torch.ones(3)}
 
     def slow(folder: Path, copies: dict[str, torch.Tensor]) -> None:

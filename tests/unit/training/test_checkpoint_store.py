@@ -93,7 +93,7 @@ def test_without_average_the_live_weights_are_the_models(store: CheckpointStore)
     assert torch.equal(saved.live_weights()["w"], torch.arange(3.0))
 
 
-def test_exception_while_writing_leaves_the_old_one(store: CheckpointStore) -> None:
+def test_exception_during_a_write_keeps_the_previous_checkpoint(store: CheckpointStore) -> None:
     save(store, 1)
 
     def interrupted(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -178,7 +178,7 @@ def test_tensors_are_read_in_place_and_must_fit(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_the_best_and_every_third_are_kept(tmp_path: Path, keep_last: int) -> None:
+def test_best_and_every_third_checkpoint_are_retained(tmp_path: Path, keep_last: int) -> None:
     store = CheckpointStore(tmp_path, keep_last, keep_every_steps=30)
     bounds = {10: 3.0, 20: 2.5, 30: None, 40: 2.5, 50: float("nan"), 60: 2.7, 70: 2.6}
     for step, bound in bounds.items():
@@ -195,7 +195,7 @@ def test_the_best_and_every_third_are_kept(tmp_path: Path, keep_last: int) -> No
     assert os.readlink(tmp_path / "best") == ("step-00000070" if keep_last == 2 else "step-00000060")
 
 
-def test_what_a_link_points_to_is_not_removed(store: CheckpointStore) -> None:
+def test_link_target_is_not_removed(store: CheckpointStore) -> None:
     """A run that went back to an older state: ``latest`` is not the newest of them."""
     for step in (5, 6):
         save(store, step)
@@ -219,7 +219,7 @@ def damage(path: Path, damage_kind: str) -> None:
 
 @pytest.mark.parametrize("damage_kind", ["truncated", "flipped", "emptied", "removed"])
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-def test_damaged_one_is_set_aside_with_a_message(store: CheckpointStore, name: str, damage_kind: str) -> None:
+def test_damaged_checkpoint_is_renamed_and_reported(store: CheckpointStore, name: str, damage_kind: str) -> None:
     save(store, 1)
     damage(save(store, 2) / name, damage_kind)
     saved, messages = load(store)
@@ -265,7 +265,7 @@ def test_all_damaged_is_an_error(store: CheckpointStore) -> None:
     assert store.steps() == [1, 2], "nothing is thrown away"
 
 
-def test_an_older_version_is_said(store: CheckpointStore) -> None:
+def test_older_format_version_is_reported(store: CheckpointStore) -> None:
     save(store, 1)
 
     def older(folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_names_are_those_of_the_model(tiny_model: MakeModel) -> None:
     assert list(model.state_dict()) == names
 
 
-def test_what_is_compiled_does_not_grow_with_depth_or_documents(tiny_model: MakeModel) -> None:
+def test_number_of_compilations_is_independent_of_depth_and_documents(tiny_model: MakeModel) -> None:
     """Other numbers of rows are compiled once more, as of any number; other patterns and documents are not."""
     counts = {}
     for depth in (2, 5):

@@ -186,7 +186,7 @@ def test_norms_of_weights(tied: bool, tiny_model: MakeModel) -> None:
         assert norms_by_name[name] == pytest.approx(parameter.detach().double().square().sum().sqrt().item(), rel=1e-6)
 
 
-def test_norms_are_told_with_their_mean_and_ends() -> None:
+def test_norm_statistics_have_mean_minimum_and_maximum() -> None:
     named = {"a": torch.tensor(1.0), "b": torch.tensor(4.0)}
     assert summarize_norms("weight_norms", named) == {
         "weight_norms/mean": 2.5,

@@ -23,7 +23,7 @@ def test_the_first_is_remembered_and_the_second_ends(number: int) -> None:
     assert [signal.getsignal(signal_number) for signal_number in HANDLED_SIGNALS] == before
 
 
-def test_ranks_stop_together_for_what_one_received(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_to_one_rank_stops_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     first, other = StopRequest(is_distributed=True), StopRequest(is_distributed=True)
@@ -53,7 +53,7 @@ def test_the_largest_of_different_signals_counts() -> None:
     assert sorted(HANDLED_SIGNALS) == list(HANDLED_SIGNALS)
 
 
-def test_what_can_be_made_again_ends_at_the_first_signal() -> None:
+def test_restartable_work_ends_at_the_first_signal() -> None:
     with StopRequest() as stop, pytest.raises(StoppedError), stop.interruptible():
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.signal == signal.SIGTERM

@@ -66,7 +66,7 @@ def batches(tmp_path: Path) -> SkippedBatches:
     return SkippedBatches(tmp_path / "skipped", letters, seed=11, rank=1)
 
 
-def test_a_record_has_the_batch_and_what_a_person_needs(batches: SkippedBatches, tmp_path: Path) -> None:
+def test_skipped_batch_record_has_batch_and_context(batches: SkippedBatches, tmp_path: Path) -> None:
     batches.resume_from({"epoch": 0, "position": [3]})
     for step in (6, 7, 8):
         batches.hold(step, noised_batches(), {"epoch": 0, "position": [step]})
@@ -117,7 +117,7 @@ def test_memory_is_bounded(batches: SkippedBatches, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_the_newest_records_of_each_rank_are_kept(
+def test_newest_records_of_each_rank_are_retained(
     batches: SkippedBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(skipped_batches, "MAX_RECORDS", 2)
@@ -134,7 +134,7 @@ def test_the_newest_records_of_each_rank_are_kept(
     ]
 
 
-def test_a_full_disk_is_said_and_leaves_nothing_behind(
+def test_full_disk_is_reported_and_leaves_no_file(
     batches: SkippedBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:

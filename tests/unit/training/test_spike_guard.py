@@ -66,13 +66,13 @@ def test_decisions_are_those_of_a_plain_reckoning() -> None:
     assert decided[80] and sum(decided) > 100
 
 
-def test_without_a_limit_only_what_is_not_finite_is_skipped() -> None:
+def test_without_a_limit_only_nonfinite_steps_are_skipped() -> None:
     decided = judge(guard := SpikeGuard(None, WINDOW, CPU), steps())
     assert [index for index, is_accepted in enumerate(decided) if not is_accepted] == [60, 61, 62, 70]
     assert guard.state_dict() == {}
 
 
-def test_nothing_is_a_spike_before_half_of_the_window() -> None:
+def test_no_spike_before_half_the_window() -> None:
     rising = [(torch.tensor(10.0**index), torch.tensor(1.0)) for index in range(6)]
     assert judge(SpikeGuard(1.0, 8, CPU), rising) == [True] * 4 + [False] * 2
     # Two values are the fewest that have a deviation.
@@ -114,7 +114,7 @@ def test_another_window_takes_the_newest_steps() -> None:
     assert long.state_dict() == state
 
 
-def test_nobody_waits_for_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spike_guard_has_no_host_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(*_: Any) -> None:
         raise AssertionError("somebody looked at a tensor, and waits for its device")
 

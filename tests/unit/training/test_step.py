@@ -40,7 +40,7 @@ def named(model: Transformer) -> dict[str, nn.Parameter]:
 @pytest.mark.parametrize(
     "config", [AdamWConfig(), LionConfig(weight_decay=0.3), MuonConfig()], ids=lambda config: config.kind
 )
-def test_a_step_that_the_device_skips_changes_nothing(
+def test_step_skipped_on_device_leaves_state_unchanged(
     config: AdamWConfig | LionConfig | MuonConfig, tiny_model: Any
 ) -> None:
     """The ones after it are what they would have been without, and those that it does not skip as if it could not."""
@@ -59,7 +59,7 @@ def test_a_step_that_the_device_skips_changes_nothing(
         assert torch.equal(states[1][name], expected), name
 
 
-def test_optimizers_that_cannot_skip_are_known() -> None:
+def test_optimizers_without_device_skip_are_detected() -> None:
     parameter = nn.Parameter(torch.zeros(2, 2))
     optimizers = Optimizers([torch.optim.AdamW([parameter], fused=False)], {parameter: "x"})
     assert not optimizers.can_skip_on_device
@@ -87,7 +87,7 @@ def built(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> R
         return build_run(built_config, opened)
 
 
-def test_a_prefetcher_says_where_the_taken_step_ends(config: TrainConfig, tmp_path: Path) -> None:
+def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_path: Path) -> None:
     plain = built(config, tmp_path / "plain").loader
     ahead = Prefetcher(built(config, tmp_path / "ahead").loader, CPU)
     for step in range(3):
@@ -103,7 +103,7 @@ def test_a_prefetcher_says_where_the_taken_step_ends(config: TrainConfig, tmp_pa
     assert torch.equal(again.next_step(3)[0].inputs_BS, plain.next_step(3)[0].inputs_BS)
 
 
-def test_the_collector_runs_when_the_loop_says() -> None:
+def test_garbage_collection_runs_at_loop_intervals() -> None:
     assert gc.isenabled()
     with GarbageCollection(3) as garbage:
         assert not gc.isenabled()
@@ -136,12 +136,12 @@ def test_when_blocks_are_compiled(compile: Any, checkpointing: Any, device: torc
     assert should_compile_blocks(config, device) == chosen
 
 
-def test_two_ways_to_choose_what_is_kept_are_refused() -> None:
+def test_conflicting_activation_checkpointing_options_are_rejected() -> None:
     with pytest.raises(ValueError, match='set compile = "none" or "auto"'):
         RuntimeConfig(compile="blocks", activation_checkpointing="selective")
 
 
-def test_memory_is_told_by_part(config: TrainConfig, tmp_path: Path) -> None:
+def test_memory_is_reported_by_component(config: TrainConfig, tmp_path: Path) -> None:
     run = built(config, tmp_path / "run", optimizer={"kind": "adamw"})
     give_gradients(run.state.model, 0.5)
     run.state.optimizers.step(1.0)

@@ -64,7 +64,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert result.curve == ((10, 5.5), (30, 4.0))
 
 
-def test_a_run_on_its_way_and_one_without_anything(tmp_path: Path) -> None:
+def test_active_and_empty_runs_are_listed(tmp_path: Path) -> None:
     write_lines(
         tmp_path / "metrics.jsonl",
         metrics(10, loss=None, tokens_per_second=9.0),
