@@ -23,12 +23,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
+from torch._C._distributed_c10d import FileStore
 
 from ddp.process_group import World
 
 # The first backward of a process, before any test compiles: torch.compile before it would make it start autograd's
 # threads, after which no forked child could run a backward.
-torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+torch.ones((), requires_grad=True).backward()
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ def _live(act: Callable[[World], Any], world: World, meeting: Path, timeout: flo
     try:
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(str(meeting), world.size)
+        store = FileStore(str(meeting), world.size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
         sent = pickle.dumps((act(world), ""))

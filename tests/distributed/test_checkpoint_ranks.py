@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ddp.process_group import SINGLE_PROCESS, World
+from diffusionlm.checkpoints.manifest import make_manifest_entries
 from diffusionlm.training.checkpointing import tensor_files
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
@@ -172,10 +173,9 @@ def test_a_full_disk_of_one_rank_fails_on_both(store: CheckpointStore, tmp_path:
 def test_ranks_without_a_shared_disk_are_rejected(store: CheckpointStore, tmp_path: Path) -> None:
     def act(world: World) -> str:
         if world.rank == 1:
-            real = tensor_files.make_manifest_entries
 
             def elsewhere(folder: Path, files: Any) -> Any:
-                writer = real(folder, files)
+                writer = make_manifest_entries(folder, files)
                 for file in files:
                     file.unlink()
                 return writer

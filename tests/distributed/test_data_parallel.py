@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_weights_and_buffers_are_broadcast_from_the_first_rank(tmp_path: Path) -
         state = {name: value.clone() for name, value in model.state_dict().items()}
         with torch.no_grad():
             if world.rank == 1:
-                model.layers[1].weight[2, 3] += 1e-6
+                model.get_parameter("layers.1.weight")[2, 3] += 1e-6
                 model.norm.bias[0] = 1.0
         with pytest.raises(ValueError) as caught:
             parallelism.check_replicas_equal()
@@ -278,7 +279,9 @@ def test_single_process_clipping_matches_torch(tiny_model: MakeModel) -> None:
         assert gradient is not None and parameter.grad is not None and torch.equal(gradient, parameter.grad)
 
 
-def layout(shapes: dict[str, tuple[int, ...]], max_bytes: int, world_size: int = 1, whole: str = "whole") -> list[Any]:
+def layout(
+    shapes: Mapping[str, tuple[int, ...]], max_bytes: int, world_size: int = 1, whole: str = "whole"
+) -> list[Any]:
     parameters = {name: torch.empty(shape) for name, shape in shapes.items()}
     return lay_out_buckets(parameters, world_size, max_bytes, lambda name: name.startswith(whole))
 

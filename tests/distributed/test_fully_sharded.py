@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def assert_close(parts: FullySharded, model: Transformer, rtol: float = 1e-4, at
     assert parameters.keys() == dict(model.named_parameters()).keys()
     for name, expected in model.named_parameters():
         torch.testing.assert_close(
-            parameters[name], expected.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n} {m}"
+            parameters[name], expected.detach(), rtol=rtol, atol=atol, msg=partial("{} {}".format, name)
         )
 
 

@@ -277,7 +277,9 @@ def test_a_unit_that_does_not_run_has_its_weights_all_the_same(tmp_path: Path) -
         parts, whole = sharded(tower(), world, mib=1e-6), unsharded(tower(), world)
         optimizers, expected = adamw(parts), adamw(whole)
         for skips in (set[int](), {2}, set[int]()):
-            parts.model.skips = whole.model.skips = skips
+            model: Any
+            for model in (parts.model, whole.model):
+                model.skips = skips
             train(parts, optimizers, 2, vocabulary=11)
             train(whole, expected, 2, vocabulary=11)
         weights_after = weights(parts)

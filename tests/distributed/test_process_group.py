@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_torchrun_group_is_created_and_destroyed(tmp_path: Path) -> None:
         os.environ.update(environment)
         original = dist.init_process_group
 
-        def meet_by_file(backend: str, **kwargs: object) -> None:
+        def meet_by_file(backend: str, **kwargs: Any) -> None:
             original(backend, init_method=f"file://{tmp_path}/again", **kwargs)
 
         dist.init_process_group = meet_by_file  # type: ignore[assignment]

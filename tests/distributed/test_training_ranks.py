@@ -19,10 +19,12 @@ from diffusionlm.data.loader import StepLoader
 from diffusionlm.training import loop
 from diffusionlm.training.run import Run
 from diffusionlm.training.signals import StopRequest
-from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState
+from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState, load_step_batch, train_step
 from profiling.trace import StepProfiler
 from tests.distributed.forked import run_ranks, spawn_ranks
 
+REPLACEABLE: Any = loop
+"""The module of the training loop, untyped: tests assign other functions to names that it imports."""
 DDP = {"strategy": "ddp", "bucket_mib": 0.002}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": DDP | {"shard_optimizer": False},
@@ -49,7 +51,7 @@ def training(config: TrainConfig) -> Callable[[World], int]:
         def joined(parallel: Any, device_type: str) -> Iterator[World]:
             yield world
 
-        loop.process_group = joined
+        REPLACEABLE.process_group = joined
         torch.set_num_threads(1)
         return loop.train(config).step
 
@@ -149,12 +151,11 @@ def test_run_resumes_with_another_world_size(strategy: str, config: TrainConfig,
 def test_nonfinite_step_of_one_rank_is_skipped_by_all_ranks(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop.train_step
 
     def poisoned(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
         if batch.step == 3 and state.parallel.world.rank == 1:
             batch.noised_batches[0].weights_N[0] = float("nan")
-        return original(state, loader, batch, *args)
+        return train_step(state, loader, batch, *args)
 
     monkeypatch.setattr(loop, "train_step", poisoned)
     two = in_directory(config, tmp_path / "two", optimizer=ADAMW, parallel=DDP)
@@ -204,18 +205,17 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(config: TrainConfig, tmp
 @contextlib.contextmanager
 def stopping_after(step: int) -> Iterator[None]:
     """The run gets a signal in this step, on its last rank alone."""
-    original = loop.load_step_batch
 
     def load(loader: StepLoader, index: int, world: World, stop: StopRequest) -> StepBatch:
         if index + 1 == step and world.rank == world.size - 1:
             stop._handle_signal(15, None)
-        return original(loader, index, world, stop)
+        return load_step_batch(loader, index, world, stop)
 
-    loop.load_step_batch = load
+    REPLACEABLE.load_step_batch = load
     try:
         yield
     finally:
-        loop.load_step_batch = original
+        REPLACEABLE.load_step_batch = load_step_batch
 
 
 def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -
                 requests.append(self.config.active)
                 return super().__enter__()
 
-        loop.StepProfiler = Noted  # type: ignore[misc]
+        REPLACEABLE.StepProfiler = Noted
         training(config)(world)
         return requests
 

@@ -91,7 +91,12 @@ def test_validation_error_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> 
 def test_more_ranks_than_forwards(tmp_path: Path) -> None:
     def act(world: World) -> list[int]:
         indices: list[int] = []
-        results = MapOverRanks(world, is_collective=True)(1, lambda index: indices.append(index) or index + 7)
+
+        def work(index: int) -> int:
+            indices.append(index)
+            return index + 7
+
+        results = MapOverRanks(world, is_collective=True)(1, work)
         return [*results, *indices]
 
     assert run_ranks(act, tmp_path, world_size=3) == [[7, 0]] * 3

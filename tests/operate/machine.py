@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 TREE = Path(__file__).parents[2]
 # Of this process, since another on this machine may test the same.
@@ -117,13 +118,13 @@ class Remote:
             timeout=timeout,
         )
 
-    def works(self, *words: str, **more: str) -> str:
+    def works(self, *words: str, **more: Any) -> str:
         """What a recipe prints that must end well."""
         done = self.just(*words, **more)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def fails(self, *words: str, code: int = 2, **more: str) -> str:
+    def fails(self, *words: str, code: int = 2, **more: Any) -> str:
         """The only line that a recipe says which must not end well."""
         done = self.just(*words, **more)
         assert done.returncode == code, done.stdout + done.stderr
@@ -166,7 +167,7 @@ def copy_tree(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, home: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+def serving(folder: Path, home: Path, environment: dict[str, str]) -> Iterator[dict[str, Any]]:
     """A server with this environment; the variables that name it."""
     folder.mkdir()
     words = [sys.executable, str(Path(__file__).with_name("ssh_server.py")), str(folder), str(home)]

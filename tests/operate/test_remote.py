@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -292,7 +293,8 @@ def test_a_machine_that_does_not_answer(remote: Remote) -> None:
     ],
 )
 def test_bad_settings(remote: Remote, name: str, value: str, message: str) -> None:
-    assert message in remote.fails("status", **{name: value})
+    variables: dict[str, Any] = {name: value}
+    assert message in remote.fails("status", **variables)
 
 
 def test_the_older_name_of_the_machine(stubbed: Remote) -> None:

@@ -9,6 +9,7 @@ from benchmarking.bench_attention import compare_dense, compare_tiled, dense_ste
 from benchmarking.harness import Settings
 from config.runtime import AttentionBackend
 from diffusionlm.models import attention_backends
+from diffusionlm.models.dense_attention import DenseBackend
 from diffusionlm.models.patterns import BlockDiffusion
 
 SETTINGS = Settings(rounds=2, warmup=1)
@@ -39,7 +40,7 @@ def test_tiles_are_timed_in_every_precision_and_pattern() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_dense_step_uses_the_backend(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_step_uses_the_backend(backend: DenseBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     backends: list[AttentionBackend] = []
 
     def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, backend: AttentionBackend) -> torch.Tensor:

@@ -28,8 +28,8 @@ from benchmarking.harness import (
     run_in_fresh_process,
     run_in_turns,
     speedup,
-    usable_cores,
 )
+from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth, peak_resident_bytes, reset_peak_resident, resident_bytes
 
 MEBIBYTE = 1 << 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,8 +20,8 @@ def test_implementations_compute_the_same(implementation: str) -> None:
     peer = build_peer(CASE, ours, implementation)
     x = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(ours(x), peer(x), rtol=1e-5, atol=1e-6)
-    implementations = [module.config._experts_implementation for module in peer.modules() if hasattr(module, "config")]
-    assert implementations == [implementation]
+    modules: list[Any] = [module for module in peer.modules() if hasattr(module, "config")]
+    assert [module.config._experts_implementation for module in modules] == [implementation]
 
 
 def test_table_has_every_case() -> None:

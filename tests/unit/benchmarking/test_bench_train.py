@@ -15,14 +15,13 @@ from benchmarking import bench_train as module
 from benchmarking.bench_train import (
     MATRIX_PRODUCTS,
     MEMORY_PARTS,
-    OURS,
-    TrainCase,
     bench_train,
     find_skipped_peers,
     measure_memory,
     measure_memory_in_process,
     select_device,
 )
+from benchmarking.implementations.training import OURS, TrainCase
 from config.benchmark import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection, Precision
 from config.dump import to_toml
 from config.load import ConfigError, load_config
@@ -135,10 +134,10 @@ def test_presets_have_their_sizes(tmp_path: Path) -> None:
 
 
 def test_a_preset_may_be_changed() -> None:
-    shape = BenchShape(shape="124m", batch_size=2)
+    shape = BenchShape.model_validate({"shape": "124m", "batch_size": 2})
     assert (shape.name, shape.batch_size, shape.hidden_size) == ("124m", 2, 768)
     with pytest.raises(ValueError, match=r"shape = '7b'.*tiny, 124m"):
-        BenchShape(shape="7b")
+        BenchShape.model_validate({"shape": "7b"})
 
 
 def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

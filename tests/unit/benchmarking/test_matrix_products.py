@@ -11,8 +11,15 @@ from benchmarking.implementations.matrix_products import MatrixProduct, MatrixSp
 from benchmarking.implementations.training import TrainCase, build_ours
 from config.benchmark import BenchShape
 
-TINY = BenchShape(
-    shape="tiny", num_hidden_layers=2, hidden_size=32, head_dim=16, vocab_size=64, max_position_embeddings=32
+TINY = BenchShape.model_validate(
+    {
+        "shape": "tiny",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "head_dim": 16,
+        "vocab_size": 64,
+        "max_position_embeddings": 32,
+    }
 )
 
 

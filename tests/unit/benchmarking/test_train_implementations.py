@@ -20,7 +20,7 @@ from config.benchmark import BenchShape, Precision
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
-from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState
+from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState, train_step
 
 OBJECTIVES: tuple[ObjectiveConfig, ...] = (
     MaskedDiffusionConfig(),
@@ -80,13 +80,12 @@ def test_a_step_trains(name: str, precision: Precision, objective: ObjectiveConf
 
 def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    original = module.train_step
 
     def spy(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
         steps.append(batch.step)
         [noised_batch] = batch.noised_batches
         assert noised_batch.inputs_BS.shape == (4, 32) and state.optimizers.learning_rates()["hidden"] == 1e-4
-        return original(state, loader, batch, *args)
+        return train_step(state, loader, batch, *args)
 
     monkeypatch.setattr(module, "train_step", spy)
     implementation = build_ours(make_case())

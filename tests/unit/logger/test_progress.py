@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 
-from logger import progress
 from logger.progress import ProgressMeter
 
 
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 def run_phase(meter: ProgressMeter, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 units in 40 seconds, starting at second 1."""
     now = 1.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     meter.begin("learning", "merges", 200)
     for done in range(1, 201):
         now += 0.2

@@ -212,7 +212,8 @@ def test_runs_that_are_judged_by_other_rows_are_said_to(other: str, said: bool, 
 
 
 def test_unknown_metrics_have_a_section_of_their_own(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "quick", **{"temperature/cpu": 40.0, "phase": "<warm>", "void": None})
+    metrics: dict[str, Any] = {"temperature/cpu": 40.0, "phase": "<warm>", "void": None}
+    folder = make_run(tmp_path / "quick", **metrics)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 60, "metrics": {"temperature/cpu": 44.0, "loss": 2.0}}\n')
     plots, rest = other_metrics([read_run(folder)])
@@ -252,7 +253,8 @@ def test_values_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> None
 
 def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
     attack = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'"
-    folder = make_run(tmp_path / "</title><script>", **{attack: 1.0, "text/" + attack: attack})
+    metrics: dict[str, Any] = {attack: 1.0, "text/" + attack: attack}
+    folder = make_run(tmp_path / "</title><script>", **metrics)
     toml = f"[data]\nsource = {json.dumps(attack)}\n[{json.dumps(attack)}]\nx = 1\n"
     (folder / "config.toml").write_text(toml)
     with (folder / "metrics.jsonl").open("a") as file:
