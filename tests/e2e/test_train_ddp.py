@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STEPS = 40
+STEPS = 120
+"""Enough that a run is still going when a signal reaches it late, on a loaded machine."""
 pytestmark = pytest.mark.slow
 
 
