@@ -199,7 +199,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(config: TrainConfig, tmp
             training(three)(world)
         return str(caught.value)
 
-    assert "choose a multiple of 3" in run_ranks(act, tmp_path, 3)[0]
+    assert "a multiple of 3" in run_ranks(act, tmp_path, 3)[0]
 
 
 @contextlib.contextmanager

@@ -32,11 +32,13 @@ SHARDS = ["output.shard_tokens=1000"]
 """Ten shards for the 9,600 training tokens."""
 
 GATED_COMMAND = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 import cli.make_data
 from diffusionlm.data import make_data
 
+# Ctrl-C is ignored where the tests run in the background of a shell, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 directory, num_shards, gate = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 make_data.CHUNK_CHARACTERS = 700
 report = cli.make_data._ProgressReporter.__call__
