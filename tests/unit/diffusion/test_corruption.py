@@ -1,4 +1,4 @@
-"""Masks, noise groups, noise levels and loss weights; they are keyed by the sequence in the step."""
+"""Masks and loss weights; they are keyed by the sequence in the step."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from config.objective import Estimator, FixedCountMasking, IndependentMasking, LossWeighting, NoiseGrouping
+from config.objective import Estimator, FixedCountMasking, IndependentMasking, NoiseGrouping
 from diffusionlm.diffusion.corruption import (
-    MaskSample,
     assign_noise_groups,
     choose_masked_in_groups,
-    exclude_mask_tokens,
-    masked_counts_at_levels,
-    sample_group_levels,
     sample_masks,
     sample_replacement_tokens,
     sample_sequence_offsets,
 )
-from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
+from diffusionlm.diffusion.noised_batch import NoiseKey
 from diffusionlm.diffusion.schedules import build_schedule
+from tests.unit.diffusion.noise_cases import (
+    BLOCK,
+    LENGTH,
+    batch_of,
+    chi_square,
+    full_groups,
+    noise_of,
+)
 
-MASK, LENGTH, BLOCK = 50, 24, 5
-LEVELS: list[tuple[str, Estimator]] = [
+ESTIMATORS: list[tuple[str, Estimator]] = [
     ("counts", FixedCountMasking()),
     ("complementary", FixedCountMasking(complementary=True)),
     ("stratified", IndependentMasking(epsilon=0.1)),
@@ -41,163 +43,8 @@ def estimator_id(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def batch_of(rows: int) -> CleanBatch:
-    """Random rows with prompts, padding and documents; every eighth row has no target."""
-    rng = np.random.default_rng(0)
-    tokens = torch.from_numpy(rng.integers(0, MASK, (rows, LENGTH)))
-    documents, targets = np.zeros((rows, LENGTH), dtype=np.int64), np.ones((rows, LENGTH), dtype=np.bool_)
-    for row in range(rows):
-        documents[row, 3 + row % 11 :] = 1
-        documents[row, LENGTH - 2 * (row % 3) :] = -1
-        targets[row, : row % 5] = False
-        targets[row, row % 13] = False
-    targets &= documents >= 0
-    targets[5::8] = False
-    return CleanBatch(tokens, torch.from_numpy(targets), torch.from_numpy(documents))
-
-
-def full_units(rows: int, length: int, block: int | None = None) -> Any:
-    return np.broadcast_to(np.arange(length) // (block or length), (rows, length))
-
-
-def noise_of(
-    group_ids_BL: Any, estimator: Estimator, *, step: int = 0, seed: int = 0, weight: LossWeighting = "elbo"
-) -> MaskSample:
-    [noise] = sample_masks(group_ids_BL, NoiseKey(seed, step, 0, len(group_ids_BL)), estimator, weight)
-    return noise
-
-
-def chi_square(counts: Any) -> float:
-    """Of counts that should all be equal."""
-    return float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# Units
-
-
-def test_noise_groups_written_out() -> None:
-    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, -1]])
-    tokens = torch.zeros(1, 10, dtype=torch.int64)
-    targets = torch.tensor([[False, True, True, True, True, True, False, True, True, False]])
-    batch, maskable = CleanBatch(tokens, targets, documents), targets.numpy()
-    assert assign_noise_groups(batch, maskable, "row", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
-    assert assign_noise_groups(batch, maskable, "document", None).tolist() == [[-1, 0, 0, 0, 0, 1, -1, 1, 2, -1]]
-    # Blocks start with the document; the last of each is short.
-    assert assign_noise_groups(batch, maskable, "block", 3).tolist() == [[-1, 0, 0, 1, 1, 2, -1, 2, 3, -1]]
-    assert assign_noise_groups(batch, maskable, "block", 2).tolist() == [[-1, 0, 1, 1, 2, 3, -1, 4, 5, -1]]
-    alone = CleanBatch(tokens, targets)
-    assert assign_noise_groups(alone, maskable, "document", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
-    assert assign_noise_groups(alone, maskable, "block", 4).tolist() == [[-1, 0, 0, 0, 1, 1, -1, 1, 2, -1]]
-
-
-def test_groups_without_a_target_have_no_index() -> None:
-    targets = torch.tensor([[False, False, True, False, False, False, True, True]])
-    batch = CleanBatch(torch.zeros(1, 8, dtype=torch.int64), targets, torch.tensor([[0, 0, 1, 2, 2, 2, 3, 3]]))
-    assert assign_noise_groups(batch, targets.numpy(), "document", None).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 1]]
-    assert assign_noise_groups(batch, targets.numpy(), "block", 1).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 2]]
-
-
-@pytest.mark.parametrize("per", ["row", "document", "block"])
-def test_group_ids_have_no_gaps_and_stay_in_their_block(per: NoiseGrouping) -> None:
-    batch = batch_of(40)
-    assert batch.document_BL is not None
-    maskable = batch.loss_mask_BL.numpy()
-    group_ids = assign_noise_groups(batch, maskable, per, BLOCK)
-    assert np.array_equal(group_ids >= 0, maskable)
-    for row in range(40):
-        here = group_ids[row][maskable[row]]
-        assert here.tolist() == sorted(here.tolist())
-        assert set(here.tolist()) == set(range(len(set(here.tolist()))))
-        documents = batch.document_BL[row].numpy()
-        starts = {int(document): int(np.argmax(documents == document)) for document in documents}
-        own: dict[int, tuple[int, ...]] = {}
-        for position in np.flatnonzero(maskable[row]):
-            document = int(documents[position])
-            block = int(position - starts[document]) // BLOCK
-            key = {"row": (), "document": (document,), "block": (document, block)}[per]
-            assert own.setdefault(int(group_ids[row, position]), key) == key
-        assert len(set(own.values())) == len(own), "two units of one block"
-
-
-def test_a_mask_token_in_the_data_is_not_maskable() -> None:
-    batch = batch_of(8)
-    batch.tokens_BL[:, 4] = MASK
-    maskable = exclude_mask_tokens(batch, MASK)
-    assert not maskable[:, 4].any()
-    assert np.array_equal(np.delete(maskable, 4, axis=1), np.delete(batch.loss_mask_BL.numpy(), 4, axis=1))
-    assert np.array_equal(exclude_mask_tokens(batch, None), batch.loss_mask_BL.numpy())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Noise levels
-
-
-@pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
-def test_offsets_are_keyed_by_the_sequence_in_the_step(times: str) -> None:
-    key = NoiseKey(0, 0, 0, 24)
-    whole = sample_sequence_offsets(key, 24, times)
-    assert ((whole >= 0) & (whole <= 1)).all() and len(set(whole.tolist())) == 24
-    for first in (0, 5, 20):
-        assert np.array_equal(
-            sample_sequence_offsets(dataclasses.replace(key, first_sequence=first), 4, times), whole[first:][:4]
-        )
-    for other in (dataclasses.replace(key, step=1), dataclasses.replace(key, seed=1)):
-        assert not np.isin(sample_sequence_offsets(other, 24, times), whole).any()
-
-
-def test_stratified_offsets_have_one_in_each_stratum_and_no_fixed_place() -> None:
-    strata = np.stack(
-        [np.floor(sample_sequence_offsets(NoiseKey(0, step, 0, 6), 6) * 6).astype(int) for step in range(600)]
-    )
-    assert (np.sort(strata, axis=1) == np.arange(6)).all()
-    for row in range(6):
-        assert chi_square(np.bincount(strata[:, row], minlength=6)) < 25.7  # 5 degrees of freedom: p = 1e-4
-
-
-@pytest.mark.parametrize("rows", [6, 7])
-def test_antithetic_offsets_come_in_pairs(rows: int) -> None:
-    offsets = sample_sequence_offsets(NoiseKey(3, 0, 0, rows), rows, "antithetic")
-    np.testing.assert_allclose(offsets[0:6:2] + offsets[1:6:2], 1.0, atol=1e-15)
-    assert len(offsets) == rows
-
-
-def test_noise_levels_of_a_sequence() -> None:
-    rng = np.random.default_rng(0)
-    for times in ("stratified", "antithetic", "uniform"):
-        assert sample_group_levels(0.3, 1, rng, times).tolist() == [0.3]
-        assert sample_group_levels(0.3, 0, rng, times).tolist() == []
-    levels = sample_group_levels(0.3, 5, rng)
-    np.testing.assert_allclose(np.sort(levels), (np.arange(5) + 0.3) / 5)
-    pairs = sample_group_levels(0.3, 5, rng, "antithetic")
-    np.testing.assert_allclose(pairs[:4:2] + pairs[1:4:2], 1.0)
-    assert pairs[0] == 0.3 and len(set(pairs.tolist())) == 5
-    assert sample_group_levels(0.3, 5, rng, "uniform")[0] == 0.3
-
-
-@pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
-def test_level_of_every_group_is_uniform(times: str) -> None:
-    """Over the steps, for each row and unit: nothing is tied to a place."""
-    levels = np.zeros((800, 2, 3))
-    for step in range(800):
-        offsets = sample_sequence_offsets(NoiseKey(1, step, 0, 2), 2, times)
-        for row in range(2):
-            levels[step, row] = sample_group_levels(offsets[row], 3, np.random.default_rng((step, row)), times)
-    for row in range(2):
-        for group in range(3):
-            bins = np.bincount(np.minimum(levels[:, row, group] * 8, 7).astype(int), minlength=8)
-            assert chi_square(bins) < 29.9  # 7 degrees of freedom: p = 1e-4
-
-
-def test_counts_are_uniform_where_levels_are() -> None:
-    levels = (np.arange(700) + 0.5) / 700
-    counts = masked_counts_at_levels(levels, np.full(700, 7))
-    assert np.bincount(counts).tolist() == [0, *[100] * 7]
-    assert masked_counts_at_levels(np.array([0.0, 1.0, 1.0]), np.array([4, 4, 0])).tolist() == [1, 4, 1]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Counts
+# Fixed-count masking
 
 
 def test_counts_positions_and_weights() -> None:
@@ -223,7 +70,7 @@ def test_counts_positions_and_weights() -> None:
     [(12, 12, None), (36, 12, None), (30, 12, None), (7, 12, None), (64, 1, None), (3, 32, 4), (1, 64, 8), (5, 24, 3)],
 )
 def test_counts_are_stratified_over_all_groups_of_the_step(rows: int, length: int, block: int | None) -> None:
-    size, group_ids = block or length, full_units(rows, length, block)
+    size, group_ids = block or length, full_groups(rows, length, block)
     total = rows * length // size
     for step in range(20):
         masked = noise_of(group_ids, FixedCountMasking(), step=step, seed=4).masked_BL
@@ -240,7 +87,7 @@ def test_counts_are_stratified_over_all_groups_of_the_step(rows: int, length: in
 @pytest.mark.parametrize("block", [None, 3])
 def test_count_of_a_group_is_uniform_over_steps(estimator: FixedCountMasking, block: int | None) -> None:
     """Each place of the step gets each count equally often: strata are permuted, not tied to the place."""
-    size, group_ids = block or 6, full_units(4, 6, block)
+    size, group_ids = block or 6, full_groups(4, 6, block)
     least = int(not estimator.complementary) * 1
     histogram, positions = np.zeros((24 // size, size + 1 - least)), np.zeros(6)
     for step in range(1200):
@@ -290,7 +137,7 @@ def test_complementary_masks_partition_the_targets() -> None:
 
 def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() -> None:
     """With a cross-entropy that grows with the masked count, the pair's mean is that of single masks."""
-    group_ids = full_units(12, 6)
+    group_ids = full_groups(12, 6)
     difficulty = {k: 1.0 + k * k for k in range(7)}
     exact = sum(6 / k * k * difficulty[k] for k in range(1, 7)) / 6
     totals, bounds = [], []
@@ -307,11 +154,11 @@ def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() ->
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Times
+# Independent masking
 
 
 def test_masking_probability_and_weight() -> None:
-    epsilon, group_ids = 0.2, full_units(2000, 30)
+    epsilon, group_ids = 0.2, full_groups(2000, 30)
     noise = noise_of(group_ids, IndependentMasking(epsilon=epsilon), weight="inverse_p")
     has_mask = noise.masked_BL.any(axis=1)
     p = 1 / noise.weights_BL[has_mask].max(axis=1)
@@ -336,11 +183,11 @@ def test_masking_probability_and_weight() -> None:
 def test_the_schedule_decides_the_masked_share(kind: str, share: float) -> None:
     """At t = 1/2, the only time of a narrow range."""
     estimator = IndependentMasking.model_validate({"schedule": kind, "epsilon": 0.0, "range": [0.5, 0.5 + 1e-9]})
-    noise = noise_of(full_units(50, 200), estimator, weight="inverse_p")
+    noise = noise_of(full_groups(50, 200), estimator, weight="inverse_p")
     assert noise.masked_BL.mean() == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 10_000))
     assert noise.weights_BL[noise.masked_BL] == pytest.approx(1 / share, rel=1e-6)
     slope = {"cosine": math.pi / 2 * math.cos(math.pi / 4), "power": 1.0, "square_root": 0.5 / 0.5**0.5}[kind]
-    elbo = noise_of(full_units(50, 200), estimator)
+    elbo = noise_of(full_groups(50, 200), estimator)
     assert elbo.weights_BL[elbo.masked_BL] == pytest.approx(slope / share, rel=1e-6)
 
 
@@ -357,7 +204,7 @@ def test_probability_times_weight_is_the_slope(schedule: Any, epsilon: float) ->
     """At the time of each row: so the expectation over masks is -alpha'(t), which integrates to one."""
     estimator = IndependentMasking.model_validate({"schedule": schedule, "epsilon": epsilon})
     built = build_schedule(estimator.schedule)
-    noise, t = noise_of(full_units(200, 8), estimator), sample_sequence_offsets(NoiseKey(0, 0, 0, 200), 200)
+    noise, t = noise_of(full_groups(200, 8), estimator), sample_sequence_offsets(NoiseKey(0, 0, 0, 200), 200)
     share = (1 - epsilon) * (1 - built.alpha(t)) + epsilon
     has_mask = noise.masked_BL.any(axis=1)
     expected = -(1 - epsilon) * built.alpha_prime(t) / share
@@ -374,13 +221,13 @@ def test_the_smallest_times_give_finite_weights() -> None:
                 {"schedule": kind, "epsilon": epsilon, "range": [0.0, 1e-300]}
             )
             with np.errstate(all="raise", under="ignore"):
-                noise = noise_of(full_units(100, 50), estimator)
+                noise = noise_of(full_groups(100, 50), estimator)
             assert np.isfinite(noise.weights_BL).all()
 
 
 def test_min_masking_rate_raises_small_probabilities() -> None:
     estimator = IndependentMasking(min_masking_rate=0.6, epsilon=0.0)
-    noise = noise_of(full_units(500, 40), estimator, weight="inverse_p")
+    noise = noise_of(full_groups(500, 40), estimator, weight="inverse_p")
     p = 1 / noise.weights_BL.max(axis=1)
     assert p.min() == pytest.approx(0.6) and (p < 0.6 + 1e-9).mean() == pytest.approx(0.6, abs=0.01)
     raised = noise.masked_BL[p < 0.6 + 1e-9]
@@ -392,9 +239,9 @@ def test_min_masking_rate_raises_small_probabilities() -> None:
 
 
 def test_range_limits_the_levels() -> None:
-    counts = noise_of(full_units(60, 20), FixedCountMasking(range=(0.25, 0.5))).masked_BL.sum(axis=1)
+    counts = noise_of(full_groups(60, 20), FixedCountMasking(range=(0.25, 0.5))).masked_BL.sum(axis=1)
     assert np.bincount(counts, minlength=21)[6:11].tolist() == [12] * 5
-    linear = noise_of(full_units(60, 20), IndependentMasking(range=(0.25, 0.5), epsilon=0.0), weight="inverse_p")
+    linear = noise_of(full_groups(60, 20), IndependentMasking(range=(0.25, 0.5), epsilon=0.0), weight="inverse_p")
     p = 1 / linear.weights_BL.max(axis=1)
     np.testing.assert_allclose(np.sort(p), 0.25 + 0.25 * (np.arange(60) + 0.5) / 60, atol=0.25 / 120 + 1e-12)
 
@@ -406,16 +253,16 @@ def test_reweight_cap_is_the_largest_weight(complementary: bool) -> None:
     for cap in (1.0, 3.0):
         capped = FixedCountMasking(reweight_cap=cap, complementary=complementary)
         for one, other in zip(
-            sample_masks(full_units(12, 12), NoiseKey(0, 0, 0, 12), capped, "elbo"),
+            sample_masks(full_groups(12, 12), NoiseKey(0, 0, 0, 12), capped, "elbo"),
             sample_masks(
-                full_units(12, 12), NoiseKey(0, 0, 0, 12), FixedCountMasking(complementary=complementary), "elbo"
+                full_groups(12, 12), NoiseKey(0, 0, 0, 12), FixedCountMasking(complementary=complementary), "elbo"
             ),
             strict=True,
         ):
             assert np.array_equal(one.masked_BL, other.masked_BL)
             assert np.array_equal(one.weights_BL, np.minimum(other.weights_BL, cap / parts))
             assert (other.weights_BL > cap / parts).any()
-    p = noise_of(full_units(50, 20), IndependentMasking(reweight_cap=4.0)).weights_BL
+    p = noise_of(full_groups(50, 20), IndependentMasking(reweight_cap=4.0)).weights_BL
     assert p.max() == 4.0 and p[p > 0].min() < 2.0
 
 
@@ -444,13 +291,13 @@ def test_contiguous_runs_start_anywhere_and_keep_the_counts() -> None:
     chosen = np.zeros((1500, 6), dtype=np.bool_)
     for step in range(1500):
         estimator = FixedCountMasking(contiguous_probability=1.0, range=(0.4, 0.41))  # three of six
-        chosen[step] = noise_of(full_units(1, 6), estimator, step=step).masked_BL
+        chosen[step] = noise_of(full_groups(1, 6), estimator, step=step).masked_BL
     assert (chosen.sum(axis=1) == 3).all()
     assert chi_square(np.bincount(np.argmax(chosen, axis=1), minlength=4)[:4]) < 21.2  # 3 degrees of freedom: p = 1e-4
     masks = np.stack(
         [
             noise_of(
-                full_units(1, 12), FixedCountMasking(contiguous_probability=0.3, range=(0.45, 0.46)), step=step
+                full_groups(1, 12), FixedCountMasking(contiguous_probability=0.3, range=(0.45, 0.46)), step=step
             ).masked_BL[0]
             for step in range(600)
         ]
@@ -475,7 +322,7 @@ def test_replacement_is_any_token_but_the_mask() -> None:
 # Keys
 
 
-@pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
+@pytest.mark.parametrize(("name", "estimator"), ESTIMATORS, ids=estimator_id)
 @pytest.mark.parametrize("per", ["row", "document", "block"])
 def test_micro_batches_have_the_same_noise(name: str, estimator: Estimator, per: NoiseGrouping) -> None:
     batch, key = batch_of(8), NoiseKey(seed=7, step=3, first_sequence=0, num_sequences_in_step=8)
@@ -493,9 +340,9 @@ def test_micro_batches_have_the_same_noise(name: str, estimator: Estimator, per:
             assert np.array_equal(np.concatenate([part[index].weights_BL for part in parts]), noise.weights_BL)
 
 
-@pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
+@pytest.mark.parametrize(("name", "estimator"), ESTIMATORS, ids=estimator_id)
 def test_masks_differ_by_seed_step_and_sequence(name: str, estimator: Estimator) -> None:
-    group_ids = full_units(8, LENGTH)
+    group_ids = full_groups(8, LENGTH)
     key = NoiseKey(1, 1, 0, 64)
     keys = [key, dataclasses.replace(key, seed=2), dataclasses.replace(key, step=2), NoiseKey(1, 1, 8, 64)]
     drawn = [sample_masks(group_ids, stream_keys, estimator, "elbo")[0].masked_BL for stream_keys in keys]
@@ -505,7 +352,7 @@ def test_masks_differ_by_seed_step_and_sequence(name: str, estimator: Estimator)
     assert np.array_equal(sample_masks(group_ids, key, estimator, "elbo")[0].masked_BL, drawn[0])
 
 
-@pytest.mark.parametrize(("name", "estimator"), LEVELS, ids=estimator_id)
+@pytest.mark.parametrize(("name", "estimator"), ESTIMATORS, ids=estimator_id)
 def test_sequences_without_targets_are_unchanged(name: str, estimator: Estimator) -> None:
     for noise in sample_masks(np.full((3, 5), -1), NoiseKey(0, 0, 0, 3), estimator, "elbo"):
         assert not noise.masked_BL.any() and not noise.weights_BL.any()

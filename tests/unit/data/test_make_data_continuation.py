@@ -1,0 +1,314 @@
+"""make_data continues after interruptions with the same files, and rejects directories of other inputs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.data import LocalFiles, MarkovChain
+from config.make_data import MakeDataConfig, ShardFormat
+from diffusionlm.data import make_data as module
+from diffusionlm.data import shard_writers
+from diffusionlm.data.make_data import make_data
+from tests.unit.data.make_data_cases import (
+    FORMATS,
+    TRAIN,
+    VALIDATION,
+    Stopped,
+    config_of,
+    digest,
+    error_of,
+    ignore,
+    jsonl,
+    read,
+    stop,
+)
+from tokenizer import load_tokenizer, save_tokenizer, train_bpe
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_an_interruption_after_any_chunk(
+    text_folder: Path, tmp_path: Path, shard_format: ShardFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = tmp_path / "reference"
+    make_data(config_of(text_folder, reference, format=shard_format), ignore)
+    tokenize_chunks = module._tokenize_chunks
+
+    def stop_after(count: int) -> Callable[..., Any]:
+        num_left = [count]
+
+        def generate(*arguments: Any) -> Any:
+            for item in tokenize_chunks(*arguments):
+                if not num_left[0]:
+                    raise Stopped
+                num_left[0] -= 1
+                yield item
+
+        return generate
+
+    directory = tmp_path / "made"
+    config = config_of(text_folder, directory, format=shard_format)
+    interruptions = 0
+    for count in range(1, 100):
+        monkeypatch.setattr(module, "_tokenize_chunks", stop_after(count))
+        try:
+            make_data(config, ignore)
+            break
+        except Stopped:
+            interruptions += 1
+            assert not list(directory.glob("*-*.tmp"))  # an unfinished shard is removed
+        if count % 3 == 0:  # one more interruption, so that positions differ
+            monkeypatch.setattr(module, "_tokenize_chunks", stop_after(10))
+            with pytest.raises(Stopped):
+                make_data(config, ignore)
+    assert interruptions >= 5
+    assert digest(directory) == digest(reference)
+
+
+KILLED = Path(__file__).with_name("killed_make_data.py")
+
+
+@pytest.mark.parametrize(
+    ("shard_format", "stride"),
+    [
+        ("bin", 3),
+        pytest.param("bin", 1, marks=pytest.mark.slow),
+        pytest.param("parquet", 3, marks=pytest.mark.slow),  # it writes in small pieces
+        pytest.param("dat", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_sigkill_at_every_step(text_folder: Path, tmp_path: Path, shard_format: ShardFormat, stride: int) -> None:
+    """Kill before each write, fsync, rename and removal (or each third one); kill the continuation as well."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    jsonl(texts / "train.jsonl", TRAIN[:15])
+    jsonl(texts / "validation.jsonl", VALIDATION[:3])
+    tokenizer = None if shard_format == "bin" else "tokenizer"
+    if tokenizer is not None:
+        save_tokenizer(load_tokenizer(text_folder / tokenizer), texts / tokenizer)
+    config = config_of(texts, tmp_path / "made", tokenizer, format=shard_format, shard_tokens=250)
+    values = json.loads(config.model_dump_json(exclude_unset=True))
+    values["source"]["kind"] = "files"
+    result = subprocess.run(
+        [sys.executable, KILLED, json.dumps(values), str(tmp_path / "reference"), str(stride)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[-1]) > 20
+
+
+def test_skipped_records_are_counted_once_over_interruptions(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train.jsonl"
+    rows = [json.dumps({"text": text}) for text in TRAIN]
+    for index in range(3, 200, 4):
+        rows[index] = ["{broken", '{"text": ""}', '{"text": null}'][index // 4 % 3]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    source = LocalFiles(
+        paths=(str(path),),
+        validation_paths=(str(text_folder / "validation.jsonl"),),
+        on_bad_row="skip",
+        max_documents=120,
+    )
+    whole = config_of(text_folder, tmp_path / "whole").model_copy(update={"source": source})
+    shard_index = make_data(whole, ignore)
+    skipped = shard_index.splits["train"].skipped
+    assert shard_index.splits["train"].documents == 120
+    assert skipped["empty"] == 13
+    assert sum(skipped.values()) == 39  # one in four of the first 159 records
+    interrupted = whole.model_copy(
+        update={"output": whole.output.model_copy(update={"directory": tmp_path / "interrupted"})}
+    )
+    save = module.save_progress
+
+    def save_once(progress: Any, directory: Path) -> None:
+        save(progress, directory)
+        raise Stopped
+
+    monkeypatch.setattr(module, "save_progress", save_once)
+    for _ in range(100):
+        try:
+            make_data(interrupted, ignore)
+            break
+        except Stopped:
+            continue
+    assert digest(tmp_path / "interrupted") == digest(tmp_path / "whole")
+
+
+def test_a_complete_directory_is_checked(text_folder: Path, tmp_path: Path) -> None:
+    config = config_of(text_folder, tmp_path / "made")
+    index = make_data(config, ignore)
+    before = digest(tmp_path / "made")
+    messages: list[str] = []
+    other_workers = config.model_copy(update={"output": config.output.model_copy(update={"workers": 1})})
+    assert make_data(other_workers, messages.append) == index
+    assert messages == [f"{tmp_path / 'made'} is complete; comparing its files with their checksums ..."]
+    assert digest(tmp_path / "made") == before
+    # Killed between the index and the removal of the progress.
+    (tmp_path / "made/progress.json").write_text("{}")
+    make_data(config, ignore)
+    assert digest(tmp_path / "made") == before
+    path = tmp_path / "made/train-00001.bin"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    assert f"{path} is damaged: its checksum is not the one in index.json" in error_of(config)
+    path.unlink()
+    assert f"{path} is missing" in error_of(config)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_directory_from_other_inputs_is_rejected(
+    text_folder: Path, tmp_path: Path, complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for name, rows in (("train", TRAIN), ("validation", VALIDATION)):
+        jsonl(text / f"{name}.jsonl", rows)
+    save_tokenizer(load_tokenizer(text_folder / "tokenizer"), text / "tokenizer")
+    directory = tmp_path / "made"
+    config = config_of(text, directory)
+    if complete:
+        make_data(config, ignore)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "rename_dat_file", stop)  # before the index is written
+            with pytest.raises(Stopped):
+                make_data(config, ignore)
+    before = digest(directory)
+
+    def assert_difference(config: MakeDataConfig, line: str) -> None:
+        message = error_of(config)
+        assert message.startswith(f"output.directory = {directory} holds data from other inputs:\n  ")
+        assert message.endswith("\nname another directory, or remove this one")
+        assert f"\n  {line}" in message
+        assert digest(directory) == before
+
+    assert_difference(config_of(text, directory, format="dat"), 'output.format: "bin" -> "dat"\n')
+    assert_difference(config_of(text, directory, shard_tokens=501), "output.shard_tokens: 500 -> 501\n")
+    assert_difference(
+        config_of(text, directory, tokenizer=None), f'tokenizer.path: "{text / "tokenizer"}" -> (not set)\n'
+    )
+    files = config.model_copy(update={"source": MarkovChain(documents_per_epoch=9, validation_documents=9)})
+    assert_difference(files, 'source.kind: "files" -> "markov"\n')
+    jsonl(text / "train.jsonl", [*TRAIN[:-1], "something else"])
+    assert_difference(config, "the train documents: files/")
+    jsonl(text / "train.jsonl", TRAIN)
+    save_tokenizer(train_bpe(["other"], vocab_size=260), text / "tokenizer")
+    assert_difference(config, f"the tokenizer in {text / 'tokenizer'}: it has another fingerprint now\n")
+    save_tokenizer(load_tokenizer(text_folder / "tokenizer"), text / "tokenizer")
+    make_data(config, ignore)
+    assert read(directory, "validation")
+
+
+def test_foreign_and_damaged_directories(text_folder: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "mine"
+    directory.mkdir()
+    (directory / "thesis.txt").write_text("my thesis")
+    message = error_of(config_of(text_folder, directory))
+    assert "is not empty and has no progress.json (it holds thesis.txt); name another directory" in message
+    assert (directory / "thesis.txt").read_text() == "my thesis"
+    file = directory / "thesis.txt"
+    assert f"output.directory = {file} cannot be written: File exists" in error_of(config_of(text_folder, file))
+    (directory / "thesis.txt").unlink()
+    (directory / "progress.json").write_text('{"version": 1, "config"')
+    assert "progress.json is damaged" in error_of(config_of(text_folder, directory))
+
+
+def test_one_process_at_a_time(text_folder: Path, tmp_path: Path) -> None:
+    from files.lock import lock_directory
+
+    with lock_directory(tmp_path / "made"):
+        message = error_of(config_of(text_folder, tmp_path / "made"))
+    assert "is in use by another process; wait for it or stop it" in message
+    make_data(config_of(text_folder, tmp_path / "made"), ignore)
+
+
+def test_a_missing_shard_and_a_replaced_tokenizer(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shard_format, name in (
+        ("bin", "train-00000.idx"),
+        ("parquet", "train-00000.parquet"),
+        ("dat", "train.dat.tmp"),
+    ):
+        config = config_of(text_folder, tmp_path / shard_format, format=shard_format)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "rename_dat_file", stop)
+            with pytest.raises(Stopped):
+                make_data(config, ignore)
+        (tmp_path / shard_format / name).unlink()
+        assert (
+            f"{tmp_path / shard_format / name.removesuffix('.tmp')} is missing, though index.json names it"
+            in error_of(config)
+        )
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "rename_dat_file", stop)
+        with pytest.raises(Stopped):
+            make_data(config_of(text_folder, tmp_path / "made"), ignore)
+    save_tokenizer(train_bpe(["other"], vocab_size=260), tmp_path / "made/tokenizer")
+    assert "is not the tokenizer that was used so far" in error_of(config_of(text_folder, tmp_path / "made"))
+
+
+@pytest.mark.parametrize("shard_format", FORMATS)
+@pytest.mark.parametrize("free_bytes", [0, 1_500, 6_000])
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk(
+    text_folder: Path, tmp_path: Path, shard_format: ShardFormat, free_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_data(config_of(text_folder, tmp_path / "reference", format=shard_format), ignore)
+    config = config_of(text_folder, tmp_path / "made", format=shard_format)
+    write, num_left = shard_writers.HashedFile.write, [free_bytes]
+
+    def write_on_small_disk(self: shard_writers.HashedFile, data: Any) -> int:
+        num_left[0] -= memoryview(data).nbytes
+        if num_left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_writers.HashedFile, "write", write_on_small_disk)
+        message = error_of(config)
+    assert message.startswith(f"output.directory = {tmp_path / 'made'} could not be written: No space left on device (")
+    assert message.endswith("MiB are free there). Finished shards are kept: free some space, and repeat the command")
+    progress = json.loads((tmp_path / "made/progress.json").read_text())
+    shards = [shard for split in progress["splits"].values() for shard in split["index"]["shards"]]
+    assert bool(shards) == (free_bytes > 0)
+    assert not list((tmp_path / "made").glob("*-*.tmp"))
+    make_data(config, ignore)
+    assert digest(tmp_path / "made") == digest(tmp_path / "reference")
+
+
+def test_a_full_disk_when_the_progress_is_written(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_data(config_of(text_folder, tmp_path / "reference"), ignore)
+    config = config_of(text_folder, tmp_path / "made")
+    save, num_left = module.save_progress, [4]
+
+    def save_on_small_disk(progress: Any, directory: Path) -> None:
+        num_left[0] -= 1
+        if num_left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(progress, directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_progress", save_on_small_disk)
+        assert "No space left on device" in error_of(config)
+    make_data(config, ignore)
+    assert digest(tmp_path / "made") == digest(tmp_path / "reference")
