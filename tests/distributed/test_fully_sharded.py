@@ -122,7 +122,10 @@ CASES: dict[str, tuple[Kind, bool, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in ("adamw", "muon, tied") else []) for case in CASES],
+)
 def test_steps_match_a_single_process(case: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     """Gradients are sums over three micro-batches and the ranks, whose counts of targets differ."""
     config, reshard, world_size, settings = CASES[case]
@@ -182,7 +185,7 @@ def test_initial_weights_match_a_single_process(make_config: MakeConfig, tmp_pat
     run_ranks(act, tmp_path)
 
 
-@pytest.mark.parametrize("choice", ["selective", "full"])
+@pytest.mark.parametrize("choice", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_activation_checkpointing_keeps_gradients_equal(choice: Any, tiny_model: MakeModel, tmp_path: Path) -> None:
     def act(world: World) -> None:
         parameters_of_models = []

@@ -90,7 +90,7 @@ def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [
-        pytest.param("ddp", ADAMW, id="ddp-adamw"),
+        pytest.param("ddp", ADAMW, id="ddp-adamw", marks=pytest.mark.slow),
         pytest.param("ddp", MUON, id="ddp-muon", marks=pytest.mark.slow),
         pytest.param("ddp, sharded", ADAMW, id="ddp, sharded-adamw", marks=pytest.mark.slow),
         pytest.param("ddp, sharded", MUON, id="ddp, sharded-muon"),
@@ -218,6 +218,7 @@ def stopping_after(step: int) -> Iterator[None]:
         REPLACEABLE.load_step_batch = load_step_batch
 
 
+@pytest.mark.slow
 def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -> None:
     """All ranks would write the same files."""
     profiler = {"active": 1, "wait": 0, "warmup": 0}

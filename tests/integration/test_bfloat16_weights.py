@@ -35,6 +35,7 @@ def losses(config: TrainConfig) -> list[float]:
     return [json.loads(line)["metrics"]["loss"] for line in lines if '"loss"' in line]
 
 
+@pytest.mark.slow
 def test_runs_resume_bit_for_bit_and_keep_float32(config: TrainConfig, tmp_path: Path) -> None:
     """The average starts from the master, too."""
     whole = narrow(config, tmp_path / "whole", micro_batch_size=2, ema_decay=0.9)

@@ -102,6 +102,7 @@ def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -
         assert ("balance_loss" in values) == (coefficient > 0)
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_run_resumes(config: TrainConfig, tmp_path: Path) -> None:
     """Experts without tokens have a state of the optimizer as well: a checkpoint without it would be refused."""
     sparse_config = sparse(config, tmp_path / "run", 0.1)

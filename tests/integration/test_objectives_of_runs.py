@@ -152,7 +152,10 @@ def test_micro_batches_give_the_same_loss_and_gradients(
 # Whole runs
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("next token", "masked") else []) for name in OBJECTIVES],
+)
 def test_a_run_resumes_bit_for_bit(
     name: str, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,10 +273,14 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        (BLOCKS, None),
+        pytest.param(BLOCKS, None, marks=pytest.mark.slow),
         (NEXT, None),
         (WHOLE, "undo a linear schedule only; rows weigh the same whatever their number of targets; noise is random"),
-        ({"kind": "masked_diffusion", "loss": "masked_mean"}, "masked tokens are not weighted; the sum is divided by"),
+        pytest.param(
+            {"kind": "masked_diffusion", "loss": "masked_mean"},
+            "masked tokens are not weighted; the sum is divided by",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["blocks", "next token", "guidelines", "mean"],
 )

@@ -110,6 +110,7 @@ def test_a_run_with_its_switches_and_a_profile(config: TrainConfig, tmp_path: Pa
     assert event["step"] == 4 and "table-4.txt has the table" in event["text"]
 
 
+@pytest.mark.slow
 def test_profiles_of_a_resumed_run_stand_beside_the_old_ones(config: TrainConfig) -> None:
     profiler = ProfilerConfig(active=1, wait=0, warmup=0)
     short, config = (

@@ -73,6 +73,7 @@ def test_a_full_disk_at_the_end_is_an_error(config: TrainConfig, monkeypatch: py
         train(config)
 
 
+@pytest.mark.slow
 def test_epochs_are_counted_in_rows(config: TrainConfig) -> None:
     training = config.training.model_copy(update={"max_steps": None, "epochs": 2, "batch_size": 16})
     result = train(config.model_copy(update={"training": training}))

@@ -107,8 +107,17 @@ def markov(alignment: str = "same_position") -> Any:
     return StandIn(markov_posterior, table_config(V, L, logit_alignment=alignment))
 
 
-@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
-@pytest.mark.parametrize("block_length", [None, 1, 4, 5, L])
+@pytest.mark.parametrize(
+    ("block_length", "alignment"),
+    [
+        (None, "same_position"),
+        (5, "shifted"),
+        (1, "same_position"),
+        (1, "shifted"),
+        *(pytest.param(length, "same_position", marks=pytest.mark.slow) for length in (4, 5, L)),
+        *(pytest.param(length, "shifted", marks=pytest.mark.slow) for length in (None, 4, L)),
+    ],
+)
 def test_evaluated_markov_chain_is_its_entropy(block_length: int | None, alignment: str) -> None:
     """Shifted outputs do not score the first symbol."""
     entropy = ENTROPY - (math.log(V) if alignment == "shifted" else 0.0)
@@ -218,7 +227,7 @@ def test_shidoku_is_288_grids(shidoku: IdealTable) -> None:
     assert shidoku.entropy == pytest.approx(math.log(288), abs=1e-12)
 
 
-@pytest.mark.parametrize("block_length", [None, 4, 6])
+@pytest.mark.parametrize("block_length", [None, pytest.param(4, marks=pytest.mark.slow), 6])
 def test_evaluated_shidoku_is_its_entropy(shidoku: IdealTable, block_length: int | None) -> None:
     """All grids once: the draws are all that is left to chance."""
     model: Any = StandIn(shidoku, table_config(4, 16))

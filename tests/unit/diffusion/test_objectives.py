@@ -298,7 +298,7 @@ def test_a_loss_reported_as_nelbo_is_the_nelbo(
     config = parse(kind, **values)
     assert why_not_nelbo(config) is None
     batch = batch_of(10)
-    weights, costs = estimates(build, config, batch, 200)
+    weights, costs = estimates(build, config, batch, 120)
     exact = exact_by_count(batch, config)
     assert abs(weights.mean() - 1.0) < 4 * error_of(weights) + 1e-9
     assert abs(costs.mean() - exact) < 4 * error_of(costs)

@@ -22,7 +22,7 @@ def tiny(merges: list[tuple[bytes, bytes]], pattern: str = r"[\s\S]+", **options
     return Tokenizer(vocab, merges, {"<|mask|>": len(vocab), "<|mask|>>": len(vocab) + 1}, pattern, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", ["qwen"])
 def test_ids_equal_tokenizers_library(
     pattern: str,
     make_tokenizer: MakeTokenizer,
