@@ -61,22 +61,32 @@ class AttentionPattern(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Bidirectional:
-    """Every position attends to its whole document."""
+class _PatternBase:
+    """What most patterns have in common."""
 
-    documents_BL: Tensor | None = None
     positions_per_token: ClassVar[int] = 1
 
     @property
     def is_unrestricted(self) -> bool:
+        return False
+
+    def with_documents(self, documents_BL: Tensor) -> Self:
+        return replace(self, documents_BL=documents_BL)  # type: ignore[type-var]
+
+    def to(self, device: torch.device | str) -> Self:
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class Bidirectional(_PatternBase):
+    """Every position attends to its whole document."""
+
+    documents_BL: Tensor | None = None
+
+    @property
+    def is_unrestricted(self) -> bool:
         return self.documents_BL is None
-
-    def with_documents(self, documents_BL: Tensor) -> Bidirectional:
-        return replace(self, documents_BL=documents_BL)
-
-    def to(self, device: torch.device | str) -> Bidirectional:
-        return replace(self, documents_BL=_to_device(self.documents_BL, device))
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         return _DocumentBounds.from_documents(self.documents_BL, length, device).same_document_mask(window)
@@ -91,21 +101,10 @@ class Bidirectional:
 
 
 @dataclass(frozen=True)
-class Causal:
+class Causal(_PatternBase):
     """Every position attends to itself and the positions before it in its document."""
 
     documents_BL: Tensor | None = None
-    positions_per_token: ClassVar[int] = 1
-
-    @property
-    def is_unrestricted(self) -> bool:
-        return False
-
-    def with_documents(self, documents_BL: Tensor) -> Causal:
-        return replace(self, documents_BL=documents_BL)
-
-    def to(self, device: torch.device | str) -> Causal:
-        return replace(self, documents_BL=_to_device(self.documents_BL, device))
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         return _DocumentBounds.from_documents(self.documents_BL, length, device).same_document_mask(window).tril()
@@ -120,26 +119,15 @@ class Causal:
 
 
 @dataclass(frozen=True)
-class BlockCausal:
+class BlockCausal(_PatternBase):
     """Every position attends to its whole block and the blocks before it. Blocks are counted from the document's
     start."""
 
     block_length: int
     documents_BL: Tensor | None = None
-    positions_per_token: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check_block_length(self.block_length)
-
-    @property
-    def is_unrestricted(self) -> bool:
-        return False
-
-    def with_documents(self, documents_BL: Tensor) -> BlockCausal:
-        return replace(self, documents_BL=documents_BL)
-
-    def to(self, device: torch.device | str) -> BlockCausal:
-        return replace(self, documents_BL=_to_device(self.documents_BL, device))
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         bounds = _DocumentBounds.from_documents(self.documents_BL, length, device)
@@ -157,7 +145,7 @@ class BlockCausal:
 
 
 @dataclass(frozen=True)
-class BlockDiffusion:
+class BlockDiffusion(_PatternBase):
     """Block diffusion in one training forward over noisy and clean halves ``[xt | x0]`` (BD3-LM, Arriola et al. 2025,
     section 3.1 and appendix B).
 
@@ -172,16 +160,6 @@ class BlockDiffusion:
 
     def __post_init__(self) -> None:
         _check_block_length(self.block_length)
-
-    @property
-    def is_unrestricted(self) -> bool:
-        return False
-
-    def with_documents(self, documents_BL: Tensor) -> BlockDiffusion:
-        return replace(self, documents_BL=documents_BL)
-
-    def to(self, device: torch.device | str) -> BlockDiffusion:
-        return replace(self, documents_BL=_to_device(self.documents_BL, device))
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         bounds = _DocumentBounds.from_documents(self.documents_BL, _half_length(length), device)
@@ -209,7 +187,7 @@ class BlockDiffusion:
 
 
 @dataclass(frozen=True)
-class PromptAndOwnBlock:
+class PromptAndOwnBlock(_PatternBase):
     """Independent answer blocks: a prompt token attends to the whole prompt of its document, an answer token to that
     prompt and its own block. Answer blocks are counted from the end of the prompt."""
 
@@ -217,7 +195,6 @@ class PromptAndOwnBlock:
     is_prompt_BL: Tensor
     """Boolean [B or 1, L]: True for the prompt, a prefix (possibly empty) of each document."""
     documents_BL: Tensor | None = None
-    positions_per_token: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check_block_length(self.block_length)
@@ -226,18 +203,6 @@ class PromptAndOwnBlock:
                 f"is_prompt_BL must be boolean [B or 1, L], not {self.is_prompt_BL.dtype} "
                 f"{list(self.is_prompt_BL.shape)}"
             )
-
-    @property
-    def is_unrestricted(self) -> bool:
-        return False
-
-    def with_documents(self, documents_BL: Tensor) -> PromptAndOwnBlock:
-        return replace(self, documents_BL=documents_BL)
-
-    def to(self, device: torch.device | str) -> PromptAndOwnBlock:
-        return replace(
-            self, documents_BL=_to_device(self.documents_BL, device), is_prompt_BL=self.is_prompt_BL.to(device)
-        )
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         bounds, prompt_ends_BL = self._bounds_and_prompt_ends(length, device)
@@ -276,7 +241,7 @@ class PromptAndOwnBlock:
 
 
 @dataclass(frozen=True)
-class DenseBias:
+class DenseBias(_PatternBase):
     """An arbitrary mask or bias: ``model(tokens, pattern=DenseBias(mask))``.
 
     Only the dense backends (eager, sdpa) compute it. Every query must attend to at least one key: a softmax over
@@ -288,7 +253,6 @@ class DenseBias:
     Boolean: False hides a key."""
     documents_BL: Tensor | None = None
     """Restricts attention further to the own document, if set."""
-    positions_per_token: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         shape = list(self.bias.shape)
@@ -296,16 +260,6 @@ class DenseBias:
             raise ValueError(f"bias must be [L, L], [B or 1, L, L] or [B or 1, heads, L, L], not {shape}")
         if self.bias.dtype != torch.bool and not self.bias.is_floating_point():
             raise ValueError(f"bias must be floating point (added to the scores) or boolean, not {self.bias.dtype}")
-
-    @property
-    def is_unrestricted(self) -> bool:
-        return False
-
-    def with_documents(self, documents_BL: Tensor) -> DenseBias:
-        return replace(self, documents_BL=documents_BL)
-
-    def to(self, device: torch.device | str) -> DenseBias:
-        return replace(self, bias=self.bias.to(device), documents_BL=_to_device(self.documents_BL, device))
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         """The bias, [B or 1, L, L] or [B or 1, N, L, L], with -inf or False where documents or window hide a key."""
@@ -390,10 +344,6 @@ def _half_length(length: int) -> int:
     if length % 2:
         raise ValueError(f"a sequence of {length} positions cannot be [xt | x0], two halves of equal length")
     return length // 2
-
-
-def _to_device(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
 
 
 def _check_block_length(block_length: int) -> None:
