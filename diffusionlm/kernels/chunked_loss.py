@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -46,13 +46,8 @@ def compute_loss_in_chunks(
     """Compute the loss of all positions and its gradients; the logits of one chunk exist at a time.
 
     Args:
-        hidden_ND: hidden states.
-        head_VD: weight of the head.
         targets_N: target tokens, int64.
         weights_N: factor of each position's loss.
-        options: options of the loss.
-        needs_hidden_grad: compute the gradient of the hidden states.
-        needs_head_grad: compute the gradient of the head.
 
     Returns:
         Loss sum; negative log-likelihoods [N]; gradient of the hidden states in their dtype, or None; gradient of the
@@ -148,19 +143,9 @@ def _operator(
 
 @_operator.register_fake
 def _operator_shapes(
-    hidden_ND: Tensor,
-    head_VD: Tensor,
-    targets_N: Tensor,
-    weights_N: Tensor,
-    excluded_token: int | None,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    dtype: torch.dtype,
-    backend: str,
-    needs_hidden_grad: bool,
-    needs_head_grad: bool,
+    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, weights_N: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, dtype, _, needs_hidden_grad, needs_head_grad = options
     accumulation_dtype = torch.promote_types(dtype, torch.float32)
     grad_hidden = torch.empty_like(hidden_ND) if needs_hidden_grad else hidden_ND.new_empty(0)
     grad_head = torch.empty_like(head_VD, dtype=accumulation_dtype) if needs_head_grad else hidden_ND.new_empty(0)
@@ -171,11 +156,7 @@ def _operator_shapes(
 def chunk_size(num_positions: int, vocab_size: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> int:
     """Positions of a chunk: as few chunks as the budget allows, of equal size; at least 1, also for no positions.
 
-    Args:
-        num_positions: number of all positions.
-        vocab_size: logits of a position.
-        device: type of the device.
-        dtype: dtype of the product; on a CPU logits are counted as fp32.
+    ``device`` is a device type. ``dtype`` is that of the product; on a CPU logits are counted as fp32.
     """
     if device == "cuda":
         min_size, max_size = CUDA_CHUNK_SIZE_RANGE
@@ -209,10 +190,7 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite:
 def select_loss_backend(backend: LossBackend, device: str, dtype: torch.dtype) -> Literal["eager", "triton"]:
     """Select the backend. ``auto`` is Triton on CUDA if it is installed and the dtype is not float64, else eager.
 
-    Args:
-        backend: requested backend.
-        device: type of the tensors' device.
-        dtype: dtype of the products.
+    ``device`` is the type of the tensors' device, ``dtype`` that of the products.
 
     Raises:
         ValueError: the backend does not exist, or Triton is requested and cannot run here.

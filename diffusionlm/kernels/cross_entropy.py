@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from diffusionlm.kernels.chunked_loss import compute_loss_compiled, compute_loss_in_chunks
 from diffusionlm.kernels.loss_types import LossBackend, LossInputs, LossOptions, LossOutput
+from diffusionlm.kernels.precision import compute_dtype
 
 __all__ = ["LossBackend", "LossInputs", "LossOutput", "linear_cross_entropy"]
 
@@ -47,13 +48,16 @@ def linear_cross_entropy(
     Raises:
         ValueError: the backend does not exist or cannot run here.
     """
-    device = hidden_ND.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     # Read here: inside a Function grad mode is always off.
     is_enabled = torch.is_grad_enabled()
     needs_hidden_grad, needs_head_grad = is_enabled and hidden_ND.requires_grad, is_enabled and head_VD.requires_grad
     options = LossOptions(
-        loss_inputs.excluded_token, loss_inputs.label_smoothing, loss_inputs.z_loss, softcap, dtype, backend
+        loss_inputs.excluded_token,
+        loss_inputs.label_smoothing,
+        loss_inputs.z_loss,
+        softcap,
+        compute_dtype(hidden_ND),
+        backend,
     )
     compute = compute_loss_compiled if torch.compiler.is_compiling() else compute_loss_in_chunks
     loss_sum, nll_N, grad_hidden_ND, grad_head_VD = compute(

@@ -13,18 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.model import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from diffusionlm.kernels.precision import compute_dtype
 
 TRANSPOSED_PRODUCT_ROWS = (2, 3, 4)
 """Row counts of x for which W x^T is faster than x W^T (fp32, CPU, MKL of torch 2.15, one core); from 5 on it
 varies."""
 TRANSPOSED_PRODUCT_MAX_INPUTS = 1024
 """With more input features W x^T is not always faster."""
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of matrix products with x: that of autocast if it is on, else that of x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Linear(nn.Linear):

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.model import ModelConfig
-from diffusionlm.models.layers import Linear, SwiGLU, compute_dtype
+from diffusionlm.kernels.precision import compute_dtype
+from diffusionlm.models.layers import Linear, SwiGLU
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Projections of an expert, in the order of the weights of `run_experts_grouped`."""

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from config.model import ModelConfig
 from config.runtime import AttentionBackend
 from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cross_entropy
+from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.attention import Attention, PreparedAttention
 from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.cache import CacheSlots
 from diffusionlm.models.cached_attention import prepare_cached_attention
 from diffusionlm.models.dense_attention import AttentionScale
-from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, compute_dtype, soft_cap
+from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
 from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
 
