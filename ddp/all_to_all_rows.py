@@ -29,10 +29,6 @@ class AllToAllRows:
         self.shapes = shapes
         self.world = world
 
-    def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """Return the shape of the matrix that ``parameter`` has rows of."""
-        return self.shapes[parameter]
-
     def __call__(
         self, parameters: list[Tensor], rows: list[Tensor], function: Callable[[list[Tensor]], list[Tensor]]
     ) -> list[Tensor]:

@@ -37,15 +37,10 @@ class DataParallel(Replicated):
         bucket.work = dist.all_reduce(bucket.memory, async_op=True)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
-        """Wrap the forward and backward of a micro-batch; gradients are reduced during the last one."""
         return self.reducer.backward(is_last)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Wait for the gradients, assign them to the parameters and clip their norm to ``max_norm``.
-
-        Returns the norm before clipping, over all parameters, 0-d on the device.
-        """
         used = self.reducer.wait()
         memories = [bucket.memory for bucket in self.reducer.buckets]
         norm = torch.nn.utils.get_total_norm(memories)

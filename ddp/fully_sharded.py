@@ -83,39 +83,29 @@ class FullySharded:
         }
 
     @torch.no_grad()
-    def materialize(self, fill: Callable[[str], Tensor]) -> None:
-        """Allocate a model that is on ``meta`` and set its values.
-
-        Args:
-            fill: returns the whole parameter of a name, on the CPU, in any dtype. It is called for one parameter after
-                the other; this rank's rows are copied.
-        """
+    def materialize(self, values: Callable[[], Callable[[str], Tensor]]) -> None:
+        """Allocate the model and copy this rank's rows, one parameter after the other."""
+        whole_value = values()
         self.model.to_empty(device=self.device)
         self._make_local_parameters()
         for name, parameter in self._local_parameters.items():
             start, end = self.row_range(name)
-            whole = fill(name)
+            whole = whole_value(name)
             assert whole.shape == self.shapes[name], f"{name} is {list(whole.shape)}, not {list(self.shapes[name])}"
             parameter.copy_(whole[start:end])
 
     @property
     def row_exchange(self) -> AllToAllRows:
-        """Gathers the rows of matrices for an optimizer that updates them whole."""
-        shapes: dict[Tensor, torch.Size] = {
-            parameter: self.shapes[name] for name, parameter in self._local_parameters.items()
-        }
-        return AllToAllRows(shapes, self.world)
+        return AllToAllRows({rows: self.shapes[name] for name, rows in self._local_parameters.items()}, self.world)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's rows of every parameter that requires gradients; a parameter may have none here."""
         return {name: parameter for name, parameter in self._local_parameters.items() if parameter.requires_grad}
 
     def has_whole_parameter(self, name: str) -> bool:
-        """Return False: a rank has rows of each parameter."""
         return False
 
     def row_range(self, name: str) -> tuple[int, int]:
-        """Return this rank's rows of the parameter, as start and exclusive end."""
         return row_range_of_rank(self.shapes[name][0], self.world.size, self.world.rank)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
@@ -155,28 +145,16 @@ class FullySharded:
 
     @torch.no_grad()
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
-        """Replace the model's weights by this rank's rows of ``whole``.
-
-        Raises:
-            ValueError: the names are not those of the model.
-        """
         check_names(whole, self._local_parameters)
         for name, rows in self.slice_own_rows(whole).items():
             self._local_parameters[name].copy_(rows)
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's rows of whole parameters, or of tensors in their shapes, by name."""
         return {name: tensor[slice(*self.row_range(name))] for name, tensor in whole.items()}
 
     @torch.no_grad()
     def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over whole float32 parameters on the CPU of rank 0, and over nothing on other ranks.
-
-        All ranks iterate. A rank that stops early still takes part in the remaining gathers.
-
-        Args:
-            values: this rank's rows to use in place of the parameters', by name (averages, for example).
-        """
+        """The parameters are float32, on the CPU. A rank that stops early still takes part in the remaining gathers."""
         own_rows = {name: parameter.detach() for name, parameter in self._local_parameters.items()} | dict(values or {})
         remaining = list(self._local_parameters)
         try:

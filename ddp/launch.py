@@ -3,8 +3,7 @@
 This adds what a training run needs beyond the agent:
 
 * Signals. The agent terminates its ranks, kills them after 30 seconds and exits with 1 and a traceback. Here a signal
-is
-  forwarded to each rank once; the ranks finish their step and save, and their exit code is the command's.
+  is forwarded to each rank once; the ranks finish their step and save, and their exit code is the command's.
 * Restarts. The agent restarts the ranks after any failure; here not after a user error or a signal.
 * Errors. An error that several ranks share is printed once.
 """
@@ -152,12 +151,8 @@ def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder
         failure = RankFailure(rank, attempt, True, text, time.time())
     except Exception:
         failure = RankFailure(rank, attempt, False, traceback.format_exc(), time.time())
-    _write_failure(failure, Path(folder))
+    write_text_atomic(Path(folder) / f"{attempt}-{rank}.json", json.dumps(asdict(failure)))
     raise SystemExit(1)
-
-
-def _write_failure(failure: RankFailure, folder: Path) -> None:
-    write_text_atomic(folder / f"{failure.attempt}-{failure.rank}.json", json.dumps(asdict(failure)))
 
 
 def read_failures(folder: Path) -> list[RankFailure]:

@@ -85,6 +85,14 @@ class Parallelism(Protocol):
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return whole values in the form that the model's parameters have on this rank."""
 
+    def materialize(self, values: Callable[[], Callable[[str], Tensor]]) -> None:
+        """Allocate a model that was built on ``meta`` and set its values; do nothing for any other.
+
+        Args:
+            values: called once; returns the function from a parameter's name to the whole parameter, on the CPU, in any
+                dtype.
+        """
+
     def check_replicas_equal(self) -> None:
         """Check that all ranks have equal weights, where each has all of them.
 
@@ -100,11 +108,9 @@ class NoParallel(Replicated):
         super().__init__(model, world)
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return an empty context: nothing is reduced."""
         return nullcontext()
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradient norm with torch and return the norm before, 0-d on the device."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
 

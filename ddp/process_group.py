@@ -196,8 +196,7 @@ def process_group(parallel: Parallel, device_type: str) -> Iterator[World]:
         if environment is not None and environment[1] > 1:
             raise ValueError(
                 f'parallel.strategy = "single" under torchrun with {environment[1]} ranks, which would train '
-                "separately: set "
-                'parallel.strategy = "ddp" or "fsdp", or start one process with diffusionlm-train'
+                'separately: set parallel.strategy = "ddp" or "fsdp", or start one process with diffusionlm-train'
             )
         yield SINGLE_PROCESS
         return

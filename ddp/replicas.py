@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,15 +26,12 @@ class Replicated:
         self._trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the model that require gradients."""
         return self._trainable
 
     def has_whole_parameter(self, name: str) -> bool:
-        """Return True: every rank updates whole parameters."""
         return True
 
     def row_range(self, name: str) -> tuple[int, int]:
-        """Return all rows of the parameter."""
         parameter = self._trainable[name]
         return 0, len(parameter) if parameter.dim() else 1
 
@@ -49,11 +46,6 @@ class Replicated:
 
     @torch.no_grad()
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
-        """Replace the model's weights; ``whole`` is the same on all ranks.
-
-        Raises:
-            ValueError: the names are not those of the model.
-        """
         self.wait_for_weights()
         parameters = dict(self.model.named_parameters())
         check_names(whole, parameters)
@@ -62,15 +54,16 @@ class Replicated:
         self.on_weights_replaced()
 
     def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the model's parameters, or ``values``, on rank 0; over nothing on other ranks."""
         self.wait_for_weights()
         if self.world.is_first:
             parameters: Mapping[str, Tensor] = dict(self.model.named_parameters())
             yield from (parameters if values is None else values).items()
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return ``whole``: every rank has all rows."""
         return whole
+
+    def materialize(self, values: Callable[[], Callable[[str], Tensor]]) -> None:
+        """Do nothing: the model was built with its values."""
 
     @torch.no_grad()
     def check_replicas_equal(self) -> None:

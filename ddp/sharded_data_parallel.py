@@ -151,33 +151,23 @@ class ShardedDataParallel(Replicated):
             before_first_gradient=self.wait_for_weights,
         )
         self.on_gradient_ready = self.reducer.on_gradient_ready
+        # Parameters of which this rank has no row are left out.
         own = {name: rows for shard in self.shards for name, rows in shard.trainable_parameters.items()}
         self._trainable = {name: own[name] for name, _ in model.named_parameters() if name in own}
         self.on_weights_replaced()
 
-    def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's shard, without parameters of which it has no row."""
-        return self._trainable
-
     def has_whole_parameter(self, name: str) -> bool:
-        """Return whether the parameter belongs to one rank."""
         return name in self._shard_of_parameter[name].bucket.layout.whole_names
 
     def row_range(self, name: str) -> tuple[int, int]:
-        """Return this rank's rows of the parameter, as start and exclusive end."""
         piece: BucketSlice = self._shard_of_parameter[name].slices[name]
         return piece.start, piece.end
 
     def backward(self, is_last: bool) -> AbstractContextManager[None]:
-        """Wrap the forward and backward of a micro-batch; gradients are reduce-scattered during the last one."""
         return self.reducer.backward(is_last)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Wait for the gradients, assign them to this rank's shard and clip their norm to ``max_norm``.
-
-        Returns the norm before clipping, over all parameters of the model, 0-d on the device.
-        """
         used = self.reducer.wait()
         for shard in self.shards:
             shard.sum_received_gradients()
@@ -191,12 +181,10 @@ class ShardedDataParallel(Replicated):
         return norm
 
     def start_weight_gather(self) -> None:
-        """Start to all-gather updated weights, those that the next forward reads first first. Returns at once."""
-        for shard in reversed(self.shards):
+        for shard in reversed(self.shards):  # in the order in which the next forward reads them
             shard.start_weight_gather()
 
     def wait_for_weights(self) -> None:
-        """Wait until the model's weights are those of the last update."""
         for shard in reversed(self.shards):
             shard.finish_weight_gather()
 

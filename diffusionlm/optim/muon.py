@@ -127,7 +127,7 @@ class Muon(SkippableOptimizer):
         updates = dict(zip(parameters, row_exchange(parameters, rows, orthogonalize_all), strict=True))
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for parameter in parameters:
-            by_shape.setdefault(row_exchange.whole_shape(parameter), []).append(parameter)
+            by_shape.setdefault(row_exchange.shapes[parameter], []).append(parameter)
         for shape, members in by_shape.items():
             self._apply(members, [updates[parameter] for parameter in members], group, shape)
 

@@ -11,7 +11,6 @@ import torch
 
 from config.parallel import FSDP
 from config.train import TrainConfig
-from ddp.fully_sharded import FullySharded
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
@@ -146,8 +145,7 @@ def build_train_state(
     model = builder.build_on_meta() if isinstance(config.parallel, FSDP) else builder.build(device)
     master_weights = prepare_model(model, config.runtime, precision, device)
     parallel = parallelize(model, config, world, device, precision)
-    if isinstance(parallel, FullySharded):
-        parallel.materialize(builder.values())
+    parallel.materialize(builder.values)
     optimizers = build_optimizers(
         config.optimizer, parallel.trainable_parameters(), only_on_first_rank(world, log), parallel.row_exchange
     )

@@ -173,7 +173,7 @@ def test_initial_weights_match_a_single_process(make_config: MakeConfig, tmp_pat
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
         parts = cut(model, world)
-        parts.materialize(lambda name: initial_value(name, shapes[name], config, seed=3))
+        parts.materialize(lambda: lambda name: initial_value(name, shapes[name], config, seed=3))
         expected = Transformer(config)
         init_weights(expected, seed=3)
         assert_close(parts, expected, rtol=0, atol=0)
