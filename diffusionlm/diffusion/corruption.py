@@ -130,11 +130,7 @@ def sample_masks(group_ids_BL: Ints, key: NoiseKey, estimator: Estimator, weight
     eq. 6), with less variance than any estimator that samples times. Independent masking: see
     `config.objective.IndependentMasking`.
 
-    Args:
-        group_ids_BL: result of `assign_noise_groups`.
-        key: key of the random numbers.
-        estimator: how masks are sampled.
-        weight: loss weight of a masked token.
+    ``group_ids_BL`` is the result of `assign_noise_groups`.
     """
     B = len(group_ids_BL)
     offsets_B = sample_sequence_offsets(
@@ -220,10 +216,7 @@ def _sample_independent(
 def choose_masked_in_groups(group_ids: Ints, counts_G: Ints, rng: np.random.Generator) -> Bools:
     """Choose ``counts_G[g]`` target tokens of each noise group uniformly at random.
 
-    Args:
-        group_ids: group of each target token, ascending from 0 without gaps.
-        counts_G: number of tokens to choose in each group.
-        rng: source of the random numbers.
+    ``group_ids`` has the group of each target token, ascending from 0 without gaps.
     """
     return _GroupOrder(group_ids, np.bincount(group_ids, minlength=len(counts_G)), rng, 0.0).select_first(counts_G)
 

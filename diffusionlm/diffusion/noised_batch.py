@@ -13,6 +13,9 @@ from torch import Tensor
 
 from diffusionlm.models.patterns import AttentionPattern
 
+FORWARD_TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N")
+"""Tensors of a `NoisedBatch` that a forward and its loss read on the device."""
+
 
 @dataclass(frozen=True)
 class CleanBatch:
@@ -72,11 +75,9 @@ class NoisedBatch:
         """Copy to a device; ``loss_mask_BL`` stays on the CPU."""
         if device.type == "cpu":
             return self
-        return replace(
-            self,
-            inputs_BS=self.inputs_BS.to(device, non_blocking=True),
-            pattern=self.pattern.to(device),
-            positions_N=self.positions_N.to(device, non_blocking=True),
-            targets_N=self.targets_N.to(device, non_blocking=True),
-            weights_N=self.weights_N.to(device, non_blocking=True),
-        )
+        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in FORWARD_TENSORS}
+        return replace(self, pattern=self.pattern.to(device), **tensors)
+
+    def pin_memory(self) -> NoisedBatch:
+        """Copy to pinned memory, from which a GPU copies asynchronously."""
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in FORWARD_TENSORS})

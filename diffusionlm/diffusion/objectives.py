@@ -218,14 +218,14 @@ def _repeat_batch(batch: CleanBatch, num_copies: int) -> CleanBatch:
 
 
 def _build_loss_inputs(
-    draw: NoisedBatch,
+    noised_batch: NoisedBatch,
     denominator: float,
     config: MaskedDiffusionConfig | BlockDiffusionConfig | NextTokenConfig,
     mask_token: int | None,
 ) -> LossInputs:
     return LossInputs(
-        draw.targets_N,
-        draw.weights_N / denominator,
+        noised_batch.targets_N,
+        noised_batch.weights_N / denominator,
         excluded_token=mask_token,
         label_smoothing=config.smoothing,
         z_loss=config.z_loss,

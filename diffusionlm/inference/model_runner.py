@@ -21,8 +21,8 @@ from torch import Tensor
 from config.model import ModelConfig
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings
-from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.cache import CacheSlots, KeyValueCache
+from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx

@@ -38,8 +38,6 @@ def linear_cross_entropy(
     required is not computed.
 
     Args:
-        hidden_ND: hidden states.
-        head_VD: weight of the head.
         loss_inputs: targets, weights and options of the loss. A target outside the vocabulary raises torch's error with
             the eager backend and gives NaN with Triton.
         softcap: bound of the logits. None: no cap.

@@ -33,17 +33,12 @@ def attend_at_positions(
     a GPU, where reading it would be a sync.
     """
     B, L = k_BSKH.shape[:2]
-    Q = _num_queries_needed(output_positions, L)
+    Q = L
+    if output_positions.device.type == "cpu":
+        Q = int((output_positions % L).max()) + 1 if len(output_positions) else 1
     flat_indices = output_positions // L * Q + output_positions % L
     q_BQNH = q_PNH.new_zeros(B * Q, *q_PNH.shape[1:]).index_copy(0, flat_indices, q_PNH).reshape(B, Q, *q_PNH.shape[1:])
     return attention(q_BQNH, k_BSKH, v_BSKH).flatten(0, 1)[flat_indices]
-
-
-def _num_queries_needed(output_positions: Tensor, length: int) -> int:
-    """Number of leading positions that contain all output positions of a sequence, at least 1."""
-    if output_positions.device.type != "cpu":
-        return length
-    return int((output_positions % length).max()) + 1 if len(output_positions) else 1
 
 
 class Attention(nn.Module):

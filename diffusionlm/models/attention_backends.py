@@ -25,7 +25,6 @@ Shapes: B sequences, Q queries, S keys, N query heads, K key-value heads, H widt
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -68,8 +67,7 @@ def select_backend(
     It is called in every layer: autocast and FSDP decide the dtype late, and the last layer may have fewer queries.
 
     Args:
-        requested: requested backend; everything but ``auto`` is returned as it is.
-        q_BQNH: queries.
+        requested: everything but ``auto`` is returned as it is.
         length: number of positions, S.
         softcap: cap of the scores. None: no cap.
         compute_density: returns the share of pairs that tiles compute. None: there are no intervals, because no mask
@@ -105,7 +103,6 @@ def select_cached_backend(
     It is not slower than one product for each group, except for bf16 with one query or with many (half the speed).
 
     Args:
-        requested: requested backend.
         num_stacked_queries: queries of one key-value head, N / K * Q.
         device: type of the device.
         dtype: dtype of the queries.
@@ -130,12 +127,10 @@ def prepare_attention(
     """Prepare the attention of a pattern, once for all layers of a forward that have the same window.
 
     Args:
-        pattern: attention pattern.
         length: number of positions; both halves of a two-stream sequence count.
         device: device of queries and keys.
-        backend: requested backend; ``auto``: see `select_backend`.
+        backend: ``auto``: see `select_backend`.
         window: keys must be less than this many positions away. None: no limit.
-        scale_options: scale and soft cap of the scores.
 
     Raises:
         ValueError: the length does not fit the pattern, or the backend cannot compute the pattern or the soft cap.
@@ -200,11 +195,12 @@ class PatternAttention(PreparedAttention):
 
     def backend_for(self, q_BQNH: Tensor) -> Literal["eager", "sdpa", "tiled", "flex"]:
         """Backend for these queries: see `select_backend`."""
-        compute_density = None if self._intervals is None else functools.partial(self._tile_density, q_BQNH.dtype)
-        return select_backend(self._requested, q_BQNH, self._length, self._scale_options.softcap, compute_density)
 
-    def _tile_density(self, dtype: torch.dtype) -> float:
-        return tile_density(self._tiles_for(dtype), self._length)
+        def compute_density() -> float:
+            return tile_density(self._tiles_for(q_BQNH.dtype), self._length)
+
+        density = None if self._intervals is None else compute_density
+        return select_backend(self._requested, q_BQNH, self._length, self._scale_options.softcap, density)
 
     def _tiles_for(self, dtype: torch.dtype) -> tuple[Tile, ...]:
         if dtype not in self._tiles:

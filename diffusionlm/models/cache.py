@@ -26,10 +26,8 @@ class KeyValueCache:
         """Allocate all storage, filled with zeros.
 
         Args:
-            config: config of the model: layers, key-value heads and their width.
             batch: number of sequences, B.
             max_length: number of positions, T.
-            device: device of the model.
             dtype: dtype of the model's keys: that of its weights, or of autocast.
 
         Raises:

@@ -31,12 +31,10 @@ def prepare_cached_attention(
     """Prepare the attention of each layer of a forward with a cache.
 
     Args:
-        pattern: attention pattern.
         slots: positions of the inputs in the cache.
         windows: sliding window of each layer. None: no limit.
         device: device of the model.
-        backend: requested backend; ``auto``: see `select_cached_backend`.
-        scale_options: scale and soft cap of the scores.
+        backend: ``auto``: see `select_cached_backend`.
 
     Returns:
         The attention of each layer, and the positions of the inputs for the rotary embedding, [B or 1, Q], on the

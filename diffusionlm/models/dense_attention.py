@@ -56,13 +56,9 @@ def attend(
     """Softmax attention with a dense mask.
 
     Args:
-        q_BQNH: queries.
         k_BSKH: keys; N is a multiple of K.
-        v_BSKH: values.
         mask: [B or 1, Q, S] or [B or 1, N or 1, Q, S]. Boolean: True where a query attends to a key. Float: added to
             the scores. None: no mask.
-        backend: implementation.
-        scale_options: scale and soft cap of the scores.
 
     Returns:
         [B, Q, N, H]
@@ -98,12 +94,8 @@ def attend_cached(
     """Softmax attention without gradient, with keys and values in the layout of a cache.
 
     Args:
-        q_BQNH: queries.
         k_BKSH: keys; N is a multiple of K.
-        v_BKSH: values.
         bias: [B or 1, 1, U, S], added to the scores; repeated for the N / K query heads of a group. None: no mask.
-        backend: implementation.
-        scale_options: scale and soft cap of the scores.
 
     Returns:
         [B, Q, N, H]

@@ -49,8 +49,5 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         return torch.zeros(shape)
     table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
     std = config.initializer_range if table else shape[1] ** -0.5
-    return torch.randn(shape, generator=torch.Generator().manual_seed(_seed_for_name(seed, name))) * std
-
-
-def _seed_for_name(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "little")
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))) * std

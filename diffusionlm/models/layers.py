@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.model import LinearRope, Llama3Rope, RopeScaling, YarnRope
-from diffusionlm.kernels.precision import compute_dtype
+from diffusionlm.kernels.precision import compute_dtype as compute_dtype  # also for packages above
 
 TRANSPOSED_PRODUCT_ROWS = (2, 3, 4)
 """Row counts of x for which W x^T is faster than x W^T (fp32, CPU, MKL of torch 2.15, one core); from 5 on it

@@ -101,7 +101,6 @@ def run_experts_grouped(projections: Sequence[Tensor], x_TD: Tensor, weights_TK:
 
     Args:
         projections: weights gate, up and down of expert 0, of expert 1 and so on.
-        x_TD: input.
         weights_TK: weight of each expert of a token.
         experts_TK: experts of each token.
     """
@@ -162,7 +161,8 @@ class _GroupedExperts(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, options: tuple[ExpertGroups, torch.dtype, bool], *weights: Tensor
     ) -> Tensor:
         groups, dtype, needs_grad = options
-        matrices = _cast_active_experts(groups, weights, dtype)
+        # Experts without tokens need no cast.
+        matrices = [weight.to(dtype) if groups.counts[index // 3] else weight for index, weight in enumerate(weights)]
         x_SD = groups.repeat_tokens(x_TD.to(dtype))
         gate_SI = x_SD.new_empty(len(x_SD), weights[0].shape[0])
         up_SI = torch.empty_like(gate_SI)
@@ -210,8 +210,3 @@ class _GroupedExperts(torch.autograd.Function):
             torch.mm(grad_gate, matrices[first], out=out).addmm_(grad_up, matrices[first + 1])
         grad_x_TD = groups.sum_by_token(grad_SD).to(x_TD.dtype)
         return grad_x_TD, grad_factor_S[groups.pair_index_TK], None, *grad_weights
-
-
-def _cast_active_experts(groups: ExpertGroups, weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Cast the weights of experts that have tokens to the dtype of the products."""
-    return [weight.to(dtype) if groups.counts[index // 3] else weight for index, weight in enumerate(weights)]

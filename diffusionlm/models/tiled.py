@@ -135,9 +135,7 @@ def attend_tiled(
     """Softmax attention over the pairs in ``tiles``, for the first Q queries.
 
     Args:
-        q_BQNH: queries.
         k_BSKH: keys; N is a multiple of K.
-        v_BSKH: values.
         tiles: result of `build_tiles`.
         scale: factor of the scores. None: 1 / sqrt(H).
 

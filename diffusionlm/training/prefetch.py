@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ class Prefetcher:
         self._prefetched: _PrefetchedStep | None = None
         self._state: dict[str, Any] | None = None
         self._metrics: LoaderMetrics | None = None
-        self._stream = _create_stream(device)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def next_step(self, step: int) -> list[NoisedBatch]:
         """The micro-batches of a step, on the device."""
@@ -54,7 +56,7 @@ class Prefetcher:
         noised_batches = self.loader.next_step(step)
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                noised_batches = [_pin_memory(noised_batch).to(self.device) for noised_batch in noised_batches]
+                noised_batches = [noised_batch.pin_memory().to(self.device) for noised_batch in noised_batches]
         self._prefetched = _PrefetchedStep(step, noised_batches, self.loader.metrics())
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,19 +86,3 @@ def _cuda_tensors(noised_batches: list[NoisedBatch]) -> list[Tensor]:
         for value in vars(record).values()
     ]
     return [value for value in values if isinstance(value, Tensor) and value.is_cuda]
-
-
-def _pin_memory(noised_batch: NoisedBatch) -> NoisedBatch:
-    return replace(
-        noised_batch,
-        inputs_BS=noised_batch.inputs_BS.pin_memory(),
-        positions_N=noised_batch.positions_N.pin_memory(),
-        targets_N=noised_batch.targets_N.pin_memory(),
-        weights_N=noised_batch.weights_N.pin_memory(),
-    )
-
-
-def _create_stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

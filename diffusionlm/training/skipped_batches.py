@@ -98,7 +98,9 @@ class SkippedBatches:
             fields = {key: getattr(noised_batch, name) for name, key in FILE_KEYS.items()}
             fields |= {f"pattern.{name}": value for name, value in vars(noised_batch.pattern).items()}
             tensors = {key: value for key, value in fields.items() if isinstance(value, Tensor)}
-            file_tensors |= {f"{index}.{key}": _copy_to_cpu(tensor) for key, tensor in tensors.items()}
+            file_tensors |= {
+                f"{index}.{key}": tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()
+            }
             descriptions.append(
                 {
                     "pattern": type(noised_batch.pattern).__name__,
@@ -204,10 +206,6 @@ def _load_noised_batch(description: dict[str, Any], tensors: dict[str, Tensor], 
         denominator=description["denominator"],
         **{name: values[key] for name, key in FILE_KEYS.items()},
     )
-
-
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().clone()
 
 
 def _to_json_number(value: float) -> float | str:

@@ -90,7 +90,6 @@ def stage_checkpoint(
     """Copy tensors to CPU memory, pinned if they are on a GPU, and wait until the copies are done.
 
     Args:
-        step: step of the run.
         write_model: writes a model directory with the copies of ``weights``. It is called later from another thread, so
             it must not use anything that training changes.
         state: contents of state.json.

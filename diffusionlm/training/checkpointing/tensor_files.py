@@ -130,7 +130,7 @@ class StoredTensors:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Key -> shape of the whole tensor."""
+        """Shape of each whole tensor by key."""
         return {key: tensor.size for key, tensor in self._tensors.items()}
 
     @cached_property
