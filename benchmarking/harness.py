@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
-import os
 import platform
 import shlex
 import statistics
@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from config.model import Architecture
 from profiling.cores import usable_cores
+from profiling.machine import read_processor
 
 Measurement = TypeVar("Measurement")
 
@@ -95,7 +96,6 @@ class Table:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
     def column(self, name: str) -> list[str]:
-        """The cells below a header."""
         index = list(self.header).index(name)
         return [row[index] for row in self.rows]
 
@@ -176,7 +176,6 @@ def compare(
     *,
     label: str = "",
     work: Mapping[str, float] | None = None,
-    unit: str = "tok/s",
     check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Comparison:
     """Time one call of each implementation in turn; progress goes to stderr.
@@ -184,24 +183,20 @@ def compare(
     Args:
         implementations: a call must not return before its work is done, also on a GPU.
         label: names the case in the progress lines; empty: no progress lines.
-        work: units of work of a call; progress lines then state units per second instead of seconds.
-        unit: of ``work`` per second.
+        work: tokens of a call, by implementation; progress lines then state tok/s instead of seconds.
         check: gets the outputs of each measured round, outside the clock, and raises if they are not equal. Without
             it no output is kept.
     """
     clock, outputs = CLOCKS[settings.clock], {}
     last_line = -MIN_SECONDS_BETWEEN_LINES
 
-    def timed(name: str, call: Callable[[], object]) -> Callable[[], float]:
-        def run() -> float:
-            start = clock()
-            output = call()
-            elapsed = clock() - start
-            if check is not None:
-                outputs[name] = output
-            return elapsed
-
-        return run
+    def measure(name: str) -> float:
+        start = clock()
+        output = implementations[name]()
+        elapsed = clock() - start
+        if check is not None:
+            outputs[name] = output
+        return elapsed
 
     def after_round(number: int, seconds: Mapping[str, float]) -> None:
         nonlocal last_line
@@ -210,17 +205,13 @@ def compare(
         now = time.monotonic()
         if label and (number == settings.rounds or now - last_line >= MIN_SECONDS_BETWEEN_LINES):
             last_line = now
-            values = ", ".join(
-                f"{name} {_format_pace(value, (work or {}).get(name), unit)}" for name, value in seconds.items()
-            )
-            print_message(f"{label}: round {number}/{settings.rounds}: {values}")
+            paces = {name: f"{value:.3g} s" for name, value in seconds.items()}
+            paces |= {name: f"{amount / seconds[name]:,.0f} tok/s" for name, amount in (work or {}).items()}
+            text = ", ".join(f"{name} {pace}" for name, pace in paces.items())
+            print_message(f"{label}: round {number}/{settings.rounds}: {text}")
 
-    calls = {name: timed(name, call) for name, call in implementations.items()}
+    calls = {name: functools.partial(measure, name) for name in implementations}
     return Comparison(run_in_turns(calls, rounds=settings.rounds, warmup=settings.warmup, after_round=after_round))
-
-
-def _format_pace(seconds: float, work: float | None, unit: str) -> str:
-    return f"{seconds:.3g} s" if work is None else f"{work / seconds:,.0f} {unit}"
 
 
 @dataclass(frozen=True)
@@ -230,7 +221,6 @@ class Comparison:
     seconds: Mapping[str, list[float]]
 
     def median(self, name: str) -> float:
-        """Seconds of the median call."""
         return statistics.median(self.seconds[name])
 
     def format_ms(self, name: str) -> str:
@@ -238,7 +228,6 @@ class Comparison:
         return f"{1e3 * self.median(name):,.2f}"
 
     def speedup(self, name: str, over: str) -> Speedup:
-        """Compute the speed of one implementation divided by that of another."""
         return speedup(self.seconds[name], self.seconds[over])
 
     def speedup_cells(self, name: str, over: str) -> list[str]:
@@ -304,13 +293,6 @@ def version(package: str) -> str:
     return getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package)
 
 
-def read_cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def format_command_line() -> str:
     """The running command as one would type it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -335,12 +317,13 @@ def describe_model(shape: Architecture) -> str:
 
 def collect_environment(*, threads: int, packages: Iterable[str]) -> dict[str, str]:
     """Facts that are needed to repeat a measurement: command, date, CPU, threads and versions of software."""
-    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+    processor = read_processor(Path("/"))
+    load = "unknown" if processor.load is None else f"{processor.load:.1f}"
     versions = [f"{package} {version(package)}" for package in packages]
     return {
         "command": f"`{format_command_line()}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "CPU": read_cpu_model(),
+        "CPU": processor.model,
         "threads": f"{threads} of torch; the process may use {usable_cores()} cores; load average at the start {load}",
         "software": ", ".join([f"Python {platform.python_version()}", *versions, platform.platform(terse=True)]),
     }

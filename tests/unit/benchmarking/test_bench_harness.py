@@ -24,7 +24,6 @@ from benchmarking.harness import (
     compare,
     format_command_line,
     main,
-    read_cpu_model,
     run_in_fresh_process,
     run_in_turns,
     speedup,
@@ -108,7 +107,7 @@ def test_environment_is_complete() -> None:
     environment = collect_environment(threads=3, packages=["torch"])
     assert f"torch {torch.__version__}" in environment["software"]
     assert environment["threads"].startswith("3 of torch")
-    assert environment["CPU"] == read_cpu_model() != ""
+    assert environment["CPU"]
     assert usable_cores() >= 1
 
 
