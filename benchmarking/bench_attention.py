@@ -31,8 +31,8 @@ from diffusionlm.models.attention_backends import (
     TILED_MIN_LENGTH,
     prepare_attention,
 )
-from diffusionlm.models.dense_attention import DenseBackend, attend
-from diffusionlm.models.patterns import AttentionPattern, BlockCausal, BlockDiffusion
+from diffusionlm.models.dense_attention import DenseBackend
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion
 from diffusionlm.models.tiled import BFLOAT16_TILE_LENGTH, TILE_LENGTH, build_tiles, tile_density
 
 LENGTHS = (128, 256, 512, 1024)
@@ -46,16 +46,6 @@ BLOCK_CASES = [(512, block) for block in BLOCK_LENGTHS] + [(tokens, 16) for toke
 CUDA_TOKENS = 4096
 
 Step = Callable[[], None]
-
-
-def dense_step(backend: DenseBackend, length: int, dtype: torch.dtype, tokens: int) -> Step:
-    """Forward and backward of attention without a mask over ``tokens`` tokens in sequences of ``length``."""
-    q, k, v, grad = _random_inputs(length, dtype, tokens, "cpu")
-
-    def step() -> None:
-        torch.autograd.grad(attend(q, k, v, None, backend), (q, k, v), grad)
-
-    return step
 
 
 def pattern_step(
@@ -105,7 +95,9 @@ def compare_dense(lengths: Sequence[int], settings: Settings, tokens: int = TOKE
     rows = []
     for dtype, length in itertools.product(PRECISIONS, lengths):
         case = [str(dtype).removeprefix("torch."), str(length)]
-        steps: dict[str, Step] = {backend: dense_step(backend, length, dtype, tokens) for backend in DENSE_BACKENDS}
+        steps: dict[str, Step] = {
+            backend: pattern_step(Bidirectional(), backend, length, dtype, tokens) for backend in DENSE_BACKENDS
+        }
         times = compare(steps, settings, label=", ".join(case))
         rows.append([*case, *map(times.format_ms, steps), *times.speedup_cells("eager", "sdpa")])
     return Table(["precision", "sequence length", "eager ms", "SDPA ms", "eager's speedup", SPEEDUP_COLUMN], rows)

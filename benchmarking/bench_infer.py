@@ -8,9 +8,11 @@ Shapes: P tokens of a prompt, N new positions of a request.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,11 +112,7 @@ class CellResult:
             "block_length": generation.block_length,
             "cache": generation.cache,
             "generation": generation.model_dump(mode="json", exclude_none=True),
-            "forwards": self.counts.forwards,
-            "new_tokens": self.counts.new_tokens,
-            "request_forwards": list(self.counts.request_forwards),
-            "tokens_per_forward": self.counts.tokens_per_forward,
-            "mask_ratio": self.counts.mask_ratio,
+            **vars(self.counts),
             "seconds": self.seconds,
             "latency_quartiles": self.latency_quartiles,
             "tokens_per_second": self.counts.new_tokens / self.latency,
@@ -303,8 +301,11 @@ def bench_infer(config: BenchInferConfig) -> Report:
     counts, calls = {}, {}
     for number, cell in enumerate(cells, 1):
         print_message(f"counting {number}/{len(cells)}: {cell.label}")
-        counts[cell.label] = _count_cell(config, model, prompts[cell.batch_size], cell)
-        calls[cell.label] = _build_decode_call(model, prompts[cell.batch_size], cell.generation, config.bench)
+        arguments = (model, prompts[cell.batch_size], cell.generation, _seeds(config.bench, cell.batch_size))
+        with _naming_cell(cell):
+            counts[cell.label] = count(*arguments)
+        # A call returns Python numbers, so the device is done when it returns.
+        calls[cell.label] = functools.partial(generate, *arguments)
     work = {label: float(count.new_tokens) for label, count in counts.items()}
     times = compare(calls, Settings(config.bench.rounds, config.bench.warmup), label="decoding", work=work)
     peaks: list[int | None] = [None] * len(cells)
@@ -338,27 +339,19 @@ def _with_model_defaults(cells: Sequence[BenchCell], model: ModelConfig) -> list
     """
     filled = []
     for cell in cells:
-        try:
+        with _naming_cell(cell):
             generation = resolve_settings(cell.generation, model).config
-        except ValueError as error:
-            raise ValueError(f'cell "{cell.label}": {error}') from None
         filled.append(cell.model_copy(update={"generation": generation}))
     return filled
 
 
-def _count_cell(config: BenchInferConfig, model: Transformer, prompts: Prompts, cell: BenchCell) -> DecodingCounts:
+@contextlib.contextmanager
+def _naming_cell(cell: BenchCell) -> Iterator[None]:
+    """Name the cell in errors."""
     try:
-        return count(model, prompts, cell.generation, _seeds(config.bench, cell.batch_size))
+        yield
     except ValueError as error:
         raise ValueError(f'cell "{cell.label}": {error}') from None
-
-
-def _build_decode_call(
-    model: Transformer, prompts: Prompts, generation: GenerationConfig, bench: BenchInferSection
-) -> Callable[[], list[Generation]]:
-    """Build the call of a cell; it returns Python numbers, so that the device is done when it returns."""
-    seeds = _seeds(bench, len(prompts))
-    return lambda: generate(model, prompts, generation, seeds)
 
 
 def _describe_conditions(config: BenchInferConfig, model: Transformer) -> dict[str, str]:

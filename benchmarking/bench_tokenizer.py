@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -187,46 +187,32 @@ def measure_task(task: TokenizerTask, label: str, bench: BenchTokenizerSection) 
     return compare(task.calls, settings, label=label, check=check)
 
 
-def build_tasks(
-    texts: Sequence[str], vocab_size: int, bench: BenchTokenizerSection
-) -> list[Callable[[], TokenizerTask]]:
-    """Functions that build the tasks for a vocabulary size: training, encoding and decoding."""
+def build_tasks(texts: Sequence[str], vocab_size: int, bench: BenchTokenizerSection) -> Iterator[TokenizerTask]:
+    """Build the tasks for a vocabulary size, each when it is next: training, encoding and decoding."""
     names = [OURS, *bench.peers]
     tokenizer = train_ours(texts, vocab_size, bench.pattern)
     ids = [tokenizer.encode(text) for text in texts]
     warm = {name: load(name, tokenizer) for name in names}
 
-    def training() -> TokenizerTask:
-        trainers: dict[str, Callable[[], Any]] = {OURS: lambda: train_ours(texts, vocab_size, bench.pattern)}
-        if "tokenizers" in names:
-            trainers["tokenizers"] = lambda: train_tokenizers(texts, vocab_size, bench.pattern)
-        return TokenizerTask("training", trainers, extract_merges)
+    trainers: dict[str, Callable[[], Any]] = {OURS: lambda: train_ours(texts, vocab_size, bench.pattern)}
+    if "tokenizers" in names:
+        trainers["tokenizers"] = lambda: train_tokenizers(texts, vocab_size, bench.pattern)
+    yield TokenizerTask("training", trainers, extract_merges)
 
-    def encoding_cold() -> TokenizerTask:
-        def build(name: str) -> Callable[[], Any]:
-            # All are loaded before the clock starts, and stay referenced so that none is freed while it runs.
-            codecs, turn = [load(name, tokenizer) for _ in range(bench.warmup + bench.rounds)], count()
-            return lambda: encode_texts(codecs[next(turn)], texts)
+    def build_cold_call(name: str) -> Callable[[], Any]:
+        # All are loaded before the clock starts, and stay referenced so that none is freed while it runs.
+        codecs, turn = [load(name, tokenizer) for _ in range(bench.warmup + bench.rounds)], count()
+        return lambda: encode_texts(codecs[next(turn)], texts)
 
-        return TokenizerTask("encoding, cold", {name: build(name) for name in names})
-
-    def encoding_warm() -> TokenizerTask:
-        return TokenizerTask("encoding, warm", {name: partial(encode_texts, warm[name], texts) for name in names})
-
-    def decoding() -> TokenizerTask:
-        def build(name: str) -> Callable[[], Any]:
-            return lambda: list(map(warm[name].decode, ids))
-
-        return TokenizerTask("decoding", {name: build(name) for name in names})
-
-    return [training, encoding_cold, encoding_warm, decoding]
+    yield TokenizerTask("encoding, cold", {name: build_cold_call(name) for name in names})
+    yield TokenizerTask("encoding, warm", {name: partial(encode_texts, warm[name], texts) for name in names})
+    yield TokenizerTask("decoding", {name: partial(decode_texts, warm[name], ids) for name in names})
 
 
 def measure_vocabulary(corpus: Corpus, vocab_size: int, bench: BenchTokenizerSection) -> list[TokenizerSpeed]:
     """Measure training, encoding and decoding with a vocabulary size."""
     results = []
-    for build_task in build_tasks(corpus.texts, vocab_size, bench):
-        task = build_task()
+    for task in build_tasks(corpus.texts, vocab_size, bench):
         times = measure_task(task, f"vocabulary {vocab_size:,}, {task.name}", bench)
         results.append(TokenizerSpeed(task.name, vocab_size, corpus.text_bytes, times))
     return results
@@ -235,6 +221,10 @@ def measure_vocabulary(corpus: Corpus, vocab_size: int, bench: BenchTokenizerSec
 def encode_texts(codec: Codec, texts: Sequence[str]) -> list[Sequence[int]]:
     encode = codec.encode
     return [encode(text) for text in texts]
+
+
+def decode_texts(codec: Codec, ids: Sequence[Sequence[int]]) -> list[str]:
+    return list(map(codec.decode, ids))
 
 
 def extract_merges(trained: Any) -> list[Any]:

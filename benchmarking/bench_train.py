@@ -94,13 +94,8 @@ class TrainMeasurement:
     def to_records(self) -> list[dict[str, Any]]:
         """One record for each implementation, and one for the matrix products."""
         case = self.case
-        facts = {
-            "shape": case.shape.model_dump(),
-            "objective": case.objective.model_dump(),
-            "precision": case.precision,
-            "device": case.device,
-            "threads": case.threads,
-        }
+        facts = {"shape": case.shape.model_dump(), "objective": case.objective.model_dump()}
+        facts |= {name: getattr(case, name) for name in ("precision", "device", "threads")}
         records: list[dict[str, Any]] = []
         for name, seconds in self.times.seconds.items():
             values: dict[str, Any] = {"seconds": [round(value, 6) for value in seconds]}

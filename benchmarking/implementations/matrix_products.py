@@ -6,6 +6,7 @@ Shapes: Q queries, S keys, H width of a head.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,10 +73,7 @@ class MatrixProduct:
     @property
     def flops(self) -> int:
         """Floating-point operations: one multiplication and one addition for each pair of elements."""
-        total = 2 * self.second.shape[-1]
-        for size in self.first.shape:
-            total *= size
-        return total
+        return 2 * math.prod(self.first.shape) * self.second.shape[-1]
 
     def prepare(self, device: str) -> Callable[[], Tensor]:
         """Build a call that computes the product of new tensors into a preallocated result."""
@@ -101,9 +99,7 @@ class MatrixProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plain: collections.Counter[MatrixProduct] = collections.Counter()
-        """Products outside fused attention, with their numbers of calls."""
         self.attention: collections.Counter[MatrixProduct] = collections.Counter()
-        """Products inside fused attention, with their numbers of calls."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -115,8 +111,7 @@ class MatrixProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = result.dtype if result.dtype != first.dtype else None
             self.plain[MatrixProduct(MatrixSpec.of(first), MatrixSpec.of(second), at == 1, out)] += 1
         elif func.namespace == "aten" and func.overloadpacket.__name__.startswith(FUSED_ATTENTION):
-            for product in _products_of_attention(func, args, kwargs or {}):
-                self.attention[product] += 1
+            self.attention.update(_products_of_attention(func, args, kwargs or {}))
         return result
 
 
@@ -134,20 +129,22 @@ def _products_of_attention(func: Any, args: Any, kwargs: Mapping[str, Any]) -> l
 
     if not func.overloadpacket.__name__.endswith("_backward"):
         return [MatrixProduct(factor(Q, H), factor(H, S, True)), MatrixProduct(factor(Q, S), factor(S, H))]
-    into_values, into_scores = (
-        MatrixProduct(factor(S, Q, True), factor(Q, H)),
+    into_scores, into_queries = (
         MatrixProduct(factor(Q, H), factor(H, S, True)),
+        MatrixProduct(factor(Q, S), factor(S, H)),
     )
-    into_queries, into_keys = MatrixProduct(factor(Q, S), factor(S, H)), MatrixProduct(factor(S, Q, True), factor(Q, H))
+    into_keys = into_values = MatrixProduct(factor(S, Q, True), factor(Q, H))
     return [into_values, into_scores, into_queries, into_keys]
 
 
 @dataclass(frozen=True)
 class StepProducts:
-    """The matrix products of a step."""
+    """The matrix products of a step, with their numbers of calls."""
 
     plain: Mapping[MatrixProduct, int]
+    """Products outside fused attention."""
     attention: Mapping[MatrixProduct, int]
+    """Products inside fused attention."""
 
     @staticmethod
     def of(step: Callable[[], object]) -> StepProducts:
@@ -157,13 +154,16 @@ class StepProducts:
         return StepProducts(dict(recorder.plain), dict(recorder.attention))
 
     @property
+    def _counts(self) -> list[tuple[MatrixProduct, int]]:
+        return [*self.plain.items(), *self.attention.items()]
+
+    @property
     def count(self) -> int:
-        return sum(self.plain.values()) + sum(self.attention.values())
+        return sum(times for _, times in self._counts)
 
     @property
     def flops(self) -> int:
-        both = (*self.plain.items(), *self.attention.items())
-        return sum(times * product.flops for product, times in both)
+        return sum(times * product.flops for product, times in self._counts)
 
     def replay(self, device: str) -> Callable[[], None]:
         """Build a call that computes all products one after the other on new tensors.
@@ -171,11 +171,7 @@ class StepProducts:
         Equal products share their tensors, whereas a step reads other weights in each layer; the measured time is
         therefore a lower bound.
         """
-        calls = [
-            (product.prepare(device), times)
-            for products in (self.plain, self.attention)
-            for product, times in products.items()
-        ]
+        calls = [(product.prepare(device), times) for product, times in self._counts]
 
         def run() -> None:
             with torch.no_grad():

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarking.bench_attention import compare_dense, compare_tiled, dense_step, pattern_step, prepare_step
+from benchmarking.bench_attention import compare_dense, compare_tiled, pattern_step, prepare_step
 from benchmarking.harness import Settings
 from config.runtime import AttentionBackend
 from diffusionlm.models import attention_backends
-from diffusionlm.models.dense_attention import DenseBackend
 from diffusionlm.models.patterns import BlockDiffusion
 
 SETTINGS = Settings(rounds=2, warmup=1)
@@ -37,19 +36,6 @@ def test_tiles_are_timed_in_every_precision_and_pattern() -> None:
     assert {len(row) for row in table.rows} == {len(table.header)}
     skipped = table.column("pairs skipped")[0]
     assert skipped == "31.2%", "8 noisy queries attend to 8 noisy and 6 clean keys of 16, 8 clean ones to 8"
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_dense_step_uses_the_backend(backend: DenseBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    backends: list[AttentionBackend] = []
-
-    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, backend: AttentionBackend) -> torch.Tensor:
-        backends.append(backend)
-        return q + k + v
-
-    monkeypatch.setattr("benchmarking.bench_attention.attend", fake)
-    dense_step(backend, 8, torch.float32, 16)()
-    assert backends == [backend]
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "tiled"])
