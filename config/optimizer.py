@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -82,28 +82,27 @@ class LRScheduleConfig(Section):
         return decay
 
 
-class AdamWGroup(Section):
+class ElementwiseGroup(Section):
+    """Options of one parameter group that AdamW or Lion updates; None: the optimizer's value."""
+
+    learning_rate: PositiveFloat | None = None
+    """Peak learning rate."""
+    betas: Betas | None = None
+    """Two decays, each in [0, 1). AdamW: of the first and second moment. Lion: of the average that gives the sign, and
+    of the moment."""
+    weight_decay: NonNegativeFloat | None = None
+    """None: the optimizer's value for groups that decay, else 0."""
+
+
+class AdamWGroup(ElementwiseGroup):
     """Options of one parameter group that AdamW updates; None: the optimizer's value."""
 
-    learning_rate: PositiveFloat | None = None
-    """Peak learning rate."""
-    betas: Betas | None = None
-    """Decay of the first and second moment, each in [0, 1)."""
     eps: PositiveFloat | None = None
     """Added to the root of the second moment."""
-    weight_decay: NonNegativeFloat | None = None
-    """None: the optimizer's value for groups that decay, else 0."""
 
 
-class LionGroup(Section):
+class LionGroup(ElementwiseGroup):
     """Options of one parameter group that Lion updates; None: the optimizer's value."""
-
-    learning_rate: PositiveFloat | None = None
-    """Peak learning rate."""
-    betas: Betas | None = None
-    """Decay of the average that gives the sign, and of the moment, each in [0, 1)."""
-    weight_decay: NonNegativeFloat | None = None
-    """None: the optimizer's value for groups that decay, else 0."""
 
 
 class MuonGroup(Section):
@@ -140,10 +139,52 @@ class OptimizerSection(Section):
         return options if table is None else options | table.model_dump(exclude_none=True)
 
 
-class AdamWConfig(OptimizerSection):
+_Group = TypeVar("_Group", bound=ElementwiseGroup)
+
+
+class ElementwiseConfig(OptimizerSection, Generic[_Group]):
+    """Options that AdamW and Lion share. A ``kind`` that ends in 8bit has 8-bit moments."""
+
+    num_moments: ClassVar[int]
+    """Moments of a parameter."""
+
+    kind: str
+    fallback: bool = False
+    """For 8-bit moments: use those of float32, with a warning, if bitsandbytes is not available."""
+    hidden: _Group | None = None
+    """Matrices of the blocks."""
+    head: _Group | None = None
+    """The head if it is not tied to the embedding; no decay by default."""
+    embed: _Group | None = None
+    """The embedding; no decay by default."""
+    router: _Group | None = None
+    """MoE routers."""
+    scalar: _Group | None = None
+    """Norms and biases; no decay by default."""
+
+    @model_validator(mode="after")
+    def _check_fallback(self) -> Self:
+        if self.fallback and not self.is_quantized:
+            raise ValueError(f'fallback needs kind = "{self.kind}8bit", but kind = "{self.kind}": remove fallback')
+        return self
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if moments have 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by
+        rows."""
+        return self.kind.endswith("8bit")
+
+    @property
+    def state_floats_per_parameter(self) -> float:
+        """Size of the optimizer state of a parameter, in float32 numbers."""
+        return self.num_moments * (0.25 if self.is_quantized else 1.0)
+
+
+class AdamWConfig(ElementwiseConfig[AdamWGroup]):
     """AdamW (Loshchilov and Hutter 2019): decoupled weight decay for matrices, none for norms and biases."""
 
     group_type = AdamWGroup
+    num_moments = 2
 
     kind: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit: 8-bit moments (Dettmers et al. 2022); needs the package bitsandbytes."""
@@ -155,40 +196,13 @@ class AdamWConfig(OptimizerSection):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of matrices outside embedding and head."""
-    fallback: bool = False
-    """For adamw8bit: use adamw, with a warning, if bitsandbytes is not available."""
-    hidden: AdamWGroup | None = None
-    """Matrices of the blocks."""
-    head: AdamWGroup | None = None
-    """The head if it is not tied to the embedding; no decay by default."""
-    embed: AdamWGroup | None = None
-    """The embedding; no decay by default."""
-    router: AdamWGroup | None = None
-    """MoE routers."""
-    scalar: AdamWGroup | None = None
-    """Norms and biases; no decay by default."""
-
-    @model_validator(mode="after")
-    def _check_fallback(self) -> Self:
-        _require_quantized_for_fallback(self)
-        return self
-
-    @property
-    def is_quantized(self) -> bool:
-        """True if moments have 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by
-        rows."""
-        return self.kind == "adamw8bit"
-
-    @property
-    def state_floats_per_parameter(self) -> float:
-        """Size of the optimizer state of a parameter, in float32 numbers."""
-        return 0.5 if self.is_quantized else 2.0
 
 
-class LionConfig(OptimizerSection):
+class LionConfig(ElementwiseConfig[LionGroup]):
     """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay."""
 
     group_type = LionGroup
+    num_moments = 1
 
     kind: Literal["lion", "lion8bit"] = "lion"
     """lion8bit: an 8-bit moment (Dettmers et al. 2022); needs the package bitsandbytes."""
@@ -198,46 +212,12 @@ class LionConfig(OptimizerSection):
     """Decay of the average that gives the sign, and of the moment, each in [0, 1)."""
     weight_decay: NonNegativeFloat = 1.0
     """Weight decay of matrices outside embedding and head."""
-    fallback: bool = False
-    """For lion8bit: use lion, with a warning, if bitsandbytes is not available."""
-    hidden: LionGroup | None = None
-    """Matrices of the blocks."""
-    head: LionGroup | None = None
-    """The head if it is not tied to the embedding; no decay by default."""
-    embed: LionGroup | None = None
-    """The embedding; no decay by default."""
-    router: LionGroup | None = None
-    """MoE routers."""
-    scalar: LionGroup | None = None
-    """Norms and biases; no decay by default."""
-
-    @model_validator(mode="after")
-    def _check_fallback(self) -> Self:
-        _require_quantized_for_fallback(self)
-        return self
-
-    @property
-    def is_quantized(self) -> bool:
-        """True if the moment has 8 bits. Blocks of elements then share a scale, so matrices must not be sharded by
-        rows."""
-        return self.kind == "lion8bit"
-
-    @property
-    def state_floats_per_parameter(self) -> float:
-        """Size of the optimizer state of a parameter, in float32 numbers."""
-        return 0.25 if self.is_quantized else 1.0
-
-
-def _require_quantized_for_fallback(config: AdamWConfig | LionConfig) -> None:
-    if config.fallback and not config.is_quantized:
-        raise ValueError(f'fallback needs kind = "{config.kind}8bit", but kind = "{config.kind}": remove fallback')
 
 
 class MuonConfig(OptimizerSection):
     """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for all other parameters."""
 
     group_type = MuonGroup
-    """Group settings of the hidden matrices."""
 
     kind: Literal["muon"] = "muon"
     learning_rate: PositiveFloat = 0.01
