@@ -142,7 +142,7 @@ class OptimizerSection(Section):
 _Group = TypeVar("_Group", bound=ElementwiseGroup)
 
 
-class ElementwiseConfig(OptimizerSection, Generic[_Group]):
+class ElementwiseConfig(Section, Generic[_Group]):
     """Options that AdamW and Lion share. A ``kind`` that ends in 8bit has 8-bit moments."""
 
     num_moments: ClassVar[int]
@@ -180,7 +180,7 @@ class ElementwiseConfig(OptimizerSection, Generic[_Group]):
         return self.num_moments * (0.25 if self.is_quantized else 1.0)
 
 
-class AdamWConfig(ElementwiseConfig[AdamWGroup]):
+class AdamWConfig(OptimizerSection, ElementwiseConfig[AdamWGroup]):
     """AdamW (Loshchilov and Hutter 2019): decoupled weight decay for matrices, none for norms and biases."""
 
     group_type = AdamWGroup
@@ -198,7 +198,7 @@ class AdamWConfig(ElementwiseConfig[AdamWGroup]):
     """Weight decay of matrices outside embedding and head."""
 
 
-class LionConfig(ElementwiseConfig[LionGroup]):
+class LionConfig(OptimizerSection, ElementwiseConfig[LionGroup]):
     """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay."""
 
     group_type = LionGroup
