@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command
+from cli.arguments import add_shorthand, friendly_errors, parse_command
 from cli.tables import align_columns
 from config.convert import AnalyzeConfig
 
@@ -49,16 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     for name, text in (("a", "model, checkpoint or run directory"), ("b", "directory to compare with")):
-        parser.add_argument(
-            name,
-            metavar=name.upper(),
-            nargs="?",
-            action=ValueShorthand,
-            const=name,
-            default=argparse.SUPPRESS,
-            help=text,
-        )
-    parser.add_argument("--json", action=FlagShorthand, nargs=0, const='format="json"', help="print one JSON object")
+        options = {"metavar": name.upper(), "nargs": "?", "default": argparse.SUPPRESS, "help": text}
+        add_shorthand(parser, name, f"{name}={{string}}", **options)
+    add_shorthand(parser, "--json", 'format="json"', help="print one JSON object")
 
 
 def format_directory(directory: Path, max_rows: int) -> str:

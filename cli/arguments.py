@@ -47,31 +47,7 @@ def parse_command(
     Returns:
         The config and the parsed arguments. Exits with 2 and a message if the config is invalid.
     """
-    parser = _build_parser(config_class, name, description, example)
-    if add_arguments is not None:
-        add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    if arguments.config is None and config_required:
-        parser.error("--config is missing: add --config FILE.toml")
-    try:
-        config = load_config(config_class, arguments.config, arguments.overrides, key_hints=key_hints)
-    except ConfigError as error:
-        parser.exit(2, f"{name}: error: {error}\n")
-    if arguments.print_config:
-        sys.stdout.write(to_toml(config))
-        parser.exit(0)
-    return config, arguments
-
-
-def _build_parser(config_class: type[Section], name: str, description: str, example: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=name,
-        description=description,
-        epilog=f"example:\n{example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        # An abbreviation would change its meaning if another argument is added.
-        allow_abbrev=False,
-    )
+    parser = build_parser(name, description, example)
     parser.add_argument("--config", metavar="FILE.toml", type=Path, help="TOML file of the config")
     parser.add_argument(
         "--set",
@@ -89,21 +65,56 @@ def _build_parser(config_class: type[Section], name: str, description: str, exam
         const=config_class,
         help="print the JSON schema of the config, and exit",
     )
-    return parser
+    if add_arguments is not None:
+        add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.config is None and config_required:
+        parser.error("--config is missing: add --config FILE.toml")
+    try:
+        config = load_config(config_class, arguments.config, arguments.overrides, key_hints=key_hints)
+    except ConfigError as error:
+        parser.exit(2, f"{name}: error: {error}\n")
+    if arguments.print_config:
+        sys.stdout.write(to_toml(config))
+        parser.exit(0)
+    return config, arguments
 
 
-class ValueShorthand(argparse.Action):
-    """An argument whose text becomes the value of the config key `const`, so that --print-config shows it."""
+def build_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
+    """Build a parser without arguments, whose `--help` ends with an example."""
+    return argparse.ArgumentParser(
+        prog=name,
+        description=description,
+        epilog=f"example:\n{example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # An abbreviation would change its meaning if another argument is added.
+        allow_abbrev=False,
+    )
 
+
+def add_shorthand(parser: Any, name: str, *overrides: str, **options: Any) -> None:
+    """Add an argument that stands for `--set` overrides, so that --print-config shows its effect.
+
+    Args:
+        parser: a parser or a group of arguments.
+        name: name of the argument.
+        overrides: each `section.key=value`; {text} in it is the value of the argument as typed, {string} the same as a
+            TOML string.
+        options: those of `ArgumentParser.add_argument`. An argument without metavar is a flag.
+    """
+    if "metavar" not in options:
+        options["nargs"] = 0
+    parser.add_argument(name, action=_Shorthand, const=overrides, **options)
+
+
+class _Shorthand(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        namespace.overrides = [*namespace.overrides, f"{self.const}={toml_string(values)}"]
+        add_overrides(namespace, *(text.format(text=values, string=toml_string(values)) for text in self.const))
 
 
-class FlagShorthand(argparse.Action):
-    """An argument that is a shorthand of the override `const`."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        namespace.overrides = [*namespace.overrides, self.const]
+def add_overrides(namespace: argparse.Namespace, *overrides: str) -> None:
+    """Add overrides as if given by `--set`."""
+    namespace.overrides = [*namespace.overrides, *overrides]  # a new list, because the first one is the default
 
 
 def toml_string(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from cli.arguments import ValueShorthand, friendly_errors, parse_command
+from cli.arguments import add_shorthand, friendly_errors, parse_command
 from config.bench_infer import BenchInferConfig
 
 NAME = "diffusionlm-bench-infer"
@@ -33,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("shorthands for --set")
-    group.add_argument(
-        "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="in place of random weights"
-    )
+    add_shorthand(group, "--model", "model.path={string}", metavar="DIR", help="in place of random weights")
 
 
 if __name__ == "__main__":

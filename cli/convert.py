@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cli.arguments import ValueShorthand, friendly_errors, parse_command
+from cli.arguments import add_shorthand, friendly_errors, parse_command
 from config.convert import ConvertConfig
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the steps without writing anything")
     group = parser.add_argument_group("shorthands for --set")
     for name, text in (("source", "model, checkpoint or run directory"), ("target", "directory to write")):
-        group.add_argument(f"--{name}", metavar="DIR", action=ValueShorthand, const=name, help=text)
+        add_shorthand(group, f"--{name}", f"{name}={{string}}", metavar="DIR", help=text)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command, toml_string
+from cli.arguments import add_shorthand, friendly_errors, parse_command
 from config.eval import EvalConfig
 
 if TYPE_CHECKING:
@@ -117,21 +117,11 @@ def _find_missing_option(config: EvalConfig) -> str | None:
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
-    """Add arguments that stand for overrides, so that --print-config shows their effect."""
     group = parser.add_argument_group("shorthands for --set")
-    group.add_argument(
-        "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="model, checkpoint or run"
-    )
-    group.add_argument("--data", metavar="FILE", action=_FilesShorthand, help="file, directory or glob, all of it")
-    group.add_argument("--json", action=FlagShorthand, nargs=0, const='output.format="json"', help="one JSON object")
-
-
-class _FilesShorthand(argparse.Action):
-    """Replace the source of the config by a files source."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        source = ("data.source=files", f"data.source.paths=[{toml_string(values)}]", 'data.split="all"')
-        namespace.overrides = [*namespace.overrides, *source]
+    add_shorthand(group, "--model", "model.path={string}", metavar="DIR", help="model, checkpoint or run")
+    files = ("data.source=files", "data.source.paths=[{string}]", 'data.split="all"')
+    add_shorthand(group, "--data", *files, metavar="FILE", help="file, directory or glob, all of it")
+    add_shorthand(group, "--json", 'output.format="json"', help="one JSON object")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.arguments import friendly_errors
+from cli.arguments import build_parser, friendly_errors
 from logger.report import write_report
 
 NAME = "diffusionlm-report"
@@ -17,13 +16,8 @@ EXAMPLE = f"""  {NAME} runs/quickstart
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, read the runs, write the page. A run that cannot be reported ends it with 2."""
-    parser = argparse.ArgumentParser(
-        prog=NAME,
-        description="Curves, results, config and samples of runs on one page, which needs no network.",
-        epilog=f"examples:\n{EXAMPLE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    description = "Curves, results, config and samples of runs on one page, which needs no network."
+    parser = build_parser(NAME, description, EXAMPLE)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="directory of a run, such as runs/quickstart")
     parser.add_argument(
         "--output",

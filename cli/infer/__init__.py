@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import FlagShorthand, ValueShorthand, friendly_errors, parse_command, toml_string
+from cli.arguments import add_overrides, add_shorthand, friendly_errors, parse_command, toml_string
 from config.infer import InferConfig
 from diffusionlm.inference.strategies import STRATEGIES
 
@@ -24,6 +24,32 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
   {NAME} --model DIR --chat        # a chat in the terminal
   {NAME} --model DIR --prompts prompts.jsonl --output answers.jsonl --batch-size 32
   {NAME} --config config/resources/infer.toml --temperature 0.8 --json | jq .metrics"""
+
+_SHORTHANDS = (
+    ("model", "DIR", "model.path={string}", "model directory, checkpoint or run"),
+    (
+        "prompts",
+        "FILE",
+        "input.prompts_file={string}",
+        "one prompt per line, or a .jsonl file of prompts, messages and infills; - is standard input",
+    ),
+    ("system", "TEXT", "input.system={string}", "system message of chats"),
+    ("seed", "N", "input.seed={text}", "seed of the first request"),
+    ("batch-size", "N", "input.batch_size={text}", "requests that are decoded together"),
+    ("max-new-tokens", "N", "generation.max_new_tokens={text}", "new tokens of a prompt or chat"),
+    ("temperature", "X", "generation.temperature={text}", "temperature of token sampling; 0 is greedy"),
+    ("steps", "N", "generation.steps={text}", "forwards over all blocks"),
+    ("block-length", "N", "generation.block_length={text}", "tokens per block"),
+    (
+        "strategy",
+        "NAME",
+        "generation.remasking_strategy={string}",
+        f"which positions are committed after a forward: {', '.join(STRATEGIES)}",
+    ),
+    ("output", "FILE", "output.file={string}", "write the JSON lines to this new file"),
+    ("html", "FILE", "output.html={string}", "write a page that replays the decoding in a browser"),
+)
+"""Argument, metavar, override and help; see `add_shorthand`."""
 
 _ESCAPE = re.compile(r"\\([nt\\])")
 _ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "\\": "\\"}
@@ -62,103 +88,22 @@ def _load_inputs(config: InferConfig) -> list[Input]:
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that are shorthands for --set; --print-config shows their effect."""
     parser.set_defaults(raw=False, prompts=[], infills=[], chats=[])
     group = parser.add_argument_group(
         "shorthands for --set; \\n, \\t and \\\\ are escapes in prompts, chats and infills"
     )
-    group.add_argument(
-        "--model", metavar="DIR", action=ValueShorthand, const="model.path", help="model directory, checkpoint or run"
-    )
-    group.add_argument(
-        "--prompt", metavar="TEXT", action=_TextAction, dest="prompts", help="continue this text; may be repeated"
-    )
-    group.add_argument(
-        "--infill",
-        metavar="TEXT",
-        action=_TextAction,
-        dest="infills",
-        help="fill each [MASK:n] with n tokens; may be repeated",
-    )
+    for name, text in (
+        ("prompt", "continue this text; may be repeated"),
+        ("infill", "fill each [MASK:n] with n tokens; may be repeated"),
+        ("chat", "answer this message; may be repeated; without a text, chat in the terminal"),
+    ):
+        nargs = "?" if name == "chat" else None
+        group.add_argument(f"--{name}", metavar="TEXT", action=_TextAction, dest=f"{name}s", nargs=nargs, help=text)
     group.add_argument("--raw", action=_RawAction, nargs=0, help="do not read escapes in these texts")
-    group.add_argument(
-        "--prompts",
-        metavar="FILE",
-        action=ValueShorthand,
-        const="input.prompts_file",
-        help="one prompt per line, or a .jsonl file of prompts, messages and infills; - is standard input",
-    )
-    group.add_argument(
-        "--chat",
-        metavar="TEXT",
-        action=_TextAction,
-        nargs="?",
-        dest="chats",
-        help="answer this message; may be repeated; without a text, chat in the terminal",
-    )
-    group.add_argument(
-        "--system", metavar="TEXT", action=ValueShorthand, const="input.system", help="system message of chats"
-    )
-    group.add_argument(
-        "--seed", metavar="N", action=_NumberAction, const="input.seed", help="seed of the first request"
-    )
-    group.add_argument(
-        "--batch-size",
-        metavar="N",
-        action=_NumberAction,
-        const="input.batch_size",
-        help="requests that are decoded together",
-    )
-    _add_generation(group)
-    _add_output(group)
-
-
-def _add_generation(group: argparse._ArgumentGroup) -> None:
-    options = {
-        "max-new-tokens": ("N", "max_new_tokens", "new tokens of a prompt or chat"),
-        "temperature": ("X", "temperature", "temperature of token sampling; 0 is greedy"),
-        "steps": ("N", "steps", "forwards over all blocks"),
-        "block-length": ("N", "block_length", "tokens per block"),
-    }
-    for name, (metavar, key, text) in options.items():
-        group.add_argument(f"--{name}", metavar=metavar, action=_NumberAction, const=f"generation.{key}", help=text)
-    group.add_argument(
-        "--strategy",
-        metavar="NAME",
-        action=ValueShorthand,
-        const="generation.remasking_strategy",
-        help=f"which positions are committed after a forward: {', '.join(STRATEGIES)}",
-    )
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--show", action=FlagShorthand, nargs=0, const="output.show=true", help="show the text after every forward"
-    )
-    group.add_argument(
-        "--json", action=FlagShorthand, nargs=0, const='output.format="json"', help="print one JSON object per request"
-    )
-    group.add_argument(
-        "--output",
-        metavar="FILE",
-        action=ValueShorthand,
-        const="output.file",
-        help="write the JSON lines to this new file",
-    )
-    group.add_argument(
-        "--html",
-        metavar="FILE",
-        action=ValueShorthand,
-        const="output.html",
-        help="write a page that replays the decoding in a browser",
-    )
-
-
-class _NumberAction(argparse.Action):
-    """Set the key `const` to the value, without quotes."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        namespace.overrides = [*namespace.overrides, f"{self.const}={values}"]
+    for name, metavar, override, text in _SHORTHANDS:
+        add_shorthand(group, f"--{name}", override, metavar=metavar, help=text)
+    add_shorthand(group, "--show", "output.show=true", help="show the text after every forward")
+    add_shorthand(group, "--json", 'output.format="json"', help="print one JSON object per request")
 
 
 class _TextAction(argparse.Action):
@@ -166,7 +111,7 @@ class _TextAction(argparse.Action):
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if values is None:
-            namespace.overrides = [*namespace.overrides, "input.interactive=true"]
+            add_overrides(namespace, "input.interactive=true")
             return
         setattr(namespace, self.dest, [*getattr(namespace, self.dest), values])
         _override_texts(namespace, self.dest)
@@ -185,7 +130,7 @@ class _RawAction(argparse.Action):
 def _override_texts(namespace: argparse.Namespace, dest: str) -> None:
     texts = [text if namespace.raw else _unescape(text) for text in getattr(namespace, dest)]
     value = ", ".join(toml_string(text) for text in texts)
-    namespace.overrides = [*namespace.overrides, f"input.{dest}=[{value}]"]
+    add_overrides(namespace, f"input.{dest}=[{value}]")
 
 
 def _unescape(text: str) -> str:
