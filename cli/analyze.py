@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import add_shorthand, friendly_errors, parse_command
+from cli.arguments import add_shorthand, exit_with_usage_error, friendly_errors, parse_command
 from cli.tables import align_columns
 from config.convert import AnalyzeConfig
 
@@ -34,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv=argv,
     )
     if config.a is None:
-        print(f"{NAME}: error: no model: name one or two model directories", file=sys.stderr)
-        raise SystemExit(2)
+        exit_with_usage_error(NAME, "no model: name one or two model directories")
     with friendly_errors(NAME):
         # Imported here so that --help and config errors do not wait for torch.
         from diffusionlm.checkpoints.analyze import analyze

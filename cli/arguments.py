@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from config.base import Section
 from config.dump import to_toml
@@ -73,7 +73,7 @@ def parse_command(
     try:
         config = load_config(config_class, arguments.config, arguments.overrides, key_hints=key_hints)
     except ConfigError as error:
-        parser.exit(2, f"{name}: error: {error}\n")
+        exit_with_usage_error(name, str(error))
     if arguments.print_config:
         sys.stdout.write(to_toml(config))
         parser.exit(0)
@@ -128,6 +128,12 @@ class _PrintSchema(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         sys.stdout.write(json_schema(self.const) + "\n")
         parser.exit(0)
+
+
+def exit_with_usage_error(name: str, problem: str) -> NoReturn:
+    """Print a problem of the command line, and exit with 2."""
+    print(f"{name}: error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ EXAMPLE = f"""  {NAME} --config config/resources/bench_infer.toml --set output.p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, load the config, measure."""
     config, _ = parse_command(
         BenchInferConfig,
         name=NAME,

@@ -11,7 +11,6 @@ NAME = "diffusionlm-bench-tokenizer"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, load the config, measure."""
     config, _ = parse_command(
         BenchTokenizerConfig,
         name=NAME,

@@ -9,7 +9,6 @@ NAME = "diffusionlm-bench-train"
 
 
 def main() -> None:
-    """Parse, load the config, measure."""
     config, _ = parse_command(
         BenchTrainConfig,
         name=NAME,

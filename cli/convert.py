@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cli.arguments import add_shorthand, friendly_errors, parse_command
+from cli.arguments import add_shorthand, exit_with_usage_error, friendly_errors, parse_command
 from config.convert import ConvertConfig
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     missing = next((name for name in ("source", "target") if getattr(config, name) is None), None)
     if missing is not None:
-        print(f"{NAME}: error: {missing} is missing: add --{missing} DIR", file=sys.stderr)
-        raise SystemExit(2)
+        exit_with_usage_error(NAME, f"{missing} is missing: add --{missing} DIR")
     with friendly_errors(NAME):
         # Imported here so that --help and config errors do not wait for torch.
         from diffusionlm.checkpoints.convert import convert, plan_conversion

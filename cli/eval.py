@@ -11,7 +11,8 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from cli.arguments import add_shorthand, friendly_errors, parse_command
+from cli.arguments import add_shorthand, exit_with_usage_error, friendly_errors, parse_command
+from cli.tables import align_columns
 from config.eval import EvalConfig
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ UNITS_OF_PHASES = {"reading": "rows", "scoring": "forwards", "decoding": "tokens
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the arguments, evaluate, print the result as a table or as JSON."""
     config, _ = parse_command(
         EvalConfig,
         name=NAME,
@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         add_arguments=_add_shorthands,
         argv=argv,
     )
-    problem = _find_missing_option(config)
-    if problem is not None:
-        print(f"{NAME}: error: {problem}", file=sys.stderr)
-        raise SystemExit(2)
+    if config.model.path is None:
+        exit_with_usage_error(NAME, "no model: add --model DIR, or path to [model] of the config")
+    if config.data.source is None:
+        exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config")
     with friendly_errors(NAME):
         result = _evaluate(config)
         print(format_json(result) if config.output.format == "json" else format_table(result))
@@ -58,7 +58,6 @@ def format_json(result: LikelihoodResult) -> str:
 
 
 def format_table(result: LikelihoodResult) -> str:
-    """Format as a table."""
     sign = "" if result.is_exact else "<= "
     nats = _format_with_error(result.nats_per_token, result.nats_per_token_standard_error)
     perplexity = _format_with_error(result.perplexity, result.perplexity_standard_error)
@@ -82,22 +81,18 @@ def format_table(result: LikelihoodResult) -> str:
         group = "row" if result.block_length is None else "block"
         lines.append(("cross-entropy by", f"masked fraction of the {group}, nats per masked token"))
     lines += [(f"  {low:.0%} - {high:.0%}", f"{value:.3f}") for low, high, value in result.by_masked_fraction]
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+    return "\n".join(align_columns(lines))
 
 
 def _evaluate(config: EvalConfig) -> LikelihoodResult:
-    """Evaluate with progress on stderr."""
     # Imported here so that --help and config errors do not wait for torch.
     from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
     from logger.progress import ProgressMeter
 
-    phases: list[str] = []
     with closing(ProgressMeter(sys.stderr, delay_seconds=PROGRESS_DELAY_SECONDS, leave=False)) as meter:
 
         def show_progress(phase: str, done: int, total: int | None) -> None:
-            if phase not in phases:
-                phases.append(phase)
+            if phase != meter.name:
                 meter.begin(phase, UNITS_OF_PHASES[phase], total)
             meter.set(done)
 
@@ -106,14 +101,6 @@ def _evaluate(config: EvalConfig) -> LikelihoodResult:
 
 def _format_with_error(value: float, error: float) -> str:
     return f"{value:.3f} (no error: a single row)" if math.isinf(error) else f"{value:.3f} +- {error:.3f}"
-
-
-def _find_missing_option(config: EvalConfig) -> str | None:
-    if config.model.path is None:
-        return "no model: add --model DIR, or path to [model] of the config"
-    if config.data.source is None:
-        return "no data: add --data FILE, or source to [data] of the config"
-    return None
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ from config.make_data import MakeDataConfig
 
 if TYPE_CHECKING:
     from diffusionlm.data.shard_index import ShardIndex
-    from logger.progress import ProgressMeter
 
 NAME = "diffusionlm-make-data"
 
@@ -25,7 +24,6 @@ EXAMPLE = f"""  {NAME} --config config/resources/make_data.toml
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the arguments, make the data, print a summary."""
     config, _ = parse_command(
         MakeDataConfig,
         name=NAME,
@@ -40,23 +38,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         from logger.progress import ProgressMeter
 
         with closing(ProgressMeter(sys.stderr)) as meter:
-            index = make_data(config, meter.log, _ProgressReporter(meter))
+
+            def show_progress(split: str, num_documents: int, num_tokens: int, text_bytes: int) -> None:
+                if split != meter.name:
+                    meter.begin(split, "bytes")
+                meter.set_postfix(f"{num_documents:,} documents, {num_tokens:,} tokens")
+                meter.set(text_bytes)
+
+            index = make_data(config, meter.log, show_progress)
         print(format_summary(index, config.output.directory))
-
-
-class _ProgressReporter:
-    """Shows the progress of `make_data`: one phase of the meter for each split."""
-
-    def __init__(self, meter: ProgressMeter) -> None:
-        self._meter = meter
-        self._split: str | None = None
-
-    def __call__(self, split: str, num_documents: int, num_tokens: int, text_bytes: int) -> None:
-        if split != self._split:
-            self._split = split
-            self._meter.begin(split, "bytes")
-        self._meter.set_postfix(f"{num_documents:,} documents, {num_tokens:,} tokens")
-        self._meter.set(text_bytes)
 
 
 def format_summary(index: ShardIndex, directory: Path) -> str:

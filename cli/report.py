@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.arguments import build_parser, friendly_errors
+from cli.arguments import build_parser, exit_with_usage_error, friendly_errors
 from logger.report import write_report
 
 NAME = "diffusionlm-report"
@@ -30,12 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_alone = len({path.resolve() for path in arguments.runs}) == 1
     output: Path = arguments.output or (first / "report.html" if is_alone else Path("report.html"))
     if output.suffix != ".html":
-        parser.exit(2, f"{NAME}: error: --output {output}: name a file that ends in .html\n")
+        exit_with_usage_error(NAME, f"--output {output}: name a file that ends in .html")
     with friendly_errors(NAME):
         try:
             runs = write_report(arguments.runs, output)
         except ValueError as error:
-            parser.exit(2, f"{NAME}: error: {error}\n")
+            exit_with_usage_error(NAME, str(error))
         for run in runs:
             for note in run.notes:
                 print(f"{run.name}: {note}")

@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 
 from cli.arguments import friendly_errors, parse_command
+from cli.tables import align_columns
 from config.train import KEY_HINTS, TrainConfig
 from files.resilient_stream import resilient
 from profiling.estimate import estimate_run, parallel_strategy
@@ -114,8 +115,7 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> str:
         ("memory, together", estimate.bytes_total, " (estimate)"),
     ):
         lines.append((name, f"{size / 2**20:,.1f} MiB{note}"))
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+    return "\n".join(align_columns(lines))
 
 
 def add_arguments(parser: ArgumentParser) -> None:

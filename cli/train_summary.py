@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from cli.tables import align_columns
 from diffusionlm.evaluation.evaluate import EvaluationResult
 from diffusionlm.training.reporting import RunSummary
 
@@ -38,9 +39,7 @@ def render_summary(summary: RunSummary, directory: Path, infill: str | None = No
         ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps{_format_padding(summary.padding_share)}"),
         ("time", f"{summary.seconds:,.0f} s"),
     ]
-    width = max(len(name) for name, _ in lines)
-    table = "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
-    return f"{table}\n\nnext: {suggest_next_command(directory, infill)}"
+    return "\n".join([*align_columns(lines), "", f"next: {suggest_next_command(directory, infill)}"])
 
 
 def suggest_next_command(directory: Path, infill: str | None) -> str:

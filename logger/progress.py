@@ -42,12 +42,13 @@ class ProgressMeter:
         self._has_bar = console_style(style, stream) == "bar"
         self._delay_seconds, self._leave = delay_seconds, leave
         self._bar: tqdm[object] | None = None
-        self._name: str | None = None
+        self.name: str | None = None
+        """Name of the current phase; None: there is none."""
 
     def begin(self, name: str, unit: str, total: int | None = None, initial: int = 0) -> None:
         """End the current phase and start one of ``total`` units (None: unknown), ``initial`` of which are done."""
         self.close()
-        self._name, self._unit, self._total = name, unit, total
+        self.name, self._unit, self._total = name, unit, total
         self._done, self._initial, self._postfix = initial, initial, ""
         self._started_at = self._last_line_at = time.monotonic()
         if self._has_bar:
@@ -88,9 +89,9 @@ class ProgressMeter:
         """End the current phase, if there is one."""
         if self._bar is not None:
             self._bar.close()
-        elif self._name is not None and self._leave and time.monotonic() - self._started_at >= self._delay_seconds:
+        elif self.name is not None and self._leave and time.monotonic() - self._started_at >= self._delay_seconds:
             self._print_line()
-        self._bar, self._name = None, None
+        self._bar, self.name = None, None
 
     def _print_line(self) -> None:
         self._last_line_at = time.monotonic()
@@ -98,4 +99,4 @@ class ProgressMeter:
         of_total = "" if self._total is None else f" of {self._total:,}"
         rate = f", {tqdm.format_sizeof((self._done - self._initial) / seconds)} {self._unit}/s" if seconds > 0 else ""
         postfix = f", {self._postfix}" if self._postfix else ""
-        self.log(f"{self._name}: {self._done:,}{of_total} {self._unit}{rate}{postfix}")
+        self.log(f"{self.name}: {self._done:,}{of_total} {self._unit}{rate}{postfix}")

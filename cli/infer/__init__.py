@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import add_overrides, add_shorthand, friendly_errors, parse_command, toml_string
+from cli.arguments import (
+    add_overrides,
+    add_shorthand,
+    exit_with_usage_error,
+    friendly_errors,
+    parse_command,
+    toml_string,
+)
 from config.infer import InferConfig
 from diffusionlm.inference.strategies import STRATEGIES
 
@@ -83,8 +89,7 @@ def _load_inputs(config: InferConfig) -> list[Input]:
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
-    print(f"{NAME}: error: {problem}", file=sys.stderr)
-    raise SystemExit(2)
+    exit_with_usage_error(NAME, problem)
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:

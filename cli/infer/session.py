@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +20,7 @@ from diffusionlm.inference.requests import PreparedRequest, prepare_infill, prep
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.text import suppress_ids_without_text
 from diffusionlm.models.transformer import Transformer
+from logger.progress import ProgressMeter
 from tokenizer import ChatTemplate, Tokenizer
 
 
@@ -46,10 +48,13 @@ def answer(
     settings = resolve_settings(generation, model.config)
     encoded_inputs = encode_inputs(inputs, tokenizer, model.config, template, config.input.seed)
     requests = [_prepare(settings, encoded, len(inputs)) for encoded in encoded_inputs]
-    run = _InferenceRun(model, tokenizer, config, settings, len(inputs))
+    # A bar and the canvases of --show would overwrite each other.
+    meter = ProgressMeter(sys.stderr, style="lines" if config.output.show else "auto")
+    run = _InferenceRun(model, tokenizer, config, settings, len(inputs), meter)
     try:
-        for batch in _split_into_batches(encoded_inputs, config.input.batch_size):
-            run.decode_batch(batch, requests[run.num_done : run.num_done + len(batch)])
+        with closing(meter):
+            for batch in _split_into_batches(encoded_inputs, config.input.batch_size):
+                run.decode_batch(batch, requests[run.num_done : run.num_done + len(batch)])
     finally:
         run.write_replay_page()
 
@@ -78,6 +83,7 @@ class _InferenceRun:
         config: InferConfig,
         settings: DecodingSettings,
         num_inputs: int,
+        meter: ProgressMeter,
     ) -> None:
         self.num_done = 0
         self._model = model
@@ -85,6 +91,9 @@ class _InferenceRun:
         self._config = config
         self._settings = settings
         self._num_inputs = num_inputs
+        self._meter = meter
+        if config.output.file is not None:
+            meter.begin("decoding", "inputs", num_inputs)
         self._replays: list[tuple[RequestReplay, Answer]] = []
         self._params: dict[str, Any] = {
             **settings.config.model_dump(mode="json"),
@@ -123,9 +132,8 @@ class _InferenceRun:
         records = [answer_record(answer, self._params) for answer in answers] if self._prints_json else []
         if self._config.output.file is not None:
             append_json_lines(self._config.output.file, records)
-            rate = answers[0].batch.tokens_per_second
-            progress = f"{self.num_done} of {self._num_inputs} done, {rate:.1f} tokens per second"
-            print(progress, file=sys.stderr, flush=True)
+            self._meter.set_postfix(f"{answers[0].batch.tokens_per_second:.1f} tokens/s")
+            self._meter.set(self.num_done)
         elif self._prints_json:
             for record in records:
                 print(json.dumps(record), flush=True)

@@ -207,7 +207,7 @@ def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_p
     run(*arguments, "--html", page, "--batch-size", 1, "--max-new-tokens", 4, "--strategy", "random", "--steps", 2)
     output = capsys.readouterr()
     assert output.out == ""
-    assert [line.split(" done")[0] for line in output.err.splitlines()] == ["1 of 2", "2 of 2"]
+    assert [line.partition(",")[0] for line in output.err.splitlines()] == ["decoding: 2 of 2 inputs"]
     answers = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
     assert [answer["text"]["prompt"] for answer in answers] == ["the cat", "the dög"]
     assert [answer["params"]["remasking_strategy"] for answer in answers] == ["random", "random"]

@@ -36,20 +36,21 @@ import signal, sys, time
 from pathlib import Path
 import cli.make_data
 from diffusionlm.data import make_data
+from logger.progress import ProgressMeter
 
 # Ctrl-C is ignored where the tests run in the background of a shell, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 directory, num_shards, gate = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 make_data.CHUNK_CHARACTERS = 700
-report = cli.make_data._ProgressReporter.__call__
+show_progress = ProgressMeter.set
 
-def report_and_wait(*arguments):
-    report(*arguments)
+def show_progress_and_wait(meter, done):
+    show_progress(meter, done)
     if len(list(directory.glob("train-*.idx"))) >= num_shards:
         gate.touch()
         time.sleep(300)
 
-cli.make_data._ProgressReporter.__call__ = report_and_wait
+ProgressMeter.set = show_progress_and_wait
 cli.make_data.main(sys.argv[4:])
 """
 """The command in small chunks. Once it has written so many shards it creates a file and waits to be killed."""
