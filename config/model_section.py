@@ -59,25 +59,6 @@ class ModelSection(Architecture):
                 f"{'; '.join(differing)}; remove these keys"
             )
 
-    def to_model_config(
-        self,
-        *,
-        vocab_size: int,
-        mask_token_id: int | None,
-        eos_token_id: int | None,
-        pad_token_id: int | None,
-        stop_token_ids: tuple[int, ...] = (),
-        block_length: int | None = None,
-        begin_with_eos: bool = False,
-    ) -> ModelConfig:
-        """Build the complete model config, with the token ids of a tokenizer and the block length of an objective."""
-        return ModelConfig(
-            **self.model_dump(exclude={"init_from"}),
-            vocab_size=vocab_size,
-            mask_token_id=mask_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            stop_token_ids=stop_token_ids,
-            block_length=block_length,
-            begin_with_eos=begin_with_eos,
-        )
+    def to_model_config(self, **vocabulary: Any) -> ModelConfig:
+        """Build the complete model config, with the options that only `ModelConfig` has."""
+        return ModelConfig(**self.model_dump(exclude={"init_from"}), **vocabulary)
