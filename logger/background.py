@@ -15,7 +15,7 @@ LogEvent = Callable[[int, str], None]
 """Takes the step and a message."""
 
 
-class BackgroundLogger:
+class BackgroundLogger(RunLogger):
     """A logger in a thread of its own.
 
     The first error of the logger is logged by the thread of the run, and later calls are still tried. A logger that
@@ -41,12 +41,10 @@ class BackgroundLogger:
         self._thread.start()
 
     def metrics(self, step: int, values: Metrics) -> None:
-        """Hand a copy of the metrics to the thread."""
-        copy = dict(values)
+        copy = dict(values)  # the run may change its own before the thread reads them
         self._enqueue(step, lambda logger: logger.metrics(step, copy))
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """Hand the event to the thread."""
         self._enqueue(step, lambda logger: logger.event(step, kind, text, values))
 
     def progress(self, step: int, values: Metrics) -> None:
@@ -61,10 +59,9 @@ class BackgroundLogger:
         self._thread.join(self._finish_seconds)
         self._log_problems()
         if self._thread.is_alive():
+            duration = f"{self._finish_seconds:g} s"
             self._log(
-                self._step,
-                f"{self._name} did not finish within {self._finish_seconds:g} s and is abandoned; metrics.jsonl "
-                "has all",
+                self._step, f"{self._name} did not finish within {duration} and is abandoned; metrics.jsonl has all"
             )
         elif self._num_failures > 1:
             self._log(self._step, f"{self._name} failed {self._num_failures} times; metrics.jsonl has all")

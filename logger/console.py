@@ -8,10 +8,10 @@ from typing import Literal, TextIO
 from files.resilient_stream import discard_pending_output
 from logger.jsonl import format_metrics_line
 from logger.progress import ProgressMeter
-from logger.run_logger import Metrics
+from logger.run_logger import Metrics, RunLogger
 
 
-class ConsoleLogger:
+class ConsoleLogger(RunLogger):
     """Shows a progress bar in a terminal, and prints lines elsewhere."""
 
     def __init__(self, total_steps: int, done: int, style: Literal["bar", "lines", "none"], stream: TextIO) -> None:
@@ -51,7 +51,7 @@ class ConsoleLogger:
             print(text, file=self._stream, flush=True)
 
 
-class JsonConsole:
+class JsonConsole(RunLogger):
     """Prints the metrics lines of ``metrics.jsonl`` for programs. Events go to standard error by another logger.
 
     A closed pipe (``| head``) ends the output silently; another write error is logged once. Neither ends the run.
@@ -63,7 +63,6 @@ class JsonConsole:
         self._log = log
 
     def metrics(self, step: int, values: Metrics) -> None:
-        """Print the line and flush it."""
         if self._stream is None:
             return
         try:
@@ -76,15 +75,6 @@ class JsonConsole:
                 self._log(
                     step, f"standard output cannot be written ({error}); the run continues, and metrics.jsonl has all"
                 )
-
-    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """Do nothing: the lines contain only metrics."""
-
-    def progress(self, step: int, values: Metrics) -> None:
-        """Do nothing: the lines contain only metrics."""
-
-    def close(self, exit_code: int = 0) -> None:
-        """Do nothing: the stream belongs to the caller."""
 
 
 def format_duration(seconds: float) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from files.atomic import write_bytes_atomic
-from logger.run_logger import Metrics
+from logger.run_logger import Metrics, RunLogger
 
 
-class JsonLinesLogger:
+class JsonLinesLogger(RunLogger):
     """Appends to ``metrics.jsonl``, line-buffered. A run that resumes first removes the lines after its step."""
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
@@ -20,7 +20,6 @@ class JsonLinesLogger:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def metrics(self, step: int, values: Metrics) -> None:
-        """Write ``step`` and ``metrics``."""
         self._file.write(format_metrics_line(step, values) + "\n")
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
@@ -28,16 +27,15 @@ class JsonLinesLogger:
         record = {"step": step, "event": kind, "text": text, **({} if values is None else {"values": dict(values)})}
         self._file.write(json.dumps(record) + "\n")
 
-    def progress(self, step: int, values: Metrics) -> None:
-        """Do nothing: progress is only shown in terminals."""
-
     def close(self, exit_code: int = 0) -> None:
         self._file.close()
 
 
 def format_metrics_line(step: int, values: Metrics) -> str:
     """Format metrics as a JSON object on one line, without a line end; NaN and infinity become null."""
-    metrics = {key: _nan_to_none(value) for key, value in values.items()}
+    metrics = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+    }
     return json.dumps({"step": step, "metrics": metrics}, allow_nan=False)
 
 
@@ -50,10 +48,6 @@ def parse_record(line: str | bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict) or type(record.get("step")) is not int or abs(record["step"]) > 2**53:
         return None
     return record
-
-
-def _nan_to_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _truncate_after_step(path: Path, step: int) -> None:

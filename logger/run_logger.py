@@ -1,15 +1,15 @@
-"""The interface of a run's loggers, and a group of them."""
+"""The base class of a run's loggers, and a group of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 Metrics = Mapping[str, Any]
 
 
-class RunLogger(Protocol):
-    """Receives metrics, events and progress of a run."""
+class RunLogger:
+    """Receives metrics, events and progress of a run; does nothing with what a subclass does not override."""
 
     def metrics(self, step: int, values: Metrics) -> None:
         """Log the metrics of a step."""
@@ -24,7 +24,7 @@ class RunLogger(Protocol):
         """Finish: the run ends with this code, 0 if it is complete, 128 + signal if a signal stopped it."""
 
 
-class LoggerGroup:
+class LoggerGroup(RunLogger):
     """Forwards to several loggers, in their order; without any it discards everything."""
 
     def __init__(self, *loggers: RunLogger) -> None:

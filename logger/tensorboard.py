@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from logger.run_logger import Metrics
+from logger.run_logger import Metrics, RunLogger
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(RunLogger):
     """Writes event files to a folder. A resumed run replaces the steps that it repeats."""
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
@@ -36,18 +36,16 @@ class TensorBoardLogger:
 
     def metrics(self, step: int, values: Metrics) -> None:
         """Write each finite number as a scalar."""
-        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         scalars = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items() if math.isfinite(value)
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in values.items()
+            if isinstance(value, (int, float)) and math.isfinite(value)
         ]
         self._add(step, self._summary(value=scalars))
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """Write the text under the event's kind."""
         self._add(step, self._text(kind, text))
-
-    def progress(self, step: int, values: Metrics) -> None:
-        """Do nothing: progress is only shown in terminals."""
 
     def close(self, exit_code: int = 0) -> None:
         self._writer.close()

@@ -18,7 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 from config.logging import WandbConfig
 from files.atomic import write_text_atomic
 from logger.jsonl import parse_record
-from logger.run_logger import Metrics
+from logger.run_logger import Metrics, RunLogger
 
 RUN_ID_FILE = "wandb_run_id"
 STEP_METRIC = "trainer/step"
@@ -61,7 +61,7 @@ class WandbRun:
         return [(name, kind, path.resolve()) for name, kind, path in requested if path.exists()]
 
 
-class WandbLogger:
+class WandbLogger(RunLogger):
     """Logs to Weights & Biases. Calls may raise anything and be slow: use it in a `BackgroundLogger`."""
 
     def __init__(self, run: WandbRun, log: Callable[[str], None]) -> None:
@@ -83,16 +83,12 @@ class WandbLogger:
         self._wandb.define_metric("*", step_metric=STEP_METRIC)
 
     def metrics(self, step: int, values: Metrics) -> None:
-        """Log the metrics with their step."""
         self._wandb.log({STEP_METRIC: step, **values})
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """Collect samples for the table at the end, if configured; ignore other events."""
+        """Collect samples for the table at the end, if configured."""
         if kind == "sample" and "samples" in self._run.config.artifacts:
             self._samples.append((step, text))
-
-    def progress(self, step: int, values: Metrics) -> None:
-        """Do nothing: progress is only shown in terminals."""
 
     def close(self, exit_code: int = 0) -> None:
         """Upload the configured files, and finish with this code even if an upload fails."""
