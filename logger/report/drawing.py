@@ -35,8 +35,8 @@ class AxisScale:
         if not self.is_log:
             return (values_N - self.low) / (self.high - self.low)
         with np.errstate(divide="ignore", invalid="ignore"):
-            places_N: Floats = (np.log(values_N) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
-        return np.where(values_N > 0, places_N, np.nan)
+            shares_N: Floats = (np.log(values_N) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        return np.where(values_N > 0, shares_N, np.nan)
 
     def to_unit(self, value: float) -> float:
         """Map a single value to the range 0 to 1."""
@@ -93,14 +93,15 @@ def _horizontal(plot: Chart) -> AxisScale:
     if plot.x_is_share:
         return AxisScale(0.0, 1.0)
     edges = [plot.x_end, *(edge for line in plot.lines for edge in (line.x_N[0], line.x_N[-1]))]
-    edges += [edge for _, places_N in plot.marks for edge in (places_N.min(), places_N.max())]
+    edges += [edge for _, x_N in plot.marks for edge in (x_N.min(), x_N.max())]
     low, high = min(0.0, *edges), max(edges)
     return AxisScale(float(low), float(high if high > low else low + 1.0))
 
 
 def _vertical(plot: Chart) -> dict[str, AxisScale]:
     """Return the vertical scales, with a margin around values and error bars."""
-    values_N = np.concatenate([part for line in plot.lines for part in _values_with_errors(line)])
+    errors = [(line.y_N, 0.0 if line.error_N is None else line.error_N) for line in plot.lines]
+    values_N = np.concatenate([part for y_N, error in errors for part in (y_N, y_N - error, y_N + error)])
     values_N = values_N[np.isfinite(values_N)]
     low, high = float(values_N.min()), float(values_N.max())
     if plot.from_zero:
@@ -112,12 +113,6 @@ def _vertical(plot: Chart) -> dict[str, AxisScale]:
         ratio = max((greatest / least) ** 0.05, 1.02)
         scales["log"] = AxisScale(least / ratio, greatest * ratio, is_log=True)
     return scales
-
-
-def _values_with_errors(line: Curve) -> list[Floats]:
-    if line.error_N is None:
-        return [line.y_N]
-    return [line.y_N, line.y_N - line.error_N, line.y_N + line.error_N]
 
 
 def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
@@ -134,18 +129,23 @@ def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
     if line.has_dots:
         dots = "".join(f"M{_x(x)} {_y(y)}h0" for x, y in zip(x_N, y_N, strict=True) if math.isfinite(y))
         parts.append(f'<path class="dots" d="{dots}"/>')
-    return f'<g class="c{line.color % 8} d{(line.dash + line.color // 8) % 4}">{"".join(parts)}</g>'
+    return f'<g class="{style_classes(line.color, line.dash)}">{"".join(parts)}</g>'
+
+
+def style_classes(color: int, dash: int = 0) -> str:
+    """Return the CSS classes of a color and a dash; each round of the eight colors has other dashes."""
+    return f"c{color % 8} d{(dash + color // 8) % 4}"
 
 
 def _path(x_N: Floats, y_N: Floats) -> str:
     """Return a path of straight lines with gaps at NaN; a single number between gaps is a dot."""
     parts, is_down = [], False
-    for to_unit, (x, y) in enumerate(zip(x_N.tolist(), y_N.tolist(), strict=True)):
+    for index, (x, y) in enumerate(zip(x_N.tolist(), y_N.tolist(), strict=True)):
         if not math.isfinite(y):
             is_down = False
             continue
         parts.append(f"{' ' if is_down else 'M'}{_x(x)} {_y(y)}")
-        is_alone = not is_down and (to_unit + 1 == len(y_N) or not math.isfinite(y_N[to_unit + 1]))
+        is_alone = not is_down and (index + 1 == len(y_N) or not math.isfinite(y_N[index + 1]))
         parts.append("h0" if is_alone else "")
         is_down = True
     return "".join(parts)
@@ -209,18 +209,16 @@ def _legend(plot: Chart) -> str:
         values_N = line.smooth_N if line.smooth_N is not None else line.y_N
         finite = np.flatnonzero(np.isfinite(values_N))
         last = "" if plot.x_is_share or not len(finite) else _with_error(line, values_N, int(finite[-1]))
-        swatch = (
-            f'<i class="c{line.color % 8} d{(line.dash + line.color // 8) % 4}{" dot" * (len(line.x_N) == 1)}"></i>'
-        )
+        swatch = f'<i class="{style_classes(line.color, line.dash)}{" dot" * (len(line.x_N) == 1)}"></i>'
         entries.append(f"<li>{swatch}{escape(line.name)} <b>{last}</b></li>")
     entries += [f'<li><i class="mark"></i>{escape(name)} <b>{len(at_N):,}</b></li>' for name, at_N in plot.marks]
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
-def _with_error(line: Curve, values_N: Floats, to_unit: int) -> str:
-    text = format_number(float(values_N[to_unit]), 4)
-    if line.error_N is not None and math.isfinite(line.error_N[to_unit]):
-        text += f" ± {format_number(float(line.error_N[to_unit]), 2)}"
+def _with_error(line: Curve, values_N: Floats, index: int) -> str:
+    text = format_number(float(values_N[index]), 4)
+    if line.error_N is not None and math.isfinite(line.error_N[index]):
+        text += f" ± {format_number(float(line.error_N[index]), 2)}"
     return text
 
 

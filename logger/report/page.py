@@ -9,7 +9,7 @@ from typing import Any
 
 from files.atomic import write_text_atomic
 from logger.report import tables
-from logger.report.drawing import draw_chart
+from logger.report.drawing import draw_chart, style_classes
 from logger.report.plots import Chart, main_plots, other_metrics
 from logger.report.reading import LoggedRun, read_runs
 from logger.report.samples import render_samples
@@ -34,7 +34,6 @@ def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
 
 
 def render_report(runs: Sequence[LoggedRun]) -> str:
-    """Render the HTML of the page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     figures: list[str] = []
     values: list[dict[str, Any]] = []
@@ -122,7 +121,7 @@ def _states(runs: Sequence[LoggedRun]) -> str:
     """Render the state and the color of each run."""
     items = []
     for index, run in enumerate(runs):
-        swatch = f'<i class="c{index % 8} d{index // 8 % 4}"></i>' if len(runs) > 1 else ""
+        swatch = f'<i class="{style_classes(index)}"></i>' if len(runs) > 1 else ""
         name = f"{escape(run.name)} " if len(runs) > 1 else ""
         steps = f"{run.last_step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "") + " steps"
         items.append(

@@ -95,16 +95,26 @@ CHART_SPECS = (
     ),
 )
 
-VALIDATION = (
-    ("nats per token", "val_nats_per_token", "val_standard_error", ("nats_per_token", "standard_error")),
-    (
-        "bits per byte",
-        "val_bits_per_byte",
-        "val_bits_per_byte_standard_error",
-        ("bits_per_byte", "bits_per_byte_standard_error"),
-    ),
-)
-"""Unit, metric, metric of its error, and the keys of both in the summary. Bits per byte compare across tokenizers."""
+
+@dataclass(frozen=True)
+class ValidationMetric:
+    """A validation result, in ``metrics.jsonl`` during the run and in ``summary.json`` at its end."""
+
+    unit: str
+    summary_keys: tuple[str, str]
+    """Keys of the value and of its standard error. The metrics are called the same, after ``val_``."""
+
+    @property
+    def key(self) -> str:
+        return f"val_{self.summary_keys[0]}"
+
+    @property
+    def error_key(self) -> str:
+        return f"val_{self.summary_keys[1]}"
+
+
+NATS_PER_TOKEN = ValidationMetric("nats per token", ("nats_per_token", "standard_error"))
+BITS_PER_BYTE = ValidationMetric("bits per byte", ("bits_per_byte", "bits_per_byte_standard_error"))
 
 METRICS_WITH_OWN_CHART = {
     "loss", "loss_smooth", "val_nats_per_token", "val_standard_error", "val_bits_per_byte",
@@ -115,7 +125,11 @@ METRICS_WITH_OWN_CHART = {
 
 def main_plots(runs: Sequence[LoggedRun]) -> list[Chart]:
     """Return the charts of known metrics, in order, without empty ones."""
-    charts = [_training_loss(runs), *(_validation(runs, *columns) for columns in VALIDATION), _by_masked_share(runs)]
+    charts = [
+        _training_loss(runs),
+        *(_validation(runs, metric) for metric in (NATS_PER_TOKEN, BITS_PER_BYTE)),
+        _by_masked_share(runs),
+    ]
     charts += [_build_chart(kind, runs) for kind in CHART_SPECS]
     if not any(re.fullmatch(r"lr/.+", key) for run in runs for key in run.numbers):
         charts.append(_build_chart(ChartSpec("Learning rate", "", "lr", log=False, from_zero=True), runs))
@@ -169,16 +183,16 @@ def _aligned(series: Series | None, steps_N: Floats) -> Floats | None:
     return series.values_N
 
 
-def _validation(runs: Sequence[LoggedRun], unit: str, key: str, error_key: str, names: tuple[str, str]) -> Chart:
+def _validation(runs: Sequence[LoggedRun], metric: ValidationMetric) -> Chart:
     """Build a chart of validation over the run (metrics) and at its end (summary)."""
-    plot = Chart("Validation" if unit.startswith("nats") else "Validation, by bytes", unit, [], log=False)
+    plot = Chart("Validation" if metric is NATS_PER_TOKEN else "Validation, by bytes", metric.unit, [], log=False)
     for color, run in enumerate(runs):
-        series = run.numbers.get(key)
+        series = run.numbers.get(metric.key)
         if series is not None and not series.is_empty:
-            errors = _aligned(run.numbers.get(error_key), series.steps_N)
-            plot.lines.append(_build_curve(run.name, color, 0, series, None, _num_buckets(len(runs)), errors))
+            errors = _aligned(run.numbers.get(metric.error_key), series.steps_N)
+            plot.lines.append(_build_curve(run.name, color, 0, series, None, len(runs), errors))
     for color, run in enumerate(runs):
-        value, error = (run.result("evaluation", name) for name in names)
+        value, error = (run.result("evaluation", key) for key in metric.summary_keys)
         if value is not None:
             at, name = run.result("step") or run.last_step, "final" if len(runs) == 1 else f"{run.name}, final"
             bar = np.array([np.nan if error is None else error])
@@ -224,7 +238,7 @@ def _build_chart(kind: ChartSpec, runs: Sequence[LoggedRun]) -> Chart:
         name = ", ".join(part for part in (run.name if len(runs) > 1 or not member else "", member) if part)
         color, dash = (key_index, 0) if len(runs) == 1 else (run_index, key_index)
         smooth = moving_average(series.values_N) if kind.is_smoothed else None
-        plot.lines.append(_build_curve(name, color, dash, series, smooth, _num_buckets(len(chosen))))
+        plot.lines.append(_build_curve(name, color, dash, series, smooth, len(chosen)))
     plot.note = " ".join(filter(None, [kind.note, _missing_values_note([run.numbers[key] for *_, run, key in chosen])]))
     return plot
 
@@ -244,13 +258,7 @@ def _label_of_metric(kind: ChartSpec, key: str) -> str:
 
 def _missing_values_note(series: Sequence[Series]) -> str:
     number = sum(metric.num_missing for metric in series)
-    if not number:
-        return ""
-    return "1 value is not finite." if number == 1 else f"{number:,} values are not finite."
-
-
-def _num_buckets(lines: int) -> int:
-    return max(40, MAX_POINTS_PER_CHART // (2 * max(1, lines)))
+    return "" if not number else "1 value is not finite." if number == 1 else f"{number:,} values are not finite."
 
 
 def _build_curve(
@@ -259,13 +267,10 @@ def _build_curve(
     dash: int,
     series: Series,
     smooth_N: Floats | None,
-    num_buckets: int,
+    num_curves: int,
     error_N: Floats | None = None,
 ) -> Curve:
-    indices = downsample(series.values_N, num_buckets)
-
-    def take(values_N: Floats | None) -> Floats | None:
-        return None if values_N is None else values_N[indices]
-
+    indices = downsample(series.values_N, max(40, MAX_POINTS_PER_CHART // (2 * num_curves)))
+    smooth_N, error_N = (None if values_N is None else values_N[indices] for values_N in (smooth_N, error_N))
     steps_N, values_N = series.steps_N[indices], series.values_N[indices]
-    return Curve(name, color, dash, steps_N, values_N, take(smooth_N), take(error_N), has_dots=len(steps_N) <= 30)
+    return Curve(name, color, dash, steps_N, values_N, smooth_N, error_N, has_dots=len(indices) <= 30)

@@ -52,11 +52,10 @@ class LoggedRun:
     events: list[RunEvent] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     """Values by ``section.key``."""
-    config_text: str = ""
     summary: dict[str, Any] = field(default_factory=dict)
     """``summary.json``; empty before the run is complete."""
     tokenizer: str | None = None
-    """Hash of the tokenizer's files; None: there are none."""
+    """Hashes of the tokenizer's files; None: there are none."""
     last_step: int = 0
     state: RunState = "complete"
     notes: list[str] = field(default_factory=list)
@@ -209,8 +208,7 @@ def _series(steps: array[float], numbers: array[float]) -> Series:
 def _read_config(run: LoggedRun) -> None:
     path = run.path / "config.toml"
     try:
-        run.config_text = path.read_text(encoding="utf-8")
-        run.config = dict(_flatten(tomllib.loads(run.config_text), "."))
+        run.config = dict(_flatten(tomllib.loads(path.read_text(encoding="utf-8")), "."))
     except (OSError, ValueError) as error:
         run.notes.append(f"config.toml cannot be read: {error}")
 
@@ -246,23 +244,19 @@ def _fingerprint(folder: Path) -> str | None:
     """Hash the tokenizer files that exist; None: there are none."""
     names = ("vocab.json", "merges.txt", "special_tokens.json", "tokenizer.json", "tokenizer.model")
     try:
-        data = [(name, (folder / name).read_bytes()) for name in names if (folder / name).is_file()]
+        contents = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     except OSError:
         return None
-    if not data:
-        return None
-    digest = hashlib.sha256()
-    for name, content in data:
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return json.dumps(hashes) if hashes else None
 
 
 def _state(run: LoggedRun) -> RunState:
     if (run.result("step") or 0) >= run.last_step and run.summary:
         return "complete"
-    last = run.events_of("failed", "stopped", "environment")[-1:]
-    if last and last[0].kind == "failed":
-        return "failed"
-    if last and last[0].kind == "stopped":
-        return "stopped"
+    match [event.kind for event in run.events_of("failed", "stopped", "environment")][-1:]:
+        case ["failed"]:
+            return "failed"
+        case ["stopped"]:
+            return "stopped"
     return "going" if is_locked(run.path) else "ended"

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from logger.report.reading import LoggedRun, RunEvent
+from logger.report.tables import scrolling_table
 
 MAX_SAMPLES_PER_TEXT = 12
 """Samples of each text and run: the first, the last and evenly spaced ones between."""
@@ -17,7 +18,7 @@ MAX_SAMPLES_PER_TEXT = 12
 MIN_SHADE_PERCENT = 20
 """Shade of tokens of the last forward; those of the first have 100 %."""
 
-_MASKED_SPAN = re.compile(r"\[MASK:[^\[\]\n]*\]")
+_MASKED_SPAN = re.compile(r"\[MASK:([^\[\]\n]*)\]")
 _LINE_BREAK = '<i aria-label="line break">↵</i>\n'
 
 
@@ -140,18 +141,13 @@ def _render_history(filled: list[FilledSample]) -> str:
         for sample in filled
     )
     head = '<thead><tr><th scope="col">Step</th><th scope="col">Filled</th></tr></thead>'
-    return f'<div class="wide" tabindex="0" role="group"><table>{head}<tbody>{rows}</tbody></table></div>'
+    return scrolling_table(f"{head}<tbody>{rows}</tbody>")
 
 
 def _render_masked_spans(masked_text: str) -> str:
     """Render masked spans as boxes that show their number of tokens."""
-    parts = []
-    end = 0
-    for match in _MASKED_SPAN.finditer(masked_text):
-        parts.append(escape(masked_text[end : match.start()]))
-        parts.append(f'<span class="hole">{escape(match[0][6:-1])}</span>')
-        end = match.end()
-    return "".join([*parts, escape(masked_text[end:])])
+    # `escape` changes neither brackets nor colons.
+    return _MASKED_SPAN.sub(r'<span class="hole">\1</span>', escape(masked_text))
 
 
 def _render_filled(sample: FilledSample) -> str:

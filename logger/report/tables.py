@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from logger.console import format_duration
+from logger.report.plots import BITS_PER_BYTE, NATS_PER_TOKEN, ValidationMetric
 from logger.report.reading import LoggedRun, RunEvent
 from logger.report.series import format_number
 
@@ -42,8 +43,8 @@ def results(runs: Sequence[LoggedRun]) -> str:
 
 def headline(run: LoggedRun) -> list[tuple[str, str, str]]:
     """Return the main numbers of a run: name, value and a line below."""
-    bound, step = _bound(run, "nats_per_token", "standard_error", "val_nats_per_token", "val_standard_error")
-    bits, _ = _bound(run, "bits_per_byte", "bits_per_byte_standard_error", "val_bits_per_byte", "")
+    bound, step = _validation_result(run, NATS_PER_TOKEN)
+    bits, _ = _validation_result(run, BITS_PER_BYTE)
     guess = run.result("evaluation", "fills", 0, "top1_accuracy")
     share = run.result("evaluation", "fills", 0, "fraction")
     loss = _last(run, "loss_smooth") or _last(run, "loss")
@@ -62,50 +63,36 @@ def headline(run: LoggedRun) -> list[tuple[str, str, str]]:
 
 def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
     yield "State", [_state(run) for run in runs]
-    for name, keys in (
-        (
-            "Validation, nats per token",
-            ("nats_per_token", "standard_error", "val_nats_per_token", "val_standard_error"),
-        ),
-        (
-            "Validation, bits per byte",
-            ("bits_per_byte", "bits_per_byte_standard_error", "val_bits_per_byte", "val_bits_per_byte_standard_error"),
-        ),
-    ):
-        bounds = [_bound(run, *keys) for run in runs]
-        yield name, [f"{value}{step}" for value, step in bounds]
+    for metric in (NATS_PER_TOKEN, BITS_PER_BYTE):
+        yield f"Validation, {metric.unit}", ["".join(_validation_result(run, metric)) for run in runs]
     if any(run.summary for run in runs):
         yield "Kind of bound", [_kind(run) if run.summary else "" for run in runs]
     yield from _other_blocks(runs)
     yield "Entropy of the source, nats per document", _column(runs, "source_entropy")
     yield "Unigram entropy, nats per token", _column(runs, "evaluation", "unigram_entropy")
-    for name in dict.fromkeys(name for run in runs for name in _names_of(run.summary.get("ngrams"))):
+    ngrams = [run.summary.get("ngrams") for run in runs]
+    for name in dict.fromkeys(name for entropies in ngrams if isinstance(entropies, dict) for name in entropies):
         yield f"{name}, nats per token", _column(runs, "ngrams", name)
     for index in range(2):
         fractions = [run.result("evaluation", "fills", index, "fraction") for run in runs]
         masked_fraction = next((fraction for fraction in fractions if fraction is not None), None)
         if masked_fraction is not None:
-            yield (
-                f"Top-1 accuracy, {masked_fraction:.0%} masked",
-                _column(runs, "evaluation", "fills", index, "top1_accuracy", style="%"),
-            )
-            yield (
-                f"Top-5 accuracy, {masked_fraction:.0%} masked",
-                _column(runs, "evaluation", "fills", index, "top5_accuracy", style="%"),
-            )
-    losses = [_last(run, "loss_smooth") for run in runs]
-    yield "Training loss, averaged", ["" if loss is None else f"{loss:.3f}" for loss in losses]
-    yield "Parameters", _column(runs, "parameters", style="n")
-    yield "Tokens seen", [_count(_tokens(run)) for run in runs]
+            for rank in (1, 5):
+                cells = _column(runs, "evaluation", "fills", index, f"top{rank}_accuracy", style=".1%")
+                yield f"Top-{rank} accuracy, {masked_fraction:.0%} masked", cells
+    yield "Training loss, averaged", [_format(_last(run, "loss_smooth"), ".3f") for run in runs]
+    yield "Parameters", _column(runs, "parameters", style=",.0f")
+    yield "Tokens seen", [_format(_tokens(run), ",.0f") for run in runs]
     yield "Steps", [f"{run.last_step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "") for run in runs]
-    yield "Skipped steps", [_count(_last(run, "skipped_steps")) for run in runs]
+    yield "Skipped steps", [_format(_last(run, "skipped_steps"), ",.0f") for run in runs]
     yield "Time of training steps", ["" if (s := _seconds(run)) is None else format_duration(s) for run in runs]
     if any((run.result("padding_share") or 0.0) >= 0.0005 for run in runs):
-        yield "Padding of the training rows", _column(runs, "padding_share", style="%")
+        yield "Padding of the training rows", _column(runs, "padding_share", style=".1%")
 
 
 def _other_blocks(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
-    for index in range(max(len(_list(run.summary.get("other_block_lengths"))) for run in runs)):
+    bounds = [run.summary.get("other_block_lengths") for run in runs]
+    for index in range(max(len(value) if isinstance(value, list) else 0 for value in bounds)):
         cells = []
         for run in runs:
             value, error = (
@@ -117,25 +104,20 @@ def _other_blocks(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
         yield "Also trained for, nats per token", cells
 
 
-def _column(runs: Sequence[LoggedRun], *keys: str | int, style: str = "g") -> list[str]:
-    cells = []
-    for run in runs:
-        value = run.result(*keys)
-        written = {"%": "{:.1%}", "n": "{:,.0f}", "g": "{:.3f}"}[style]
-        cells.append("" if value is None else written.format(value))
-    return cells
+def _column(runs: Sequence[LoggedRun], *keys: str | int, style: str = ".3f") -> list[str]:
+    """Format a number of each run's summary; ``style`` is its format specification."""
+    return [_format(run.result(*keys), style) for run in runs]
 
 
-def _bound(run: LoggedRun, value_key: str, error_key: str, metric: str, error_metric: str) -> tuple[str, str]:
+def _validation_result(run: LoggedRun, metric: ValidationMetric) -> tuple[str, str]:
     """Return the final value with its error and "", or the run's last value and its step."""
-    value, error = run.result("evaluation", value_key), run.result("evaluation", error_key)
+    value, error = (run.result("evaluation", key) for key in metric.summary_keys)
     if value is not None:
         return _with_error(value, error), ""
-    series = run.numbers.get(metric)
+    series, errors = run.numbers.get(metric.key), run.numbers.get(metric.error_key)
     if series is None or series.last is None:
         return "", ""
     step, value = series.last
-    errors = run.numbers.get(error_metric)
     error = errors.last[1] if errors is not None and errors.last is not None and errors.last[0] == step else None
     return _with_error(value, error), f" at step {step:,.0f}"
 
@@ -175,35 +157,28 @@ def _seconds(run: LoggedRun) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def _names_of(value: Any) -> list[str]:
-    return list(value) if isinstance(value, dict) else []
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _count(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
+def _format(value: float | None, style: str) -> str:
+    return "" if value is None else format(value, style)
 
 
 def table(heads: Sequence[str], rows: Sequence[TableRow], first: str = "") -> str:
-    """Render a table with names at the left; a wide one scrolls in its own frame."""
+    """Render a table with names at the left."""
     top = ""
     if len(heads) > 1 or first:
-        top = (
-            "<thead><tr>"
-            + f"<th>{escape(first)}</th>"
-            + "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
-        )
-        top += "</tr></thead>"
+        columns = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+        top = f"<thead><tr><th>{escape(first)}</th>{columns}</tr></thead>"
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'
         + "".join(f"<td>{escape(cell) or '-'}</td>" for cell in cells)
         + "</tr>"
         for name, cells in rows
     )
-    return f'<div class="wide" tabindex="0" role="group"><table>{top}<tbody>{body}</tbody></table></div>'
+    return scrolling_table(f"{top}<tbody>{body}</tbody>")
+
+
+def scrolling_table(content: str, classes: str = "wide") -> str:
+    """Render a table that scrolls in its own frame if it is wide."""
+    return f'<div class="{classes}" tabindex="0" role="group"><table>{content}</table></div>'
 
 
 def last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> str:
@@ -273,8 +248,7 @@ def events(runs: Sequence[LoggedRun]) -> str:
         head = '<th scope="col">Step</th><th scope="col">Kind</th><th scope="col">What happened</th>'
         parts.append(
             (f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
-            + f'<div class="wide events" tabindex="0" role="group"><table><thead><tr>{head}</tr></thead>'
-            + f"<tbody>{body}</tbody></table></div>"
+            + scrolling_table(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", "wide events")
             + (f'<p class="note">{num_omitted:,} earlier ones are in metrics.jsonl.</p>' if num_omitted else "")
         )
     return "".join(parts)
@@ -286,10 +260,8 @@ def _event(event: RunEvent) -> str:
 
 
 def _without_step(event: RunEvent) -> str:
-    """Return the text without a prefix that repeats the other columns."""
-    for beginning in (f"step {event.step}: ", f"{event.kind}: "):
-        event = RunEvent(event.step, event.kind, event.text.removeprefix(beginning))
-    return event.text
+    """Return the text without prefixes that repeat the other columns."""
+    return event.text.removeprefix(f"step {event.step}: ").removeprefix(f"{event.kind}: ")
 
 
 def environment(runs: Sequence[LoggedRun]) -> str:
@@ -301,14 +273,12 @@ def environment(runs: Sequence[LoggedRun]) -> str:
             pieces = dict(piece.partition(" ")[::2] for piece in text.removeprefix("environment: ").split("; "))
             part = f", part {number}" if len(texts) > 1 else ""
             columns.append((run.name + part if len(runs) > 1 or part else run.name, pieces))
-    rows: list[TableRow] = []
-    for name in dict.fromkeys(name for _, pieces in columns for name in pieces):
-        rows.append((name, [pieces.get(name, "") for _, pieces in columns]))
-    directories = [(run.name, str(run.path)) for run in runs]
     if not columns:
         return table(
-            [], [(f"directory of {name}" if len(runs) > 1 else "directory", [path]) for name, path in directories]
+            [], [(f"directory of {run.name}" if len(runs) > 1 else "directory", [str(run.path)]) for run in runs]
         )
+    names = dict.fromkeys(name for _, pieces in columns for name in pieces)
+    rows = [(name, [pieces.get(name, "") for _, pieces in columns]) for name in names]
     if len(runs) == 1:
-        rows.append(("directory", [directories[0][1]] * len(columns)))
+        rows.append(("directory", [str(runs[0].path)] * len(columns)))
     return table([name for name, _ in columns], rows)
