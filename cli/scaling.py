@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from config.model import Architecture
 from profiling.scaling import (
@@ -22,68 +24,55 @@ from profiling.scaling import (
 
 GIGA = 1e9
 
-MODELS: dict[str, tuple[Architecture, int]] = {
-    "Qwen3-1.7B": (
-        Architecture(
-            hidden_size=2048,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            intermediate_size=6144,
-            max_position_embeddings=40_960,
-            tie_word_embeddings=True,
-        ),
-        151_936,
+QWEN3_VOCAB_SIZE = 151_936
+QWEN3: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 40_960}
+
+MODELS = {
+    "Qwen3-1.7B": Architecture(
+        **QWEN3,
+        hidden_size=2048,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        intermediate_size=6144,
     ),
-    "Qwen3-8B": (
-        Architecture(
-            hidden_size=4096,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            intermediate_size=12_288,
-            max_position_embeddings=40_960,
-            tie_word_embeddings=False,
-        ),
-        151_936,
+    "Qwen3-8B": Architecture(
+        **QWEN3,
+        hidden_size=4096,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=12_288,
+        tie_word_embeddings=False,
     ),
-    "Qwen3-30B-A3B": (
-        Architecture(
-            hidden_size=2048,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            intermediate_size=6144,
-            max_position_embeddings=40_960,
-            tie_word_embeddings=False,
-            num_experts=128,
-            num_experts_per_tok=8,
-            moe_intermediate_size=768,
-        ),
-        151_936,
+    "Qwen3-30B-A3B": Architecture(
+        **QWEN3,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        intermediate_size=6144,
+        tie_word_embeddings=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
     ),
 }
-"""Architecture and rows of the embedding, by model."""
 
 
 def render(ranks: Sequence[int], cluster: Cluster, *, row_length: int = 4096, batch_size: int = 512) -> str:
     """Markdown: a table of memory and one of time."""
     memory, times = [], []
-    for name, (model, vocab_size) in MODELS.items():
+    for name, model in MODELS.items():
         for count in ranks:
             for strategy in PARALLEL_STRATEGIES:
-                job = TrainingJob(model, vocab_size, count, strategy, row_length=row_length, batch_size=batch_size)
+                job = TrainingJob(
+                    model, QWEN3_VOCAB_SIZE, count, strategy, row_length=row_length, batch_size=batch_size
+                )
                 head = f"| {name} | {count} | {strategy} |"
                 best = find_fastest_job(job, cluster)
-                memory.append(
-                    head
-                    + _memory_cells(
-                        best or TrainingJob(**{**vars(job), "keeps_all_activations": False}), best is not None
-                    )
-                )
+                smallest = replace(job, keeps_all_activations=False)
+                memory.append(head + _memory_cells(best or smallest, fits=best is not None))
                 if best is not None:
                     times.append(head + _time_cells(best, cluster))
     table = "| model | ranks | strategy | weights | gradients | optimizer | gathered | activations | together | |"
@@ -92,7 +81,7 @@ def render(ranks: Sequence[int], cluster: Cluster, *, row_length: int = 4096, ba
     return "\n".join([table, rule, *memory, "", second, "|---|---:|---|" + "---:|" * 7, *times])
 
 
-def _memory_cells(job: TrainingJob, fits: bool) -> str:
+def _memory_cells(job: TrainingJob, *, fits: bool) -> str:
     need = estimate_rank_memory(job)
     sizes = (need.weights, need.gradients, need.optimizer, need.gathered, need.activations, need.total)
     batch = f"{job.micro_batch_size} x {job.micro_batches}{'' if job.keeps_all_activations else ', checkpointed'}"

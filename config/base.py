@@ -14,6 +14,7 @@ To write a section:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -75,6 +76,23 @@ TupleOf = Annotated[tuple[_Item, ...], Field(strict=False)]
 StrTuple = Annotated[tuple[str, ...], Field(strict=False)]
 IntTuple = Annotated[tuple[int, ...], Field(strict=False)]
 FloatTuple = Annotated[tuple[float, ...], Field(strict=False)]
+
+
+def check_distinct(lists: Mapping[str, Sequence[Any]]) -> None:
+    """Check that no list, by key, contains a value twice.
+
+    Raises:
+        ValueError: one does; names its key and the value.
+    """
+    for key, values in lists.items():
+        duplicate = next((value for value in values if values.count(value) > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"{key}: {duplicate!r} is given twice; remove one of them")
+
+
+def expand_kind(value: object) -> object:
+    """Expand a ``kind`` alone, such as "linear", to a table that has it."""
+    return {"kind": value} if isinstance(value, str) else value
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:

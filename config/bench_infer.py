@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, TupleOf
-from config.benchmark import check_distinct
+from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, TupleOf, check_distinct
 from config.eval import EvalDataConfig
 from config.generation import GenerationConfig, check_attention_fits
 from config.infer import InferModelConfig
@@ -131,13 +130,19 @@ class BenchInferConfig(Section):
     def _check_model(self) -> Self:
         if self.model.path is not None:
             return self
-        if self.model.shape is None:
+        shape, length = self.model.shape, self.bench.prompt_length + self.bench.new_tokens
+        if shape is None:
             raise ValueError("no model given: add --model DIR, or a table [model.shape] for random weights")
         if self.validation is not None:
             raise ValueError("[validation] needs a trained model and its tokenizer: set model.path, or remove it")
         if self.bench.prompts:
             raise ValueError(
                 "bench.prompts need a tokenizer, and random weights have none: set model.path, or remove the prompts"
+            )
+        if length > shape.max_position_embeddings:
+            raise ValueError(
+                f"bench.prompt_length = {self.bench.prompt_length} and bench.new_tokens = {self.bench.new_tokens} are "
+                f"{length} tokens, more than model.shape.max_position_embeddings = {shape.max_position_embeddings}"
             )
         return self
 
@@ -154,7 +159,6 @@ class BenchInferConfig(Section):
             self._check_generation_keys(strategy)
         for cell in self.cells():
             self.model.check_cache(cell.generation.cache, "grid.caches")
-            self._check_cell(cell)
         return self
 
     def _check_generation_keys(self, strategy: BenchStrategySection) -> None:
@@ -167,16 +171,6 @@ class BenchInferConfig(Section):
                     f"strategy {strategy.name!r}: generation.{key} = {value!r} is set by {benchmark_key} here: remove "
                     "one of them"
                 )
-
-    def _check_cell(self, cell: BenchCell) -> None:
-        """Check what does not need the model."""
-        shape = self.model.shape if self.model.path is None else None
-        length = self.bench.prompt_length + self.bench.new_tokens
-        if shape is not None and length > shape.max_position_embeddings:
-            raise ValueError(
-                f"bench.prompt_length = {self.bench.prompt_length} and bench.new_tokens = {self.bench.new_tokens} are "
-                f"{length} tokens, more than model.shape.max_position_embeddings = {shape.max_position_embeddings}"
-            )
 
     def _block_lengths(self, strategy: BenchStrategySection) -> tuple[int, ...]:
         return self.grid.block_lengths if strategy.block_lengths is None else strategy.block_lengths
@@ -198,11 +192,12 @@ class BenchInferConfig(Section):
         )
 
     def _generation(self, strategy: BenchStrategySection, block_length: int | None, cache: Cache) -> GenerationConfig:
-        values = strategy.generation.model_dump()
-        values |= {"cache": cache, "max_new_tokens": self.bench.new_tokens}
-        values["stop_token_ids"] = strategy.generation.stop_token_ids or ()
-        if block_length is not None:
-            values["block_length"] = block_length
+        values = strategy.generation.model_dump() | {
+            "cache": cache,
+            "max_new_tokens": self.bench.new_tokens,
+            "stop_token_ids": strategy.generation.stop_token_ids or (),
+            "block_length": block_length or strategy.generation.block_length,
+        }
         attention, shape = strategy.generation.attention, self.model.shape if self.model.path is None else None
         if attention is None and shape is not None:
             attention = "bidirectional" if shape.block_length is None else "block_causal"

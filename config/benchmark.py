@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from config.base import ConfigPath, IntTuple, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf
+from config.base import (
+    ConfigPath,
+    IntTuple,
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    TupleOf,
+    check_distinct,
+)
 from config.data import PythonStdlib, TextSourceOrName
 from config.model import Architecture, ModelConfig
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
@@ -19,54 +27,25 @@ ObjectiveName = Literal["masked_diffusion", "block_diffusion", "next_token"]
 Preset = Literal["tiny", "124m", "qwen3-0.6b", "qwen3-1.7b"]
 TokenizerPeer = Literal["tokenizers", "tiktoken"]
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 4_096,
-        "batch_size": 16,
-        "num_hidden_layers": 4,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 704,
-        "max_position_embeddings": 256,
-    },
-    "124m": {
-        "vocab_size": 50_304,
-        "batch_size": 64,
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "head_dim": 64,
-        "intermediate_size": 2_048,
-        "max_position_embeddings": 1_024,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151_936,
-        "batch_size": 8,
-        "num_hidden_layers": 28,
-        "hidden_size": 1_024,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3_072,
-        "max_position_embeddings": 2_048,
-        "rope_theta": 1e6,
-    },
-    "qwen3-1.7b": {
-        "vocab_size": 151_936,
-        "batch_size": 4,
-        "num_hidden_layers": 28,
-        "hidden_size": 2_048,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 6_144,
-        "max_position_embeddings": 4_096,
-        "rope_theta": 1e6,
-    },
+_PRESET_KEYS = (
+    "vocab_size",
+    "batch_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "rope_theta",
+)
+_PRESET_VALUES: dict[str, tuple[float, ...]] = {
+    "tiny": (4_096, 16, 4, 256, 4, 4, 64, 704, 256, 1e4),
+    "124m": (50_304, 64, 12, 768, 12, 12, 64, 2_048, 1_024, 1e4),
+    "qwen3-0.6b": (151_936, 8, 28, 1_024, 16, 8, 128, 3_072, 2_048, 1e6),
+    "qwen3-1.7b": (151_936, 4, 28, 2_048, 16, 8, 128, 6_144, 4_096, 1e6),
 }
+PRESETS = {name: dict(zip(_PRESET_KEYS, values, strict=True)) for name, values in _PRESET_VALUES.items()}
 """Shapes by name: the first for a CPU, the others for a GPU. The last two are shapes of Qwen3 checkpoints with a
 shorter context. All have a tied head."""
 
@@ -76,18 +55,6 @@ class BenchOutputSection(Section):
 
     directory: ConfigPath | None = None
     """Directory of the report (.md) and the measurements (.jsonl); existing files are replaced. None: no files."""
-
-
-def check_distinct(lists: Mapping[str, Sequence[Any]]) -> None:
-    """Check that no list, by key, contains a value twice.
-
-    Raises:
-        ValueError: one does; names its key and the value.
-    """
-    for key, values in lists.items():
-        duplicate = next((value for value in values if values.count(value) > 1), None)
-        if duplicate is not None:
-            raise ValueError(f"{key}: {duplicate!r} is given twice; remove one of them")
 
 
 class BenchShape(Architecture):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf
+from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf, check_distinct
 from config.data import TextSourceOrName
 
 NUM_BYTES = 256
@@ -59,9 +59,7 @@ class TokenizerTrainingConfig(Section):
     @model_validator(mode="after")
     def _check_special_tokens(self) -> Self:
         special = self.special_tokens
-        duplicate = next((token for token in special if special.count(token) > 1), None)
-        if duplicate is not None:
-            raise ValueError(f"special_tokens: {duplicate!r} is given twice; remove one")
+        check_distinct({"special_tokens": special})
         for role in ("mask_token", "eos_token"):
             token = getattr(self, role)
             if token not in special:

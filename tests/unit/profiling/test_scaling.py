@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cli.scaling import MODELS, render
+from cli.scaling import MODELS, QWEN3_VOCAB_SIZE, render
 from config.model import Architecture
 from profiling.flops import count_parameters
 from profiling.scaling import (
@@ -55,7 +55,7 @@ IDEAL = Cluster(
     [("Qwen3-1.7B", 1_720_574_976), ("Qwen3-8B", 8_190_735_360), ("Qwen3-30B-A3B", 30_532_122_624)],
 )
 def test_models_have_the_parameters_of_the_published_checkpoints(name: str, parameters: int) -> None:
-    assert count_parameters(*MODELS[name])[0] == parameters
+    assert count_parameters(MODELS[name], QWEN3_VOCAB_SIZE)[0] == parameters
 
 
 def test_memory_by_hand() -> None:
