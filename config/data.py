@@ -18,6 +18,7 @@ from config.base import (
     Section,
     StrTuple,
     TupleOf,
+    expand_kind,
 )
 
 SampleBy = Literal["document", "paragraph", "line"]
@@ -202,14 +203,9 @@ TextSource = PythonStdlib | LocalFiles | HubDataset | SyntheticText
 Source = Annotated[TextSource | Shards, Field(discriminator="kind")]
 
 
-def expand_source_kind(value: object) -> object:
-    """Expand a `kind` alone to its section."""
-    return {"kind": value} if isinstance(value, str) else value
-
-
 def check_text_source(value: object) -> object:
     """Expand a `kind` alone, and reject `shards` where text is needed."""
-    section = expand_source_kind(value)
+    section = expand_kind(value)
     if isinstance(section, dict) and section.get("kind") == "shards":
         raise ValueError(
             'kind = "shards" has tokens, not text: name the source that they were made from; '
@@ -220,7 +216,7 @@ def check_text_source(value: object) -> object:
 
 TextSourceOrName = Annotated[TextSource, Field(discriminator="kind"), BeforeValidator(check_text_source)]
 
-SourceOrName = Annotated[Source, BeforeValidator(expand_source_kind)]
+SourceOrName = Annotated[Source, BeforeValidator(expand_kind)]
 
 
 class MixtureEntry(Section):

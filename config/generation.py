@@ -9,6 +9,7 @@ from pydantic import Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from config.base import NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt, Section, TupleOf
+from config.dump import format_value
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.strategy import STEP_KEYS, ConfidenceFrom, OffByDefault, Strategy
 
@@ -143,7 +144,7 @@ class GenerationConfig(StrategyOptions):
                 names = [alternative for alternative, cls in STRATEGIES.items() if key in cls.option_keys()]
                 alternatives = f"one that uses it: {', '.join(names)}" if len(names) < 6 else "another strategy"
                 raise ValueError(
-                    f'{key} = {_format_toml_value(value)} has no effect with remasking_strategy = "{name}": remove it, '
+                    f'{key} = {format_value(value)} has no effect with remasking_strategy = "{name}": remove it, '
                     f"or choose {alternatives}"
                 )
         options = {key: getattr(self, key) for key in strategy_class.model_fields}
@@ -182,9 +183,3 @@ def check_attention_fits(attention: str | None, cache: str | None, canvas: str =
             'cache = "block" is for block-causal attention, and attention is bidirectional, where keys and values of '
             'finished blocks change with later tokens: choose "prefix", "dual" or "none"'
         )
-
-
-def _format_toml_value(value: object) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(list(value)) if isinstance(value, tuple) else str(value)

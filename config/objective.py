@@ -16,6 +16,7 @@ from config.base import (
     Probability,
     Section,
     TupleOf,
+    expand_kind,
 )
 
 
@@ -69,10 +70,6 @@ class LogarithmicScheduleConfig(Section):
     kind: Literal["logarithmic"] = "logarithmic"
 
 
-def _schedule_from_name(value: object) -> object:
-    return {"kind": value} if isinstance(value, str) else value
-
-
 NoiseScheduleConfig = Annotated[
     LinearScheduleConfig
     | CosineScheduleConfig
@@ -83,7 +80,7 @@ NoiseScheduleConfig = Annotated[
     | SigmoidScheduleConfig
     | LogarithmicScheduleConfig,
     Field(discriminator="kind"),
-    BeforeValidator(_schedule_from_name),
+    BeforeValidator(expand_kind),
 ]
 """A name, or a table with ``kind`` and its parameters."""
 

@@ -26,6 +26,7 @@ SLOW_FSYNC = 0.05
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse", "fuse.sshfs", "9p")
 BUSY_LOAD_PER_CORE = 1.25
 """Load divided by usable cores."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 POOR_SCALING = 0.6
 """Speed of all threads together, divided by their number times the speed of one."""
 
@@ -51,19 +52,19 @@ def find_problems(
         drivers: GPUs that the driver lists.
     """
     findings = [
-        *_of_software(machine, torch, missing),
-        *_of_gpus(torch, drivers),
-        *_of_cores(machine, torch),
-        *_of_speeds(machine, torch, speeds),
-        *_of_memory(machine, torch),
-        *_of_storage(machine, speeds),
-        *_of_limits(machine),
-        *_of_network(machine),
+        *_check_software(machine, torch, missing),
+        *_check_gpus(torch, drivers),
+        *_check_cores(machine, torch),
+        *_check_speeds(machine, torch, speeds),
+        *_check_memory(machine, torch),
+        *_check_storage(machine, speeds),
+        *_check_limits(machine),
+        *_check_network(machine),
     ]
     return sorted(findings, key=lambda finding: get_args(Severity).index(finding.weight))
 
 
-def _of_software(machine: Machine, torch: TorchInfo, missing: list[str]) -> Iterator[Finding]:
+def _check_software(machine: Machine, torch: TorchInfo, missing: list[str]) -> Iterator[Finding]:
     if machine.version < MIN_PYTHON:
         yield Finding("broken", f"Python {machine.version[0]}.{machine.version[1]}", "3.11 is the oldest", "uv sync")
     if torch.version is None and "torch" in missing:
@@ -87,7 +88,7 @@ def _of_software(machine: Machine, torch: TorchInfo, missing: list[str]) -> Iter
         yield Finding("slow", f"the allocator is {machine.allocator}", why, "LD_PRELOAD of jemalloc or mimalloc")
 
 
-def _of_gpus(torch: TorchInfo, drivers: list[str]) -> Iterator[Finding]:
+def _check_gpus(torch: TorchInfo, drivers: list[str]) -> Iterator[Finding]:
     if torch.version is None:
         return
     if torch.gpu_problem:
@@ -109,28 +110,24 @@ def _of_gpus(torch: TorchInfo, drivers: list[str]) -> Iterator[Finding]:
             yield Finding("note", f"GPU {index} is in use", why, remedy)
 
 
-def _of_cores(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
+def _check_cores(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
     processor = machine.processor
     num_usable_cores = processor.num_usable_cores
+    cores = format_count(num_usable_cores, "core")
+    problem = f"torch starts {format_count(torch.threads, 'thread')} where {cores} are granted"
     if torch.version is not None and torch.threads < num_usable_cores:
-        settings = {name: machine.variables[name] for name in _THREADS if name in machine.variables}
+        settings = {name: machine.variables[name] for name in THREAD_VARIABLES if name in machine.variables}
         reason = ", ".join(f"{name}={value}" for name, value in settings.items()) or "torch's default"
         remedy = f"model.threads = {num_usable_cores}" + (", or unset the variable" if settings else "")
-        threads, cores = format_count(torch.threads, "thread"), format_count(num_usable_cores, "core")
-        problem = f"torch starts {threads} where {cores} are granted"
         yield Finding("slow", problem, f"{reason}; inference uses this number, training uses run.threads", remedy)
     if torch.version is not None and torch.threads > num_usable_cores:
         quota = (
             "" if processor.quota is None else f"; the control group grants {processor.quota:g} cores' worth of time"
         )
         why = f"threads that share a core wait for each other; inference takes torch's number{quota}"
-        threads, cores = format_count(torch.threads, "thread"), format_count(num_usable_cores, "core")
-        problem = f"torch starts {threads} where {cores} are granted"
-        yield Finding(
-            "slow", problem, why, f"OMP_NUM_THREADS={num_usable_cores}, or model.threads = {num_usable_cores}"
-        )
+        remedy = f"OMP_NUM_THREADS={num_usable_cores}, or model.threads = {num_usable_cores}"
+        yield Finding("slow", problem, why, remedy)
     if _is_busy(machine):
-        cores = format_count(num_usable_cores, "core")
         why = f"{processor.load:.1f} processes wanted {cores} on average over the last minute"
         remedy = "wait; what is measured meanwhile is that of a busy machine"
         yield Finding("slow", "the machine is busy", why, remedy)
@@ -147,10 +144,7 @@ def _is_busy(machine: Machine) -> bool:
     return load is not None and load > BUSY_LOAD_PER_CORE * machine.processor.num_usable_cores
 
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-def _of_speeds(machine: Machine, torch: TorchInfo, speeds: MeasuredSpeeds) -> Iterator[Finding]:
+def _check_speeds(machine: Machine, torch: TorchInfo, speeds: MeasuredSpeeds) -> Iterator[Finding]:
     if speeds.float32 is None or speeds.bfloat16 is None or torch.gpus:
         return
     ratio = speeds.bfloat16 / speeds.float32
@@ -169,7 +163,7 @@ def _of_speeds(machine: Machine, torch: TorchInfo, speeds: MeasuredSpeeds) -> It
             yield Finding("slow", problem, why, f"run.threads = {max(1, round(share * speeds.threads))}")
 
 
-def _of_memory(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
+def _check_memory(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
     memory = machine.memory
     if memory.free is not None and memory.free < LOW_MEMORY_BYTES:
         why = "the kernel's out-of-memory killer ends a larger run without a message"
@@ -181,7 +175,7 @@ def _of_memory(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
         yield Finding("broken", f"/dev/shm has {format_bytes(memory.shared_total)}", why, remedy)
 
 
-def _of_storage(machine: Machine, speeds: MeasuredSpeeds) -> Iterator[Finding]:
+def _check_storage(machine: Machine, speeds: MeasuredSpeeds) -> Iterator[Finding]:
     storage = machine.storage
     if not storage.is_writable:
         yield Finding("broken", f"{storage.path} cannot be written to", "runs lie there", "run.directory elsewhere")
@@ -203,13 +197,13 @@ def _of_storage(machine: Machine, speeds: MeasuredSpeeds) -> Iterator[Finding]:
         yield Finding("slow", f"an fsync takes {1000 * speeds.fsync:.0f} ms", why, remedy)
 
 
-def _of_limits(machine: Machine) -> Iterator[Finding]:
+def _check_limits(machine: Machine) -> Iterator[Finding]:
     if 0 <= machine.open_files < MIN_OPEN_FILES:  # negative: no limit
         why = "each shard of data, and each worker, is an open file"
         yield Finding("note", f"{machine.open_files} files may be open", why, "ulimit -n 65536")
 
 
-def _of_network(machine: Machine) -> Iterator[Finding]:
+def _check_network(machine: Machine) -> Iterator[Finding]:
     network, variables = machine.network, machine.variables
     if network.address is None and "GLOO_SOCKET_IFNAME" not in variables:
         why = f"the host name {network.hostname}, which gloo looks up, cannot be resolved"
