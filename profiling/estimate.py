@@ -46,7 +46,6 @@ class ResourceEstimate:
 
     @property
     def bytes_total(self) -> int:
-        """Sum of all memory."""
         return self.bytes_weights + self.bytes_gradients + self.bytes_optimizer + self.bytes_activations
 
 

@@ -30,13 +30,9 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> float | None:
     """Return the peak of a GPU for dense bfloat16 products, in FLOPs per second; None: unknown."""
-    names = sorted((name for name in PEAK_FLOPS if _matches_device(device_name, name)), key=len)
-    return PEAK_FLOPS[names[-1]] if names else None
-
-
-def _matches_device(device_name: str, name: str) -> bool:
-    """Return whether the device has this name; an L40 is not an L4."""
-    return device_name == name or device_name.startswith((f"{name} ", f"{name}-"))
+    # Only whole words count: an L40 is not an L4.
+    names = [name for name in PEAK_FLOPS if f"{device_name} ".startswith((f"{name} ", f"{name}-"))]
+    return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
 def count_visible_pairs(pattern: AttentionKind, length: int, block_length: int = 1, *, tile: int = 1) -> int:

@@ -53,7 +53,9 @@ def annotate(name: str) -> contextlib.AbstractContextManager[Any]:
     if enabled():
         return _recorded(name)
     if active_profilers:
-        return _record_function(name)
+        import torch
+
+        return torch.profiler.record_function(name)
     return contextlib.nullcontext()
 
 
@@ -85,13 +87,6 @@ def add_module_ranges(modules: dict[str, Any], level: Level) -> None:
     for name, module in modules.items():
         module.register_forward_pre_hook(begin(name))
         module.register_forward_hook(end, always_call=True)
-
-
-def _record_function(name: str) -> contextlib.AbstractContextManager[Any]:
-    import torch
-
-    recording: contextlib.AbstractContextManager[Any] = torch.profiler.record_function(name)
-    return recording
 
 
 def _torch_nvtx() -> Any:

@@ -5,11 +5,11 @@ Nothing here is measured: times follow from the assumptions in `Cluster`. No tor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from config.model import Architecture
-from profiling.flops import AttentionKind, count_parameters, flops_per_token
+from profiling.flops import AttentionKind, count_parameters, feed_forward_width, flops_per_token
 
 ParallelStrategy = Literal["ddp", "ddp, sharded", "fsdp"]
 PARALLEL_STRATEGIES: tuple[ParallelStrategy, ...] = ("ddp", "ddp, sharded", "fsdp")
@@ -20,7 +20,6 @@ class Cluster:
     """GPUs and their interconnect. Defaults: machines of eight H200, data-sheet values times usual utilization."""
 
     gpus_per_node: int = 8
-    """GPUs of a machine."""
     memory: float = 141e9
     """Memory of a GPU, in bytes."""
     usable: float = 0.9
@@ -40,11 +39,9 @@ class Cluster:
 
     def bandwidth(self, ranks: int) -> float:
         """Return the bandwidth of a collective over ``ranks`` ranks, in bytes per second."""
-        return (
-            self.intra_node_bandwidth
-            if ranks <= self.gpus_per_node
-            else min(self.intra_node_bandwidth, self.inter_node_bandwidth)
-        )
+        if ranks <= self.gpus_per_node:
+            return self.intra_node_bandwidth
+        return min(self.intra_node_bandwidth, self.inter_node_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class TrainingJob:
 
     @property
     def rows(self) -> int:
-        """Rows of a rank in a step."""
+        """Sequences of a rank in a step."""
         return self.batch_size // self.ranks
 
     @property
@@ -146,8 +143,7 @@ def activation_bytes(job: TrainingJob) -> float:
     q_width, kv_width = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     numbers_per_layer = []
     for layer in range(model.num_hidden_layers):
-        is_sparse = model.is_sparse(layer) and model.moe_intermediate_size is not None
-        inner = model.num_experts_per_tok * (model.moe_intermediate_size or 0) if is_sparse else model.intermediate_size
+        inner = feed_forward_width(model, layer, model.num_experts_per_tok)
         numbers_per_layer.append(4 * model.hidden_size + 2 * q_width + 2 * kv_width + 3 * inner)
     numbers = (
         sum(numbers_per_layer)
@@ -259,9 +255,7 @@ def find_fastest_job(job: TrainingJob, cluster: Cluster) -> TrainingJob | None:
     fitting = []
     for keeps_all_activations in (True, False):
         for size in (1, 2, 4, 8, 16):
-            candidate = TrainingJob(
-                **{**vars(job), "micro_batch_size": size, "keeps_all_activations": keeps_all_activations}
-            )
+            candidate = replace(job, micro_batch_size=size, keeps_all_activations=keeps_all_activations)
             if job.rows % size == 0 and estimate_rank_memory(candidate).total <= cluster.memory * cluster.usable:
                 fitting.append(candidate)
     return min(

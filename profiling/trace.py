@@ -104,18 +104,15 @@ class StepProfiler:
             profile.export_chrome_trace(str(trace))
             if not trace.is_file():  # torch does not raise
                 raise FileNotFoundError(f"{trace} was not written")
-            table.write_text(self._table(averages), encoding="utf-8")
+            sort_by = "self_cuda_time_total" if self.device == "cuda" else "self_cpu_time_total"
+            operators = averages.table(sort_by=sort_by, row_limit=ROWS, max_name_column_width=60)
+            table.write_text(f"{part_table(averages)}{operators}\n", encoding="utf-8")
         except OSError as error:
             if not self._has_logged_failure:
                 self._has_logged_failure = True
                 self.log(f"a profile could not be written: {error}; going on without")
         else:
             self.log(f"profiled up to step {number}: {table} has the table, {trace.name} beside it the trace")
-
-    def _table(self, averages: Any) -> str:
-        sort_by = "self_cuda_time_total" if self.device == "cuda" else "self_cpu_time_total"
-        table = averages.table(sort_by=sort_by, row_limit=ROWS, max_name_column_width=60)
-        return f"{part_table(averages)}{table}\n"
 
 
 def part_table(averages: Iterable[Any]) -> str:
