@@ -87,7 +87,7 @@ class Tokenizer:
         self.options = TokenOptions()
         self.strips_first_space = False
         self._check()
-        self._bytes_of = {token_id: token for token, token_id in self._vocab.items()}
+        self._bytes_of = self._decode_vocab()
         self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
         self._ranks, self._products = self._rank_merges()
         self._byte_ids = [self._vocab.get(bytes([byte]), -1) for byte in range(256)]
@@ -354,11 +354,15 @@ class Tokenizer:
         spellings = hidden | {self._normalize(text) for text in hidden & late}
         self._control = SpecialTokens(dict.fromkeys(spellings, 0))
         self._hidden_ids = frozenset(self._special[text] for text in hidden)
-        self._lengths = self._compute_byte_lengths(self._vocab.values())
+        self._lengths = self._compute_byte_lengths()
 
-    def _compute_byte_lengths(self, ordinary_ids: Iterable[int]) -> npt.NDArray[np.int64]:
+    def _decode_vocab(self) -> dict[int, bytes]:
+        """Map the ids of ordinary tokens to their text, in UTF-8."""
+        return {token_id: token for token, token_id in self._vocab.items()}
+
+    def _compute_byte_lengths(self) -> npt.NDArray[np.int64]:
         lengths = np.zeros(max(self._bytes_of) + 1, dtype=np.int64)
-        for token_id in ordinary_ids:
+        for token_id in self._vocab.values():
             lengths[token_id] = len(self._bytes_of[token_id])
         lengths.flags.writeable = False
         return lengths

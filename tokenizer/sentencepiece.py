@@ -28,7 +28,7 @@ from tokenizer.special_tokens import SpecialTokens
 SPACE = "\u2581"
 """The character for a space in such a vocabulary."""
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE = re.compile(rb"<0x([0-9A-F]{2})>")
 _FRAMING = ("truncation", "padding", "post_processor")
 _KNOWN_STEPS: dict[str, tuple[str, ...]] = {
     "normalizer": ("Prepend", "Replace"),
@@ -71,27 +71,29 @@ class SentencePieceTokenizer(Tokenizer):
         ids = {text: read_id(text, token_id) for text, token_id in model["vocab"].items()}
         added = _added_tokens(contents, config, ids)
         ids |= {text: token["id"] for text, token in added.items()}
-        special = {text for text, token in added.items() if token["special"]}
+        special = {text: ids[text] for text, token in added.items() if token["special"]}
         self._file = json.dumps({**contents, "added_tokens": list(added.values())}, ensure_ascii=False)
         self._config = dict(config)
-        self._vocab = {text.encode(): token_id for text, token_id in ids.items() if text not in special}
-        self._merges = ()
-        self._special = {text: ids[text] for text in special}
-        self._bytes_of = {token_id: _bytes_of(text) for text, token_id in ids.items() if text not in special}
-        if len(self._bytes_of) + len(special) != len({*ids.values()}) or len(ids) != len({*ids.values()}):
-            raise ValueError("two tokens have one id: make model.vocab and the added tokens agree")
-        self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
-        roles = {role: select_role_token(role, self._special, config) for role in WELL_KNOWN_TOKENS}
-        self.mask_token, self.eos_token, self.pad_token = (roles[f"{name}_token"] for name in ("mask", "eos", "pad"))
-        bos_token, adds_bos = read_bos(contents, config, self._special)
+        super().__init__(
+            vocab={text.encode(): token_id for text, token_id in ids.items() if text not in special},
+            merges=(),
+            special_tokens=special,
+            pattern="",
+            **{role: select_role_token(role, special, config) for role in WELL_KNOWN_TOKENS},
+        )
+        bos_token, adds_bos = read_bos(contents, config, special)
         self.options = TokenOptions(bool(model.get("ignore_merges")), bos_token=bos_token, adds_bos=adds_bos)
-        self.pattern, self.normalization = "", None
         self.strips_first_space = _prepends_space(contents)
-        self._fingerprint = None
-        self._prepare()
 
     def with_options(self, options: TokenOptions) -> Tokenizer:
         raise ValueError("the options of a SentencePiece tokenizer are those of its tokenizer.json: edit that file")
+
+    def with_mask_token(self, text: str, token_id: int) -> Tokenizer:
+        if self._special.get(text) != token_id:
+            raise ValueError(
+                f"{text!r} with the id {token_id} is not among the special tokens: add it to the files first"
+            )
+        return SentencePieceTokenizer(json.loads(self._file), {**self._config, "mask_token": text})
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key not in ("_libraries", "_lock")}
@@ -164,15 +166,26 @@ class SentencePieceTokenizer(Tokenizer):
         self._libraries: dict[str, Any] = {}
         self._lock = threading.Lock()
         contents = json.loads(self._file)
-        added = contents.get("added_tokens") or []
         token_sets = (
-            {token["content"] for token in added if token.get(flag) and token["content"] in self._special}
+            {
+                token["content"]
+                for token in contents["added_tokens"]
+                if token.get(flag) and token["content"] in self._special
+            }
             for flag in ("lstrip", "rstrip", "single_word")
         )
         self._early = SpecialTokens(self._special, *token_sets)
         self._control = SpecialTokens(self._special)
         self._hidden_ids = frozenset(self._special.values())
-        self._lengths = self._compute_byte_lengths(self._vocab.values())
+        self._lengths = self._compute_byte_lengths()
+
+    def _check(self) -> None:
+        token_ids = [*self._vocab.values(), *self._special.values()]
+        if len(set(token_ids)) < len(token_ids):
+            raise ValueError("two tokens have one id: make model.vocab and the added tokens agree")
+
+    def _decode_vocab(self) -> dict[int, bytes]:
+        return {token_id: _decode_token(token) for token, token_id in self._vocab.items()}
 
 
 def _added_tokens(
@@ -233,9 +246,9 @@ def _steps(contents: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
     return [step]
 
 
-def _bytes_of(text: str) -> bytes:
-    byte = _BYTE.fullmatch(text)
-    return text.replace(SPACE, " ").encode() if byte is None else bytes([int(byte[1], 16)])
+def _decode_token(token: bytes) -> bytes:
+    byte = _BYTE.fullmatch(token)
+    return token.replace(SPACE.encode(), b" ") if byte is None else bytes([int(byte[1], 16)])
 
 
 def _import_tokenizers() -> Any:

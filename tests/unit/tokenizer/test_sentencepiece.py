@@ -237,6 +237,17 @@ def test_fingerprint_covers_all_inputs_of_encoding(model: dict[str, Any]) -> Non
     assert SentencePieceTokenizer(framed, CONFIG).fingerprint == prints[0]
 
 
+def test_an_existing_special_token_becomes_the_mask_token(pair: Pair, tmp_path: Path) -> None:
+    ours, _ = pair
+    masked = ours.with_mask_token("<unk>", 3)
+    assert (masked.mask_token_id, ours.mask_token_id) == (3, 4)
+    assert masked.encode("größe<unk>", allow_special=True) == ours.encode("größe<unk>", allow_special=True)
+    save_tokenizer(masked, tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").mask_token_id == 3
+    with pytest.raises(ValueError, match=r"'<new>' .* add it"):
+        ours.with_mask_token("<new>", 3)
+
+
 def test_special_token_text_in_messages_stays_text(pair: Pair) -> None:
     ours, theirs = pair
     turn = "<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n"
