@@ -48,6 +48,7 @@ from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic
 from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth, release_freed_memory
+from profiling.torch_setup import select_device
 
 WARMUP_TOKENS = 4
 """New tokens of the call before memory is measured, in which libraries allocate what they load at first use."""
@@ -168,9 +169,7 @@ def build_model(config: BenchModel) -> Transformer:
     if config.path is not None:
         return load_configured_model(config)
     assert config.shape is not None
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('model.device = "cuda", but torch finds no CUDA device: use "cpu" or "auto"')
-    device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
+    device = select_device(config.device, "model.device")
     model = random_model(config.shape.to_model_config(), config.seed, attention_backend=config.attention_backend)
     return model.to(device, DTYPES[config.dtype])
 

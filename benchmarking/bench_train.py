@@ -46,6 +46,7 @@ from config.runtime import RuntimeConfig
 from profiling.cores import usable_cores
 from profiling.flops import peak_flops
 from profiling.memory import PeakGrowth, count_tensor_bytes, keep_freed_memory, release_freed_memory
+from profiling.torch_setup import select_device
 
 MATRIX_PRODUCTS = "matrix products"
 """Name of the replayed matrix products among the implementations."""
@@ -189,7 +190,8 @@ def bench_train(config: BenchTrainConfig) -> Report:
         ValueError: a peer or a device does not exist.
     """
     bench = config.bench
-    device = select_device(bench)
+    check_peers(bench)
+    device = select_device(bench.device, "bench.device")
     threads = bench.threads or usable_cores()
     skipped_peers = find_skipped_peers(bench, device)
     cases = [
@@ -215,21 +217,17 @@ def bench_train(config: BenchTrainConfig) -> Report:
     return report
 
 
-def select_device(bench: BenchTrainSection) -> str:
-    """Select the device, and check that the peers are installed.
+def check_peers(bench: BenchTrainSection) -> None:
+    """Check that the peers are installed.
 
     Raises:
-        ValueError: a peer or a device does not exist.
+        ValueError: one is not.
     """
     if bench.peers and not is_installed("transformers"):
         raise ValueError(
             f'bench.peers has "{bench.peers[0]}", which needs transformers, and that is not installed; {INSTALL_HINT}, '
             "or measure without it: --set bench.peers=[]"
         )
-    has_cuda = torch.cuda.is_available()
-    if bench.device == "cuda" and not has_cuda:
-        raise ValueError('bench.device = "cuda", but torch finds no CUDA device; set bench.device = "cpu" or "auto"')
-    return "cuda" if has_cuda and bench.device != "cpu" else "cpu"
 
 
 def find_skipped_peers(bench: BenchTrainSection, device: str) -> dict[str, str]:

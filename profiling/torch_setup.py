@@ -96,6 +96,24 @@ def has_native_bfloat16(device_type: str) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def select_device(device: str, key: str) -> str:
+    """Resolve ``auto`` to ``cuda`` if torch finds a CUDA device, else to ``cpu``.
+
+    Args:
+        key: config key of the device, for the error.
+
+    Raises:
+        ValueError: ``device`` is ``cuda``, and there is no CUDA device.
+    """
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f'{key} = "cuda", but torch finds no CUDA device: use "cpu" or "auto"')
+    return device
+
+
 def _build(torch: Any) -> str:
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"

@@ -25,6 +25,7 @@ from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
 from diffusionlm.checkpoints.weights import list_weight_files, load_weights, read_saved_dtype, save_weights
 from diffusionlm.models.transformer import Transformer
+from profiling.torch_setup import select_device
 from tokenizer import Tokenizer, save_tokenizer
 from tokenizer import load_tokenizer as load_tokenizer_files
 
@@ -75,10 +76,7 @@ def load_configured_model(config: InferModelConfig) -> Transformer:
         raise ValueError("model.path is missing: name a model directory, a checkpoint or a run directory")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ValueError('model.device = "cuda", but torch finds no CUDA device: use "cpu" or "auto"')
-    device = ("cuda" if has_cuda else "cpu") if config.device == "auto" else config.device
+    device = select_device(config.device, "model.device")
     return load_model(config.path, device=device, dtype=config.dtype, attention_backend=config.attention_backend)
 
 

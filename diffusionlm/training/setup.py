@@ -32,7 +32,7 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix
 from profiling import memory
 from profiling.cores import usable_cores
-from profiling.torch_setup import has_native_bfloat16
+from profiling.torch_setup import has_native_bfloat16, select_device
 from tokenizer import Tokenizer, save_tokenizer
 
 Log = Callable[[str], None]
@@ -46,12 +46,10 @@ def set_up_device(config: RunConfig, keep_freed_memory: bool) -> torch.device:
     """
     ranks_on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
     torch.set_num_threads(config.threads or max(1, usable_cores() // ranks_on_machine))
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('run.device = "cuda", but torch finds no CUDA device; set run.device to "cpu" or "auto"')
-    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cpu" and keep_freed_memory:
+    device = select_device(config.device, "run.device")
+    if device == "cpu" and keep_freed_memory:
         memory.keep_freed_memory()
-    return torch.device(name)
+    return torch.device(device)
 
 
 def choose_precision(config: TrainingConfig, device: torch.device) -> torch.dtype:

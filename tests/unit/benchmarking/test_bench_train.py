@@ -16,16 +16,17 @@ from benchmarking.bench_train import (
     MATRIX_PRODUCTS,
     MEMORY_PARTS,
     bench_train,
+    check_peers,
     find_skipped_peers,
     measure_memory,
     measure_memory_in_process,
-    select_device,
 )
 from benchmarking.implementations.training import OURS, TrainCase
 from config.benchmark import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection, Precision
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from diffusionlm.models.transformer import Transformer
+from profiling.torch_setup import select_device
 
 RESOURCES = Path(__file__).parents[3] / "config" / "resources"
 RESOURCE = RESOURCES / "bench_train.toml"
@@ -103,15 +104,14 @@ def test_config_errors_and_help_do_not_import_torch() -> None:
 def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_installed", lambda package: False)
     with pytest.raises(ValueError, match=r"transformers.*group bench.*bench.peers="):
-        select_device(BenchTrainSection(peers=("transformers",)))
-    assert select_device(BenchTrainSection(device="cpu")) == "cpu"
+        check_peers(BenchTrainSection(peers=("transformers",)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"bench\.device"):
-        select_device(BenchTrainSection(device="cuda"))
-    assert select_device(BenchTrainSection(device="auto")) == "cpu"
+        select_device("cuda", "bench.device")
+    assert [select_device(device, "bench.device") for device in ("auto", "cpu")] == ["cpu", "cpu"]
 
 
 def test_presets_have_their_sizes(tmp_path: Path) -> None:
