@@ -15,8 +15,8 @@ from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
-from diffusionlm.diffusion.rng import RngStream
-from diffusionlm.evaluation.nelbo import NelboEstimator, choose_masked_per_sequence
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.evaluation.nelbo import NelboEstimator
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes, entropy
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
@@ -86,15 +86,8 @@ def evaluate(
         ValueError: no token can be scored, or the model's probabilities are not finite.
     """
     batch = collate_rows(rows)
-    estimator = NelboEstimator.from_arguments(
-        model.config,
-        batch.tokens_BL,
-        batch.loss_mask_BL,
-        block_length,
-        num_mc_samples,
-        VALIDATION_SEED,
-        document_BL=batch.document_BL,
-        batch_size=batch_size,
+    estimator = NelboEstimator.from_batch(
+        model.config, batch, block_length, num_mc_samples, VALIDATION_SEED, batch_size
     )
     report = estimator.build_report(
         map_forwards(estimator.num_forwards, lambda index: estimator.run_forward(model, index))
@@ -135,9 +128,10 @@ def measure_fill_accuracy(
     layout = InputLayout.from_config(model.config, None)
     maskable_BL = layout.maskable(batch)
     counts_B = np.ceil(fraction * maskable_BL.sum(axis=1)).astype(np.int64)
-    masked_BL = choose_masked_per_sequence(
-        maskable_BL, counts_B, VALIDATION_SEED, RngStream.FILL_MASKS, round(1000 * fraction)
-    )
+    masked_BL = np.zeros_like(maskable_BL)
+    for row, count in enumerate(counts_B):
+        rng = keyed_rng(VALIDATION_SEED, RngStream.FILL_MASKS, round(1000 * fraction), row)
+        masked_BL[row, rng.permutation(np.flatnonzero(maskable_BL[row]))[:count]] = True
 
     def count_hits(index: int) -> tuple[int, int, int, int]:
         """Numbers of top-1 hits, top-5 hits, majority tokens and masked tokens in one batch of rows."""

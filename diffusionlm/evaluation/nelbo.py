@@ -94,16 +94,10 @@ def nelbo(
         ValueError: there is no target token, an argument is below 1, the model needs a mask token and has none, or its
             probabilities are not finite.
     """
-    estimator = NelboEstimator.from_arguments(
-        model.config,
-        tokens_BL,
-        loss_mask_BL,
-        block_length,
-        num_mc_samples,
-        seed,
-        document_BL=document_BL,
-        batch_size=batch_size,
-    )
+    tokens_BL = tokens_BL.cpu()
+    targets_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if loss_mask_BL is None else loss_mask_BL.bool().cpu()
+    batch = CleanBatch(tokens_BL, targets_BL, None if document_BL is None else document_BL.cpu())
+    estimator = NelboEstimator.from_batch(model.config, batch, block_length, num_mc_samples, seed, batch_size)
     return estimator.build_report([estimator.run_forward(model, index) for index in range(estimator.num_forwards)])
 
 
@@ -130,29 +124,20 @@ class NelboEstimator:
     batch_size: int
 
     @classmethod
-    def from_arguments(
+    def from_batch(
         cls,
         config: ModelConfig,
-        tokens_BL: Tensor,
-        loss_mask_BL: Tensor | None,
+        batch: CleanBatch,
         block_length: int | None,
         num_mc_samples: int,
         seed: int,
-        *,
-        document_BL: Tensor | None,
         batch_size: int,
     ) -> NelboEstimator:
-        """Take the arguments of `nelbo`, with the model's config, and raise its errors."""
-        for name, value in (
-            ("num_mc_samples", num_mc_samples),
-            ("block_length", block_length),
-            ("batch_size", batch_size),
-        ):
+        """Plan the forwards for a batch on the CPU. The arguments and errors are those of `nelbo`."""
+        arguments = {"num_mc_samples": num_mc_samples, "block_length": block_length, "batch_size": batch_size}
+        for name, value in arguments.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
-        tokens_BL = tokens_BL.cpu()
-        targets_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if loss_mask_BL is None else loss_mask_BL.bool().cpu()
-        batch = CleanBatch(tokens_BL, targets_BL, None if document_BL is None else document_BL.cpu())
         layout = InputLayout.from_config(config, block_length)
         maskable_BL = layout.maskable(batch)
         if not maskable_BL.any():
@@ -276,17 +261,6 @@ def compute_masked_nll(
     nll_BL = np.full(masked_BL.size, np.nan)
     nll_BL[target_positions_N] = nll_N
     return nll_BL.reshape(masked_BL.shape)
-
-
-def choose_masked_per_sequence(
-    maskable_BL: NDArray[np.bool_], counts_B: NDArray[np.int64], seed: int, stream: RngStream, *key: int
-) -> NDArray[np.bool_]:
-    """Choose ``counts_B[b]`` of the maskable positions of each row uniformly; the RNG is keyed by (``key``, row)."""
-    masked_BL = np.zeros_like(maskable_BL)
-    for row, count in enumerate(counts_B):
-        positions = np.flatnonzero(maskable_BL[row])
-        masked_BL[row, keyed_rng(seed, stream, *key, row).permutation(positions)[:count]] = True
-    return masked_BL
 
 
 def _build_mask_grid(

@@ -95,20 +95,17 @@ def sampler_likelihood(
         raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
     reader = _LogitReader(settings.strategy, model.config.mask_token_id)
     # Sorted by length, so that a forward needs little padding.
-    with_targets = [document for document in documents if document.blocks]
-    waiting = sorted(with_targets, key=lambda document: len(document.tokens_L), reverse=True)
-    active: list[_DocumentState] = []
+    unfinished = [document for document in documents if document.blocks]
+    unfinished.sort(key=lambda document: len(document.tokens_L))
     num_scored = 0
-    while waiting or active:
-        while waiting and len(active) < batch_size:
-            active.append(waiting.pop())
-        batch = _take_within_budget(active, model.config.vocab_size)
+    while unfinished:
+        batch = _take_within_budget(unfinished[:batch_size], model.config.vocab_size)
         canvases = [document.canvas_L for document in batch]
         positions = [document.masked_positions() for document in batch]
         with nvtx.annotate("likelihood: forward"):
             logits_NV = masked_position_logits(model, canvases, positions, settings.block_causal_length)
         num_scored += reader.reveal_tokens(logits_NV, batch)
-        active = [*active[len(batch) :], *(document for document in batch if document.blocks)]
+        unfinished[: len(batch)] = [document for document in batch if document.blocks]
         if on_progress is not None:
             on_progress(num_scored, num_tokens)
     return _build_report(documents, len(tokens_BL))
