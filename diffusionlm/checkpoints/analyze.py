@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +17,6 @@ from torch import Tensor
 from config.families.model_directory import read_json_object, resolve_model_directory
 from diffusionlm.checkpoints.weights import COMPARE_CHUNK_ELEMENTS
 
-MatchKind = Literal["name", "values"]
-
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -28,7 +26,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
     file: str
-    """File name."""
 
     @property
     def num_elements(self) -> int:
@@ -41,7 +38,7 @@ class TensorPair:
 
     a: TensorInfo
     b: TensorInfo
-    match: MatchKind
+    match: Literal["name", "values"]
     max_difference: float | None = None
     """Largest absolute difference. None: shapes differ, or values were not compared."""
     relative_difference: float | None = None
@@ -64,7 +61,6 @@ class Analysis:
         return not self.only_a and not self.only_b and all(pair.max_difference == 0.0 for pair in self.pairs)
 
     def to_json(self) -> str:
-        """Format as one JSON object on one line."""
         return json.dumps({**asdict(self), "is_equal": self.is_equal})
 
 
@@ -83,11 +79,11 @@ def analyze(a: Path, b: Path, *, values: bool = True) -> Analysis:
     """
     a, b = resolve_model_directory(a), resolve_model_directory(b)
     tensors_a, tensors_b = list_tensors(a), list_tensors(b)
-    compare = _compare_tensors if values else _pair_tensors
-    pairs = [compare(a, b, info, tensors_b[name], "name") for name, info in tensors_a.items() if name in tensors_b]
+    pairs = [TensorPair(info, tensors_b[name], "name") for name, info in tensors_a.items() if name in tensors_b]
     only_a = [info for name, info in tensors_a.items() if name not in tensors_b]
     only_b = [info for name, info in tensors_b.items() if name not in tensors_a]
     if values:
+        pairs = [_compare_values(a, b, pair) for pair in pairs]
         shapes = {info.shape for info in only_a}
         by_hash: dict[str, list[TensorInfo]] = {}
         for info in only_b:
@@ -95,7 +91,7 @@ def analyze(a: Path, b: Path, *, values: bool = True) -> Analysis:
                 by_hash.setdefault(_hash_tensor(b, info), []).append(info)
         for info in list(only_a) if by_hash else ():
             if same := by_hash.get(_hash_tensor(a, info)):
-                pairs.append(_compare_tensors(a, b, info, same[0], "values"))
+                pairs.append(_compare_values(a, b, TensorPair(info, same[0], "values")))
                 only_a.remove(info)
                 only_b.remove(same.pop(0))
     return Analysis(_compare_configs(a, b), tuple(pairs), tuple(only_a), tuple(only_b))
@@ -130,14 +126,10 @@ def _read_headers(path: Path) -> Iterator[TensorInfo]:
         raise ValueError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
-def _pair_tensors(a: Path, b: Path, info_a: TensorInfo, info_b: TensorInfo, match: MatchKind) -> TensorPair:
-    return TensorPair(info_a, info_b, match)
-
-
-def _compare_tensors(a: Path, b: Path, info_a: TensorInfo, info_b: TensorInfo, match: MatchKind) -> TensorPair:
-    if info_a.shape != info_b.shape:
-        return TensorPair(info_a, info_b, match)
-    values_a, values_b = _read_tensor(a, info_a).flatten(), _read_tensor(b, info_b).flatten()
+def _compare_values(a: Path, b: Path, pair: TensorPair) -> TensorPair:
+    if pair.a.shape != pair.b.shape:
+        return pair
+    values_a, values_b = _read_tensor(a, pair.a).flatten(), _read_tensor(b, pair.b).flatten()
     max_difference, sum_squared_difference, sum_squares = 0.0, 0.0, 0.0
     for start in range(0, values_a.numel(), COMPARE_CHUNK_ELEMENTS):
         chunk = values_a[start : start + COMPARE_CHUNK_ELEMENTS].double()
@@ -147,7 +139,7 @@ def _compare_tensors(a: Path, b: Path, info_a: TensorInfo, info_b: TensorInfo, m
         sum_squares += float(chunk.square().sum())
     no_values = math.inf if sum_squared_difference else 0.0
     ratio = sum_squared_difference / sum_squares if sum_squares else no_values
-    return TensorPair(info_a, info_b, match, max_difference, ratio**0.5)
+    return replace(pair, max_difference=max_difference, relative_difference=ratio**0.5)
 
 
 def _read_tensor(directory: Path, info: TensorInfo) -> Tensor:

@@ -128,11 +128,6 @@ def _to_diffusion_config(config: ModelConfig, section: DiffusionSection, mask_to
 
 
 def _change_family(config: ModelConfig, model_type: str) -> ModelConfig:
-    """Return the same model as one of another family.
-
-    Raises:
-        ValueError: the family's own code would not find the diffusion options; names them.
-    """
     FAMILIES[model_type].check_diffusion(config)
     is_inferable = infer_model_type(config) == model_type
     return config.model_copy(update={"model_type": None if is_inferable else model_type})

@@ -130,6 +130,7 @@ def save_model(
     weights: dict[str, Tensor] | None = None,
     *,
     max_shard_size: int | str = "5GB",
+    source: Path | None = None,
 ) -> None:
     """Write config.json, generation_config.json and the weights, with the keys and tensor names of the model's family.
 
@@ -138,14 +139,17 @@ def save_model(
         directory: must exist; its old weights are replaced.
         weights: written instead of the model's own, by parameter name.
         max_shard_size: bytes of a weight file at most, or a size such as "5GB".
+        source: the directory that the model was converted from. Its generation_config.json is copied, with the
+            model's stop tokens added.
 
     Raises:
-        ValueError: the family has no such model, or the size is not one.
+        ValueError: the family has no such model, the size is not one, or the source's generation_config.json is not a
+            JSON object.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
     values = build_config_json(model.config, next(iter(tensors.values())).dtype)
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    (directory / GENERATION_CONFIG_FILE).write_text(format_generation_config(model.config, None), encoding="utf-8")
+    (directory / GENERATION_CONFIG_FILE).write_text(format_generation_config(model.config, source), encoding="utf-8")
     family = get_family(model.config)
     save_weights({family.stored_name(name): tensor for name, tensor in tensors.items()}, directory, max_shard_size)
 
@@ -162,21 +166,15 @@ def save_model_directory(
     """Write a complete model directory: config, weights, tokenizer, generation_config.json and model card.
 
     Args:
-        model: names its family in ``model.config``.
         tokenizer: of the model.
         directory: created if it does not exist.
-        weights: written instead of the model's own, by parameter name.
-        max_shard_size: bytes of a weight file at most, or a size such as "5GB".
-        source: the directory that the model was converted from. Its generation_config.json is copied, with the
-            model's stop tokens added, and so is the training section of its card.
+        source: see `save_model`; the training section of its model card is copied as well.
 
-    Raises:
-        ValueError: what `save_model` raises, or the source's generation_config.json is not a JSON object.
+    The other arguments and the errors are those of `save_model`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    save_model(model, directory, weights, max_shard_size=max_shard_size)
+    save_model(model, directory, weights, max_shard_size=max_shard_size, source=source)
     save_tokenizer(tokenizer, directory)
-    (directory / GENERATION_CONFIG_FILE).write_text(format_generation_config(model.config, source), encoding="utf-8")
     tensors = dict(model.named_parameters()) if weights is None else weights
     write_model_card(directory, model.config, tensors, source=source)
 

@@ -44,7 +44,6 @@ def write_directory_atomically(target: Path, write: Callable[[Path], None]) -> N
 
 
 def list_files(folder: Path) -> list[Path]:
-    """List all files below a directory, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -78,7 +77,7 @@ def format_write_error(error: Exception, target: Path) -> str:
     """Format an error of writing ``target``, with the free space of its disk."""
     if not isinstance(error, WRITE_ERRORS):
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    free = shutil.disk_usage(_nearest_existing_parent(target.parent)).free / 2**20
+    free = shutil.disk_usage(next(folder for folder in target.parents if folder.exists())).free / 2**20
     return f"{error} ({free:,.0f} MiB are free there; make room)"
 
 
@@ -127,7 +126,3 @@ def _compute_checksum(path: Path) -> str:
         return str(_make_entry(path)["sha256"])
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def _nearest_existing_parent(path: Path) -> Path:
-    return path if path.exists() else _nearest_existing_parent(path.parent)

@@ -20,7 +20,6 @@ from profiling.flops import count_idle_parameters
 CARD_FILE = "README.md"
 TRAINING_HEADING = "## Training"
 _UNLISTED_FILES = (CARD_FILE, MANIFEST, "state.json")
-"""Files that the card does not list."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class CardTraining:
     """The training settings of a model. It holds values, not the run, which continues while the card is written."""
 
     name: str
-    """Name of the run."""
     step: int
     max_steps: int
     batch_size: int
@@ -94,16 +92,16 @@ def write_model_card(
     Raises:
         OSError: a file cannot be read, or the card cannot be written.
     """
-    training_text = "" if training is None else _training_section(training)
+    title, training_text, datasets = get_family(config).model_type, "", tuple[str, ...]()
     if source is not None:
-        training_text += _conversion_section(source)
-    name = None if training is None else training.name
-    datasets = () if source is None else _parse_datasets(_read_card(source))
+        training_text, datasets = _conversion_section(source), _parse_datasets(_read_card(source))
     if training is not None:
+        title, training_text = training.name, _training_section(training) + training_text
         datasets += tuple(data.dataset for data in training.sources if data.dataset)
+    training_text = training_text or f"{TRAINING_HEADING}\n\nThe training of this model is unknown.\n\n"
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _UNLISTED_FILES]
     num_parameters = sum(weight.numel() for weight in weights.values())
-    text = _format_card(config, num_parameters, make_manifest_entries(folder, files), training_text, name, datasets)
+    text = _format_card(config, num_parameters, make_manifest_entries(folder, files), training_text, title, datasets)
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
@@ -139,18 +137,15 @@ def _format_card(
     num_parameters: int,
     files: ManifestEntries,
     training_text: str,
-    name: str | None,
+    title: str,
     datasets: tuple[str, ...],
 ) -> str:
-    family = get_family(config).model_type
-    title = family if name is None else name
     sums = {file: f"{entry['bytes']:,} bytes, SHA-256 `{entry['sha256']}`" for file, entry in files.items()}
-    unknown = "" if training_text else f"{TRAINING_HEADING}\n\nThe training of this model is unknown.\n\n"
     return (
         f"{_front_matter(config, datasets)}\n# {_escape_markdown(title)}, {num_parameters:,} parameters\n\n"
         f"{_describe_model_kind(config)}.\n\n"
-        f"## Architecture\n\n{_format_table(_architecture_rows(config, family, num_parameters))}\n\n"
-        f"{training_text}{unknown}{_use_section(config)}{_limits_section(config)}"
+        f"## Architecture\n\n{_format_table(_architecture_rows(config, num_parameters))}\n\n"
+        f"{training_text}{_use_section(config)}{_limits_section(config)}"
         f"## Files\n\n{_format_table(sums)}\n"
     )
 
@@ -176,9 +171,9 @@ def _describe_model_kind(config: ModelConfig) -> str:
     )
 
 
-def _architecture_rows(config: ModelConfig, family: str, num_parameters: int) -> dict[str, str]:
+def _architecture_rows(config: ModelConfig, num_parameters: int) -> dict[str, str]:
     rows: dict[str, object] = {
-        "family (`model_type`)": family,
+        "family (`model_type`)": get_family(config).model_type,
         "parameters": f"{num_parameters:,}",
         "layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,

@@ -37,16 +37,6 @@ _STACKED_EXPERTS = re.compile(
     r"(?P<stem>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?"
 )
 _SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_BYTE_UNITS = {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -231,12 +221,8 @@ def _find_mismatches(parameters: dict[str, nn.Parameter], entries: dict[str, Sto
     """List tensors that are missing, unexpected, of another shape or not floating-point."""
     problems = []
     for name in sorted(parameters.keys() - entries.keys()):
-        hint = (
-            " (set tie_word_embeddings = true in config.json if the head is the embedding)"
-            if name == HEAD_WEIGHT
-            else ""
-        )
-        problems.append(f"missing {name}{hint}")
+        hint = " (set tie_word_embeddings = true in config.json if the head is the embedding)"
+        problems.append(f"missing {name}{hint if name == HEAD_WEIGHT else ''}")
     unexpected = (entries[name] for name in sorted(entries.keys() - parameters.keys()))
     problems += dict.fromkeys(f"unexpected {entry.stored_name} in {entry.file.name}" for entry in unexpected)
     for name in sorted(parameters.keys() & entries.keys()):
@@ -279,11 +265,14 @@ def parse_byte_size(size: int | str) -> int:
     Raises:
         ValueError: it is not a positive size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
-    bytes_ = int(float(match[1]) * _BYTE_UNITS.get((match[2] or "").upper(), 1)) if match else 0
-    if bytes_ <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?B)?", str(size).strip(), re.IGNORECASE)
+    num_bytes = 0
+    if match:
+        power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+        num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if num_bytes <= 0:
         raise ValueError(f'max_shard_size = {size!r} must be a number of bytes, or a size such as "5GB"')
-    return bytes_
+    return num_bytes
 
 
 def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: int | str = "5GB") -> list[Path]:
