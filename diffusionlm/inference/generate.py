@@ -138,10 +138,8 @@ def decode(
         ValueError: the model's probabilities are not finite.
     """
     requests = [ActiveRequest(request, settings) for request in prepared_requests]
-    run_forward, token_sampler = (
-        ModelRunner(model, settings, requests),
-        TokenSampler(settings, model.lm_head.weight.device),
-    )
+    run_forward = ModelRunner(model, settings, requests)
+    token_sampler = TokenSampler(settings, model.lm_head.weight.device)
     active_requests, num_forwards = requests, 0
     while True:
         for request in active_requests:

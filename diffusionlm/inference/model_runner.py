@@ -103,11 +103,14 @@ class ModelRunner:
         output_positions = [request.output_positions for request in requests]
         pairs = list(zip(requests, slices, strict=True))
         canvases = [request.tokens_L[: input_slice.num_visible] for request, input_slice in pairs]
-        label = self._nvtx_label(requests, slices)
+        # A forward that fills the cache with a text from its first token on is a prefill.
+        is_prefill = self._cache is not None and any(
+            request.needs_prefill and input_slice.start == 0 for request, input_slice in pairs
+        )
         if self._has_guidance:
             canvases += [_unconditional_canvas(request, input_slice.num_visible) for request, input_slice in pairs]
             slices, output_positions = slices * 2, output_positions * 2
-        with nvtx.annotate(label):
+        with nvtx.annotate("decoding: prefill" if is_prefill else "decoding: forward"):
             if self._cache is None:
                 logits_NV = masked_position_logits(self._model, canvases, output_positions, self._block_length)
             else:
@@ -138,22 +141,14 @@ class ModelRunner:
         end = block_end if self._config.cache == "dual" else num_visible
         return InputSlice(min(block_start, first_output), end, num_visible, block_start)
 
-    def _nvtx_label(self, requests: Sequence[ActiveRequest], slices: Sequence[InputSlice]) -> str:
-        """A forward that fills the cache with a text from its first token on is a prefill."""
-        is_prefill = self._cache is not None and any(
-            request.needs_prefill and input_slice.start == 0
-            for request, input_slice in zip(requests, slices, strict=True)
-        )
-        return "decoding: prefill" if is_prefill else "decoding: forward"
-
     def _drop_finished_requests(self, requests: Sequence[ActiveRequest]) -> None:
         assert self._cache is not None
         if len(requests) < len(self._cached_requests):
             rows = {id(request): row for row, request in enumerate(self._cached_requests)}
-            kept_rows = [rows[id(request)] for request in requests]
+            active_rows = [rows[id(request)] for request in requests]
             if self._has_guidance:
-                kept_rows += [len(self._cached_requests) + row for row in kept_rows]
-            self._cache.select(kept_rows)
+                active_rows += [len(self._cached_requests) + row for row in active_rows]
+            self._cache.select(active_rows)
             self._cached_requests = list(requests)
 
     def _forward_with_cache(

@@ -166,39 +166,36 @@ class ActiveRequest:
         self._strategy = settings.strategy
         self._stop_token_ids: Collection[int] = () if request.is_infill else settings.stop_token_ids
         self._deferred_token_ids = list(settings.config.defer_token_ids)
-        self._candidate_positions = self._output_positions = masked_positions[:0]
+        self.output_positions = masked_positions[:0]
+        """Positions whose logits the next forward computes, [N], ascending."""
+        self._candidate_positions = masked_positions[:0]
         self._is_selected_M: NDArray[np.bool_] | None = None
 
     @property
     def is_done(self) -> bool:
         return not self.blocks or self.stop_index is not None
 
-    @property
-    def output_positions(self) -> NDArray[np.int64]:
-        """Positions whose logits the next forward computes, [N], ascending."""
-        return self._output_positions
-
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""
         return keyed_rng(self.seed, stream, self.num_steps).random(len(self.tokens_L))[positions]
 
     def prepare_step(self) -> None:
-        """Set `output_positions` for the next forward. Skip the steps in which a strategy without a measure commits
-        nothing, and look for a stop token."""
-        self._skip_empty_steps()
+        """Set `output_positions` for the next forward, and look for a stop token."""
+        self._select_outputs()
         self._find_stop_token()
 
-    def _skip_empty_steps(self) -> None:
+    def _select_outputs(self) -> None:
+        """Set `output_positions`. Skip the steps in which a strategy without a measure commits nothing."""
         while not self.is_done:
             block_positions = self.blocks[0].positions
             masked_positions = block_positions[self.is_masked_L[block_positions]]
             candidates = block_positions if self._strategy.can_remask else masked_positions
-            self._candidate_positions = self._output_positions = candidates
+            self._candidate_positions = self.output_positions = candidates
             if self._strategy.measure is not None:
                 return
             self._is_selected_M = self._select_positions(np.zeros(len(candidates)))
-            self._output_positions = candidates[self._is_selected_M & self.is_masked_L[candidates]]
-            if len(self._output_positions):
+            self.output_positions = candidates[self._is_selected_M & self.is_masked_L[candidates]]
+            if len(self.output_positions):
                 return
             self._finish_step(candidates[:0], self._is_selected_M)
 
@@ -207,14 +204,14 @@ class ActiveRequest:
         self.num_forwards += 1
         if self._strategy.measure is None:
             assert self._is_selected_M is not None, "prepare_step comes first"
-            is_selected_M, is_committed_N = self._is_selected_M, np.ones(len(self._output_positions), dtype=np.bool_)
+            is_selected_M, is_committed_N = self._is_selected_M, np.ones(len(self.output_positions), dtype=np.bool_)
         else:
             confidence_M = round_if_uniform_canvas(predictions.confidence_N, self.tokens_L)
             if self._deferred_token_ids:
                 confidence_M = np.where(np.isin(predictions.tokens_N, self._deferred_token_ids), -np.inf, confidence_M)
             is_selected_M = self._select_positions(confidence_M)
-            is_committed_N = is_selected_M & self.is_masked_L[self._output_positions]
-        positions = self._output_positions[is_committed_N]
+            is_committed_N = is_selected_M & self.is_masked_L[self.output_positions]
+        positions = self.output_positions[is_committed_N]
         self.tokens_L[positions] = predictions.tokens_N[is_committed_N]
         self.logprobs_L[positions] = predictions.logprobs_N[is_committed_N]
         self.step_map_L[positions] = self.num_forwards

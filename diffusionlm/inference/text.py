@@ -62,13 +62,8 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def find_ids_without_text(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Ids of the model that the tokenizer does not have: padding of the embedding and unused ids."""
-    ids_with_text = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
-    return tuple(token for token in range(vocab_size) if token not in ids_with_text)
-
-
 def suppress_ids_without_text(config: GenerationConfig, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
-    """Add the ids without a text to ``suppress_token_ids``."""
-    token_ids = (*config.suppress_token_ids, *find_ids_without_text(tokenizer, vocab_size))
-    return config.model_copy(update={"suppress_token_ids": token_ids})
+    """Suppress the ids of the model that the tokenizer does not have: padding of the embedding and unused ids."""
+    ids_with_text = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
+    ids_without_text = [token for token in range(vocab_size) if token not in ids_with_text]
+    return config.model_copy(update={"suppress_token_ids": (*config.suppress_token_ids, *ids_without_text)})
