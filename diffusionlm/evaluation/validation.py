@@ -28,7 +28,7 @@ class Validator:
 
     config: TrainConfig
     tokenizer: Tokenizer
-    training_parts: list[MixtureComponent]
+    training_components: list[MixtureComponent]
     rows: list[Row]
     world: World = SINGLE_PROCESS
 
@@ -37,7 +37,7 @@ class Validator:
         cls,
         config: TrainConfig,
         tokenizer: Tokenizer,
-        training_parts: list[MixtureComponent],
+        training_components: list[MixtureComponent],
         world: World = SINGLE_PROCESS,
     ) -> Validator:
         """Read the rows once, from shuffled validation documents.
@@ -45,12 +45,12 @@ class Validator:
         Raises:
             ValueError: there are no validation documents.
         """
-        parts = open_components(config.data, "validation")
-        reader = build_row_reader(parts, config.data, tokenizer, config.row_length, VALIDATION_SEED, repeat=False)
+        components = open_components(config.data, "validation")
+        reader = build_row_reader(components, config.data, tokenizer, config.row_length, VALIDATION_SEED, repeat=False)
         rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
         if not rows:
             raise ValueError("[data]: the sources have no validation documents; add some, or raise validation_fraction")
-        return cls(config, tokenizer, training_parts, rows, world)
+        return cls(config, tokenizer, training_components, rows, world)
 
     @property
     def block_lengths(self) -> list[int | None]:
@@ -67,7 +67,7 @@ class Validator:
         lengths it is not known.
         """
         data = self.config.data
-        source = self.training_parts[0].source if len(self.training_parts) == 1 else None
+        source = self.training_components[0].source if len(self.training_components) == 1 else None
         if not isinstance(source, SyntheticSource) or data.rows != "padded":
             return None
         if self.config.model.logit_alignment == "shifted" and not data.begin_with_eos:
@@ -92,7 +92,7 @@ class Validator:
     def _compute_baselines(self, rows: list[Row]) -> tuple[int, dict[str, float]]:
         """The most frequent training token, and the cross-entropy of n-gram models by name, in nats per token."""
         tokens = read_training_tokens(
-            self.training_parts, self.tokenizer, MAX_NGRAM_TOKENS, self.config.data.end_with_eos
+            self.training_components, self.tokenizer, MAX_NGRAM_TOKENS, self.config.data.end_with_eos
         ).astype(np.int64)
         vocab_size = self.tokenizer.vocab_size
         ngrams: dict[str, float] = {}
