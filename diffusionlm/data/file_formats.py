@@ -69,19 +69,11 @@ class Decompressor(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-def _gzip() -> Decompressor:
-    return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-
-
-def _zstd() -> Decompressor:
-    return zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj()
-
-
 DECOMPRESSORS: dict[str, Callable[[], Decompressor]] = {
-    ".gz": _gzip,
+    ".gz": lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16),
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
-    ".zst": _zstd,
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj(),
 }
 """File name extension -> decompressor."""
 
@@ -188,7 +180,7 @@ def _parse_plain_text(content: bytes, *, is_first: bool) -> str | BadRecord:
     text = decode_utf8(content)
     if isinstance(text, BadRecord):
         assert text.repaired_text is not None, "bytes can always be decoded with replacement characters"
-        return BadRecord(text.reason, text.detail, _normalize_line_breaks(text.repaired_text, is_first=is_first))
+        return replace(text, repaired_text=_normalize_line_breaks(text.repaired_text, is_first=is_first))
     return _normalize_line_breaks(text, is_first=is_first)
 
 

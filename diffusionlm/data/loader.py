@@ -171,7 +171,7 @@ class Loader:
         return rows
 
     def _count_positions(self, rows: list[Row]) -> None:
-        num_positions = sum(len(row.document_ids_L) for row in rows)
+        num_positions = sum(row.document_ids_L.size for row in rows)
         num_padding = sum(int((row.document_ids_L < 0).sum()) for row in rows)
         self._num_positions += num_positions
         self._num_padding += num_padding
@@ -244,18 +244,11 @@ class LoaderSpec:
 
 @dataclass(frozen=True)
 class _StepMessage:
-    """The loader process sends one of these per step."""
+    """What the loader process sends per step. If it fails, it sends the error instead, and ends."""
 
     noised_batches: list[NoisedBatch]
     state: dict[str, Any]
     metrics: LoaderMetrics
-
-
-@dataclass(frozen=True)
-class _FailureMessage:
-    """The loader process sends this instead of a step, and ends."""
-
-    error: Exception
 
 
 class WorkerLoader:
@@ -283,11 +276,10 @@ class WorkerLoader:
         assert step == self._next_step, "workers build the steps in order"
         started, num_buffered = time.perf_counter(), self._ready.qsize()
         received = self._ready.get()
-        message = received if isinstance(received, Exception) else pickle.loads(received)
-        if not isinstance(message, _StepMessage):
-            error = message.error if isinstance(message, _FailureMessage) else message
+        message: _StepMessage | Exception = received if isinstance(received, Exception) else pickle.loads(received)
+        if isinstance(message, Exception):
             self.close()
-            raise error
+            raise message
         wait_seconds = time.perf_counter() - started
         self._next_step, self._state = step + 1, message.state
         self._metrics = replace(message.metrics, wait_seconds=wait_seconds, buffered_steps=num_buffered)
@@ -374,7 +366,7 @@ def _run_loader(connection: Connection) -> None:
         return  # the training ended
     except Exception as error:
         with contextlib.suppress(OSError):
-            connection.send_bytes(pickle.dumps(_FailureMessage(_picklable_error(error))))
+            connection.send_bytes(pickle.dumps(_picklable_error(error)))
 
 
 def _picklable_error(error: Exception) -> Exception:

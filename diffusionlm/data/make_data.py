@@ -180,7 +180,6 @@ def _load_or_create_progress(
 
 
 def save_progress(progress: MakeDataProgress, directory: Path) -> None:
-    """Replace ``progress.json`` in the directory atomically."""
     write_text_atomic(directory / PROGRESS_FILE, progress.model_dump_json(indent=1) + "\n")
 
 
@@ -281,8 +280,6 @@ def _tokenize_chunks(
 
 
 class _ShardBuilder:
-    """A shard that is being written."""
-
     def __init__(self, writer: ShardWriter, target_tokens: int) -> None:
         self.writer = writer
         self._target_tokens = target_tokens
@@ -295,11 +292,9 @@ class _ShardBuilder:
     def add_documents(self, documents: list[Tokens], text_bytes: list[int]) -> int:
         """Write the first documents, up to the one that fills the shard, and return their number."""
         count = 0
-        for document in documents:
+        while count < len(documents) and not self.is_full:
+            self._num_tokens += len(documents[count])
             count += 1
-            self._num_tokens += len(document)
-            if self.is_full:
-                break
         self._num_documents += count
         self._text_bytes += sum(text_bytes[:count])
         self.writer.add(documents[:count])
@@ -324,7 +319,7 @@ class _MakeDataJob:
         on_progress: OnProgress | None,
     ) -> None:
         self._config, self._sources, self._progress = config, sources, progress
-        self._log, self._on_progress = log, on_progress
+        self._log, self._on_progress = log, on_progress or (lambda *_: None)
         self._directory = config.output.directory
 
     @property
@@ -341,8 +336,10 @@ class _MakeDataJob:
         if self.num_shards:
             self._log(f"{self._directory}: continuing after {self.num_shards} complete shards")
         open_splits = [split for split in SPLITS if not self._progress.splits[split].done]
-        num_processes = _choose_num_processes(self._config.output.workers) if open_splits else 0
-        with open_text_encoder(tokenizer, num_processes) as encoder:
+        num_processes = self._config.output.workers
+        if num_processes is None:  # with one core, another process only adds overhead
+            num_processes = usable_cores() if usable_cores() > 1 else 0
+        with open_text_encoder(tokenizer, num_processes if open_splits else 0) as encoder:
             for split in open_splits:
                 self._make_split(split, encoder, dtype, eos_token_id)
         index = ShardIndex(
@@ -392,7 +389,7 @@ class _MakeDataJob:
         source = _ResumedSource(self._sources[split], self._progress.splits[split])
         shard: _ShardBuilder | None = None
         totals = (0, 0, 0)
-        self._report_progress(split, totals)
+        self._on_progress(split, *totals)
         try:
             for chunk, documents in _tokenize_chunks(source.chunks(), encoder):
                 text_bytes = [len(text.encode()) for text in chunk.texts]
@@ -407,17 +404,13 @@ class _MakeDataJob:
                             shard = None
                 num_tokens = sum(map(len, documents))
                 totals = (totals[0] + len(documents), totals[1] + num_tokens, totals[2] + sum(text_bytes))
-                self._report_progress(split, totals)
+                self._on_progress(split, *totals)
             with protect_write(self._directory):
                 self._commit_shard(split, shard, source.skipped(), {"done": True})
         except BaseException:
             if shard is not None:
                 shard.writer.discard()
             raise
-
-    def _report_progress(self, split: Split, totals: tuple[int, int, int]) -> None:
-        if self._on_progress is not None:
-            self._on_progress(split, *totals)
 
     def _open_shard(self, split: Split, dtype: ShardDtype, eos_token_id: int) -> _ShardBuilder:
         index = self._progress.splits[split].index
@@ -456,14 +449,6 @@ def _load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer in a directory, or in the one of a run or of other shards."""
     inside = Path(path) / TOKENIZER_DIRECTORY
     return load_tokenizer(inside if inside.is_dir() else path)
-
-
-def _choose_num_processes(workers: int | None) -> int:
-    """Return ``output.workers``; by default one process per core, or none if there is one core."""
-    if workers is not None:
-        return workers
-    num_cores = usable_cores()
-    return num_cores if num_cores > 1 else 0
 
 
 def _no_documents_error(split: Split, provenance: str, skipped: dict[str, int]) -> ValueError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.data.reader import ItemsFuture, ReaderPosition, ResumableReader, Tokens, WindowedReader
+from diffusionlm.data.reader import ReaderPosition, ResumableReader, Tokens, WindowedReader
 
 EMPTY_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
 
@@ -161,10 +161,9 @@ def pack_best_fit(
     ``window_size`` documents: from the longest to the shortest, each goes into the fullest row with enough space.
     """
 
-    def pack(_epoch: int, _index: int, documents: list[Tokens]) -> ItemsFuture[Row]:
-        return lambda: _pack_window(documents, row_format)
-
-    return WindowedReader(upstream, window_size, pack)
+    return WindowedReader(
+        upstream, window_size, lambda _epoch, _index, documents: lambda: _pack_window(documents, row_format)
+    )
 
 
 def _pack_window(documents: list[Tokens], row_format: RowFormat) -> list[Row]:

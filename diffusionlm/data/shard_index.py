@@ -31,7 +31,6 @@ TOKENIZER_DIRECTORY = "tokenizer"
 FORMAT_VERSION: Literal[1] = 1
 
 OFFSET_DTYPE = "<i8"
-"""Dtype of ``.idx`` files."""
 PARQUET_COLUMN = "input_ids"
 
 ShardDtype = Literal["uint16", "uint32", "int32"]
@@ -93,7 +92,6 @@ class SplitIndex(StrictModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of the text."""
         return sum(shard.text_bytes for shard in self.shards)
 
     @property

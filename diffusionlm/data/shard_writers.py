@@ -114,7 +114,6 @@ class HashedFile:
             self._file.close()
 
     def file_range(self, name: str, start: int = 0) -> FileRange:
-        """Describe the bytes that were written."""
         return FileRange(file=name, start=start, bytes=self._size, sha256=self._digest.hexdigest())
 
 

@@ -54,8 +54,6 @@ _MULTIPLIERS = tuple(map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x9
 
 @dataclass(frozen=True)
 class _ShardFile:
-    """The documents of one file."""
-
     token_ids: NDArray[Any]
     offsets: Sequence[int]
     """Start of each document in ``token_ids``, and the end of the last one."""
@@ -300,25 +298,20 @@ def _as_int_sequence(offsets: NDArray[np.int64]) -> Sequence[int]:
 
 
 def _memory_map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    # Python before 3.13 keeps the file open, and there may be thousands.
+    options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     try:
         with path.open("rb") as file:
             if path.stat().st_size == 0:  # documents without tokens; an empty file cannot be mapped
                 return np.empty(0, dtype)
-            return np.frombuffer(_map(file.fileno()), dtype)
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **options), dtype)
     except OSError as error:
         remedy = "raise the limit of open files (ulimit -n), or make the data with a larger output.shard_tokens"
         hint = f"; {remedy}" if error.errno == errno.EMFILE else ""
         raise ValueError(f"{path} cannot be read: {error.strerror}{hint}") from error
 
 
-def _map(descriptor: int) -> mmap.mmap:
-    if sys.version_info >= (3, 13):  # older versions keep the file open, and there may be thousands
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ, trackfd=False)
-    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-
-
 def _read_parquet(path: Path, shard: ShardEntry) -> _ShardFile:
-    """Read a Parquet file into memory."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -36,8 +36,6 @@ EMPTY_CELL = "."
 
 
 class TextDistribution(ABC):
-    """A distribution over texts."""
-
     @property
     @abstractmethod
     def entropy_nats(self) -> float:
@@ -100,7 +98,6 @@ class SyntheticSource:
 
 
 def open_synthetic(config: SyntheticText, split: Split) -> SyntheticSource:
-    """Open the documents of one split."""
     num_documents = config.documents_per_epoch if split == "train" else config.validation_documents
     options = config.model_dump_json(exclude={"documents_per_epoch", "validation_documents"})
     digest = hashlib.sha256(f"{options} {num_documents}".encode()).hexdigest()[:16]
@@ -109,7 +106,6 @@ def open_synthetic(config: SyntheticText, split: Split) -> SyntheticSource:
 
 
 def build_distribution(config: SyntheticText) -> TextDistribution:
-    """Build the distribution that a config section describes."""
     match config:
         case MarkovChain():
             return MarkovDistribution(config.symbols, config.length, config.stay)
@@ -230,7 +226,6 @@ def shidoku_grids() -> tuple[str, ...]:
 
 
 def _can_append_row(grid: str, row: str) -> bool:
-    """Check that a row may follow the rows of a grid."""
     columns_differ = all(digit not in grid[column::4] for column, digit in enumerate(row))
     # After an odd number of rows, the last one and this one complete two boxes.
     boxes_differ = len(grid) % 8 == 0 or not set(grid[-4:-2]) & set(row[:2])
@@ -238,7 +233,6 @@ def _can_append_row(grid: str, row: str) -> bool:
 
 
 def is_shidoku(text: str) -> bool:
-    """Check that a text is one of the 288 grids."""
     return text in shidoku_grids()
 
 

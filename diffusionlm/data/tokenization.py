@@ -63,12 +63,9 @@ class InlineTextEncoder:
 
 
 def tokenize_reader(upstream: ResumableReader[str], encoder: TextEncoder) -> WindowedReader[str, Tokens]:
-    """Tokenize the documents of a reader."""
-
-    def submit(_epoch: int, _index: int, texts: list[str]) -> ItemsFuture[Tokens]:
-        return encoder.submit(texts)
-
-    return WindowedReader(upstream, CHUNK_DOCUMENTS, submit, encoder.prefetch_depth)
+    return WindowedReader(
+        upstream, CHUNK_DOCUMENTS, lambda _epoch, _index, texts: encoder.submit(texts), encoder.prefetch_depth
+    )
 
 
 @contextlib.contextmanager

@@ -369,10 +369,10 @@ def test_too_much_parquet_is_rejected(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_too_many_open_files_are_explained(three: tuple[Path, list[Tokens]], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(shards_module, "_map", full)
+    monkeypatch.setattr(shards_module.mmap, "mmap", full)
     assert "ulimit -n" in error_of(three[0])
 
 
