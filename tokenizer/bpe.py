@@ -344,7 +344,6 @@ class Tokenizer:
     def _prepare(self) -> None:
         """Build the derived attributes, which are not pickled."""
         self._split = make_splitter(self.pattern)
-        self._ignores_merges = self.options.ignore_merges
         self._cache = _WordCache(self._encode_word)
         late = self._special.keys() & self.options.normalized_tokens
         self._early = self._build_special_tokens({text: self._special[text] for text in self._special.keys() - late})
@@ -382,7 +381,7 @@ class Tokenizer:
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
         data = word.encode()
-        if self._ignores_merges and data in self._vocab:
+        if self.options.ignore_merges and data in self._vocab:
             return (self._vocab[data],)
         byte_ids = self._byte_ids
         ids = [byte_ids[byte] for byte in data]
@@ -420,8 +419,8 @@ class Tokenizer:
         while heap:
             rank = heapq.heappop(heap)
             product = self._products[rank]
-            waiting = iter(sorted(positions.pop(rank)))
-            for i in waiting:
+            remaining = iter(sorted(positions.pop(rank)))
+            for i in remaining:
                 j = following[i]
                 # A position stays in its bucket when its pair is gone: a neighbor changed, or its own id became -1.
                 if rank_of((ids[i], ids[j])) != rank:
@@ -437,7 +436,7 @@ class Tokenizer:
                         heapq.heappush(heap, new_rank)
                     positions[new_rank].append(position)
                 if heap and heap[0] < rank:  # a merge outranks the one that creates its parts; training never does
-                    positions[rank] = list(waiting)
+                    positions[rank] = list(remaining)
                     heapq.heappush(heap, rank)
                     break
         return tuple(token_id for token_id in ids if token_id >= 0)

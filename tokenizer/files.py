@@ -3,9 +3,9 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
 
 from files.atomic import write_text_atomic
 from tokenizer.bpe import Tokenizer
@@ -30,8 +30,6 @@ HUGGINGFACE_FILE = "tokenizer.json"
 HUGGINGFACE_CONFIG_FILE = "tokenizer_config.json"
 ADDED_FILE = "added_tokens.json"
 
-_Token = TypeVar("_Token", bytes, str)
-
 _MERGES_HEADER = "#version: 0.2"
 _ROLES = ("mask_token", "eos_token", "pad_token")
 
@@ -50,10 +48,10 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
         write_text_atomic(folder / HUGGINGFACE_FILE, contents)
         write_text_atomic(folder / HUGGINGFACE_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         return
-    vocab = {bytes_to_chars(token): token_id for token, token_id in _sort_by_id(tokenizer.vocab)}
+    vocab = {bytes_to_chars(token): token_id for token, token_id in sorted(tokenizer.vocab.items(), key=itemgetter(1))}
     merges = [f"{bytes_to_chars(left)} {bytes_to_chars(right)}" for left, right in tokenizer.merges]
     own = {
-        "special_tokens": dict(_sort_by_id(tokenizer.special_tokens)),
+        "special_tokens": dict(sorted(tokenizer.special_tokens.items(), key=itemgetter(1))),
         **{role: getattr(tokenizer, role) for role in _ROLES},
         "pattern": tokenizer.pattern,
         "normalization": tokenizer.normalization,
@@ -105,11 +103,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 
 def _load_own(folder: Path) -> Tokenizer:
     special_path, vocab_path, merges_path = folder / SPECIAL_FILE, folder / VOCAB_FILE, folder / MERGES_FILE
-    own, vocab, merge_lines = (
-        read_json_object(special_path),
-        read_json_object(vocab_path),
-        _split_merges(read_text(merges_path)),
-    )
+    own, vocab = read_json_object(special_path), read_json_object(vocab_path)
+    merge_lines = _split_merges(read_text(merges_path))
     with _errors_name_file(vocab_path):
         token_ids = {read_token(token): read_id(token, token_id) for token, token_id in vocab.items()}
     with _errors_name_file(merges_path):
@@ -134,10 +129,6 @@ def _load_own(folder: Path) -> Tokenizer:
                 "edited them, remove fingerprint"
             )
     return tokenizer
-
-
-def _sort_by_id(ids: Mapping[_Token, int]) -> list[tuple[_Token, int]]:
-    return sorted(ids.items(), key=lambda item: item[1])
 
 
 def _split_merges(text: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Conversion of byte-level BPE from and to Hugging Face's tokenizer.json and tokenizer_config.json."""
 
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any, cast
 
 from tokenizer.bpe import Normalization, Tokenizer
@@ -45,7 +46,7 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
                 "normalized": text in options.normalized_tokens,
                 "special": text not in options.visible_tokens,
             }
-            for text, token_id in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
+            for text, token_id in sorted(tokenizer.special_tokens.items(), key=itemgetter(1))
         ],
         **_normalizer_and_pre_tokenizer(tokenizer.pattern, tokenizer.normalization),
         "post_processor": _bos_post_processor(tokenizer),
@@ -59,7 +60,7 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": options.ignore_merges,
-            "vocab": dict(sorted(vocab.items(), key=lambda item: item[1])),
+            "vocab": dict(sorted(vocab.items(), key=itemgetter(1))),
             "merges": [[bytes_to_chars(left), bytes_to_chars(right)] for left, right in tokenizer.merges],
         },
     }

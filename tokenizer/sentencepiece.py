@@ -79,6 +79,7 @@ class SentencePieceTokenizer(Tokenizer):
             merges=(),
             special_tokens=special,
             pattern="",
+            normalization=None,
             **{role: select_role_token(role, special, config) for role in WELL_KNOWN_TOKENS},
         )
         bos_token, adds_bos = read_bos(contents, config, special)
@@ -230,10 +231,10 @@ def _is_space_step(step: Mapping[str, Any]) -> bool:
 
 
 def _prepends_space(contents: Mapping[str, Any]) -> bool:
-    schemes = [step.get("prepend_scheme", "always") for step in _steps(contents, "pre_tokenizer")]
-    metaspaces = [step["type"] == "Metaspace" for step in _steps(contents, "pre_tokenizer")]
-    prepended = any(step["type"] == "Prepend" for step in _steps(contents, "normalizer"))
-    return prepended or any(is_one and scheme != "never" for is_one, scheme in zip(metaspaces, schemes, strict=True))
+    return any(step["type"] == "Prepend" for step in _steps(contents, "normalizer")) or any(
+        step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
+        for step in _steps(contents, "pre_tokenizer")
+    )
 
 
 def _steps(contents: Mapping[str, Any], part: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 from tokenizer.bpe import Tokenizer, surrogate_error
 from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars
-from tokenizer.patterns import Splitter, make_splitter
+from tokenizer.patterns import make_splitter
 
 _CHUNK_CHARACTERS = 1 << 20
 _MAX_VOCAB_SIZE = 0x110000
@@ -85,9 +85,8 @@ def _check_arguments(texts: Iterable[str], vocab_size: int, special_tokens: Sequ
 
 
 def _count_words_in_chunks(texts: Iterable[str], pattern: str, num_workers: int) -> Counter[str]:
-    split = make_splitter(pattern)
     if num_workers == 1:
-        return _count_words(texts, split)
+        return _count_words(texts, pattern)
     total: Counter[str] = Counter()
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
         pending: deque[Future[Counter[str]]] = deque()
@@ -95,7 +94,7 @@ def _count_words_in_chunks(texts: Iterable[str], pattern: str, num_workers: int)
             for chunk in _chunks(texts):
                 if len(pending) > 2 * num_workers:  # bounds memory when reading is faster than counting
                     total.update(pending.popleft().result())
-                pending.append(pool.submit(_count_words_by_pattern, chunk, pattern))
+                pending.append(pool.submit(_count_words, chunk, pattern))
             for future in pending:
                 total.update(future.result())
         except BrokenProcessPool:
@@ -118,12 +117,9 @@ def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
         yield chunk
 
 
-def _count_words_by_pattern(texts: list[str], pattern: str) -> Counter[str]:
-    return _count_words(texts, make_splitter(pattern))
-
-
-def _count_words(texts: Iterable[str], split: Splitter) -> Counter[str]:
+def _count_words(texts: Iterable[str], pattern: str) -> Counter[str]:
     counts: Counter[str] = Counter()
+    split = make_splitter(pattern)
     for text in texts:
         counts.update(split(text))
     return counts
@@ -151,9 +147,8 @@ def _learn_merges(
     while len(merges) < num_merges and heap:
         negative_count, pair = heapq.heappop(heap)
         count = pair_counts[pair]
-        if (
-            count != -negative_count
-        ):  # outdated: it fell after the push; a pair gains words only in the step that creates it
+        # The count fell after the push. It never rises: a pair gains words only in the step that creates it.
+        if count != -negative_count:
             if count > 0:
                 heapq.heappush(heap, (-count, pair))
             continue
@@ -207,32 +202,32 @@ def _replace_pair(
 
     The count of `pair` itself is not updated, because it never occurs again. Returns the pairs that a word gained.
     """
-    grown: set[str] = set()
+    new_pairs: set[str] = set()
     first, second = pair[0], pair[1]
     for index in indices:
         word, count = words[index], counts[index]
         start = word.find(pair)
         if start < 0:  # removed by another merge, or a repeated index
             continue
-        gained: list[str] = []
+        pairs: list[str] = []
         previous_end = 0
         while start >= 0:
             if start > 0:
                 # An adjacent occurrence before this one is the new token already.
                 before = token if start == previous_end else word[start - 1]
                 pair_counts[before + first] -= count
-                gained.append(before + token)
+                pairs.append(before + token)
             previous_end = start + 2
             if previous_end < len(word):
                 after = word[previous_end]
                 pair_counts[second + after] -= count
-                gained.append(token + after)
+                pairs.append(token + after)
             start = word.find(pair, previous_end)
-        for new_pair in gained:
+        for new_pair in pairs:
             pair_counts[new_pair] += count
             holders = where[new_pair]
             if not holders or holders[-1] != index:
                 holders.append(index)
-        grown.update(gained)
+        new_pairs.update(pairs)
         words[index] = word.replace(pair, token)
-    return grown
+    return new_pairs
