@@ -372,7 +372,7 @@ def test_too_many_open_files_are_explained(three: tuple[Path, list[Tokens]], mon
     def full(*_: object, **__: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(shards_module.mmap, "mmap", full)
+    monkeypatch.setattr("mmap.mmap", full)
     assert "ulimit -n" in error_of(three[0])
 
 
