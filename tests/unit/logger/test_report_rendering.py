@@ -275,8 +275,7 @@ def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
 def test_colours_can_be_read(theme: int) -> None:
     """Contrast as WCAG 2 counts it: 4.5 for text, 3 for curves."""
     styles = [
-        files(room).joinpath(name).read_text("utf-8")
-        for room, name in (("logger.report", "head.html"), ("logger.report", "report.html"))
+        files("logger.report").joinpath(name).read_text("utf-8") for name in ("head.html", "figures.css", "report.html")
     ]
     blocks = [re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2] for style in styles]
     found = [pair for each in range(theme + 1) for themes in blocks for pair in COLOUR.findall(themes[each])]

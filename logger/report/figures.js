@@ -1,0 +1,110 @@
+  // Shows the values of charts under the pointer. The page has them as JSON in its element `data`.
+  const charts = JSON.parse(document.getElementById("data").textContent);
+
+  function make(tag, name, text) {
+    const element = document.createElement(tag);
+    if (name) element.className = name;
+    if (text !== undefined) element.textContent = text;
+    return element;
+  }
+
+  function written(value) {
+    const size = Math.abs(value);
+    if (size >= 1e5) return Math.round(value).toLocaleString("en");
+    return String(Number(value.toPrecision(5)));
+  }
+
+  // Place of the point nearest to x; the places are in order.
+  function nearest(places, x) {
+    let low = 0, high = places.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (places[middle] < x) low = middle; else high = middle;
+    }
+    return Math.abs(places[low] - x) <= Math.abs(places[high] - x) ? low : high;
+  }
+
+  class Reader {
+    constructor(figure) {
+      this.figure = figure;
+      this.chart = charts[Number(figure.dataset.chart)];
+      this.plot = figure.querySelector(".plot");
+      this.places = [...new Set(this.chart.lines.flatMap(line => line.x))].sort((a, b) => a - b);
+      this.at = this.places.length - 1;
+      this.plot.addEventListener("pointermove", event => this.point(event));
+      this.plot.addEventListener("pointerdown", event => this.point(event));
+      this.plot.addEventListener("pointerleave", () => this.hide());
+      this.plot.addEventListener("blur", () => this.hide());
+      this.plot.addEventListener("keydown", event => this.key(event));
+      figure.addEventListener("change", () => this.hide());
+    }
+
+    point(event) {
+      const box = this.plot.getBoundingClientRect();
+      const [low, high] = this.chart.x;
+      this.show(nearest(this.places, low + (high - low) * (event.clientX - box.left) / box.width));
+    }
+
+    key(event) {
+      const far = this.places.length - 1;
+      const jump = Math.max(1, Math.round(far / 50));
+      const next = {
+        ArrowLeft: this.at - (event.shiftKey ? jump : 1), ArrowRight: this.at + (event.shiftKey ? jump : 1), Home: 0, End: far,
+      }[event.key];
+      if (event.key === "Escape") this.hide();
+      if (next === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
+      event.preventDefault();
+      this.show(Math.min(far, Math.max(0, next)));
+    }
+
+    get scale() {
+      const log = this.figure.querySelector(".to-log");
+      return log && log.checked ? "log" : "linear";
+    }
+
+    height(value) {
+      const [low, high] = this.chart.scales[this.scale];
+      const share = this.scale === "log" ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
+      return Math.min(1, Math.max(0, share));
+    }
+
+    show(at) {
+      this.hide();
+      this.at = at;
+      const x = this.places[at], [low, high] = this.chart.x;
+      const share = (x - low) / (high - low);
+      const smooth = this.figure.querySelector(".to-smooth");
+      this.cursor = make("div", "cursor");
+      this.cursor.style.left = 100 * share + "%";
+      this.readout = make("div", "readout");
+      this.readout.setAttribute("role", "status");
+      const where = this.chart.share ? Math.round(100 * x) + "% masked" : this.chart.xName + " " + x.toLocaleString("en");
+      this.readout.append(make("b", "", where));
+      for (const line of this.chart.lines) {
+        const place = nearest(line.x, x);
+        // A line that is not here says nothing: its nearest point is further away than a hundredth of the chart.
+        if (line.y[place] === null || Math.abs(line.x[place] - x) > (high - low) / 100) continue;
+        const soft = smooth && smooth.checked && line.smooth;
+        const value = soft ? line.smooth[place] : line.y[place];
+        const row = make("div");
+        row.append(make("i", "c" + line.color), (this.chart.lines.length > 1 ? line.name + " " : ""), make("b", "", written(value)));
+        if (line.error && line.error[place] !== null) row.append(" \u00b1 " + Number(line.error[place].toPrecision(2)));
+        if (soft) row.append(" (raw " + written(line.y[place]) + ")");
+        this.readout.append(row);
+        const dot = make("i", "c" + line.color);
+        dot.style.bottom = 100 * this.height(value) + "%";
+        this.cursor.append(dot);
+      }
+      this.plot.append(this.cursor, this.readout);
+      const width = this.plot.clientWidth, own = this.readout.offsetWidth, across = share * width;
+      const left = across + 10 + own <= width ? across + 10 : across - 10 - own;
+      this.readout.style.left = Math.max(0, Math.min(left, width - own)) + "px";
+    }
+
+    hide() {
+      if (this.cursor) { this.cursor.remove(); this.readout.remove(); }
+      this.cursor = this.readout = null;
+    }
+  }
+
+  document.querySelectorAll("[data-chart]").forEach(figure => new Reader(figure));
