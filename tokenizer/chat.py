@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from tokenizer.bpe import Tokenizer
+from tokenizer.chat_process import run_template
 from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
 
 Message = Mapping[str, Any]
@@ -28,8 +29,9 @@ def render_chat(
 ) -> str:
     """Render a chat to text.
 
-    The template runs in a sandbox with the helper functions of transformers. In the text, special tokens that a
-    message contains look like those of the template; only `encode_chat` distinguishes them.
+    The template runs in a sandbox with the helper functions of transformers, in a process of its own with limits of
+    memory and CPU time (`tokenizer.chat_process`). In the text, special tokens that a message contains look like those
+    of the template; only `encode_chat` distinguishes them.
 
     Args:
         template: a `ChatTemplate`, a name in `CHAT_TEMPLATES`, or Jinja.
@@ -39,8 +41,8 @@ def render_chat(
         variables: other variables of the template, such as `enable_thinking`.
 
     Raises:
-        ValueError: the messages are malformed, or the template is invalid, calls `raise_exception` or does something
-            that the sandbox forbids.
+        ValueError: the messages are malformed, or the template is invalid, calls `raise_exception`, does something
+            that the sandbox forbids, or exceeds a limit.
     """
     data = _template_variables(messages, add_generation_prompt, tools, variables)
     return _render(_resolve_template(template), data, datetime.now())
@@ -106,8 +108,6 @@ def _resolve_template(template: ChatTemplate | str) -> ChatTemplate:
 
 
 def _render(template: ChatTemplate, data: Mapping[str, Any], now: datetime) -> str:
-    from tokenizer.chat_sandbox import run_template  # loads jinja2
-
     return run_template(template.source, {**template.tokens, **data}, now)
 
 

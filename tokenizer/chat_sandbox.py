@@ -1,9 +1,22 @@
-"""Run the Jinja source of a chat template, which is untrusted, in a sandbox."""
+"""A program that renders chat templates, which are untrusted, with limits of memory, CPU time and output.
+
+`tokenizer.chat_process` starts it. It reads requests and writes replies, each one JSON object on one line of UTF-8:
+``{"source": Jinja, "variables": {...}, "now": time}`` is answered by ``{"text": ...}`` or ``{"error": ...}``, or by the
+end of the process if the template exceeds the memory or the CPU time.
+
+The limits are those of the operating system, and therefore complete: they hold for whatever a template calls, for the
+constants that Jinja computes while it compiles, and for the text of an error. Bounds on single operations would have to
+cover every filter, method, operator and comparison of Jinja and Python, and a comparison of nested lists alone can take
+forever.
+"""
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import resource
+import signal
+import sys
+from collections.abc import Mapping
 from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
@@ -14,27 +27,71 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_CHARACTERS = 1 << 26
-"""Maximum length of the output of a template, and of a value that multiplication creates."""
+MAX_CHARACTERS = 1 << 24
+"""Maximum length of the text that a template writes."""
 
-MAX_RANGE_ITEMS = 100_000
-"""Maximum number of items of all `range` calls of one rendering together."""
-
-_LARGEST_EXPONENT = 64
+MAX_ERROR_CHARACTERS = 1000
+"""Longer errors are cut."""
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox of Jinja, which here also limits the size of products and powers."""
+def main() -> None:
+    """Answer the requests on standard input. Arguments: the address space in bytes, and the CPU seconds per request."""
+    memory_bytes, cpu_seconds = int(sys.argv[1]), float(sys.argv[2])
+    # The signal at the end of the CPU time ends the process, also within a single operation.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    if sys.platform != "darwin":  # macOS refuses to limit the address space
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        limit = memory_bytes if hard_limit == resource.RLIM_INFINITY else min(memory_bytes, hard_limit)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        _answer_requests(cpu_seconds)
+    except MemoryError:
+        os._exit(os.EX_OSERR)  # `tokenizer.chat_process` tells the reason
+    except BrokenPipeError:
+        os._exit(0)  # the other process ended
 
-    intercepted_binops = frozenset({"*", "**"})
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and (abs(left) > MAX_CHARACTERS or abs(right) > _LARGEST_EXPONENT):
-            raise SecurityError(f"{left} ** {right} is too large")
-        for value, times in ((left, right), (right, left)):
-            if operator == "*" and isinstance(value, str | list | tuple) and len(value) * times > MAX_CHARACTERS:
-                raise SecurityError(f"a value of length {len(value)} times {times} is too long")
-        return super().call_binop(context, operator, left, right)
+def _answer_requests(cpu_seconds: float) -> None:
+    source, template = None, None
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        request = json.loads(line.decode("utf-8", "surrogatepass"))
+        try:
+            if template is None or request["source"] != source:
+                source = template = None  # frees the memory of the previous template
+                template = _compile_template(request["source"])
+                source = request["source"]
+            reply = {"text": _render(template, request["variables"], datetime.fromisoformat(request["now"]))}
+        except MemoryError:
+            raise
+        except TemplateError as error:
+            number = getattr(error, "lineno", None)
+            reply = {"error": _shorten(str(error.message)) + ("" if number is None else f" (line {number})")}
+        except Exception as error:  # a template is a program, which may raise anything
+            reply = {"error": _shorten(f"{type(error).__name__}: {error}") + "; do the messages match it?"}
+        data = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(data + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _render(template: Template, variables: Mapping[str, Any], now: datetime) -> str:
+    pieces: list[str] = []
+    size = 0
+    for piece in template.generate({"strftime_now": now.strftime, **variables}):
+        size += len(piece)
+        if size > MAX_CHARACTERS:
+            raise SecurityError(f"it writes more than {MAX_CHARACTERS:,} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _shorten(message: str) -> str:
+    """One line without control characters, of limited length."""
+    words = " ".join(message[: MAX_ERROR_CHARACTERS + 1].split())
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
+    return line if len(message) <= MAX_ERROR_CHARACTERS else f"{line[:MAX_ERROR_CHARACTERS]}..."
 
 
 class _GenerationTag(Extension):
@@ -69,35 +126,10 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace may not have the attribute {name!r}")
 
 
-def run_template(source: str, variables: Mapping[str, Any], now: datetime) -> str:
-    """Render a template; `now` is the time that `strftime_now` formats.
-
-    Raises:
-        ValueError: it is invalid, raises an exception, does something forbidden, or exceeds a limit.
-    """
-    pieces: list[str] = []
-    size = 0
-    try:
-        template = _compile_template(source)
-        helpers = {"strftime_now": now.strftime, "range": _bounded_range()}
-        for piece in template.generate({**helpers, **variables}):
-            size += len(piece)
-            if size > MAX_CHARACTERS:
-                raise SecurityError(f"it writes more than {MAX_CHARACTERS:,} characters")
-            pieces.append(piece)
-    except TemplateError as error:
-        line = getattr(error, "lineno", None)
-        location = "" if line is None else f" (line {line})"
-        raise ValueError(f"the chat template cannot be applied: {error.message}{location}") from None
-    except Exception as error:  # a template is a program, which may raise anything
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"the chat template cannot be applied: {reason}; do the messages match it?") from None
-    return "".join(pieces)
-
-
-@lru_cache(maxsize=16)
 def _compile_template(source: str) -> Template:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals.pop("lipsum")
     environment.globals |= {"raise_exception": _raise_exception, "dict": _make_dict, "namespace": _Namespace}
@@ -119,15 +151,5 @@ def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
     return dict(*args, **items)
 
 
-def _bounded_range() -> Callable[..., range]:
-    remaining = MAX_RANGE_ITEMS
-
-    def bounded(*args: int) -> range:
-        nonlocal remaining
-        numbers = range(*args)
-        remaining -= len(numbers)
-        if remaining < 0:
-            raise SecurityError(f"its ranges have more than {MAX_RANGE_ITEMS:,} items together")
-        return numbers
-
-    return bounded
+if __name__ == "__main__":
+    main()
