@@ -110,10 +110,8 @@ def test_two_ranks_match_a_single_process(
     check_equal(two, one, 2e-5)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param("ddp", marks=pytest.mark.slow), pytest.param("ddp, sharded", marks=pytest.mark.slow), "fsdp"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp, sharded", "fsdp"])
 def test_two_ranks_train_in_bfloat16(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
     """With validation, samples and averages in between."""
     sections: dict[str, Any] = {
@@ -167,6 +165,7 @@ def test_nonfinite_step_of_one_rank_is_skipped_by_all_ranks(
     assert state["progress"]["skipped"] == 1
 
 
+@pytest.mark.slow
 def test_dead_rank_ends_the_run_and_resume_is_exact(config: TrainConfig, tmp_path: Path) -> None:
     whole = in_directory(config, tmp_path / "whole", optimizer=ADAMW, parallel=DDP)
     train_on(whole, tmp_path)

@@ -154,7 +154,10 @@ def test_micro_batches_give_the_same_loss_and_gradients(
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in ("next token", "masked") else []) for name in OBJECTIVES],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("stages", "next token", "masked") else [])
+        for name in OBJECTIVES
+    ],
 )
 def test_a_run_resumes_bit_for_bit(
     name: str, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ def test_failure_is_recorded_and_in_the_report(config: TrainConfig, monkeypatch:
     assert 'class="state failed"' in page and "the disk is &lt;full&gt;" in page
 
 
+@pytest.mark.slow
 def test_extended_run_has_no_results_until_it_ends_again(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(config).summary is not None
     longer = config.model_copy(

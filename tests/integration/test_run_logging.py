@@ -79,6 +79,7 @@ def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pyte
         assert ("activation_norms/layers.0" in values) is has_norms
 
 
+@pytest.mark.slow
 def test_norm_interval_is_independent_and_does_not_change_training(config: TrainConfig, tmp_path: Path) -> None:
     plain = logging(config, tmp_path / "plain", every_steps=4)
     watched = logging(config, tmp_path / "watched", every_steps=4, norms_every_steps=3)

@@ -73,7 +73,8 @@ def evaluated(model: Transformer, block_length: int) -> NelboReport:
     return nelbo(model, uniform_rows(512, 10**6), block_length=block_length, num_mc_samples=2)
 
 
-@pytest.mark.parametrize("alignment", ["same_position", pytest.param("shifted", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
 def test_right_mask_stays_above_the_entropy(tiny_model: MakeModel, alignment: str) -> None:
     report = evaluated(trained(tiny_model, 100, BLOCK, alignment), BLOCK)
     entropy, error = math.log(V), 3 * report.standard_error

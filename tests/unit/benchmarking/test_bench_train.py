@@ -150,6 +150,7 @@ def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.
     assert find_skipped_peers(BenchTrainSection(peers=("transformers",)), "cpu") == {}
 
 
+@pytest.mark.slow
 def test_memory_by_part() -> None:
     case = make_case(make_shape())
     memory = measure_memory_in_process(case, OURS)
@@ -173,6 +174,7 @@ def fake_memory(case: TrainCase, name: str) -> dict[str, int]:
     return {part: (index + (10 if name == OURS else 20)) << 20 for index, part in enumerate(MEMORY_PARTS)}
 
 
+@pytest.mark.slow
 def test_without_peers_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

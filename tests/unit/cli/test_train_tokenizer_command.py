@@ -101,6 +101,7 @@ def test_the_next_command_is_valid(texts: Path, tmp_path: Path, capsys: pytest.C
     assert config.run.directory == tmp_path / "my tokenizer-run"
 
 
+@pytest.mark.slow
 def test_the_shipped_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(TrainTokenizerConfig, RESOURCE)
     assert config.source == PythonStdlib()

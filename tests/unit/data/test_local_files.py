@@ -479,7 +479,8 @@ def test_files_are_not_held_in_memory(ending: str, tmp_path: Path, peak: Callabl
     assert peak() - before < 6_000_000, "of 12 MB"
 
 
-@pytest.mark.parametrize("ending", [pytest.param("", marks=pytest.mark.slow), ".gz"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["", ".gz"])
 def test_a_row_of_40_megabytes(ending: str, tmp_path: Path, drain: Drain) -> None:
     text = "é" * 20_000_000
     path = tmp_path / f"a.jsonl{ending}"

@@ -93,7 +93,7 @@ def test_keys_matter() -> None:
     assert other not in orders
 
 
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_all_orders_are_equally_likely(n: int) -> None:
     draws = 4_000
     counts = Counter(tuple(order(n, seed, 0)) for seed in range(draws))
