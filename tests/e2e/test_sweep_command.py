@@ -8,41 +8,18 @@ from pathlib import Path
 import pytest
 
 from cli.sweep import main
-
-BASE = """
-[run]
-directory = "x"
-threads = 1
-[model]
-hidden_size = 16
-num_hidden_layers = 1
-num_attention_heads = 1
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 16
-max_position_embeddings = 32
-[tokenizer]
-vocab_size = 300
-[data]
-source = "python-stdlib"
-[training]
-batch_size = 4
-max_steps = 4
-[validation]
-rows = 4
-final_rows = 4
-num_mc_samples = 1
-ngrams = false
-[samples]
-every_steps = 4
-infills = ["a [MASK:1]"]
-"""
+from tests.tiny_run import write_train_config
 
 
 @pytest.mark.slow  # four processes that load torch
 def test_training_and_inference_are_swept(tmp_path: Path) -> None:
-    base = tmp_path / "base.toml"
-    base.write_text(BASE)
+    base = write_train_config(
+        tmp_path,
+        "base",
+        training={"max_steps": 4},
+        validation={"every_steps": 1_000, "rows": 4, "final_rows": 4, "num_mc_samples": 1},
+        samples={"every_steps": 4, "infills": ["a [MASK:1]"]},
+    )
     directory = tmp_path / "train"
     assert main(["--config", str(base), "--set", "run.seed=0,1", "--directory", str(directory)]) == 0
     best, other = (json.loads(line) for line in (directory / "sweep.jsonl").read_text().splitlines())

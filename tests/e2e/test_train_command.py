@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cli.train import main
+from tests.tiny_run import write_code_config
 
 ROOT = Path(__file__).parents[2]
 STEPS = 80  # far beyond the interrupts, so that a slow watcher still comes in time
@@ -45,60 +46,12 @@ def run_here(*args: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny run over a compressed and a plain file of JSON lines, with packing and both shuffles on."""
-    import gzip
-
-    folder = tmp_path_factory.mktemp("train")
-    lines = [json.dumps({"text": f"def f{i}(x):\n    return x + {i} * {i % 7}\n" * (1 + i % 5)}) for i in range(120)]
-    (folder / "a.jsonl").write_text("\n".join(lines[:70]) + "\n", encoding="utf-8")
-    with gzip.open(folder / "b.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.write("\n".join(lines[70:]) + "\n")
-    path = folder / "train.toml"
-    path.write_text(
-        f"""
-[run]
-directory = "{folder / "run"}"
-device = "cpu"
-threads = 1
-[model]
-hidden_size = 32
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 48
-max_position_embeddings = 32
-[tokenizer]
-vocab_size = 300
-[data]
-document_shuffle_window = 16
-row_shuffle_window = 24
-[data.source]
-kind = "files"
-paths = ["{folder}/*.jsonl*"]
-validation_fraction = 0.2
-[training]
-batch_size = 6
-micro_batch_size = 3
-max_steps = {STEPS}
-precision = "float32"
-ema_decay = 0.9
-[validation]
-every_steps = 50
-rows = 8
-final_rows = 16
-num_mc_samples = 2
-[samples]
-every_steps = 60
-infills = ["def f1(x):\\n    return [MASK:2]\\n"]
-[checkpoint]
-every_steps = 9
-[logging]
-every_steps = 1
-""",
-        encoding="utf-8",
+    return write_code_config(
+        tmp_path_factory.mktemp("train"),
+        training={"batch_size": 6, "micro_batch_size": 3, "max_steps": STEPS, "ema_decay": 0.9},
+        validation={"every_steps": 50, "rows": 8, "final_rows": 16, "num_mc_samples": 2, "ngrams": True},
+        samples={"every_steps": 60, "infills": ["def f1(x):\n    return [MASK:2]\n"]},
     )
-    return path
 
 
 @pytest.fixture(scope="module")

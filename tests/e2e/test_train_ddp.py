@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_run import write_code_config
+
 ROOT = Path(__file__).parents[2]
 STEPS = 120
 """Enough that a run is still going when a signal reaches it late, on a loaded machine."""
@@ -21,53 +23,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny run over a file of JSON lines; AdamW, whose update does not care how it is shared out."""
-    folder = tmp_path_factory.mktemp("ranks")
-    lines = [json.dumps({"text": f"def f{i}(x):\n    return x + {i} * {i % 7}\n" * (1 + i % 5)}) for i in range(120)]
-    (folder / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    path = folder / "train.toml"
-    path.write_text(
-        f"""
-[run]
-directory = "{folder / "run"}"
-device = "cpu"
-threads = 1
-[model]
-hidden_size = 32
-num_hidden_layers = 2
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 48
-max_position_embeddings = 32
-[tokenizer]
-vocab_size = 300
-[data.source]
-kind = "files"
-paths = ["{folder}/*.jsonl"]
-validation_fraction = 0.2
-[training]
-batch_size = 8
-micro_batch_size = 2
-max_steps = {STEPS}
-precision = "float32"
-[optimizer]
-kind = "adamw"
-[validation]
-every_steps = 0
-final_rows = 16
-num_mc_samples = 2
-ngrams = false
-[samples]
-every_steps = 0
-[checkpoint]
-every_steps = 9
-[logging]
-every_steps = 1
-""",
-        encoding="utf-8",
+    """A tiny run with AdamW, whose update does not depend on the sharding of the optimizer state."""
+    return write_code_config(
+        tmp_path_factory.mktemp("ranks"),
+        training={"batch_size": 8, "micro_batch_size": 2, "max_steps": STEPS},
+        optimizer={"kind": "adamw"},
+        validation={"final_rows": 16, "num_mc_samples": 2},
+        samples={"every_steps": 0},
     )
-    return path
 
 
 def start(module: str, config: Path, directory: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -19,18 +19,9 @@ from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.signals import StopRequest
 from logger import LoggerGroup
 from logger.run_logger import Metrics
+from tests.tiny_run import build_changed_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def built(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> Run:
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["run"] |= {"directory": directory}
-    for name, changes in sections.items():
-        values[name] = values.get(name, {}) | changes
-    built_config = TrainConfig.model_validate(values)
-    with open_run_directory(built_config) as opened:
-        return build_run(built_config, opened)
 
 
 class Events(LoggerGroup):
@@ -61,11 +52,11 @@ def train_without_sync(run: Run) -> Events:
 
 def test_numbers_that_are_read_late_are_the_same(config: TrainConfig, tmp_path: Path) -> None:
     often = {"checkpoint": {"every_steps": 100}}
-    plain = built(config, tmp_path / "plain", **often)
+    plain = build_changed_run(config, tmp_path / "plain", **often)
     expected = Events()
     with StopRequest() as stop:
         train_remaining_steps(plain, expected, stop)
-    run = built(config, tmp_path / "late", logging={"every_steps": 3}, **often)
+    run = build_changed_run(config, tmp_path / "late", logging={"every_steps": 3}, **often)
     logger = train_without_sync(run)
     assert list(logger.losses) == [3, 6, 8]
     assert logger.losses == {step: expected.losses[step] for step in (3, 6, 8)}
@@ -75,7 +66,7 @@ def test_numbers_that_are_read_late_are_the_same(config: TrainConfig, tmp_path: 
 def test_delayed_skip_events_have_their_step_numbers(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = built(config, tmp_path / "late", logging={"every_steps": 4}, checkpoint={"every_steps": 100})
+    run = build_changed_run(config, tmp_path / "late", logging={"every_steps": 4}, checkpoint={"every_steps": 100})
     original, steps = type(run.settings.objective).build_loss_inputs, []
 
     def build_loss_inputs(self: Any, noised_batch: NoisedBatch, denominator: float) -> Any:

@@ -14,6 +14,7 @@ from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.training.loop import train
 from tests.operate.chromium import PATIENCE, Page, Picture, chromium
+from tests.tiny_run import write_train_config
 
 pytestmark = pytest.mark.operate
 
@@ -22,53 +23,21 @@ PHONE, DESK = (390, 844), (1280, 900)
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """What a tiny run left, and that of it and another one, of another tokenizer, side by side."""
+    """The report of a tiny run, and one that compares it with a run of another tokenizer."""
     folder = tmp_path_factory.mktemp("runs")
-    text = "\n\n".join(f"the cat {i} sat on the mat {i * i}" for i in range(300))
-    (folder / "a.txt").write_text(text, encoding="utf-8")
     for name, vocab_size in (("one", 280), ("two", 300)):
-        (folder / f"{name}.toml").write_text(
-            f"""
-[run]
-directory = "{folder / name}"
-device = "cpu"
-threads = 1
-[model]
-hidden_size = 16
-num_hidden_layers = 1
-num_attention_heads = 1
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 16
-max_position_embeddings = 16
-[tokenizer]
-vocab_size = {vocab_size}
-[data.source]
-kind = "files"
-paths = ["{folder / "a.txt"}"]
-sample_by = "paragraph"
-validation_fraction = 0.2
-[training]
-batch_size = 4
-max_steps = 40
-precision = "float32"
-[validation]
-every_steps = 10
-rows = 8
-final_rows = 8
-[samples]
-every_steps = 10
-infills = ["the cat[MASK:2] on the mat"]
-[checkpoint]
-every_steps = 1000
-[logging]
-every_steps = 1
-norms_every_steps = 10
-progress = "none"
-""",
-            encoding="utf-8",
+        path = write_train_config(
+            folder,
+            name,
+            run={"directory": str(folder / name)},
+            tokenizer={"vocab_size": vocab_size},
+            training={"max_steps": 40},
+            validation={"every_steps": 10, "rows": 8, "ngrams": True},
+            samples={"every_steps": 10, "infills": ["the cat[MASK:2] on the mat"]},
+            checkpoint={"every_steps": 1000},
+            logging={"norms_every_steps": 10, "progress": "none"},
         )
-        train(load_config(TrainConfig, folder / f"{name}.toml"))
+        train(load_config(TrainConfig, path))
     main([str(folder / "one"), str(folder / "two"), "--output", str(folder / "both.html")])
     return folder / "one" / "report.html", folder / "both.html"
 

@@ -17,13 +17,12 @@ from config.train import TrainConfig
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.training.block_wrapping import should_compile_blocks
-from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.reporting import describe_memory
-from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.step import DeviceStepMetrics
 from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
+from tests.tiny_run import build_changed_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -77,19 +76,9 @@ def test_numbers_are_read_in_order() -> None:
     assert queue.pop_all() == []
 
 
-def built(config: TrainConfig, directory: Path, **sections: dict[str, Any]) -> Run:
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["run"] |= {"directory": directory}
-    for name, changes in sections.items():
-        values[name] = values.get(name, {}) | changes
-    built_config = TrainConfig.model_validate(values)
-    with open_run_directory(built_config) as opened:
-        return build_run(built_config, opened)
-
-
 def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_path: Path) -> None:
-    plain = built(config, tmp_path / "plain").loader
-    ahead = Prefetcher(built(config, tmp_path / "ahead").loader, CPU)
+    plain = build_changed_run(config, tmp_path / "plain").loader
+    ahead = Prefetcher(build_changed_run(config, tmp_path / "ahead").loader, CPU)
     for step in range(3):
         expected, draws = plain.next_step(step), ahead.next_step(step)
         state = copy.deepcopy(ahead.state_dict())
@@ -98,7 +87,7 @@ def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_pat
         assert torch.equal(expected[0].inputs_BS, draws[0].inputs_BS)
         assert ahead.state_dict() == state == plain.state_dict()
         assert ahead.metrics().epoch == plain.metrics().epoch
-    again = Prefetcher(built(config, tmp_path / "again").loader, CPU)
+    again = Prefetcher(build_changed_run(config, tmp_path / "again").loader, CPU)
     again.load_state_dict(ahead.state_dict())
     assert torch.equal(again.next_step(3)[0].inputs_BS, plain.next_step(3)[0].inputs_BS)
 
@@ -142,7 +131,7 @@ def test_conflicting_activation_checkpointing_options_are_rejected() -> None:
 
 
 def test_memory_is_reported_by_component(config: TrainConfig, tmp_path: Path) -> None:
-    run = built(config, tmp_path / "run", optimizer={"kind": "adamw"})
+    run = build_changed_run(config, tmp_path / "run", optimizer={"kind": "adamw"})
     give_gradients(run.state.model, 0.5)
     run.state.optimizers.step(1.0)
     size = sum(parameter.numel() for parameter in run.state.model.parameters())

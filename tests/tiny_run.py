@@ -1,0 +1,96 @@
+"""Config files of tiny training runs, and the runs built from them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from config.train import TrainConfig
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
+from diffusionlm.training.run import Run, build_run
+
+MODEL: dict[str, int] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+}
+
+REQUIRED_SECTIONS = tomli_w.dumps(
+    {
+        "run": {"directory": "unused"},
+        "model": MODEL,
+        "data": {"source": "python-stdlib"},
+        "training": {"batch_size": 4, "max_steps": 10},
+    }
+)
+"""TOML of a train config with the required keys only; nothing is trained by it."""
+
+
+def write_train_config(folder: Path, name: str = "train", **changes: dict[str, Any]) -> Path:
+    """Write `<name>.toml`: eight steps of masked diffusion over short paragraphs, packed into rows of 16.
+
+    `changes` add keys to the sections of these names, or replace their values.
+    """
+    paragraphs = [f"the cat {i} sat on the mat {i * i}" for i in range(300)]
+    (folder / "a.txt").write_text("\n\n".join(paragraphs), encoding="utf-8")
+    source = {
+        "kind": "files",
+        "paths": [str(folder / "a.txt")],
+        "sample_by": "paragraph",
+        "validation_fraction": 0.2,
+    }
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(folder / "run"), "device": "cpu", "threads": 1},
+        "model": {**MODEL},
+        "tokenizer": {"vocab_size": 280},
+        "data": {"source": source},
+        "training": {"batch_size": 4, "max_steps": 8, "precision": "float32"},
+        "validation": {"every_steps": 0, "final_rows": 8, "ngrams": False},
+        "checkpoint": {"every_steps": 2},
+        "logging": {"every_steps": 1, "progress": "lines"},
+    }
+    for section, values in changes.items():
+        sections[section] = sections.get(section, {}) | values
+    path = folder / f"{name}.toml"
+    path.write_text(tomli_w.dumps(sections), encoding="utf-8")
+    return path
+
+
+def write_code_config(folder: Path, **changes: dict[str, Any]) -> Path:
+    """Write `train.toml`: two layers, over a plain and a compressed file of JSON lines, with both shuffles on."""
+    lines = [json.dumps({"text": f"def f{i}(x):\n    return x + {i} * {i % 7}\n" * (1 + i % 5)}) for i in range(120)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:70]) + "\n", encoding="utf-8")
+    with gzip.open(folder / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join(lines[70:]) + "\n")
+    model = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 32,
+    }
+    source = {"kind": "files", "paths": [f"{folder}/*.jsonl*"], "validation_fraction": 0.2}
+    data = {"document_shuffle_window": 16, "row_shuffle_window": 24, "source": source}
+    checkpoint = {"every_steps": 9}
+    return write_train_config(
+        folder, **{"model": model, "tokenizer": {"vocab_size": 300}, "data": data, "checkpoint": checkpoint, **changes}
+    )
+
+
+def build_changed_run(config: TrainConfig, directory: Path, **changes: dict[str, Any]) -> Run:
+    """Build the run of this config in another directory; `changes` replace values of the sections of these names."""
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    values["run"] |= {"directory": directory}
+    for section, section_changes in changes.items():
+        values[section] = values.get(section, {}) | section_changes
+    changed = TrainConfig.model_validate(values)
+    with open_run_directory(changed) as run_directory:
+        return build_run(changed, run_directory)
