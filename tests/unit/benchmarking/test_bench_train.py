@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,35 +21,16 @@ from benchmarking.bench_train import (
     measure_memory_in_process,
 )
 from benchmarking.implementations.training import OURS, TrainCase
-from config.benchmark import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection, Precision
+from config.benchmark import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from diffusionlm.models.transformer import Transformer
 from profiling.torch_setup import select_device
+from tests.unit.benchmarking.train_cases import make_case, make_shape
 
 RESOURCES = Path(__file__).parents[3] / "config" / "resources"
 RESOURCE = RESOURCES / "bench_train.toml"
 GPU_RESOURCE = RESOURCES / "bench_train_gpu.toml"
-
-
-def make_shape(**changes: Any) -> BenchShape:
-    values: dict[str, Any] = {
-        "name": "tiny",
-        "vocab_size": 64,
-        "batch_size": 4,
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 48,
-        "max_position_embeddings": 32,
-    }
-    return BenchShape(**(values | changes))
-
-
-def make_case(shape: BenchShape, precision: Precision = "float32") -> TrainCase:
-    return TrainCase(shape, precision, device="cpu", threads=1, seed=0)
 
 
 def test_the_shipped_config_is_what_the_docs_say() -> None:
@@ -152,7 +132,7 @@ def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_memory_by_part() -> None:
-    case = make_case(make_shape())
+    case = make_case()
     memory = measure_memory_in_process(case, OURS)
     parameters = sum(parameter.numel() for parameter in Transformer(case.shape.to_model_config()).parameters())
     tensors = len(list(Transformer(case.shape.to_model_config()).parameters()))
@@ -164,7 +144,7 @@ def test_memory_by_part() -> None:
 
 @pytest.mark.slow
 def test_memory_is_measured_in_a_fresh_process() -> None:
-    case = make_case(make_shape(vocab_size=4096, hidden_size=128))
+    case = make_case(shape=make_shape(vocab_size=4096, hidden_size=128))
     memory = measure_memory(case, OURS)
     assert memory["peak"] > memory["weights"] + memory["gradients"] + memory["optimizer"]
     assert memory["activations"] > 0
@@ -207,7 +187,7 @@ def test_without_peers_end_to_end(
     assert [record["objective"]["kind"] for record in records[::2]] == list(config.bench.objectives)
     assert all(len(record["seconds"]) == 2 and min(record["seconds"]) > 0 for record in records)
     for ours, products in zip(records[::2], records[1::2], strict=True):
-        assert ours["bytes"] == fake_memory(make_case(make_shape()), OURS)
+        assert ours["bytes"] == fake_memory(make_case(), OURS)
         # Computed are the products that shape and noise require, and masked pairs of attention in so short a sequence.
         assert ours["flops"] <= 1.01 * products["flops"] < 2 * ours["flops"]
 

@@ -16,39 +16,18 @@ from benchmarking.bench_train import BUILDERS
 from benchmarking.implementations import training as module
 from benchmarking.implementations.peers import IGNORE_INDEX, build_noise, build_transformers
 from benchmarking.implementations.training import OURS, TrainCase, TrainImplementation, build_ours
-from config.benchmark import BenchShape, Precision
+from config.benchmark import Precision
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
 from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState, train_step
+from tests.unit.benchmarking.train_cases import make_case, make_shape
 
 OBJECTIVES: tuple[ObjectiveConfig, ...] = (
     MaskedDiffusionConfig(),
     BlockDiffusionConfig(block_length=8),
     NextTokenConfig(),
 )
-
-
-def make_shape(**changes: Any) -> BenchShape:
-    values: dict[str, Any] = {
-        "name": "tiny",
-        "vocab_size": 64,
-        "batch_size": 4,
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 48,
-        "max_position_embeddings": 32,
-    }
-    return BenchShape(**(values | changes))
-
-
-def make_case(
-    precision: Precision = "float32", objective: ObjectiveConfig | None = None, shape: BenchShape | None = None
-) -> TrainCase:
-    return TrainCase(shape or make_shape(), precision, "cpu", 1, 0, objective or MaskedDiffusionConfig())
 
 
 def same_weights(case: TrainCase) -> tuple[TrainImplementation, TrainImplementation]:
