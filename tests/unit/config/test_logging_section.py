@@ -10,26 +10,7 @@ import pytest
 from config.load import ConfigError, load_config
 from config.logging import LoggingConfig, WandbConfig
 from config.train import KEY_HINTS, TrainConfig
-
-REST = """
-[run]
-directory = "unused"
-[model]
-hidden_size = 16
-num_hidden_layers = 1
-num_attention_heads = 1
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 16
-max_position_embeddings = 16
-[data.source]
-kind = "files"
-paths = ["a.txt"]
-[training]
-batch_size = 4
-max_steps = 8
-"""
-
+from tests.tiny_run import REQUIRED_SECTIONS
 
 Load = Callable[[str], LoggingConfig]
 
@@ -38,7 +19,7 @@ Load = Callable[[str], LoggingConfig]
 def load(tmp_path: Path) -> Load:
     def load(text: str) -> LoggingConfig:
         path = tmp_path / "train.toml"
-        path.write_text(REST + text, encoding="utf-8")
+        path.write_text(REQUIRED_SECTIONS + text, encoding="utf-8")
         return load_config(TrainConfig, path, key_hints=KEY_HINTS).logging
 
     return load

@@ -23,24 +23,9 @@ from config.objective import (
     SigmoidScheduleConfig,
 )
 from config.train import TrainConfig
+from tests.tiny_run import REQUIRED_SECTIONS
 
-RUN = """
-[run]
-directory = "runs/x"
-[model]
-hidden_size = 8
-num_hidden_layers = 1
-num_attention_heads = 1
-num_key_value_heads = 1
-head_dim = 8
-intermediate_size = 8
-max_position_embeddings = 128
-[data]
-source = "python-stdlib"
-[training]
-batch_size = 1
-max_steps = 10
-"""
+LONG_ROWS = REQUIRED_SECTIONS.replace("max_position_embeddings = 16", "max_position_embeddings = 128")
 
 
 class Config(Section):
@@ -209,7 +194,7 @@ SHIFTED = "model.logit_alignment=shifted"
     ],
 )
 def test_objective_and_model_go_together(overrides: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "train.toml").write_text(RUN, encoding="utf-8")
+    (tmp_path / "train.toml").write_text(LONG_ROWS, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_config(TrainConfig, tmp_path / "train.toml", overrides)
     assert message in str(caught.value)
@@ -235,7 +220,7 @@ def test_objective_and_model_go_together(overrides: list[str], message: str, tmp
 def test_block_lengths_of_an_objective(
     overrides: list[str], lengths: tuple[int | None, ...], final: int | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "train.toml").write_text(RUN, encoding="utf-8")
+    (tmp_path / "train.toml").write_text(LONG_ROWS, encoding="utf-8")
     config = load_config(TrainConfig, tmp_path / "train.toml", overrides)
     assert (config.objective.block_lengths, config.objective.final_block_length) == (lengths, final)
     (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")

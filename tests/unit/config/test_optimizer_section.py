@@ -18,29 +18,12 @@ from config.optimizer import (
     MuonGroup,
 )
 from config.train import TrainConfig
-
-HEAD = """
-[run]
-directory = "runs/x"
-[model]
-hidden_size = 16
-num_hidden_layers = 1
-num_attention_heads = 1
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 16
-max_position_embeddings = 16
-[data]
-source = "python-stdlib"
-[training]
-batch_size = 2
-max_steps = 100
-"""
+from tests.tiny_run import REQUIRED_SECTIONS
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
     path = tmp_path / "train.toml"
-    path.write_text(HEAD + text, encoding="utf-8")
+    path.write_text(REQUIRED_SECTIONS + text, encoding="utf-8")
     config = load_config(TrainConfig, path, overrides)
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(TrainConfig, path) == config
