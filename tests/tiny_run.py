@@ -79,10 +79,13 @@ def write_code_config(folder: Path, **changes: dict[str, Any]) -> Path:
     }
     source = {"kind": "files", "paths": [f"{folder}/*.jsonl*"], "validation_fraction": 0.2}
     data = {"document_shuffle_window": 16, "row_shuffle_window": 24, "source": source}
-    checkpoint = {"every_steps": 9}
-    return write_train_config(
-        folder, **{"model": model, "tokenizer": {"vocab_size": 300}, "data": data, "checkpoint": checkpoint, **changes}
-    )
+    code_changes: dict[str, dict[str, Any]] = {
+        "model": model,
+        "tokenizer": {"vocab_size": 300},
+        "data": data,
+        "checkpoint": {"every_steps": 9},
+    }
+    return write_train_config(folder, "train", **(code_changes | changes))
 
 
 def build_changed_run(config: TrainConfig, directory: Path, **changes: dict[str, Any]) -> Run:

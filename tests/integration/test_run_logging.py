@@ -150,10 +150,10 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
     logged = [value["trainer/step"] for name, value in fake.run.calls if name == "log"]
     assert logged == list(range(1, 5 if ending == "signal" else 4))
     if ending == "signal":  # the same run goes on there, with the steps that are still to come
-        first = fake.asked["id"]
+        first = fake.init_arguments["id"]
         monkeypatch.setattr(loop, "train_step", train_step)
         train(config)
-        assert fake.asked["id"] == first and fake.run.calls[-1] == ("finish", 0)
+        assert fake.init_arguments["id"] == first and fake.run.calls[-1] == ("finish", 0)
         logged = [value["trainer/step"] for name, value in fake.run.calls if name == "log"]
         assert logged == [*range(1, 9), 8]
         assert fake.run.calls[-2][1].keys() >= {"final_nats_per_token", "final_standard_error"}

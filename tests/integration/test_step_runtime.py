@@ -25,14 +25,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class Events(LoggerGroup):
-    """Keeps what it is told."""
+    """Record step and kind of each event."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, str]] = []
+        self.events: list[tuple[int, str]] = []
         self.losses: dict[int, float] = {}
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        self.told.append((step, kind))
+        self.events.append((step, kind))
 
     def metrics(self, step: int, values: Any) -> None:
         self.losses[step] = values["loss"]
@@ -77,7 +77,7 @@ def test_delayed_skip_events_have_their_step_numbers(
 
     monkeypatch.setattr(type(run.settings.objective), "build_loss_inputs", build_loss_inputs)
     logger = train_without_sync(run)
-    assert [event for event in logger.told if event[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
+    assert [event for event in logger.events if event[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
     assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)
     assert run.progress.step == 8
 

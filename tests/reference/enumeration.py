@@ -56,7 +56,7 @@ class PlainModel:
     ) -> tuple[Tensor, Cache]:
         """Logits [B, Q, V + 1], and the cache with these tokens behind the past ones, for which there must be as many
         rows or one. Without a mask all queries see all keys."""
-        c, kept = self.config, []
+        c, keys_values = self.config, []
         x = self.parameters["model.embed_tokens.weight"][tokens_BQ]
         for layer in range(c.num_hidden_layers):
             prefix = f"model.layers.{layer}."
@@ -67,7 +67,7 @@ class PlainModel:
             if past is not None:
                 k = torch.cat([past[layer][0].expand(len(k), -1, -1, -1), k], dim=2)
                 v = torch.cat([past[layer][1].expand(len(v), -1, -1, -1), v], dim=2)
-            kept.append((k, v))
+            keys_values.append((k, v))
             repeats = c.num_attention_heads // c.num_key_value_heads
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
             scores_BNQS = torch.einsum("bnqh,bnsh->bnqs", q, k) / math.sqrt(c.head_dim)
@@ -80,7 +80,7 @@ class PlainModel:
             gate, up = self._linear(normed, prefix + "mlp.gate_proj"), self._linear(normed, prefix + "mlp.up_proj")
             x = x + self._linear(gate * gate.sigmoid() * up, prefix + "mlp.down_proj")
         head = self.parameters.get("lm_head.weight", self.parameters["model.embed_tokens.weight"])
-        return self._norm(x, "model.norm") @ head.T, kept
+        return self._norm(x, "model.norm") @ head.T, keys_values
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.parameters[name + ".weight"], self.parameters.get(name + ".bias"))
@@ -228,14 +228,14 @@ class IdealTable:
 def table_nll(posterior: Posterior, sequences_NL: Tensor) -> dict[Places, Tensor]:
     """-log p of the masked tokens given the others, [N, len(M)], for every mask M."""
     N, L = sequences_NL.shape
-    found = {}
+    nll_by_mask = {}
     for M in subsets(range(L)):
         places = torch.tensor(M)
         context = sequences_NL.clone()
         context[:, places] = -1
         p = posterior(context.repeat_interleave(len(M), 0), places.repeat(N)).view(N, len(M), -1)
-        found[M] = -p.gather(2, sequences_NL[:, places, None])[..., 0].log()
-    return found
+        nll_by_mask[M] = -p.gather(2, sequences_NL[:, places, None])[..., 0].log()
+    return nll_by_mask
 
 
 class StandIn:

@@ -203,14 +203,14 @@ class Foreign:
         """A dense one, by kind of layer where there are several; none for causal, which is theirs to make."""
         if attention == "causal":
             return None
-        seen, config = sees(attention, LENGTH), self.model.config
+        is_visible, config = sees(attention, LENGTH), self.model.config
         at = torch.arange(LENGTH)
         window = getattr(config, "sliding_window", None) or LENGTH
-        kinds = {"full_attention": seen, "sliding_attention": seen & ((at[:, None] - at).abs() < window)}
+        kinds = {"full_attention": is_visible, "sliding_attention": is_visible & ((at[:, None] - at).abs() < window)}
         lowest = torch.finfo(self.model.dtype).min
         biases = {
-            kind: torch.zeros(1, 1, LENGTH, LENGTH, dtype=self.model.dtype).masked_fill(~seen, lowest)
-            for kind, seen in kinds.items()
+            kind: torch.zeros(1, 1, LENGTH, LENGTH, dtype=self.model.dtype).masked_fill(~is_visible, lowest)
+            for kind, is_visible in kinds.items()
         }
         has_kinds = "sliding_attention" in (getattr(config, "layer_types", None) or ())
         return biases if has_kinds else biases["full_attention"]
@@ -293,25 +293,27 @@ class Plain:
 
     def reload(self, folder: Path) -> Plain:
         """The weights of a directory; its config.json must say what this one's does, as far as that says anything."""
-        found = json.loads((folder / "config.json").read_text())
+        written_config = json.loads((folder / "config.json").read_text())
         # The first end of text is kept, and LLaDA's vocabulary is that of its tables.
         ends = self.json["eos_token_id"]
-        said = {**self.json, "eos_token_id": ends[0] if isinstance(ends, list) else ends, "vocab_size": 40}
-        said.pop("bos_token_id", None)
-        assert {key: found.get(key) for key, value in said.items() if value} == {k: v for k, v in said.items() if v}
-        return Plain(self.json, stored(folder), self.attention)
+        expected_config = {**self.json, "eos_token_id": ends[0] if isinstance(ends, list) else ends, "vocab_size": 40}
+        expected_config.pop("bos_token_id", None)
+        assert {key: written_config.get(key) for key, value in expected_config.items() if value} == {
+            k: v for k, v in expected_config.items() if v
+        }
+        return Plain(self.json, load_weights(folder), self.attention)
 
     def rounded(self) -> Plain:
         """Weights in bf16, computed with in fp32."""
         return Plain(self.json, {name: w.to(torch.bfloat16) for name, w in self.weights.items()}, self.attention)
 
 
-def stored(folder: Path) -> Weights:
+def load_weights(folder: Path) -> Weights:
     """All tensors of a directory, as the files have them."""
-    found: Weights = {}
+    weights: Weights = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        weights |= load_file(path)
+    return weights
 
 
 def changed(after: Weights, before: Weights) -> int:
@@ -352,7 +354,7 @@ def same_experts(ours: Transformer, theirs: Foreign | Plain, attention: str) -> 
 
 def padded_difference(ours: Transformer, theirs: Foreign | Plain, side: str) -> float:
     """Of the real tokens; whatever the padding is, which is a document of its own in our model."""
-    found = []
+    differences = []
     for filling in (0, 3):
         padding, nothing = torch.full((2, PADDING), filling), torch.zeros(2, PADDING, dtype=torch.bool)
         there = torch.ones_like(TOKENS, dtype=torch.bool)
@@ -360,8 +362,8 @@ def padded_difference(ours: Transformer, theirs: Foreign | Plain, side: str) -> 
         is_real = torch.cat([nothing, there] if side == "left" else [there, nothing], dim=1)
         documents = is_real.long() - 1
         logits = ours(tokens, pattern=pattern_of(theirs.attention, documents))
-        found.append(difference(logits[is_real].unflatten(0, (2, LENGTH)), theirs.padded(tokens, is_real)))
-    return max(found)
+        differences.append(difference(logits[is_real].unflatten(0, (2, LENGTH)), theirs.padded(tokens, is_real)))
+    return max(differences)
 
 
 def cached_difference(ours: Transformer, theirs: Foreign | Plain) -> float:
@@ -407,19 +409,19 @@ class Measured:
     """Ours, as read from their directory and from our own."""
 
 
-def compare(ours: Transformer, theirs: Foreign | Plain, lost: int) -> Row:
+def compare(ours: Transformer, theirs: Foreign | Plain, num_changed_weights: int) -> Row:
     """Logits of both, and the choices of their routers; tokens that go elsewhere are counted, not compared."""
     logits, others, choices = {}, 0, 0
     for attention in ATTENTIONS:
         same = same_experts(ours, theirs, attention)
         others, choices = others + int((~same).sum()), choices + same.numel()
-        kept = same.all(0)
+        same_routing = same.all(0)
         mine, their = ours(TOKENS, pattern=pattern_of(attention)), theirs.logits(attention)
-        logits[attention] = difference(mine[kept], their[kept])
+        logits[attention] = difference(mine[same_routing], their[same_routing])
     is_narrow = next(ours.parameters()).dtype == torch.bfloat16
     padded = {} if is_narrow else {side: padded_difference(ours, theirs, side) for side in SIDES}
     cached = None if is_narrow else cached_difference(ours, theirs)
-    return Row(logits, cached, padded, lost, (others, choices))
+    return Row(logits, cached, padded, num_changed_weights, (others, choices))
 
 
 @functools.cache
@@ -437,7 +439,7 @@ def _measure(theirs: Foreign | Plain, folder: Path) -> Measured:
     ours = load_model(folder / "theirs")
     (folder / "ours").mkdir()
     save_model(ours, folder / "ours", max_shard_size="15KB")
-    rows[ROWS[0]] = compare(ours, theirs, changed(stored(folder / "ours"), stored(folder / "theirs")))
+    rows[ROWS[0]] = compare(ours, theirs, changed(load_weights(folder / "ours"), load_weights(folder / "theirs")))
     again, back = load_model(folder / "ours"), theirs.reload(folder / "ours")
     rows[ROWS[1]] = compare(again, back, changed(back.values(), values))
     rounded = theirs.rounded()
@@ -445,6 +447,6 @@ def _measure(theirs: Foreign | Plain, folder: Path) -> Measured:
     narrow = load_model(folder / "rounded", dtype="keep")
     (folder / "narrow").mkdir()
     save_model(narrow, folder / "narrow")
-    rows[ROWS[2]] = compare(narrow, rounded, changed(stored(folder / "narrow"), stored(folder / "rounded")))
+    rows[ROWS[2]] = compare(narrow, rounded, changed(load_weights(folder / "narrow"), load_weights(folder / "rounded")))
     model_type = json.loads((folder / "theirs" / "config.json").read_text())["model_type"]
     return Measured(theirs.label, rows, values, model_type, (ours.config, again.config))

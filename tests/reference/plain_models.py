@@ -80,13 +80,13 @@ def turned(x: Tensor, theta: float) -> Tensor:
 
 def attended(q: Tensor, k: Tensor, v: Tensor, sees_LL: Tensor) -> Tensor:
     """[B, L, N, H] to [B, L, N * H]; row i of ``sees_LL`` says which keys query i sees."""
-    k, v = (each.repeat_interleave(q.shape[2] // each.shape[2], dim=2) for each in (k, v))
+    k, v = (tensor.repeat_interleave(q.shape[2] // tensor.shape[2], dim=2) for tensor in (k, v))
     scores = torch.einsum("bqnh,bknh->bnqk", q, k) / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(~sees_LL, float("-inf"))
     return torch.einsum("bnqk,bknh->bqnh", scores.softmax(-1), v).flatten(2)
 
 
-def fed(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """SwiGLU."""
     inner = x @ gate.T
     return (inner * torch.sigmoid(inner) * (x @ up.T)) @ down.T
@@ -117,15 +117,15 @@ def qwen_logits(w: Weights, tokens: Tensor, sees_LL: Tensor) -> tuple[Tensor, li
         x = x + out @ w[f"{p}self_attn.o_proj.weight"].T
         n = norm(x, w[f"{p}post_attention_layernorm.weight"])
         if f"{p}mlp.gate.weight" not in w:
-            x = x + fed(n, *(w[f"{p}mlp.{c}_proj.weight"] for c in ("gate", "up", "down")))
+            x = x + gated_mlp(n, *(w[f"{p}mlp.{c}_proj.weight"] for c in ("gate", "up", "down")))
             continue
         probabilities = (n @ w[f"{p}mlp.gate.weight"].T).softmax(-1)
         chosen.append(probabilities.flatten(0, 1).argsort(-1)[:, -2:])
-        kept = torch.where(probabilities >= probabilities.sort(-1).values[..., -2, None], probabilities, 0.0)
-        kept = kept / kept.sum(-1, keepdim=True)
-        for expert in range(kept.shape[-1]):
+        routing_weights = torch.where(probabilities >= probabilities.sort(-1).values[..., -2, None], probabilities, 0.0)
+        routing_weights = routing_weights / routing_weights.sum(-1, keepdim=True)
+        for expert in range(routing_weights.shape[-1]):
             matrices = (w[f"{p}mlp.experts.{expert}.{c}_proj.weight"] for c in ("gate", "up", "down"))
-            x = x + kept[..., expert, None] * fed(n, *matrices)
+            x = x + routing_weights[..., expert, None] * gated_mlp(n, *matrices)
     return norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T, chosen
 
 
@@ -139,7 +139,7 @@ def llada_logits(w: Weights, tokens: Tensor, sees_LL: Tensor) -> tuple[Tensor, l
         q, k, v = (heads(n, w[f"{p}{c}_proj.weight"], None, 8) for c in "qkv")
         x = x + attended(turned(q, 500.0), turned(k, 500.0), v, sees_LL) @ w[f"{p}attn_out.weight"].T
         n = norm(x, w[f"{p}ff_norm.weight"])
-        x = x + fed(n, w[f"{p}ff_proj.weight"], w[f"{p}up_proj.weight"], w[f"{p}ff_out.weight"])
+        x = x + gated_mlp(n, w[f"{p}ff_proj.weight"], w[f"{p}up_proj.weight"], w[f"{p}ff_out.weight"])
     return norm(x, w[f"{t}ln_f.weight"]) @ w[f"{t}ff_out.weight"].T, []
 
 

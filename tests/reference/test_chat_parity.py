@@ -157,14 +157,14 @@ def chats(seed: int, number: int, *, end_with_user: bool = False) -> list[Chat]:
         "\U0001f600",
         "{{ x }}",
     ]
-    made = []
+    conversations = []
     for _ in range(number):
         roles = ["system"] if rng.integers(2) else []
         roles += [str(role) for role in rng.choice(["user", "assistant"], int(rng.integers(1, 6)))]
         roles += ["user"] if end_with_user or "user" not in roles else []
         texts = ["".join(rng.choice(pieces, int(rng.integers(0, 6)))) for _ in roles]
-        made.append([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
-    return made
+        conversations.append([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
+    return conversations
 
 
 def theirs_of(theirs: Any, chat: Chat, **options: Any) -> str:
@@ -227,8 +227,8 @@ def test_helpers_of_templates(family: tuple[Path, Any]) -> None:
     chats_with_tools = [[*chat, {"role": "tool", "content": "4"}] for chat in chats(4, 30)]
     tokens = {"eos_token": theirs.eos_token}
     for chat in [*chats(5, 30), *chats_with_tools]:
-        for given in (None, tools):
-            options: dict[str, Any] = {"tools": given, "add_generation_prompt": False}
+        for offered_tools in (None, tools):
+            options: dict[str, Any] = {"tools": offered_tools, "add_generation_prompt": False}
             text = theirs_of(theirs, chat, chat_template=HELPERS, **options)
             assert render_chat(HELPERS, chat, **options, **tokens) == text
 

@@ -58,15 +58,15 @@ def measured(request: pytest.FixtureRequest) -> Measured:
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
 @pytest.mark.parametrize("name", CASES)
 def test_row(name: str, row: tuple[str, str]) -> None:
-    found, bound = measure(name).rows[row], BOUNDS[row[1]]
-    assert found.logits.keys() == set(ATTENTIONS)
-    assert max(found.logits.values()) <= bound
-    assert found.padded.keys() == (set(SIDES) if row[1] == "float32" else set())
-    assert max(found.padded.values(), default=0.0) <= bound
-    assert (found.cached is None) == (row[1] != "float32")
-    assert (found.cached or 0.0) <= bound
-    assert found.changed == 0
-    others, choices = found.other_experts
+    row_result, bound = measure(name).rows[row], BOUNDS[row[1]]
+    assert row_result.logits.keys() == set(ATTENTIONS)
+    assert max(row_result.logits.values()) <= bound
+    assert row_result.padded.keys() == (set(SIDES) if row[1] == "float32" else set())
+    assert max(row_result.padded.values(), default=0.0) <= bound
+    assert (row_result.cached is None) == (row[1] != "float32")
+    assert (row_result.cached or 0.0) <= bound
+    assert row_result.changed == 0
+    others, choices = row_result.other_experts
     assert others <= OTHER_EXPERTS[row[1]] * choices
     assert (choices > 0) == ("moe" in name)
 
@@ -118,9 +118,9 @@ def test_measures_see_a_difference() -> None:
 
 
 def case(name: str) -> Case:
-    found = CASES[name]
-    assert isinstance(found, Case)
-    return found
+    case = CASES[name]
+    assert isinstance(case, Case)
+    return case
 
 
 def foreign(name: str) -> Foreign:

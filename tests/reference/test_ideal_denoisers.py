@@ -63,18 +63,18 @@ def between(left: int | None, right: int | None) -> float:
     ways = POWERS[left][:, :, None] if left is not None else torch.ones(V, V, 1, dtype=torch.float64) / V
     ways = ways * (POWERS[right][None] if right is not None else 1.0)
     joint = ways / ways.sum()
-    given = joint / joint.sum(1, keepdim=True)
-    return float(-(joint * given.log()).sum())
+    conditional = joint / joint.sum(1, keepdim=True)
+    return float(-(joint * conditional.log()).sum())
 
 
 @cache
 def neighbourhoods(place: int) -> list[tuple[int, int, float]]:
     """Masked and visible positions that make a pair of distances, and the entropy then."""
-    found = []
+    spans_with_neighbors = []
     for left, right in itertools.product([*range(1, place + 1), None], [*range(1, L - place), None]):
         masked = 1 + (place if left is None else left - 1) + (L - 1 - place if right is None else right - 1)
-        found.append((masked, (left is not None) + (right is not None), between(left, right)))
-    return found
+        spans_with_neighbors.append((masked, (left is not None) + (right is not None), between(left, right)))
+    return spans_with_neighbors
 
 
 def ideal_curve(count: int) -> float:

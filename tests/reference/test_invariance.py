@@ -95,8 +95,8 @@ def step(model: Transformer, objective: Any, draws: list[NoisedBatch]) -> tuple[
             draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
         ).loss_sum
         loss = loss + part.detach()
-        for total, each in zip(gradient, torch.autograd.grad(part, list(model.parameters())), strict=True):
-            total += each
+        for total, part_gradient in zip(gradient, torch.autograd.grad(part, list(model.parameters())), strict=True):
+            total += part_gradient
     return loss, gradient
 
 
@@ -153,7 +153,7 @@ def test_only_targets_are_noised_and_scored(
 ) -> None:
     objective = build_objective(OBJECTIVES[name], models[alignment].config)
     is_target = batch.loss_mask_BL & (batch.tokens_BL != MASK)
-    seen = torch.zeros_like(is_target)
+    is_scored = torch.zeros_like(is_target)
     for number in range(12):
         draw = objective.build_noised_batch(
             batch, NoiseKey(seed=number, step=5, first_sequence=0, num_sequences_in_step=ROWS)
@@ -168,10 +168,10 @@ def test_only_targets_are_noised_and_scored(
         torch.testing.assert_close(draw.targets_N, batch.tokens_BL.repeat(copies, 1).flatten()[places])
         if not isinstance(draw.pattern, Causal):
             torch.testing.assert_close(scored.view(-1, L), noised)
-        seen |= scored.view(copies, ROWS, L).any(0)
+        is_scored |= scored.view(copies, ROWS, L).any(0)
     maskable = is_target.clone()
     if alignment == "shifted":
         assert batch.document_BL is not None
         maskable[:, 0] = False
         maskable[:, 1:] &= batch.document_BL[:, 1:] == batch.document_BL[:, :-1]
-    torch.testing.assert_close(seen, maskable)
+    torch.testing.assert_close(is_scored, maskable)

@@ -134,14 +134,14 @@ def test_gradients_of_both_losses(changes: dict[str, Any], tmp_path: Path) -> No
 
 
 def their_gradients(model: Any) -> dict[str, torch.Tensor]:
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         stem, _, kind = name.rpartition(".")
         if kind not in ("gate_up_proj", "down_proj"):
-            found[name] = parameter.grad
+            gradients[name] = parameter.grad
             continue
         for expert, grad in enumerate(parameter.grad):
             halves = {"gate_proj": grad.chunk(2)[0], "up_proj": grad.chunk(2)[1]}
             parts = {"down_proj": grad} if kind == "down_proj" else halves
-            found |= {f"{stem}.{expert}.{part}.weight": value for part, value in parts.items()}
-    return found
+            gradients |= {f"{stem}.{expert}.{part}.weight": value for part, value in parts.items()}
+    return gradients

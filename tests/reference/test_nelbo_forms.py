@@ -236,8 +236,8 @@ def ancestral_likelihood(posterior: Posterior, steps: int) -> Tensor:
                 left = tuple(i for i in M if i not in revealed)
                 rng = (1 / k) ** len(revealed) * (1 - 1 / k) ** len(left)
                 if rng > 0:
-                    given = sum(nll(posterior)[M][:, M.index(i)] for i in revealed)
-                    p = torch.exp(-torch.as_tensor(given, dtype=torch.float64))
+                    conditional_nll = sum(nll(posterior)[M][:, M.index(i)] for i in revealed)
+                    p = torch.exp(-torch.as_tensor(conditional_nll, dtype=torch.float64))
                     after[left] = after.get(left, 0) + mass * rng * p
         states = after
     assert list(states) == [()]

@@ -291,8 +291,8 @@ def test_sdar(model: Transformer, tokens: Tensor) -> None:
     assert_same_loss_and_gradient(model, loss, theirs, rtol=1e-6, atol=1e-6)
     masked = draw.inputs_BS[:, :L] == MASK
     levels = [p_mask[row][masked[row] & (DOCUMENTS[row] == number)].unique() for row in range(B) for number in range(3)]
-    assert max(len(each) for each in levels) == 1, "one level for a document"
-    assert len(torch.cat(levels).unique()) == sum(len(each) for each in levels) > B, "each has its own"
+    assert max(len(group_levels) for group_levels in levels) == 1, "one level for a document"
+    assert len(torch.cat(levels).unique()) == sum(len(group_levels) for group_levels in levels) > B, "each has its own"
 
 
 def test_sdar_with_one_document_a_row(model: Transformer, tokens: Tensor) -> None:

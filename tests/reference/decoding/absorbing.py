@@ -39,7 +39,7 @@ def mdlm_ddpm_cache(
                 text.forwards += 1
             chosen = [position for position in masked if choice.order(position, text.step) < float((t - s) / t)]
             for position in chosen:
-                text.put(position, choice.token(cached_logits_LV[position], position, text.step))
+                text.commit(position, choice.token(cached_logits_LV[position], position, text.step))
             if chosen:
                 text.history.append(list(text.x))
                 cached_logits_LV = None
@@ -60,9 +60,9 @@ def equal_counts(logits_of: LogitsOf, prompt: Sequence[int], choice: Choice, *, 
         logits_LV = logits_of(text.x)
         uniforms = {position: choice.order(position, text.step) for position in text.masked(0, len(text.x))}
         for position in best(uniforms, count):
-            text.put(position, choice.token(logits_LV[position], position, text.step))
+            text.commit(position, choice.token(logits_LV[position], position, text.step))
         text.step += 1
-        text.seen()
+        text.record_step()
     return text
 
 
@@ -88,9 +88,9 @@ def p2(
                 if position not in confident_positions:
                     text.forget(position)
                 elif position in x0:
-                    text.put(position, x0[position])
+                    text.commit(position, x0[position])
             text.step += 1
-            text.seen()
+            text.record_step()
     return text
 
 
@@ -116,9 +116,9 @@ def remdm(
             if position not in masked and not is_last and uniforms[position] < remask:
                 text.forget(position)
         for position in chosen:
-            text.put(position, choice.token(logits_LV[position], position, text.step))  # type: ignore[index]
+            text.commit(position, choice.token(logits_LV[position], position, text.step))  # type: ignore[index]
         if chosen:
-            text.seen()
+            text.record_step()
         text.step += 1
     return text
 

@@ -126,13 +126,13 @@ class Text:
         """The masked places from start to before end."""
         return [position for position in range(start, min(end, len(self.x))) if self.is_masked[position]]
 
-    def put(self, position: int, token: int) -> None:
+    def commit(self, position: int, token: int) -> None:
         self.x[position], self.is_masked[position] = token, False
 
     def forget(self, position: int) -> None:
         self.x[position], self.is_masked[position] = self.mask, True
 
-    def seen(self) -> None:
+    def record_step(self) -> None:
         """A forward was made use of."""
         self.forwards += 1
         self.history.append(list(self.x))

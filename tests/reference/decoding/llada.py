@@ -90,9 +90,9 @@ def _llada_block(
                 confidence, {position: choice.order(position, text.step) for position in confidence}, count
             )
         for position in chosen:
-            text.put(position, x0[position])
+            text.commit(position, x0[position])
         text.step += 1
-        text.seen()
+        text.record_step()
 
 
 def _jittered(confidence: dict[int, float], uniforms: dict[int, float], count: int) -> list[int]:
@@ -131,8 +131,8 @@ def dream_generate(
             if chosen:
                 logits_LV = _shifted(logits_of(text.x))
                 for position in chosen:
-                    text.put(position, choice.token(logits_LV[position], position, text.step - 1))
-                text.seen()
+                    text.commit(position, choice.token(logits_LV[position], position, text.step - 1))
+                text.record_step()
             continue
         count = int(len(masked) * share) if i < steps - 1 else len(masked)
         if count == 0:
@@ -144,9 +144,9 @@ def dream_generate(
             noise = {position: -np.log(-np.log(choice.order(position, text.step))) for position in masked}
             confidence = {position: confidence[position] / alg_temp + noise[position] for position in masked}
         for position in best(confidence, count):
-            text.put(position, x0[position])
+            text.commit(position, x0[position])
         text.step += 1
-        text.seen()
+        text.record_step()
     return text
 
 
@@ -209,10 +209,10 @@ def fast_dllm_generate(
             x0 = {position: choice.token(rows[position], position, text.step) for position in masked}
             confidence = {position: choice.confidence(rows[position], x0[position]) for position in masked}
             for position in transfer(confidence, step_of_block):
-                text.put(position, x0[position])
+                text.commit(position, x0[position])
             text.step += 1
             step_of_block += 1
-            text.seen()
+            text.record_step()
     return text
 
 

@@ -74,9 +74,9 @@ def block_diffusion_generate(
             probs = {position: choice.basis(logits_LV[position]) for position in masked}
             chosen = rule.chosen(masked, confidence, probs, count)
             for position in chosen:
-                text.put(position, x0[position])
+                text.commit(position, x0[position])
             text.step += 1
-            text.seen()
+            text.record_step()
         assert not text.masked(start, start + B)
         text.forwards += 1
     return text

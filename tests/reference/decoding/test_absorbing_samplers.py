@@ -283,8 +283,8 @@ def test_samples_follow_the_exact_distribution(name: str) -> None:
     assert sum(expected.values()) == pytest.approx(1.0, abs=1e-12)
     assert all(HIDDEN not in text for text in expected)
     config = settings(max_new_tokens=N, remasking_strategy=name, **values)
-    drawn = generate(three_tokens(), [[]] * DRAWS, config, range(DRAWS))
-    counts = Counter(done.token_ids for done in drawn)
+    results = generate(three_tokens(), [[]] * DRAWS, config, range(DRAWS))
+    counts = Counter(result.token_ids for result in results)
     assert counts.keys() <= expected.keys()
     assert chi_square(counts, expected) < 3.3
     distances = {other: chi_square(counts, exact(rule)) for other, (_, rule) in SAMPLERS.items() if other != name}

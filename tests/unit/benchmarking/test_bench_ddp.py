@@ -37,7 +37,7 @@ def test_counters() -> None:
 @pytest.mark.slow  # five implementations, each of two ranks
 def test_losses_agree_and_the_report_has_every_implementation(tmp_path: Path) -> None:
     def act(world: World) -> tuple[list[float], Report]:
-        losses = [world.sum(float(each.turn(3)))[0] for each in build_all(CASE, world).values()]
+        losses = [world.sum(float(implementation.turn(3)))[0] for implementation in build_all(CASE, world).values()]
         return losses, measure(CASE, Settings(rounds=2), world, tmp_path)
 
     (losses, report), (other_losses, _) = run_ranks(act, tmp_path)

@@ -12,7 +12,7 @@ CASE = OptimizerCase("tiny", ((2, 4, 3), (1, 3, 4)))
 
 def test_implementations_start_with_equal_parameters() -> None:
     one, other = make_parameters(CASE), make_parameters(CASE)
-    assert [tuple(each.shape) for each in one] == [(4, 3), (4, 3), (3, 4)]
+    assert [tuple(parameter.shape) for parameter in one] == [(4, 3), (4, 3), (3, 4)]
     for a, b in zip(one, other, strict=True):
         assert a is not b and torch.equal(a, b) and a.grad is not None and b.grad is not None
         assert torch.equal(a.grad, b.grad)

@@ -48,7 +48,7 @@ def test_products_are_counted_by_kind() -> None:
         torch.addmm(total[0], a[0], b[0], out=out[0])
 
     products = StepProducts.of(step)
-    assert sorted((each.is_added, len(each.first.shape), times) for each, times in products.plain.items()) == [
+    assert sorted((product.is_added, len(product.first.shape), times) for product, times in products.plain.items()) == [
         (False, 3, 2),
         (True, 2, 1),
         (True, 3, 1),
@@ -62,7 +62,7 @@ def test_fused_attention_is_its_batched_products(causal: bool, heads: int) -> No
     products = StepProducts.of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward())
     assert not products.plain and products.count == 6
     assert products.flops == 6 * 2 * heads * 8 * 8 * 16
-    assert {each.first.shape[0] for each in products.attention} == {heads}
+    assert {product.first.shape[0] for product in products.attention} == {heads}
 
 
 def test_the_products_of_a_step_are_those_that_torch_counts() -> None:
@@ -71,7 +71,7 @@ def test_the_products_of_a_step_are_those_that_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         step()
     assert products.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
-    assert {each.first.dtype for each in products.plain} == {torch.bfloat16} and not products.attention
+    assert {product.first.dtype for product in products.plain} == {torch.bfloat16} and not products.attention
 
 
 @pytest.mark.parametrize("is_added", [False, True])

@@ -26,14 +26,14 @@ countdown = -1
 
 
 def count_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         global countdown
         countdown -= 1
         if countdown == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **options)
 
-    return counted
+    return call
 
 
 for owner, name in (

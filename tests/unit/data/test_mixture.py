@@ -57,20 +57,20 @@ def test_tokens_follow_the_weights_at_every_position(weights: list[float]) -> No
 
 def test_an_epoch_has_every_row_of_every_component(drain: Drain) -> None:
     sizes = random_sizes()
-    seen = labels(drain(mix(sizes, [1.0, 1.0, 1.0]), (7,)))
+    entries = labels(drain(mix(sizes, [1.0, 1.0, 1.0]), (7,)))
     for component, counts in enumerate(sizes):
-        first_pass = [index for owner, epoch, index in seen if owner == component and epoch == 0]
+        first_pass = [index for owner, epoch, index in entries if owner == component and epoch == 0]
         assert first_pass == list(range(len(counts)))
-    passes = {part: {epoch for owner, epoch, _ in seen if owner == part} for part in range(3)}
+    passes = {part: {epoch for owner, epoch, _ in entries if owner == part} for part in range(3)}
     assert passes[0] == {0} and len(passes[1]) > 3, "short components start again, with another pass"
     later = {epoch for _, epoch, _ in labels(drain(mix(sizes, [1.0, 1.0, 1.0]), epoch=1))}
-    assert not later & {epoch for _, epoch, _ in seen}, "epochs share no pass"
+    assert not later & {epoch for _, epoch, _ in entries}, "epochs share no pass"
 
 
 def test_without_repeat_each_row_comes_once(drain: Drain) -> None:
     sizes = [*random_sizes(), []]
-    seen = labels(drain(mix(sizes, [1.0, 2.0, 3.0, 1.0], repeat=False), (5, 1)))
-    assert sorted(seen) == [
+    entries = labels(drain(mix(sizes, [1.0, 2.0, 3.0, 1.0], repeat=False), (5, 1)))
+    assert sorted(entries) == [
         (component, 0, index) for component, counts in enumerate(sizes) for index in range(len(counts))
     ]
 

@@ -230,11 +230,11 @@ def test_no_documents_no_rows(list_reader: Any, byte_tokenizer: Any, drain: Drai
 
 
 def test_packed_documents_are_encoded_once(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    seen: list[str] = []
+    encoded_texts: list[str] = []
     original = byte_tokenizer.encode
 
     def encode(text: str) -> Any:
-        seen.append(text)
+        encoded_texts.append(text)
         return original(text)
 
     byte_tokenizer.encode = encode
@@ -244,7 +244,7 @@ def test_packed_documents_are_encoded_once(list_reader: Any, byte_tokenizer: Any
         ),
         (1,),
     )
-    assert seen == DOCUMENTS
+    assert encoded_texts == DOCUMENTS
 
 
 @pytest.mark.parametrize("length", [1, 4, 8, 64])
@@ -305,9 +305,9 @@ def test_best_fit_cuts_long_documents_only(
         expected += [[*[EOS] * begin, *scored[at : at + longest]] for at in range(0, len(scored), longest)]
     actual = []
     for row in rows:
-        used = int((row.document_ids_L >= 0).sum())
-        assert (row.document_ids_L[used:] == -1).all() and (row.tokens_L[used:] == EOS).all()
-        assert not row.loss_mask_L[used:].any() and row.loss_mask_L.any()
+        num_tokens = int((row.document_ids_L >= 0).sum())
+        assert (row.document_ids_L[num_tokens:] == -1).all() and (row.tokens_L[num_tokens:] == EOS).all()
+        assert not row.loss_mask_L[num_tokens:].any() and row.loss_mask_L.any()
         for number in range(int(row.document_ids_L.max()) + 1):
             places = np.flatnonzero(row.document_ids_L == number)
             assert (np.diff(places) == 1).all()

@@ -57,9 +57,9 @@ def documents(config: DataConfig, tokenizer: Tokenizer, **options: Any) -> Count
 def test_shards_hold_the_documents_of_their_source(files: LocalFiles, shards: Path) -> None:
     tokenizer = load_tokenizer(shards / "tokenizer")
     text = DataConfig(source=files, rows="padded")
-    made = DataConfig(source=Shards(path=shards), rows="padded")
-    assert documents(text, tokenizer) == documents(made, tokenizer)
-    assert 120 < len(documents(made, tokenizer)) < 200
+    shards_config = DataConfig(source=Shards(path=shards), rows="padded")
+    assert documents(text, tokenizer) == documents(shards_config, tokenizer)
+    assert 120 < len(documents(shards_config, tokenizer)) < 200
 
 
 def test_shards_of_another_tokenizer_are_rejected(shards: Path, tokenizer: Tokenizer) -> None:
@@ -124,8 +124,8 @@ def test_components_have_different_orders(list_reader: Any, tokenizer: Tokenizer
     components = [MixtureComponent(name, 1.0, list_reader(texts)) for name in ("a", "b")]
     config = DataConfig(source=PythonStdlib(), rows="padded", row_shuffle_window=0)
     rows, _ = build_row_reader(components, config, tokenizer, 8, 0).read(0, None, 128)
-    seen = [tokenizer.decode(row.tokens_L.tolist(), skip_special=True) for row in rows]
-    assert sorted(seen[::2]) == sorted(seen[1::2]) == texts and seen[::2] != seen[1::2]
+    decoded_rows = [tokenizer.decode(row.tokens_L.tolist(), skip_special=True) for row in rows]
+    assert sorted(decoded_rows[::2]) == sorted(decoded_rows[1::2]) == texts and decoded_rows[::2] != decoded_rows[1::2]
 
 
 def test_shards_are_read_in_another_order_each_epoch(shards: Path) -> None:

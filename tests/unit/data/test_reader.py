@@ -120,17 +120,17 @@ def test_prefetched_windows_are_submitted_before_the_first_is_awaited(list_reade
 
 def test_documents_are_tokenized_in_chunks(list_reader: ListReader, drain: Drain) -> None:
     texts = [chr(97 + index % 26) * (index % 5) for index in range(CHUNK_DOCUMENTS * 2 + 3)]
-    seen: list[str] = []
+    encoded_texts: list[str] = []
 
     def encode(text: str) -> list[int]:
-        seen.append(text)
+        encoded_texts.append(text)
         return list(text.encode())
 
     def make() -> WindowedReader[str, Any]:
         return tokenize_reader(list_reader(texts), InlineTextEncoder(encode))
 
     whole = drain(make(), (1,))
-    assert [bytes(tokens.tolist()).decode() for tokens in whole] == texts == seen
+    assert [bytes(tokens.tolist()).decode() for tokens in whole] == texts == encoded_texts
     assert all(tokens.dtype == "int32" for tokens in whole)
     for count in (1, CHUNK_DOCUMENTS - 1, CHUNK_DOCUMENTS, CHUNK_DOCUMENTS + 1, len(texts) - 1):
         head, position = make().read(0, None, count)

@@ -226,15 +226,16 @@ def test_resuming_at_every_position(
     folder, _ = three
     actual = open_shards(folder)
     whole = drain(ShardReader(actual, 4, True), (9,), epoch=3)
-    used = ShardReader(actual, 4, True)
+    moved_reader = ShardReader(actual, 4, True)
     for cut in range(1, 101):
         head, position = ShardReader(actual, 4, True).read(3, None, cut)
         assert position == cut
         assert same(head + drain(ShardReader(actual, 4, True), (6, 1), 3, position), whole)
-        assert same(drain(used, (11,), 3, position), whole[cut:])  # a reader that was at another position before
-    head, position = used.read(3, None, 101)
+        # This reader was at another position before.
+        assert same(drain(moved_reader, (11,), 3, position), whole[cut:])
+    head, position = moved_reader.read(3, None, 101)
     assert (len(head), position) == (100, None)
-    assert used.read(3, 100, 5) == ([], None)
+    assert moved_reader.read(3, 100, 5) == ([], None)
 
 
 def test_many_are_fetched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

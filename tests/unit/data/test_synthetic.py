@@ -355,17 +355,17 @@ def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -
         return Loader(reader, Batches(), 6, 6, seed=3)
 
     loader, states = make(), []
-    seen: list[Any] = []
+    batches: list[Any] = []
     for step in range(20):
         states.append(json.loads(json.dumps(loader.state_dict())))
-        seen.append(loader.next_step(step)[0])
+        batches.append(loader.next_step(step)[0])
     assert loader.epoch >= 2
     for resumed_at in range(20):
         resumed = make()
         resumed.load_state_dict(states[resumed_at])
         batch: Any = resumed.next_step(resumed_at)[0]
-        assert batch.tokens_BL.equal(seen[resumed_at].tokens_BL)
-        assert batch.loss_mask_BL.equal(seen[resumed_at].loss_mask_BL)
+        assert batch.tokens_BL.equal(batches[resumed_at].tokens_BL)
+        assert batch.loss_mask_BL.equal(batches[resumed_at].loss_mask_BL)
 
 
 def test_fixed_lengths_fill_their_rows(byte_tokenizer: Any) -> None:

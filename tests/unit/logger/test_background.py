@@ -31,15 +31,15 @@ class Recorder(LoggerGroup):
         self.calls.append(exit_code)
 
 
-class Told(list[tuple[int, str]]):
+class Messages(list[tuple[int, str]]):
     def __call__(self, step: int, text: str) -> None:
         assert threading.current_thread() is threading.main_thread(), "the record is not written by two threads"
         self.append((step, text))
 
 
 def test_everything_arrives_in_order_and_as_it_was() -> None:
-    inner, told = Recorder(), Told()
-    logger = BackgroundLogger("a sink", lambda say: inner, told)
+    inner, messages = Recorder(), Messages()
+    logger = BackgroundLogger("a sink", lambda say: inner, messages)
     values = {"loss": 1.0}
     logger.metrics(1, values)
     values["loss"] = 2.0
@@ -48,17 +48,17 @@ def test_everything_arrives_in_order_and_as_it_was() -> None:
     logger.metrics(2, values)
     logger.close(143)
     assert inner.calls == [(1, {"loss": 1.0}), (1, "sample", "text"), (2, {"loss": 2.0}), 143]
-    assert told == []
+    assert messages == []
 
 
-def test_what_fails_is_told_once_and_the_rest_is_tried() -> None:
-    inner, told = Recorder(bad_steps=(1, 3)), Told()
-    logger = BackgroundLogger("a sink", lambda say: inner, told)
+def test_failure_is_reported_once_and_later_calls_are_tried() -> None:
+    inner, messages = Recorder(bad_steps=(1, 3)), Messages()
+    logger = BackgroundLogger("a sink", lambda say: inner, messages)
     for step in range(1, 5):
         logger.metrics(step, {})
     logger.close()
     assert inner.calls == [(2, {}), (4, {}), 0]
-    assert [text for _, text in told] == [
+    assert [text for _, text in messages] == [
         "a sink: OSError: no room at 1; the run continues, and metrics.jsonl has all",
         "a sink failed 2 times; metrics.jsonl has all",
     ]
@@ -69,36 +69,36 @@ def test_what_cannot_be_started_ends_nothing(error: BaseException) -> None:
     def start(say: Any) -> Recorder:
         raise error
 
-    told = Told()
-    logger = BackgroundLogger("a sink", start, told)
+    messages = Messages()
+    logger = BackgroundLogger("a sink", start, messages)
     logger._thread.join()
     logger.progress(7, {})
     logger.metrics(8, {})
     logger.close()
-    (at, text), *more = told
+    (at, text), *more = messages
     assert not more and at == 7 and text.startswith(f"a sink: {type(error).__name__}")
 
 
 def test_one_that_hangs_is_left_alone() -> None:
-    told, release = Told(), threading.Event()
+    messages, release = Messages(), threading.Event()
 
     def start(say: Any) -> Recorder:
         release.wait()
         return Recorder()
 
-    logger = BackgroundLogger("a sink", start, told, finish_seconds=0.01)
+    logger = BackgroundLogger("a sink", start, messages, finish_seconds=0.01)
     logger.metrics(5, {})
     logger.close()
     release.set()
-    assert told == [(5, "a sink did not finish within 0.01 s and is abandoned; metrics.jsonl has all")]
+    assert messages == [(5, "a sink did not finish within 0.01 s and is abandoned; metrics.jsonl has all")]
 
 
-def test_what_it_has_to_say_while_it_starts_is_told_by_the_run() -> None:
-    told = Told()
+def test_messages_of_the_start_reach_the_run() -> None:
+    messages = Messages()
 
     def start(say: Any) -> Recorder:
         say("nobody there")
         return Recorder()
 
-    BackgroundLogger("a sink", start, told).close()
-    assert told == [(0, "nobody there")]
+    BackgroundLogger("a sink", start, messages).close()
+    assert messages == [(0, "nobody there")]

@@ -9,13 +9,13 @@ import os
 from logger import JsonConsole
 
 
-def told(step: int, text: str) -> None:
+def ignore_message(step: int, text: str) -> None:
     raise AssertionError(text)
 
 
 def test_a_line_is_an_object_and_events_are_none() -> None:
     stream = io.StringIO()
-    console = JsonConsole(stream, told)
+    console = JsonConsole(stream, ignore_message)
     console.event(0, "data", "for people")
     console.metrics(3, {"loss": 2.5, "lr/hidden": 1e-3, "grad_l2_norm": float("nan")})
     console.progress(3, {"loss": 2.5})
@@ -30,7 +30,7 @@ def test_a_reader_that_goes_away_ends_nothing() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", encoding="utf-8") as stream:
-        console = JsonConsole(stream, told)
+        console = JsonConsole(stream, ignore_message)
         console.metrics(1, {"loss": 1.0})
         console.metrics(2, {"loss": 1.0})
         console.close(0)
@@ -38,10 +38,10 @@ def test_a_reader_that_goes_away_ends_nothing() -> None:
 
 
 def test_a_full_disk_is_told_once_and_ends_nothing() -> None:
-    said: list[tuple[int, str]] = []
+    messages: list[tuple[int, str]] = []
     with open("/dev/full", "w", encoding="utf-8") as stream:
-        console = JsonConsole(stream, lambda step, text: said.append((step, text)))
+        console = JsonConsole(stream, lambda step, text: messages.append((step, text)))
         console.metrics(1, {"loss": 1.0})
         console.metrics(2, {"loss": 1.0})
-    [(step, text)] = said
+    [(step, text)] = messages
     assert step == 1 and "standard output cannot be written" in text and "No space left" in text

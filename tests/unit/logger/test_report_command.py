@@ -36,9 +36,9 @@ def test_several_runs_have_theirs_here_or_where_it_is_said(
         file.write('{"step": 2, "me')
     main([*runs])
     assert Path("report.html").is_file()
-    said = capsys.readouterr().out
-    assert said.startswith("two: metrics.jsonl ends in the middle of a line")
-    assert said.endswith("report.html shows 2 runs\n")
+    output = capsys.readouterr().out
+    assert output.startswith("two: metrics.jsonl ends in the middle of a line")
+    assert output.endswith("report.html shows 2 runs\n")
     main([*runs, "--output", "other.html"])
     assert Path("other.html").read_text() == Path("report.html").read_text()
 

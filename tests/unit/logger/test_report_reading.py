@@ -42,7 +42,7 @@ def test_numbers_events_config_and_summary(tmp_path: Path) -> None:
     run = read_run(run_directory)
     assert values(run, "loss") == [(1.0, 3.0), (2.0, 2.0)]
     assert values(run, "a/b") == [(2.0, 7.0)]
-    assert [(each.step, each.kind, each.text) for each in run.events] == [(0, "data", "where")]
+    assert [(event.step, event.kind, event.text) for event in run.events] == [(0, "data", "where")]
     assert run.config == {"training.max_steps": 2, "data.source.kind": "files"}
     assert run.result("evaluation", "fills", 0, "fraction") == 0.15
     assert run.result("evaluation", "fills", 1, "fraction") is None
@@ -141,8 +141,8 @@ def test_damaged_files_beside_the_record_are_said(tmp_path: Path) -> None:
     (folder / "summary.json").write_text("{")
     run = read_run(folder)
     assert (run.config, run.summary) == ({}, {})
-    for said in ("metrics.jsonl has no numbers yet", "config.toml cannot be read", "summary.json cannot be read"):
-        assert any(said in note for note in run.notes), said
+    for phrase in ("metrics.jsonl has no numbers yet", "config.toml cannot be read", "summary.json cannot be read"):
+        assert any(phrase in note for note in run.notes), phrase
     (folder / "summary.json").write_text("[]")
     assert any("holds no object" in note for note in read_run(folder).notes)
 
@@ -164,13 +164,13 @@ def test_names_tell_runs_apart_and_each_is_there_once(tmp_path: Path) -> None:
 
 
 def test_tokenizers_are_told_apart_by_their_files(tmp_path: Path) -> None:
-    found = []
+    tokenizers = []
     for name, merges in (("a", "t h"), ("b", "t h"), ("c", "h e")):
         folder = write(tmp_path / name, [step(1, loss=1.0)])
         (folder / "tokenizer").mkdir()
         (folder / "tokenizer" / "merges.txt").write_text(merges)
-        found.append(read_run(folder).tokenizer)
-    assert found[0] == found[1] != found[2]
+        tokenizers.append(read_run(folder).tokenizer)
+    assert tokenizers[0] == tokenizers[1] != tokenizers[2]
     assert read_run(write(tmp_path / "d", [step(1, loss=1.0)])).tokenizer is None
 
 

@@ -1,4 +1,4 @@
-"""The page of a report: what is on it, what is said of trouble, and that nothing in a run can break it."""
+"""The page of a report: its content, its notes on problems, and that no content of a run can break it."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         "Top-1 accuracy", "Loss by masked share, over the run", "Gradient norm", "Learning rate",
         "Throughput", "Time of a step", "Model FLOPs utilisation", "Memory of the device",
     ]  # fmt: skip
-    for said in (
+    for text in (
         "quick", "complete 60 of 60 steps", "3.983 ± 0.020", "1.328 ± 0.005", "44.0%", "1,115,520", "1:02",
         "skipped steps 2", "2-gram, left to right", "python 3.12 torch 2.15", "learning_rate 0.01",
         "for i in <b 2 > 1 (10):",
     ):  # fmt: skip
-        assert said in outline.words, said
+        assert text in outline.words, text
     assert "different tokenizers" not in outline.words
     assert len(page) < 200_000
 
@@ -187,7 +187,7 @@ def test_several_runs_show_what_differs_and_fold_the_rest(tmp_path: Path) -> Non
     assert [run.name for run in read_runs([tmp_path / "a", tmp_path / "b"])] == ["a", "b"]
 
 
-def test_runs_of_different_tokenizers_are_said_not_to_compare(tmp_path: Path) -> None:
+def test_report_notes_that_tokenizers_differ(tmp_path: Path) -> None:
     _, outline = page_of(make_run(tmp_path / "a"), make_run(tmp_path / "b", merges="h e"))
     assert "These runs have different tokenizers." in outline.words
     assert outline.titles[0] == "Validation, by bytes"
@@ -197,18 +197,18 @@ def test_runs_of_different_tokenizers_are_said_not_to_compare(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "is_noted"),
     [
         ("[validation]\nfinal_rows = 2", True), ("[model]\nmax_position_embeddings = 8", True),
         ('[data]\nrows = "padded"', True), ("[data]\nend_with_eos = false", True), ("[data]\nworkers = 2", False),
         ("[validation]\ndraws = 2", False),
     ],
 )  # fmt: skip
-def test_runs_that_are_judged_by_other_rows_are_said_to(other: str, said: bool, tmp_path: Path) -> None:
+def test_report_notes_that_validation_texts_may_differ(other: str, is_noted: bool, tmp_path: Path) -> None:
     one, two = make_run(tmp_path / "a", steps=3), make_run(tmp_path / "b", steps=3)
     with (two / "config.toml").open("a", encoding="utf-8") as file:
         file.write(other + "\n")
-    assert ("their validation texts may differ" in page_of(one, two)[1].words) is said
+    assert ("their validation texts may differ" in page_of(one, two)[1].words) is is_noted
 
 
 def test_unknown_metrics_have_a_section_of_their_own(tmp_path: Path) -> None:
@@ -278,8 +278,8 @@ def test_colours_can_be_read(theme: int) -> None:
         files("logger.report").joinpath(name).read_text("utf-8") for name in ("head.html", "figures.css", "report.html")
     ]
     blocks = [re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2] for style in styles]
-    found = [pair for each in range(theme + 1) for themes in blocks for pair in COLOUR.findall(themes[each])]
-    colours = {name: int(value, 16) for name, value in found}
+    pairs = [pair for index in range(theme + 1) for themes in blocks for pair in COLOUR.findall(themes[index])]
+    colours = {name: int(value, 16) for name, value in pairs}
 
     def luminance(colour: int) -> float:
         shares = [(colour >> shift & 255) / 255 for shift in (16, 8, 0)]
@@ -298,7 +298,7 @@ def test_colours_can_be_read(theme: int) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", '{"step": 4'])
-def test_a_run_that_failed_or_goes_on_is_said(tmp_path: Path, ending: str) -> None:
+def test_page_shows_whether_a_run_failed_or_continues(tmp_path: Path, ending: str) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     lines = '{"step": 3, "metrics": {"loss": 2.0}}\n{"step": 3, "event": "failed", "text": "failed after step 3: no"}\n'

@@ -14,9 +14,9 @@ from logger.report.samples import MAX_SAMPLES_PER_TEXT, SampleToken, read_sample
 
 
 def event(step: int = 10, **values: Any) -> RunEvent:
-    told = {"given": "a[MASK:2]c", "tokens": ["a", "x", "\n", "c"], "step_map": [None, 2, 1, None]}
+    sample = {"given": "a[MASK:2]c", "tokens": ["a", "x", "\n", "c"], "step_map": [None, 2, 1, None]}
     logprobs = {"logprobs": [None, math.log(0.25), 0.0, None]}
-    return RunEvent(step, "sample", "for people", {**told, **logprobs, **values})
+    return RunEvent(step, "sample", "for people", {**sample, **logprobs, **values})
 
 
 def test_each_token_has_its_forward_and_probability() -> None:

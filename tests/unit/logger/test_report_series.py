@@ -13,13 +13,13 @@ from logger.report.series import Series, downsample, format_number, log_ticks, m
 def test_fewer_points_keep_every_extreme_and_both_ends() -> None:
     values = np.sin(np.arange(100_000) / 50.0)
     values[70_001], values[12_345] = 9.0, -9.0
-    kept = downsample(values, 300)
-    assert len(kept) <= 2 * 300 + 2
-    assert {0, 12_345, 70_001, 99_999} <= set(kept.tolist())
-    assert (np.diff(kept) > 0).all()
+    indices = downsample(values, 300)
+    assert len(indices) <= 2 * 300 + 2
+    assert {0, 12_345, 70_001, 99_999} <= set(indices.tolist())
+    assert (np.diff(indices) > 0).all()
     # Whatever the bucket, what is left spans what was there.
     for start, end in ((0, 20_000), (40_000, 60_000)):
-        inside = kept[(kept >= start) & (kept < end)]
+        inside = indices[(indices >= start) & (indices < end)]
         assert values[inside].max() == pytest.approx(values[start:end].max(), abs=1e-4)
         assert values[inside].min() == pytest.approx(values[start:end].min(), abs=1e-4)
 
@@ -28,8 +28,8 @@ def test_few_points_are_all_kept_and_a_gap_stays_a_gap() -> None:
     assert downsample(np.arange(10.0), 4).tolist() == list(range(10))
     values = np.arange(1000.0)
     values[200:400] = np.nan
-    kept = downsample(values, 10)
-    assert np.isnan(values[kept]).sum() == 2, "one place for each of the two buckets without a number"
+    indices = downsample(values, 10)
+    assert np.isnan(values[indices]).sum() == 2, "one place for each of the two buckets without a number"
     assert downsample(np.full(100, np.nan), 3).tolist()[0] == 0
 
 

@@ -19,7 +19,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     reader = EventAccumulator(str(folder))
     reader.Reload()
-    return {tag: [(each.step, each.value) for each in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+    return {tag: [(scalar.step, scalar.value) for scalar in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
 def test_numbers_come_back_and_a_resumed_run_replaces_them(tmp_path: Path) -> None:
@@ -37,21 +37,23 @@ def test_numbers_come_back_and_a_resumed_run_replaces_them(tmp_path: Path) -> No
 
 
 def test_it_is_written_beside_the_run_where_it_is_asked_for(tmp_path: Path) -> None:
-    told: list[str] = []
-    assert open_sinks(LoggingConfig(), tmp_path, 0, {}, lambda at, text: told.append(text)) == []
+    messages: list[str] = []
+    assert open_sinks(LoggingConfig(), tmp_path, 0, {}, lambda at, text: messages.append(text)) == []
     config = LoggingConfig(tensorboard=TensorBoardConfig(enabled=True))
-    (sink,) = open_sinks(config, tmp_path, 0, {}, lambda at, text: told.append(text))
+    (sink,) = open_sinks(config, tmp_path, 0, {}, lambda at, text: messages.append(text))
     sink.metrics(4, {"loss": 0.25})
     sink.close()
-    assert scalars(tmp_path / "tensorboard") == {"loss": [(4, 0.25)]} and told == []
+    assert scalars(tmp_path / "tensorboard") == {"loss": [(4, 0.25)]} and messages == []
 
 
 def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    told: list[str] = []
+    messages: list[str] = []
     config = LoggingConfig(tensorboard=TensorBoardConfig(enabled=True))
-    assert open_sinks(config, tmp_path, 0, {}, lambda at, text: told.append(text)) == []
-    assert len(told) == 1 and "[logging.tensorboard]" in told[0] and "uv sync --extra tensorboard" in told[0]
+    assert open_sinks(config, tmp_path, 0, {}, lambda at, text: messages.append(text)) == []
+    assert (
+        len(messages) == 1 and "[logging.tensorboard]" in messages[0] and "uv sync --extra tensorboard" in messages[0]
+    )
 
 
 def test_a_run_that_begins_anew_in_its_folder_replaces_all(tmp_path: Path) -> None:

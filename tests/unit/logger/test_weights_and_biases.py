@@ -46,14 +46,14 @@ class FakeWandb:
 
     def __init__(self, fails_in: str = "") -> None:
         self.fails_in = fails_in
-        self.asked: dict[str, Any] = {}
+        self.init_arguments: dict[str, Any] = {}
         self.run = FakeRun(fails_in)
         self.__spec__ = SimpleNamespace()
 
-    def init(self, **asked: Any) -> FakeRun:
+    def init(self, **init_arguments: Any) -> FakeRun:
         if self.fails_in == "init":
             raise RuntimeError("init failed")
-        self.asked = asked
+        self.init_arguments = init_arguments
         return self.run
 
     @staticmethod
@@ -76,9 +76,9 @@ def open_with(
     fake: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, step: int = 0, **options: Any
 ) -> tuple[list[Any], list[str]]:
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    told: list[str] = []
+    messages: list[str] = []
     config = LoggingConfig(wandb=WandbConfig(**options))
-    return open_sinks(config, directory, step, {"run": {"seed": 3}}, lambda at, text: told.append(text)), told
+    return open_sinks(config, directory, step, {"run": {"seed": 3}}, lambda at, text: messages.append(text)), messages
 
 
 def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     (tmp_path / "tokenizer").mkdir()
     fake = FakeWandb()
     artifacts = ("checkpoints", "tokenizer", "samples")
-    sinks, told = open_with(
+    sinks, messages = open_with(
         fake, monkeypatch, tmp_path, entity="team", tags=("a", "b"), artifacts=artifacts, mode="offline"
     )
     for sink in sinks:
@@ -97,7 +97,7 @@ def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         sink.metrics(2, {"val_nats_per_token": 2.0})
         sink.close(143)
     run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
-    assert {key: fake.asked[key] for key in fake.asked if key != "settings"} == {
+    assert {key: fake.init_arguments[key] for key in fake.init_arguments if key != "settings"} == {
         "project": "diffusionlm",
         "entity": "team",
         "name": tmp_path.name,
@@ -117,26 +117,28 @@ def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("log_artifact", (str(tmp_path / "tokenizer"), f"{run_id}-tokenizer", "tokenizer")),
         ("finish", 143),
     ]
-    assert told == []
+    assert messages == []
 
 
 @pytest.mark.parametrize("fails_in", ["init", "define_metric", "log", "log_artifact", "finish"])
-def test_whatever_fails_is_told_once(fails_in: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failure_is_reported_once(fails_in: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     fake = FakeWandb(fails_in)
-    (sink,), told = open_with(fake, monkeypatch, tmp_path, mode="offline", artifacts=("tokenizer",))
+    (sink,), messages = open_with(fake, monkeypatch, tmp_path, mode="offline", artifacts=("tokenizer",))
     sink.metrics(1, {"loss": 2.5})
     sink.close(0)
-    assert told == [f"Weights & Biases: RuntimeError: {fails_in} failed; the run continues, and metrics.jsonl has all"]
+    assert messages == [
+        f"Weights & Biases: RuntimeError: {fails_in} failed; the run continues, and metrics.jsonl has all"
+    ]
     assert (("finish", 0) in fake.run.calls) == (fails_in not in ("init", "define_metric"))
 
 
 def test_without_a_key_it_is_offline_and_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = FakeWandb()
-    (sink,), told = open_with(fake, monkeypatch, tmp_path)
+    (sink,), messages = open_with(fake, monkeypatch, tmp_path)
     sink.close()
-    assert fake.asked["mode"] == "offline"
-    assert len(told) == 1 and "no key in WANDB_API_KEY" in told[0] and "wandb sync" in told[0]
+    assert fake.init_arguments["mode"] == "offline"
+    assert len(messages) == 1 and "no key in WANDB_API_KEY" in messages[0] and "wandb sync" in messages[0]
 
 
 def test_with_a_key_and_nobody_there_it_is_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,14 +149,14 @@ def test_with_a_key_and_nobody_there_it_is_offline(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8443")
     monkeypatch.setattr(socket, "create_connection", refuse)
     fake = FakeWandb()
-    (sink,), told = open_with(fake, monkeypatch, tmp_path)
+    (sink,), messages = open_with(fake, monkeypatch, tmp_path)
     sink.close()
-    assert fake.asked["mode"] == "offline"
-    assert len(told) == 1 and "wandb.example:8443 cannot be reached (refused)" in told[0]
+    assert fake.init_arguments["mode"] == "offline"
+    assert len(messages) == 1 and "wandb.example:8443 cannot be reached (refused)" in messages[0]
     monkeypatch.setattr(socket, "create_connection", lambda *args: SimpleNamespace(close=lambda: None))
-    (sink,), told = open_with(fake, monkeypatch, tmp_path)
+    (sink,), messages = open_with(fake, monkeypatch, tmp_path)
     sink.close()
-    assert fake.asked["mode"] == "online" and told == []
+    assert fake.init_arguments["mode"] == "online" and messages == []
 
 
 def test_disabled_is_nothing_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -165,9 +167,9 @@ def test_disabled_is_nothing_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    sinks, told = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
-    assert sinks == [] and len(told) == 1
-    assert "[logging.wandb]" in told[0] and "uv sync --extra wandb" in told[0]
+    sinks, messages = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
+    assert sinks == [] and len(messages) == 1
+    assert "[logging.wandb]" in messages[0] and "uv sync --extra wandb" in messages[0]
 
 
 def test_where_a_key_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -195,12 +197,12 @@ def test_the_id_is_kept_where_a_run_goes_on(tmp_path: Path) -> None:
     assert get_run_id(tmp_path, 1) == second and len(second) == 8
 
 
-def test_a_directory_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_directory_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / RUN_ID_FILE).mkdir()
-    (sink,), told = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
+    (sink,), messages = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
     sink.metrics(1, {"loss": 2.5})
     sink.close()
-    assert len(told) == 1 and told[0].startswith("Weights & Biases: IsADirectoryError: ")
+    assert len(messages) == 1 and messages[0].startswith("Weights & Biases: IsADirectoryError: ")
 
 
 @pytest.mark.slow
@@ -209,35 +211,35 @@ def test_the_package_itself_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "vocab.json").write_text("{}")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
-    (sink,), told = open_with(wandb, monkeypatch, tmp_path, artifacts=("tokenizer", "samples"), mode="offline")
+    (sink,), messages = open_with(wandb, monkeypatch, tmp_path, artifacts=("tokenizer", "samples"), mode="offline")
     sink.metrics(1, {"loss": 2.5, "lr/hidden": 0.1})
     sink.event(1, "sample", "a cat")
     sink.close(0)
-    assert told == []
+    assert messages == []
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert log.stem == f"run-{(tmp_path / RUN_ID_FILE).read_text().strip()}"
     assert b"lr/hidden" in log.read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("asked", "mode"), [("run", "online"), ("dryrun", "offline"), ("online", "online"), ("", "online")]
+    ("environment_mode", "mode"), [("run", "online"), ("dryrun", "offline"), ("online", "online"), ("", "online")]
 )
-def test_what_the_environment_asks_for(asked: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_selects_the_mode(environment_mode: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0")
-    monkeypatch.setenv("WANDB_MODE", asked)
+    monkeypatch.setenv("WANDB_MODE", environment_mode)
     assert choose_mode(WandbConfig()) == (mode, None)
 
 
 def test_an_unknown_mode_is_named_and_nothing_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0")
     monkeypatch.setenv("WANDB_MODE", "offlien")
-    mode, said = choose_mode(WandbConfig())
-    assert mode == "offline" and said is not None and said.startswith("WANDB_MODE=offlien")
+    mode, message = choose_mode(WandbConfig())
+    assert mode == "offline" and message is not None and message.startswith("WANDB_MODE=offlien")
 
 
 def test_the_table_has_the_samples_from_before_a_run_went_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lines = [{"step": 1, "event": "sample", "text": "one"}, {"step": 1, "metrics": {"loss": 1.0}}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + "{half")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{half")
     fake = FakeWandb()
     (sink,), _ = open_with(fake, monkeypatch, tmp_path, step=1, artifacts=("samples",), mode="offline")
     sink.event(2, "sample", "two")

@@ -117,7 +117,7 @@ def test_a_bias_of_the_user(shape: tuple[int, ...], backend: AttentionBackend) -
         for queries in (9, 4):
             ours = prepare_attention(pattern, 9, "cpu", backend, window)(q[:, :queries], k, v)
             torch.testing.assert_close(ours, expected[:, :queries], rtol=1e-5, atol=1e-5)
-    half = [each.detach().bfloat16() for each in (q, k, v)]
+    half = [tensor.detach().bfloat16() for tensor in (q, k, v)]
     assert prepare_attention(pattern, 9, "cpu", backend)(*half).dtype == torch.bfloat16
 
 
@@ -140,7 +140,7 @@ def test_a_length_that_does_not_fit_is_an_error_before_the_first_layer(backend: 
 def test_tiled_within_each_precision(pattern: AttentionPattern, dtype: torch.dtype) -> None:
     length = LENGTH * pattern.positions_per_token
     q, k, v = tensors(length, dtype=dtype, width=16)
-    wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     expected = softmax_attention(wide[0], wide[1], wide[2], pattern.dense_mask(length))
     ours = prepare_attention(pattern, length, "cpu", "tiled")(q, k, v)
     cotangent = torch.randn_like(ours)

@@ -72,9 +72,12 @@ def feed(
 ) -> torch.Tensor:
     """Logits of the tokens of a span, the same in all texts; they see what is before its end, or before ``visible``."""
     positions = torch.arange(*span).repeat(len(tokens_BL), 1)
-    seen = torch.full((len(tokens_BL),), span[1] if visible is None else visible)
+    num_visible = torch.full((len(tokens_BL),), span[1] if visible is None else visible)
     return model(
-        tokens_BL[:, slice(*span)], pattern=pattern, output_positions=rows, cache=CacheSlots(cache, positions, seen)
+        tokens_BL[:, slice(*span)],
+        pattern=pattern,
+        output_positions=rows,
+        cache=CacheSlots(cache, positions, num_visible),
     )
 
 
@@ -252,8 +255,8 @@ def test_output_positions_equal_all_logits_with_a_cache(
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_attention_over_a_cache_is_attention(backend: Any, queries: int, heads: int, is_masked: bool) -> None:
     q = torch.randn(3, queries, heads, 6, dtype=torch.float64)
-    stored = torch.randn(2, 3, 2, 12, 6, dtype=torch.float64)
-    k, v = stored[:, :, :, :9]
+    keys_values = torch.randn(2, 3, 2, 12, 6, dtype=torch.float64)
+    k, v = keys_values[:, :, :, :9]
     bias = torch.randn(3, queries, 9, dtype=torch.float64) if is_masked else None
     expected = attend(q, k.transpose(1, 2), v.transpose(1, 2), bias, "eager", AttentionScale(scale=0.3))
     stacked = None if bias is None else bias[:, None].repeat(1, 1, heads // 2, 1)
@@ -339,27 +342,27 @@ def test_errors_of_cache_and_slots(tiny_model: MakeModel, make_config: MakeConfi
 def test_errors_of_a_forward_with_a_cache(tiny_model: MakeModel) -> None:
     model = tiny_model()
     tokens, cache = texts(2, 4), cache_of(model, 2, 4)
-    given = CacheSlots(cache, torch.arange(4).repeat(2, 1), torch.tensor([4, 4]))
+    slots = CacheSlots(cache, torch.arange(4).repeat(2, 1), torch.tensor([4, 4]))
     documents = torch.zeros(2, 4, dtype=torch.int64)
     bias = DenseBias(torch.zeros(4, 4))
     for pattern in (BlockDiffusion(2), Causal(documents), BlockCausal(2, documents), Bidirectional(documents), bias):
         with pytest.raises(ValueError, match=type(pattern).__name__ + " .*cannot be used with a cache"):
-            model(tokens, pattern=pattern, cache=given)
+            model(tokens, pattern=pattern, cache=slots)
     rows = torch.tensor([0])
     loss_inputs: Any = {"output_positions": rows, "loss_inputs": LossInputs(rows, torch.ones(1))}
     for more in (loss_inputs, {"positions": torch.arange(4)}):
         with pytest.raises(ValueError, match="neither positions nor loss_inputs"):
-            model(tokens, pattern=Causal(), cache=given, **more)
+            model(tokens, pattern=Causal(), cache=slots, **more)
     for others in (tokens[:1], tokens[:, :3]):
         with pytest.raises(ValueError, match="must have the same shape"):
-            model(others, pattern=Causal(), cache=given)
+            model(others, pattern=Causal(), cache=slots)
     with torch.inference_mode(False), pytest.raises(ValueError, match="no gradient"):
-        model(tokens, pattern=Causal(), cache=given)
+        model(tokens, pattern=Causal(), cache=slots)
     for backend in ("tiled", "flex"):
         with pytest.raises(ValueError, match=f'attention_backend = "{backend}".*generation.cache'):
-            prepare_cached_attention(Causal(), given, [None], "cpu", backend)
+            prepare_cached_attention(Causal(), slots, [None], "cpu", backend)
     with pytest.raises(ValueError, match="cannot cap"):
-        prepare_cached_attention(Causal(), given, [None], "cpu", "sdpa", AttentionScale(softcap=1.0))
+        prepare_cached_attention(Causal(), slots, [None], "cpu", "sdpa", AttentionScale(softcap=1.0))
     model.to(torch.float64)
     with pytest.raises(ValueError, match="float32"):
-        model(tokens, pattern=Causal(), cache=given)
+        model(tokens, pattern=Causal(), cache=slots)

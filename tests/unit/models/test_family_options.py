@@ -54,7 +54,7 @@ CAPPED = AttentionScale(scale=0.7, softcap=1.3)
 
 def test_soft_cap() -> None:
     x = torch.tensor([0.0, 1e-3, 2.0, -2.0, 1e4, -torch.inf], dtype=torch.float64)
-    expected = [3.0 * math.tanh(each / 3.0) for each in x.tolist()]
+    expected = [3.0 * math.tanh(logit / 3.0) for logit in x.tolist()]
     inputs = x.clone()
     torch.testing.assert_close(soft_cap(x, 3.0).tolist(), expected)
     assert torch.equal(x, inputs)
@@ -173,14 +173,14 @@ def test_scale_and_cap_written_out(
         ours = prepare_attention(pattern, length, "cpu", backend, window, rule)(q, k, v)
         torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
         cotangent = torch.randn_like(expected)
-        gradients = [torch.autograd.grad(each, (q, k, v), cotangent) for each in (ours, expected)]
+        gradients = [torch.autograd.grad(output, (q, k, v), cotangent) for output in (ours, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("rule", [CAPPED, AttentionScale(scale=0.7)], ids=str)
 @pytest.mark.parametrize("pattern", [Bidirectional(), BlockDiffusion(7)], ids=str)
 def test_flex_scales_and_caps(pattern: AttentionPattern, rule: AttentionScale) -> None:
-    q, k, v = (each.detach().float() for each in tensors(280, width=16))
+    q, k, v = (tensor.detach().float() for tensor in tensors(280, width=16))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # That it is slow without the compiler.
         ours = prepare_attention(pattern, 280, "cpu", "flex", 20, rule)(q, k, v)
@@ -242,7 +242,7 @@ def test_auto_on_a_gpu(softcap: float | None, dense_backend: str) -> None:
 def test_cuda_caps_forward_and_backward(pattern: AttentionPattern, rule: AttentionScale) -> None:
     for length, window, choice in ((600, None, "flex"), (600, 100, "flex"), (280, None, "eager")):
         q, k, v = wide = tensors(length, width=16)
-        ours = [each.detach().to("cuda", torch.float32).requires_grad_() for each in wide]
+        ours = [tensor.detach().to("cuda", torch.float32).requires_grad_() for tensor in wide]
         expected = written_out(q, k, v, pattern.dense_mask(length, window=window), rule)
         attention = prepare_attention(pattern.to("cuda"), length, "cuda", "auto", window, rule)
         assert attention.backend_for(ours[0]) == choice

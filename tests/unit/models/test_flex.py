@@ -115,8 +115,8 @@ def test_no_gradients_on_the_cpu() -> None:
 @pytest.mark.parametrize("pattern", patterns(), ids=name)
 def test_cuda_forward_and_backward(pattern: AttentionPattern, window: int | None, backend: AttentionBackend) -> None:
     length = LENGTH * pattern.positions_per_token
-    wide: list[Any] = [each.double().requires_grad_() for each in tensors(length, length)]
-    ours: list[Any] = [each.detach().to("cuda", torch.float32).requires_grad_() for each in wide]
+    wide: list[Any] = [tensor.double().requires_grad_() for tensor in tensors(length, length)]
+    ours: list[Any] = [tensor.detach().to("cuda", torch.float32).requires_grad_() for tensor in wide]
     expected = prepare_attention(pattern, length, "cpu", "eager", window)(*wide)
     out = prepare_attention(pattern.to("cuda"), length, "cuda", backend, window)(*ours)
     cotangent = torch.randn_like(expected)

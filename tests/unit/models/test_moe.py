@@ -50,13 +50,13 @@ def written_out(mixture: MoE, x: Tensor, renormalise: bool) -> Tensor:
     for token in x.flatten(0, -2):
         probabilities = torch.exp(mixture.gate.weight @ token)
         probabilities = probabilities / probabilities.sum()
-        chosen = sorted(range(len(probabilities)), key=lambda each: -probabilities[each].item())[: mixture.top_k]
-        total = sum(probabilities[each] for each in chosen) if renormalise else 1.0
+        chosen = sorted(range(len(probabilities)), key=lambda index: -probabilities[index].item())[: mixture.top_k]
+        total = sum(probabilities[index] for index in chosen) if renormalise else 1.0
         out = torch.zeros_like(token)
-        for each in chosen:
-            expert: Any = mixture.experts[each]
+        for index in chosen:
+            expert: Any = mixture.experts[index]
             inner = F.silu(expert.gate_proj.weight @ token) * (expert.up_proj.weight @ token)
-            out = out + probabilities[each] / total * (expert.down_proj.weight @ inner)
+            out = out + probabilities[index] / total * (expert.down_proj.weight @ inner)
         rows.append(out)
     return torch.stack(rows).view(x.shape)
 
@@ -120,14 +120,14 @@ def test_experts_without_tokens_are_not_computed(mixture: Callable[..., MoE]) ->
     idle = sorted(set(range(12)) - set(routings[0].experts_TK.flatten().tolist()))
     assert len(idle) >= 6
     with torch.no_grad():
-        for each in idle:
-            for parameter in results.experts[each].parameters():
+        for index in idle:
+            for parameter in results.experts[index].parameters():
                 parameter.fill_(torch.nan)
     out = results(x)
     assert torch.equal(out, expected)
     out.sum().backward()
-    for each in idle:
-        grads = [parameter.grad for parameter in results.experts[each].parameters()]
+    for index in idle:
+        grads = [parameter.grad for parameter in results.experts[index].parameters()]
         assert all(grad is not None and not grad.any() for grad in grads)
     assert x.grad is not None and x.grad.isfinite().all()
 
@@ -262,7 +262,7 @@ def test_balance_is_pooled_over_layers_with_their_tokens(
 
     monkeypatch.setattr("diffusionlm.models.transformer.compute_load_balancing_loss", spy)
     tiny_model(**SPARSE)(TOKENS, pattern=Bidirectional(), output_positions=ROWS, loss_inputs=loss_inputs(1.0))
-    assert [len(each.probabilities_TE) for each in visible[0]] == [24, 5]
+    assert [len(routing.probabilities_TE) for routing in visible[0]] == [24, 5]
 
 
 def test_evaluation_knows_no_balance_loss(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_initial_weights(make_config: MakeConfig) -> None:
 def test_parameters_are_counted(make_config: MakeConfig, changes: dict[str, Any]) -> None:
     config = make_config(**{**SPARSE, **changes})
     model = Transformer(config)
-    assert count_parameters(config, config.vocab_size)[0] == sum(each.numel() for each in model.parameters())
+    assert count_parameters(config, config.vocab_size)[0] == sum(parameter.numel() for parameter in model.parameters())
     sparse = [block.mlp for block in model.model.layers if isinstance(block.mlp, MoE)]
     assert count_idle_parameters(config) == 4 * 3 * 24 * 10 * len(sparse)
     assert len(sparse) == sum(map(config.is_sparse, range(config.num_hidden_layers)))

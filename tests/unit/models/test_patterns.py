@@ -96,7 +96,7 @@ def prompts(documents: torch.Tensor | None) -> torch.Tensor:
     return document_offsets(documents) < PROMPTS[:, None]
 
 
-def seen(intervals: tuple[torch.Tensor, torch.Tensor], length: int) -> torch.Tensor:
+def visible_keys(intervals: tuple[torch.Tensor, torch.Tensor], length: int) -> torch.Tensor:
     """How often a query sees a key through its ranges."""
     starts, ends = intervals
     keys = torch.arange(length)
@@ -164,7 +164,7 @@ def test_intervals_equal_dense(documents: torch.Tensor | None, window: int | Non
         assert intervals is not None
         expected = pattern.dense_mask(length, window=window).long()
         assert intervals[0].shape[:2] == expected.shape[:2], pattern
-        assert torch.equal(seen(intervals, length), expected), pattern  # a key is in one range only: never 2
+        assert torch.equal(visible_keys(intervals, length), expected), pattern  # a key is in one range only: never 2
 
 
 def test_one_prompt_for_all_rows_of_documents() -> None:
@@ -173,7 +173,7 @@ def test_one_prompt_for_all_rows_of_documents() -> None:
     dense_mask = pattern.dense_mask(6)
     assert dense_mask.shape == (2, 6, 6) and torch.equal(dense_mask[0], dense_mask[1])
     intervals = pattern.intervals(6)
-    assert torch.equal(seen(intervals, 6), dense_mask.long())
+    assert torch.equal(visible_keys(intervals, 6), dense_mask.long())
 
 
 @pytest.mark.parametrize("shape", [(LENGTH, LENGTH), (1, LENGTH, LENGTH), (5, LENGTH, LENGTH), (5, 2, LENGTH, LENGTH)])

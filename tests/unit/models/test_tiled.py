@@ -21,7 +21,7 @@ def tiles_of(pattern: AttentionPattern, length: int, dtype: torch.dtype = torch.
     return build_tiles(intervals, pattern.positions_per_token, dtype)
 
 
-def seen(tiles: tuple[Tile, ...], rows: int, length: int) -> torch.Tensor:
+def visible_keys(tiles: tuple[Tile, ...], rows: int, length: int) -> torch.Tensor:
     """How often each query meets each key, without those that a bias hides."""
     table = torch.zeros(rows, length, length, dtype=torch.int64)
     for tile in tiles:
@@ -43,7 +43,7 @@ def test_tiles_meet_what_the_pattern_says(make: type[Causal], packed: torch.Tens
         pattern = pattern.with_documents(packed)
     length = 160 * pattern.positions_per_token
     expected = pattern.dense_mask(length)
-    assert torch.equal(seen(tiles_of(pattern, length), len(expected), length), expected.long())
+    assert torch.equal(visible_keys(tiles_of(pattern, length), len(expected), length), expected.long())
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 150, 512])

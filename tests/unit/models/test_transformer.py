@@ -64,18 +64,18 @@ def test_output_positions_in_single_precision(tiny_model: MakeModel) -> None:
 
 def test_last_layer_computes_only_the_queries_it_needs(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    asked: list[int] = []
+    query_lengths: list[int] = []
     original = PatternAttention.__call__
 
     def spy(self: PatternAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        asked.append(q.shape[1])
+        query_lengths.append(q.shape[1])
         return original(self, q, k, v)
 
     monkeypatch.setattr(PatternAttention, "__call__", spy)
     for rows, needed in [([0, 3, 4, 16], 7), ([9], 10), ([0, 10], 1), ([], 1)]:
         model(tokens(), pattern=BlockDiffusion(2), output_positions=torch.tensor(rows, dtype=torch.int64))
-        assert asked == [10, needed]
-        asked.clear()
+        assert query_lengths == [10, needed]
+        query_lengths.clear()
 
 
 @pytest.mark.parametrize("layer_types", [(SLIDING, FULL), (FULL, SLIDING), (SLIDING, SLIDING)])

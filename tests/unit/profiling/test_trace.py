@@ -13,15 +13,15 @@ from profiling import nvtx
 from profiling.trace import StepProfiler
 
 
-class Told(list[str]):
+class Messages(list[str]):
     """What a profiler said."""
 
     def __call__(self, text: str) -> None:
         self.append(text)
 
 
-def profile(config: ProfilerConfig, directory: Path, steps: int = 8, first_step: int = 0) -> Told:
-    messages = Told()
+def profile(config: ProfilerConfig, directory: Path, steps: int = 8, first_step: int = 0) -> Messages:
+    messages = Messages()
     with StepProfiler(config, directory, "cpu", first_step, log=messages) as profiler:
         for _ in range(steps):
             with nvtx.annotate("step"):
