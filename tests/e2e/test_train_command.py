@@ -154,7 +154,7 @@ def test_changed_config_is_rejected_with_its_differences(config: Path, uninterru
     assert (uninterrupted / "config.toml").read_bytes() == before
 
 
-def test_never_resume_is_refused_on_a_used_directory(config: Path, uninterrupted: Path) -> None:
+def test_never_resume_rejects_a_used_directory(config: Path, uninterrupted: Path) -> None:
     result = run_here("--config", config, "--set", "checkpoint.resume=never")
     assert result.returncode == 1
     assert "already holds a run" in result.stderr

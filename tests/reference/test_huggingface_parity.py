@@ -42,7 +42,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embed
         ("sliding_window", {"sliding_window": 8, "use_sliding_window": True}),
     ],
 )
-def test_what_is_not_computed_here_is_refused(
+def test_unsupported_config_is_rejected(
     key: str, value: Any, tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """A key that changes the function and that this model does not know must not be dropped."""

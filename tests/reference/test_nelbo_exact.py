@@ -218,7 +218,7 @@ BIASED: dict[str, Estimator] = {
 
 
 @pytest.mark.parametrize("name", BIASED)
-def test_objective_that_is_said_to_be_biased_is(model: Transformer, name: str) -> None:
+def test_biased_objective_differs_from_the_nelbo(model: Transformer, name: str) -> None:
     case = Case(model, BIASED[name], None)
     exact = Case(model, FixedCountMasking(), None).expected[0]
     assert why_not_nelbo(case.config) is not None

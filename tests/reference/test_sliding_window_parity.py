@@ -83,9 +83,7 @@ def test_llama_has_no_sliding_layers(tiny_model: MakeModel) -> None:
     ],
     ids=str,
 )
-def test_keys_that_contradict_each_other_are_refused(
-    changes: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
-) -> None:
+def test_contradictory_keys_are_rejected(changes: dict[str, Any], tiny_model: MakeModel, tmp_path: Path) -> None:
     save_model(tiny_model(layer_types=(FULL, SLIDING), sliding_window=4), tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -37,7 +37,7 @@ class Messages(list[tuple[int, str]]):
         self.append((step, text))
 
 
-def test_everything_arrives_in_order_and_as_it_was() -> None:
+def test_records_arrive_unchanged_and_in_order() -> None:
     inner, messages = Recorder(), Messages()
     logger = BackgroundLogger("a sink", lambda say: inner, messages)
     values = {"loss": 1.0}
@@ -65,7 +65,7 @@ def test_failure_is_reported_once_and_later_calls_are_tried() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError(), SystemExit(3), KeyboardInterrupt("stop")])
-def test_what_cannot_be_started_ends_nothing(error: BaseException) -> None:
+def test_failed_start_does_not_end_the_run(error: BaseException) -> None:
     def start(say: Any) -> Recorder:
         raise error
 

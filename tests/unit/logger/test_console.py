@@ -26,7 +26,7 @@ def test_a_line_is_an_object_and_events_are_none() -> None:
     assert not stream.closed
 
 
-def test_a_reader_that_goes_away_ends_nothing() -> None:
+def test_closed_reader_does_not_end_the_run() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", encoding="utf-8") as stream:

@@ -21,7 +21,7 @@ def after(path: Path, content: bytes, step: int) -> list[bytes]:
     return lines
 
 
-def test_what_comes_later_is_made_again(tmp_path: Path) -> None:
+def test_records_after_the_resumed_step_are_removed(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "metrics": {"loss": 1.0}}).encode() for step in (1, 2, 3, 2, 4)]
     assert after(tmp_path / "a", b"\n".join(lines) + b"\n", 2) == [lines[0], lines[1], lines[3]]
     assert after(tmp_path / "a", b"", 0) == []

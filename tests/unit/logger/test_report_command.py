@@ -29,7 +29,7 @@ def test_one_run_has_its_page_beside_it(runs: tuple[str, str], capsys: pytest.Ca
     assert not Path("report.html").exists(), "the same run twice is one run"
 
 
-def test_several_runs_have_theirs_here_or_where_it_is_said(
+def test_page_of_several_runs_is_in_the_working_directory_or_at_output(
     runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Path("runs/two/metrics.jsonl").open("a") as file:
@@ -53,7 +53,7 @@ def test_several_runs_have_theirs_here_or_where_it_is_said(
         ([], "the following arguments are required: RUN"),
     ],
 )
-def test_what_is_wrong_is_said_and_ends_it_with_2(
+def test_bad_input_exits_with_2_and_names_the_problem(
     runs: tuple[str, str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = Path("runs/one/metrics.jsonl").read_text()

@@ -61,7 +61,7 @@ def test_former_names_of_metrics_are_read(tmp_path: Path) -> None:
     assert [run.result("evaluation", "fills", 0, name) for name in names] == [0.5, 0.75, 0.1]
 
 
-def test_a_record_cut_in_half_is_read_up_to_there_and_said(tmp_path: Path) -> None:
+def test_truncated_record_is_read_up_to_its_end_and_noted(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [step(1, loss=3.0), step(2, loss=2.0), '{"step": 3, "metr'], end="")
     run = read_run(folder)
     assert values(run, "loss") == [(1.0, 3.0), (2.0, 2.0)]
@@ -118,7 +118,7 @@ def test_a_step_that_was_run_again_counts_once(tmp_path: Path) -> None:
         ([step(3, loss=1.0), event(3, "stopped"), event(3, "environment"), step(4, loss=1.0)], None, "ended"),
     ],
 )
-def test_how_a_run_stands(tmp_path: Path, records: list[Any], summary: Any, state: str) -> None:
+def test_status_of_a_run(tmp_path: Path, records: list[Any], summary: Any, state: str) -> None:
     folder = write(tmp_path / "run", records)
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -135,7 +135,7 @@ def test_a_run_that_a_process_has_is_going(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # reading left it free
 
 
-def test_damaged_files_beside_the_record_are_said(tmp_path: Path) -> None:
+def test_damaged_files_are_noted(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [event(0, "data")])
     (folder / "config.toml").write_text("[training\n")
     (folder / "summary.json").write_text("{")
@@ -147,7 +147,7 @@ def test_damaged_files_beside_the_record_are_said(tmp_path: Path) -> None:
     assert any("holds no object" in note for note in read_run(folder).notes)
 
 
-def test_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
+def test_directory_without_a_run_is_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="missing: no such directory"):
         read_run(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl"):
@@ -163,7 +163,7 @@ def test_names_tell_runs_apart_and_each_is_there_once(tmp_path: Path) -> None:
     assert [run.name for run in read_runs([one])] == ["run"]
 
 
-def test_tokenizers_are_told_apart_by_their_files(tmp_path: Path) -> None:
+def test_different_tokenizer_files_have_different_fingerprints(tmp_path: Path) -> None:
     tokenizers = []
     for name, merges in (("a", "t h"), ("b", "t h"), ("c", "h e")):
         folder = write(tmp_path / name, [step(1, loss=1.0)])

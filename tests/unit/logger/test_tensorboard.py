@@ -36,7 +36,7 @@ def test_numbers_come_back_and_a_resumed_run_replaces_them(tmp_path: Path) -> No
     assert scalars(tmp_path)["loss"] == [(1, 0.5), (2, 1.0), (3, 8.0)]
 
 
-def test_it_is_written_beside_the_run_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_tensorboard_files_are_written_beside_the_run(tmp_path: Path) -> None:
     messages: list[str] = []
     assert open_sinks(LoggingConfig(), tmp_path, 0, {}, lambda at, text: messages.append(text)) == []
     config = LoggingConfig(tensorboard=TensorBoardConfig(enabled=True))
@@ -46,7 +46,7 @@ def test_it_is_written_beside_the_run_where_it_is_asked_for(tmp_path: Path) -> N
     assert scalars(tmp_path / "tensorboard") == {"loss": [(4, 0.25)]} and messages == []
 
 
-def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     messages: list[str] = []
     config = LoggingConfig(tensorboard=TensorBoardConfig(enabled=True))

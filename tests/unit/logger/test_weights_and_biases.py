@@ -133,7 +133,7 @@ def test_failure_is_reported_once(fails_in: str, monkeypatch: pytest.MonkeyPatch
     assert (("finish", 0) in fake.run.calls) == (fails_in not in ("init", "define_metric"))
 
 
-def test_without_a_key_it_is_offline_and_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_key_selects_offline_mode_with_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = FakeWandb()
     (sink,), messages = open_with(fake, monkeypatch, tmp_path)
     sink.close()
@@ -141,7 +141,7 @@ def test_without_a_key_it_is_offline_and_said_in_one_line(monkeypatch: pytest.Mo
     assert len(messages) == 1 and "no key in WANDB_API_KEY" in messages[0] and "wandb sync" in messages[0]
 
 
-def test_with_a_key_and_nobody_there_it_is_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreachable_server_selects_offline_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*args: Any) -> None:
         raise ConnectionRefusedError("refused")
 
@@ -159,13 +159,13 @@ def test_with_a_key_and_nobody_there_it_is_offline(monkeypatch: pytest.MonkeyPat
     assert fake.init_arguments["mode"] == "online" and messages == []
 
 
-def test_disabled_is_nothing_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_disabled_mode_opens_no_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert open_with(FakeWandb(), monkeypatch, tmp_path, mode="disabled") == ([], [])
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert open_with(FakeWandb(), monkeypatch, tmp_path) == ([], [])
 
 
-def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     sinks, messages = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
     assert sinks == [] and len(messages) == 1
