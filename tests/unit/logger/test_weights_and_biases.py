@@ -127,9 +127,8 @@ def test_failure_is_reported_once(fails_in: str, monkeypatch: pytest.MonkeyPatch
     (sink,), messages = open_with(fake, monkeypatch, tmp_path, mode="offline", artifacts=("tokenizer",))
     sink.metrics(1, {"loss": 2.5})
     sink.close(0)
-    assert messages == [
-        f"Weights & Biases: RuntimeError: {fails_in} failed; the run continues, and metrics.jsonl has all"
-    ]
+    assert len(messages) == 1
+    assert "Weights & Biases" in messages[0] and f"{fails_in} failed" in messages[0] and "metrics.jsonl" in messages[0]
     assert (("finish", 0) in fake.run.calls) == (fails_in not in ("init", "define_metric"))
 
 
