@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -15,6 +15,9 @@ from diffusionlm.inference.strategy import STEP_KEYS, ConfidenceFrom, OffByDefau
 
 DEFAULT_NEW_TOKENS = 64
 """New tokens of a prompt if neither max_new_tokens nor total_length is set."""
+
+StepCount = Annotated[int, Field(gt=0, le=100_000)]
+"""Steps of decoding; some strategies take a forward for each. Published experiments use a few thousand at most."""
 
 
 def _strategy_keys() -> dict[str, Any]:
@@ -80,11 +83,11 @@ class GenerationConfig(StrategyOptions):
     """Masked positions are decoded in blocks of this many, left to right. Bidirectional: counted from the first masked
     position, and all later masks stay visible; the last block may be shorter. Block-causal: counted from the start of
     the text. None: the model's block length, or else one block."""
-    denoising_steps: PositiveInt | None = None
-    """Forwards per block. If neither this nor `steps` is set: one per position. Forwards that would commit nothing are
-    skipped."""
-    steps: PositiveInt | None = None
-    """Forwards over all blocks, distributed evenly, the surplus to the first blocks."""
+    denoising_steps: StepCount | None = None
+    """Forwards per block, at most 100,000. If neither this nor `steps` is set: one per position. Forwards that would
+    commit nothing are skipped."""
+    steps: StepCount | None = None
+    """Forwards over all blocks, at most 100,000, distributed evenly, the surplus to the first blocks."""
     temperature: NonNegativeFloat | None = None
     """Temperature of token sampling. 0: the most probable token, the lowest id among equals. None: 1 for the strategies
     of MDLM and ReMDM, 0 for all others."""

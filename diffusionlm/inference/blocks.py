@@ -38,8 +38,8 @@ def split_into_blocks(masked_positions: NDArray[np.int64], settings: DecodingSet
     if settings.block_causal_length is None:
         groups = [masked_positions[start : start + block_length] for start in range(0, num_masked, block_length)]
     else:
-        block_ids = masked_positions // block_length
-        groups = [masked_positions[block_ids == block_id] for block_id in np.unique(block_ids)]
+        starts = np.flatnonzero(np.diff(masked_positions // block_length, prepend=-1))
+        groups = np.split(masked_positions, starts)[1:]  # the first one ends at position 0
     if config.steps is not None and config.steps < len(groups):
         raise ValueError(
             f"steps = {config.steps} is less than the number of blocks, {len(groups)} (block_length = {block_length}, "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from config.base import Fraction, PositiveFloat, PositiveFraction, Probability
@@ -44,6 +45,7 @@ from diffusionlm.inference.unmasking_schedules import (
     dream_tokens_per_step,
     dream_unmask_probabilities,
     even_tokens_per_step,
+    linear_fractions,
     linear_unmask_probabilities,
     whole_block_tokens_per_step,
 )
@@ -331,7 +333,7 @@ class PathPlanning(Strategy):
     can_remask = True
 
     def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return tuple((step + 1) / num_steps for step in range(num_steps))
+        return linear_fractions(num_steps)
 
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
         # In integers: (1 - 0.9) * 10 is less than 1 in floating point.
@@ -357,7 +359,7 @@ class ReMDM(Strategy):
         """Probability with which a committed token is masked again in a step."""
 
     def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return tuple(self.sigma(step, num_steps) for step in range(num_steps))
+        return _remask_probabilities(self, num_steps)
 
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
         import numpy as np
@@ -367,6 +369,12 @@ class ReMDM(Strategy):
         is_last = state.step + 1 == state.num_steps
         commit_probability = 1.0 if is_last else (alpha_s - (1.0 - sigma) * alpha_t) / (1.0 - alpha_t)
         return np.where(state.is_masked_M, state.uniforms_M < commit_probability, state.uniforms_M >= sigma)
+
+
+@lru_cache(maxsize=4)
+def _remask_probabilities(strategy: ReMDM, num_steps: int) -> tuple[float, ...]:
+    """Sigma of each step, in one tuple for all blocks."""
+    return tuple(strategy.sigma(step, num_steps) for step in range(num_steps))
 
 
 class ReMDMCap(ReMDM):

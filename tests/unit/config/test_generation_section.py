@@ -118,6 +118,8 @@ def test_without_a_strategy_every_key_is_accepted() -> None:
         ({"temperature": -1.0}, ["temperature"]),
         ({"cfg_scale": -0.5}, ["cfg_scale"]),
         ({"factor": 0.0}, ["factor"]),
+        ({"steps": 10**9}, ["steps", "100000"]),
+        ({"denoising_steps": 10**9}, ["denoising_steps", "100000"]),
         ({"stop_token_ids": [-1]}, ["stop_token_ids"]),
         ({"remasking_strategy": "best"}, ["remasking_strategy", "low_confidence", "remdm_loop"]),
     ],

@@ -5,11 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+import torch
 
 from diffusionlm.inference.unmasking_schedules import (
     dream_tokens_per_step,
     dream_unmask_probabilities,
     even_tokens_per_step,
+    linear_fractions,
     linear_unmask_probabilities,
     whole_block_tokens_per_step,
 )
@@ -57,6 +59,32 @@ def test_counts_settle_everything() -> None:
                 assert sum(counts) == masked
                 assert all(count > 0 for count in counts)
                 assert len(counts) <= steps
+
+
+def plain_dream_counts(num_masked: int, num_steps: int) -> tuple[int, ...]:
+    """As in generation_utils.py, step by step."""
+    times = torch.linspace(1, 1e-3, num_steps + 1)
+    counts = []
+    for step in range(num_steps):
+        is_last = step == num_steps - 1
+        count = num_masked if is_last else int(num_masked * (1 - times[step + 1] / times[step]))
+        counts.append(count)
+        num_masked -= count
+    return tuple(count for count in counts if count)
+
+
+def test_dream_counts_with_steps_left_out() -> None:
+    for num_steps in (*range(1, 40), 999, 10_000):
+        for num_masked in (0, 1, 2, 7, 64, 1000):
+            assert dream_tokens_per_step(num_masked, num_steps) == plain_dream_counts(num_masked, num_steps)
+
+
+def test_many_steps_take_no_more_memory_than_tokens() -> None:
+    assert even_tokens_per_step(7, 10**12) == (1,) * 7
+    assert whole_block_tokens_per_step(5, 10**12, 7) == (1,) * 5
+    assert len(dream_tokens_per_step(7, 100_000)) <= 7
+    for schedule in (linear_unmask_probabilities, linear_fractions, dream_unmask_probabilities):
+        assert schedule(100_000) is schedule(100_000), "not shared by blocks"
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 64])
