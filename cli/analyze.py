@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAME = "diffusionlm-analyze"
 
 EXAMPLE = f"""  {NAME} runs/quickstart
-  {NAME} Qwen3-0.6B runs/adapted --json
+  {NAME} Qwen/Qwen3-0.6B runs/adapted --json
   {NAME} a b --set values=false --set max_rows=0"""
 
 
@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
-    for name, text in (("a", "model, checkpoint or run directory"), ("b", "directory to compare with")):
+    for name, text in (
+        ("a", "model, checkpoint or run directory, or org/name on the Hub"),
+        ("b", "model to compare with"),
+    ):
         options = {"metavar": name.upper(), "nargs": "?", "default": argparse.SUPPRESS, "help": text}
         add_shorthand(parser, name, f"{name}={{string}}", **options)
     add_shorthand(parser, "--json", 'format="json"', help="print one JSON object")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NAME = "diffusionlm-convert"
 
-EXAMPLE = f"""  {NAME} --source Qwen3-0.6B --target models/qwen3-mask --set diffusion.block_length=4 --dry-run
+EXAMPLE = f"""  {NAME} --source Qwen/Qwen3-0.6B --target models/qwen3-mask --set diffusion.block_length=4 --dry-run
   {NAME} --source runs/quickstart --target models/quickstart --set dtype=bfloat16"""
 
 
@@ -71,7 +71,10 @@ def describe_plan(plan: ConversionPlan) -> list[str]:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the steps without writing anything")
     group = parser.add_argument_group("shorthands for --set")
-    for name, text in (("source", "model, checkpoint or run directory"), ("target", "directory to write")):
+    for name, text in (
+        ("source", "model, checkpoint or run directory, or org/name on the Hub"),
+        ("target", "directory to write"),
+    ):
         add_shorthand(group, f"--{name}", f"{name}={{string}}", metavar="DIR", help=text)
 
 

@@ -105,7 +105,9 @@ def _format_with_error(value: float, error: float) -> str:
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("shorthands for --set")
-    add_shorthand(group, "--model", "model.path={string}", metavar="DIR", help="model, checkpoint or run")
+    add_shorthand(
+        group, "--model", "model.path={string}", metavar="DIR", help="model, checkpoint or run, or org/name on the Hub"
+    )
     files = ("data.source=files", "data.source.paths=[{string}]", 'data.split="all"')
     add_shorthand(group, "--data", *files, metavar="FILE", help="file, directory or glob, all of it")
     add_shorthand(group, "--json", 'output.format="json"', help="one JSON object")

@@ -32,7 +32,8 @@ class ConvertConfig(Section):
     """The whole config of ``diffusionlm-convert``."""
 
     source: ConfigPath | None = None
-    """A model directory, a checkpoint or a run directory; required, here or as --source."""
+    """A model directory, a checkpoint, a run directory, or a model of the Hub (org/name); required, here or as
+    --source."""
     target: ConfigPath | None = None
     """Directory to write; must not exist. Required, here or as --target."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
@@ -57,7 +58,8 @@ class AnalyzeConfig(Section):
     """The whole config of ``diffusionlm-analyze``."""
 
     a: ConfigPath | None = None
-    """A model directory, a checkpoint or a run directory; required, here or as the first argument."""
+    """A model directory, a checkpoint, a run directory, or a model of the Hub (org/name); required, here or as the
+    first argument."""
     b: ConfigPath | None = None
     """Directory to compare with. None: only describe the first one."""
     values: bool = True

@@ -15,7 +15,8 @@ class InferModelConfig(Section):
     """``[model]``: the model, its device and its dtype."""
 
     path: ConfigPath | None = None
-    """A model directory, a checkpoint or a run directory; required, here or as --model."""
+    """A model directory, a checkpoint, a run directory, or a model of the Hugging Face Hub (org/name or
+    org/name@revision); required, here or as --model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if it is available."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"

@@ -19,8 +19,8 @@ class ModelSection(Architecture):
     """``[model]`` of a training config: the architecture. The vocabulary is the tokenizer's."""
 
     init_from: ConfigPath | None = None
-    """Model or run directory with the weights (and tokenizer) to start training from. None: random weights. Options of
-    [model] that are not set are those of its config.json."""
+    """Model or run directory, or model of the Hub (org/name), with the weights (and tokenizer) to start training from.
+    None: random weights. Options of [model] that are not set are those of its config.json."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -31,7 +31,7 @@ class ModelSection(Architecture):
         if not isinstance(start, str | Path) or has_value <= values.keys():
             return handler(values)
         try:
-            checkpoint_config = read_model_config(resolve_model_directory(start))
+            checkpoint_config = read_model_config(resolve_model_directory(start, needs_weights=False))
         except ValueError as error:
             raise ValueError(
                 f"init_from = {start}: {error}; the options that [model] does not set are read there: correct the "

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-PACKAGES = ("datasets", "jinja2", "numpy", "pyarrow", "pydantic", "regex", "safetensors", "tomli-w", "torch", "tqdm")
+PACKAGES = (
+    "datasets", "huggingface-hub", "jinja2", "numpy", "pyarrow", "pydantic", "regex", "safetensors", "tomli-w", "torch",
+    "tqdm",
+)  # fmt: skip
 """Required packages."""
 _DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
 _QUERY_SECONDS = 10.0

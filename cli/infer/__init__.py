@@ -32,7 +32,7 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
   {NAME} --config config/resources/infer.toml --temperature 0.8 --json | jq .metrics"""
 
 _SHORTHANDS = (
-    ("model", "DIR", "model.path={string}", "model directory, checkpoint or run"),
+    ("model", "DIR", "model.path={string}", "model directory, checkpoint or run, or org/name on the Hub"),
     (
         "prompts",
         "FILE",
@@ -168,4 +168,5 @@ def _load_template(config: InferConfig) -> ChatTemplate | None:
     assert config.model.path is not None
     if config.input.chat_template is not None:
         return CHAT_TEMPLATES[config.input.chat_template]
-    return load_chat_template(config.model.path) or load_chat_template(resolve_model_directory(config.model.path))
+    directory = resolve_model_directory(config.model.path, needs_weights=False)
+    return load_chat_template(config.model.path) or load_chat_template(directory)

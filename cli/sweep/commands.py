@@ -9,6 +9,7 @@ from typing import Any
 
 from cli.arguments import toml_string
 from config.base import Section
+from config.families.model_directory import resolve_model_directory
 from config.infer import InferConfig
 from config.train import KEY_HINTS, TrainConfig
 
@@ -54,14 +55,16 @@ def _infer_problem(config: InferConfig) -> str | None:
     inputs, path = config.input, config.model.path
     if path is None:
         return "no model given: add --set model.path=DIR, or path to [model] of the config"
-    if not path.exists():
-        return f'model.path = "{path}": no such directory'
     if inputs.prompts_file is not None and str(inputs.prompts_file) == "-":
         return 'input.prompts_file = "-": runs of a sweep have no standard input; name a file'
     if inputs.prompts_file is not None and not inputs.prompts_file.is_file():
         return f'input.prompts_file = "{inputs.prompts_file}": no such file'
     if not (inputs.prompts or inputs.chats or inputs.infills or inputs.prompts_file):
         return "[input] has no prompts, prompts_file, chats or infills: add some"
+    try:
+        resolve_model_directory(path, needs_weights=False)
+    except ValueError as error:
+        return f'model.path = "{path}": {error}'
     return None
 
 

@@ -8,21 +8,34 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from config.families.hub import download_description, download_model, is_hub_name
 from config.families.registry import FAMILIES, infer_model_type
 from config.model import ModelConfig
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 
-def resolve_model_directory(path: str | Path) -> Path:
-    """Find the directory with config.json: the path itself, or the newest checkpoint of a run directory.
+def resolve_model_directory(path: str | Path, *, needs_weights: bool = True) -> Path:
+    """Find the directory with config.json: the path itself, the newest checkpoint of a run directory, or a model of the
+    Hugging Face Hub, which is downloaded to its cache.
+
+    A name ``org/name`` is looked up on the Hub if there is no such path and no directory ``org``, which would make it
+    a misspelled path. ``org/name@revision`` needs no such guess.
+
+    Args:
+        path: the path or the Hub name.
+        needs_weights: False: of a model on the Hub, everything but the weights is enough.
 
     Raises:
-        ValueError: neither has a config.json; names the path.
+        ValueError: there is no config.json, or no such model on the Hub; names the path.
     """
     path = Path(path)
+    name = path.as_posix()
+    if is_hub_name(name) and not path.exists() and ("@" in name or not path.parent.is_dir()):
+        path = download_model(name) if needs_weights else download_description(name)
     if not path.is_dir():
-        raise ValueError(f"no model at {path}: there is no such directory")
+        hint = f"; {name}@main is looked up on the Hugging Face Hub" if is_hub_name(name) and "@" not in name else ""
+        raise ValueError(f"no model at {path}: there is no such directory{hint}")
     for candidate in (path, path / "checkpoints" / "latest"):
         if (candidate / "config.json").is_file():
             return candidate

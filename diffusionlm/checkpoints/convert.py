@@ -64,7 +64,7 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
         raise ValueError("source and target are both required: a model directory, and a directory to write")
     if config.target.exists():
         raise ValueError(f"target = {config.target} exists: name another directory, or remove it")
-    source = resolve_model_directory(config.source)
+    source = resolve_model_directory(config.source, needs_weights=False)
     source_config, tokenizer = read_model_config(source), load_tokenizer(source)
     target_config, mean_row = source_config, None
     if config.diffusion is not None:
@@ -139,6 +139,8 @@ def convert(plan: ConversionPlan) -> None:
     Raises:
         ValueError: the weights do not fit the config, or the target cannot be written.
     """
+    assert plan.config.source is not None
+    resolve_model_directory(plan.config.source)  # downloads the weights of a model of the Hub
     verify_model_files(plan.source)
     model = load_model_with_config(plan.source_config, plan.source, dtype=plan.config.dtype)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}

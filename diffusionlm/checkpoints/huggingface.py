@@ -44,10 +44,11 @@ def load_model(
     dtype: str = "float32",
     attention_backend: AttentionBackend = "auto",
 ) -> Transformer:
-    """Load a model directory, a checkpoint or the newest checkpoint of a run directory, for inference.
+    """Load a model directory, a checkpoint, the newest checkpoint of a run directory, or a model of the Hugging Face
+    Hub, for inference.
 
     Args:
-        path: the directory; ``model_type`` in its config.json names the family.
+        path: the directory, ``org/name`` or ``org/name@revision``; ``model_type`` in its config.json names the family.
         device: of the parameters. Tensors are copied there one by one.
         dtype: of the parameters. ``keep``: that of the files; of several, the narrowest that holds all of them.
         attention_backend: how attention is computed.
@@ -118,10 +119,10 @@ def load_model_with_config(
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model directory, a checkpoint or a run directory."""
+    """Load the tokenizer of a model directory, a checkpoint, a run directory or a model of the Hub (``org/name``)."""
     directory = Path(path)
     is_tokenizer = any((directory / name).is_file() for name in ("vocab.json", "tokenizer.json"))
-    return load_tokenizer_files(directory if is_tokenizer else resolve_model_directory(path))
+    return load_tokenizer_files(directory if is_tokenizer else resolve_model_directory(path, needs_weights=False))
 
 
 def save_model(

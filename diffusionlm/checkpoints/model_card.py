@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from config.families.hub import describe_origin
 from config.families.registry import get_family
 from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
@@ -239,11 +240,11 @@ def _conversion_section(source: Path) -> str:
     card = _read_card(source)
     section = _find_training_section(card)
     if section is None:
-        name = _escape_markdown(source.resolve().name)
+        name = _escape_markdown(describe_origin(source))
         return f"{TRAINING_HEADING}\n\nConverted from {name}, whose training is unknown.\n\n"
     body = section.removeprefix(TRAINING_HEADING).strip()
     title = re.search(r"^# (.*)$", card, re.MULTILINE)
-    name = title[1] if title else _escape_markdown(source.resolve().name)
+    name = title[1] if title else _escape_markdown(describe_origin(source))
     # A model that was converted several times has several of these notes, the newest first.
     note = f"Converted from {name}. The rest of this section describes that model."
     return f"{TRAINING_HEADING}\n\n{note}\n\n{body}\n\n"

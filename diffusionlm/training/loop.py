@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from config.families.model_directory import resolve_model_directory
 from config.runtime import ProfilerConfig
 from config.train import TrainConfig
 from ddp.process_group import process_group
@@ -53,6 +54,8 @@ def train(config: TrainConfig) -> TrainResult:
     """
     nvtx.requested_level()  # raises for an unknown level before anything is created
     device_type = set_up_device(config.run, config.runtime.keep_freed_memory).type
+    if config.model.init_from is not None:
+        resolve_model_directory(config.model.init_from)  # a download now, where no rank waits for another one
     with (
         process_group(config.parallel, device_type) as world,
         open_run_directory(config, world) as directory,

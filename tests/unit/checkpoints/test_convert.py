@@ -11,6 +11,7 @@ import torch
 
 from cli.convert import main
 from config.convert import ConvertConfig
+from config.families.hub import download_description, download_model
 from config.model import ModelConfig
 from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.convert import convert, plan_conversion
@@ -56,6 +57,31 @@ def source(path: Path, tokenizer: Tokenizer, rows: int, **changes: Any) -> Path:
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=rng))
     save_model_directory(model, tokenizer, path)
     return path
+
+
+def test_source_on_the_hub(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are downloaded by `convert` only, and the card names the model instead of the cache."""
+    snapshot = source(tmp_path / "models--org--tiny" / "snapshots" / ("c" * 40), tokenizer, 300)
+    (snapshot / "README.md").unlink()
+    calls: list[tuple[str, str | None, bool]] = []
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        calls.append((repository, revision, "model.safetensors" in allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    for function in (download_description, download_model):
+        function.cache_clear()
+    target = tmp_path / "target"
+    plan = plan_conversion(ConvertConfig(source=Path("org/tiny@v1"), target=target))
+    assert calls == [("org/tiny", "v1", False)]
+    convert(plan)
+    load_tokenizer("org/tiny@v1")
+    logits = [load_model(model)(TOKENS, pattern=Causal()) for model in ("org/tiny@v1", target)]
+    assert torch.equal(*logits)
+    assert calls[1:] == [("org/tiny", "c" * 40, True)]
+    assert f"Converted from org/tiny, commit {'c' * 40}, whose" in (target / "README.md").read_text(encoding="utf-8")
 
 
 def converted(path: Path, target: Path, **options: Any) -> Transformer:

@@ -156,7 +156,7 @@ def test_equal_points_are_rejected(base: Path) -> None:
     ("texts", "problem"),
     [
         ([], "no model given: add --set model.path=DIR"),
-        (["model.path=/no/such"], 'model.path = "/no/such"'),
+        (["model.path=/no/such", "input.prompts=[a]"], 'model.path = "/no/such": no model at'),
         (["model.path=."], r"\[input\] has no prompts"),
         (["model.path=.", "input.interactive=true"], "interactive chat: remove its keys, or input.interactive"),
         (["model.path=.", "input.prompts_file=-"], "no standard input"),

@@ -1,0 +1,116 @@
+"""Models of the Hugging Face Hub, named ``org/name`` or ``org/name@revision``. No torch."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path
+
+DESCRIPTION_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "README.md",
+)
+"""Everything but the weights. A pattern without a wildcard matches no file of a subfolder."""
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
+"""No pickles: a repository is not trusted to run code."""
+
+_HUB_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]*\w)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a text has the form of a Hub name."""
+    return _HUB_NAME.fullmatch(name) is not None
+
+
+@functools.cache
+def download_description(name: str) -> Path:
+    """Download config, tokenizer and model card of a model, or find them in the cache. Returns the snapshot directory.
+
+    Once per process, so that all files of a model are of one commit. The cache, HF_TOKEN, HF_ENDPOINT and
+    HF_HUB_OFFLINE are those of ``huggingface_hub``.
+
+    Args:
+        name: ``org/name`` or ``org/name@revision``.
+
+    Raises:
+        ValueError: there is no such model or revision, access is denied, or the Hub cannot be reached and the cache
+            does not have all files.
+    """
+    match = _HUB_NAME.fullmatch(name)
+    assert match is not None
+    return _download(name, match["repository"], match["revision"], DESCRIPTION_FILES)
+
+
+@functools.cache
+def download_model(name: str) -> Path:
+    """Download a model with its weights, or find it in the cache. Returns the snapshot directory.
+
+    Raises:
+        ValueError: as `download_description`, or the model has no weights in safetensors files.
+    """
+    commit = download_description(name).name
+    directory = _download(name, name.partition("@")[0], commit, WEIGHT_FILES)
+    if not any((directory / file).is_file() for file in WEIGHT_FILES[:2]):
+        raise ValueError(
+            f"{name} on the Hugging Face Hub has no {WEIGHT_FILES[0]}, and pickles are not downloaded, because they may"
+            " run code: choose a revision with safetensors, or convert the weights and name their directory"
+        )
+    return directory
+
+
+def describe_origin(directory: Path) -> str:
+    """Return the name of a model directory without the folders of this machine; of a snapshot of the Hub, the model
+    and the commit."""
+    directory = directory.resolve()
+    repository = directory.parent.parent.name
+    if directory.parent.name == "snapshots" and repository.startswith("models--"):
+        return f"{repository.removeprefix('models--').replace('--', '/', 1)}, commit {directory.name}"
+    return directory.name
+
+
+def _download(name: str, repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download  # importing it takes a second
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # set by torchrun; one bar per machine is enough
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # the Hub's client raises many types, some of its HTTP library
+        raise ValueError(f"no model {name}: there is no such directory, and {_explain(error, name)}") from error
+
+
+def _explain(error: Exception, name: str) -> str:
+    """Explain on one line why a download failed, with the remedy."""
+    from huggingface_hub import constants, errors
+
+    repository, _, revision = name.partition("@")
+    match error:
+        case errors.GatedRepoError():
+            return "access on the Hugging Face Hub is restricted: accept the conditions on its page, and set HF_TOKEN"
+        case errors.RepositoryNotFoundError():
+            return "the Hugging Face Hub has no such model, or it is private: correct the name, or set HF_TOKEN"
+        case errors.RevisionNotFoundError():
+            return f"the model on the Hugging Face Hub has no revision {revision!r}"
+    cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error.__cause__ or error)
+    command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
+    return (
+        f"it cannot be downloaded from the Hugging Face Hub ({cause}), nor is all of it in the cache: run "
+        f'"{command}" where there is a network, or name a local directory (--model DIR)'
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
