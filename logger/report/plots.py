@@ -5,52 +5,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from logger.report.reading import LoggedRun
-from logger.report.series import Floats, Series, downsample, moving_average
+from logger.report.series import Series, downsample, moving_average
+from pages.axes import Floats
+from pages.charts import Chart, Curve
 
 MAX_CHARTS_PER_FAMILY = 12
 """A family (prefix) with more other metrics than this becomes a table."""
 
 MAX_POINTS_PER_CHART = 2400
 """Points of all curves of a chart; more would not be visible on a wide screen."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A curve of N points."""
-
-    name: str
-    color: int
-    dash: int
-    x_N: Floats
-    y_N: Floats
-    smooth_N: Floats | None = None
-    error_N: Floats | None = None
-    """Standard error; a band."""
-    has_dots: bool = False
-
-
-@dataclass
-class Chart:
-    """The data of a chart."""
-
-    title: str
-    unit: str
-    lines: list[Curve]
-    note: str = ""
-    x_name: str = "step"
-    x_is_share: bool = False
-    x_end: float = 0.0
-    """End of the horizontal axis, unless a point is beyond it."""
-    log: bool | None = None
-    """True if the logarithmic scale is on at first; None: there is no switch."""
-    from_zero: bool = False
-    marks: list[tuple[str, Floats]] = field(default_factory=list)
-    """Names of marks and their positions on the horizontal axis."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from logger.console import format_duration
 from logger.report.plots import BITS_PER_BYTE, NATS_PER_TOKEN, ValidationMetric
 from logger.report.reading import LoggedRun, RunEvent
-from logger.report.series import format_number
+from pages.axes import format_number
 
 MAX_EVENTS = 200
 """Events listed for each run; all are in metrics.jsonl."""

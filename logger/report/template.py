@@ -10,13 +10,13 @@ from typing import Any
 
 _SLOT = re.compile(r"<!--slot:([a-z]+)-->")
 
-SHARED_PARTS = {"head": "head.html", "figurestyles": "figures.css", "figurescript": "figures.js"}
+SHARED_PARTS = {"head": "head.html", "figurestyles": "charts.css", "figurescript": "charts.js"}
 """Slot -> file: the head of all pages; the styles and the script of charts and infilled samples."""
 
 
 def fill_template(package: str, name: str, parts: Mapping[str, str]) -> str:
     """Fill the slots of a package's template with ``parts`` and `SHARED_PARTS`."""
-    shared = {slot: _read("logger.report", file).rstrip("\n") for slot, file in SHARED_PARTS.items()}
+    shared = {slot: _read("pages", file).rstrip("\n") for slot, file in SHARED_PARTS.items()}
     parts = {**shared, **parts}
     return _SLOT.sub(lambda slot: parts[slot[1]], _read(package, name))
 

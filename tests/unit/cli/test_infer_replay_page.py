@@ -23,7 +23,7 @@ from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generat
 from tokenizer import Tokenizer, train_bpe
 
 TEMPLATE = files("cli.infer").joinpath("replay.html").read_text(encoding="utf-8")
-HEAD = files("logger.report").joinpath("head.html").read_text(encoding="utf-8")
+HEAD = files("pages").joinpath("head.html").read_text(encoding="utf-8")
 NAN = math.nan
 
 

@@ -7,14 +7,13 @@ scripts. The script only shows values under the pointer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 import numpy as np
 
-from logger.report.plots import Chart, Curve
-from logger.report.series import Floats, format_number, log_ticks, ticks
+from pages.axes import AxisScale, Floats, format_number
 
 WIDTH, HEIGHT = 2000, 1000
 """Size of the SVG's view box."""
@@ -23,28 +22,37 @@ MAX_MARKS = 400
 
 
 @dataclass(frozen=True)
-class AxisScale:
-    """Maps values to [0, 1], from left to right or from bottom to top."""
+class Curve:
+    """A curve of N points."""
 
-    low: float
-    high: float
-    is_log: bool = False
+    name: str
+    color: int
+    dash: int
+    x_N: Floats
+    y_N: Floats
+    smooth_N: Floats | None = None
+    error_N: Floats | None = None
+    """Standard error; a band."""
+    has_dots: bool = False
 
-    def __call__(self, values_N: Floats) -> Floats:
-        """Map values; NaN where a logarithmic scale has none."""
-        if not self.is_log:
-            return (values_N - self.low) / (self.high - self.low)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shares_N: Floats = (np.log(values_N) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
-        return np.where(values_N > 0, shares_N, np.nan)
 
-    def to_unit(self, value: float) -> float:
-        """Map a single value to the range 0 to 1."""
-        return float(self(np.array([value]))[0])
+@dataclass
+class Chart:
+    """The data of a chart."""
 
-    def ticks(self) -> list[float]:
-        """Return round values in the range."""
-        return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high)
+    title: str
+    unit: str
+    lines: list[Curve]
+    note: str = ""
+    x_name: str = "step"
+    x_is_share: bool = False
+    x_end: float = 0.0
+    """End of the horizontal axis, unless a point is beyond it."""
+    log: bool | None = None
+    """True if the logarithmic scale is on at first; None: there is no switch."""
+    from_zero: bool = False
+    marks: list[tuple[str, Floats]] = field(default_factory=list)
+    """Names of marks and their positions on the horizontal axis."""
 
 
 def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
