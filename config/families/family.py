@@ -73,7 +73,7 @@ class ModelFamily:
     """Options of a model whose config.json does not name them, as in the family's own code."""
     diffusion_defaults: Mapping[str, Any] | None = None
     """Mask token, alignment and block length, where config.json does not name them. None: the family is
-    autoregressive, unless config.json has a diffusion key."""
+    autoregressive, unless config.json has a diffusion key; its code is part of transformers."""
     has_attention_output_bias: bool = True
     """``attention_bias`` also adds a bias to the attention output projection."""
     supports_sliding_window: bool = True
@@ -144,6 +144,8 @@ class ModelFamily:
                 values[key] = getattr(config, key)
         if self.diffusion_defaults is not None:
             values |= {"block_length": config.block_length, "mask_token_id": config.mask_token_id}
+        elif config.block_length is None:
+            values["is_causal"] = False  # transformers then computes bidirectional attention
         if self.has_block_size_key:
             values["block_size"] = values.pop("block_length")
         return {"hidden_act": "silu", **values}
@@ -251,7 +253,15 @@ class ModelFamily:
                 options["block_length"] = int(match[1])
         if self.diffusion_defaults is not None:
             return {**self.diffusion_defaults, **options}
-        return AUTOREGRESSIVE_OPTIONS if all(value is None for value in options.values()) else options
+        if all(value is None for value in options.values()):
+            options = AUTOREGRESSIVE_OPTIONS
+        block_length = options.get("block_length")
+        if values.get("is_causal") is False and block_length is not None:
+            problems.append(
+                f"is_causal = False contradicts block_length = {block_length}: remove is_causal, or name mask_token_id "
+                "and no block_length for bidirectional attention"
+            )
+        return options
 
     def to_config_json(self, config: ModelConfig) -> JsonObject:
         """Build the object of config.json, with the keys that diffusion adds.

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from config.families.hub import describe_origin
+from config.families.key_readers import SLIDING
 from config.families.registry import get_family
 from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
@@ -291,7 +292,31 @@ def _use_section(config: ModelConfig) -> str:
         'done = diffusionlm.generate(model, [tokenizer.encode("...")], options)\n'
         "print(tokenizer.decode(done[0].token_ids))"
     )
-    return f"## Use\n\n{_fence_code(shell, 'bash')}\n\n{_fence_code(python, 'python')}\n\n"
+    return (
+        f"## Use\n\n{_fence_code(shell, 'bash')}\n\n{_fence_code(python, 'python')}\n\n{_transformers_text(config)}\n\n"
+    )
+
+
+def _transformers_text(config: ModelConfig) -> str:
+    """Describe what transformers computes from the directory."""
+    family = get_family(config)
+    if family.diffusion_defaults is not None:
+        return f"`transformers` has no `{family.model_type}`: it needs the code that the family's models come with."
+    loads = "`transformers.AutoModelForCausalLM.from_pretrained` loads this directory"
+    if config.block_length is None:
+        window = "; layers with a sliding window see one position more on each side" * (
+            SLIDING in (config.layer_types or ())
+        )
+        return (
+            f"{loads} and computes the same logits for a whole sequence (version 5.23 or newer, which reads "
+            f"`is_causal`{window}). Its `generate` does not decode diffusion models."
+        )
+    if config.block_length == 1:
+        return f"{loads} and computes the same logits."
+    return (
+        f"{loads}, but its attention is causal. It computes the logits of this model with a block-causal "
+        "`attention_mask` [batch, 1, query, key]. Its `generate` does not decode diffusion models."
+    )
 
 
 def _limits_section(config: ModelConfig) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model, save_model
-from diffusionlm.models.patterns import Causal
+from diffusionlm.models.patterns import Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ CASES = [
 def test_our_sliding_layers_in_transformers(
     layer_types: tuple[str, ...], window: int, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
-    ours = tiny_model(layer_types=layer_types, sliding_window=window)
+    ours = tiny_model(layer_types=layer_types, sliding_window=window, block_length=1)
     save_model(ours, tmp_path)
     theirs = transformers.Qwen3ForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", dtype=torch.float32
@@ -44,6 +44,21 @@ def test_our_sliding_layers_in_transformers(
     again = load_model(tmp_path)
     assert again.config == ours.config
     assert torch.equal(again(TOKENS, pattern=Causal()), ours(TOKENS, pattern=Causal()))
+
+
+def test_bidirectional_sliding_layers_in_transformers(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Their window counts the positions on each side, ours also the query itself, as the model card says."""
+    ours = tiny_model(layer_types=(SLIDING, FULL), sliding_window=4)
+    save_model(ours, tmp_path)
+    logits = {}
+    for window in (3, 4):
+        theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, sliding_window=window, dtype=torch.float32)
+        with torch.no_grad():
+            logits[window] = theirs.eval()(TOKENS).logits
+    with torch.no_grad():
+        expected = ours(TOKENS, pattern=Bidirectional())
+    torch.testing.assert_close(logits[3], expected, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(logits[4], expected, atol=1e-2)
 
 
 def test_their_sliding_layers_are_read(tmp_path: Path) -> None:

@@ -101,10 +101,15 @@ def test_card_has_the_facts_of_the_run(tiny_model: MakeModel, tmp_path: Path) ->
 
 def test_kinds_of_models(tiny_model: MakeModel, tmp_path: Path) -> None:
     masked = card_of(tiny_model(), tmp_path)
+    assert "computes the same logits for a whole sequence" in masked and "sliding window" not in masked
     assert "masked-diffusion" in front_matter(masked)["tags"] and "--infill" in masked
     assert "The training of this model is unknown." in masked and "datasets" not in front_matter(masked)
     next_token = card_of(tiny_model(block_length=1, logit_alignment="shifted", mask_token_id=None), tmp_path)
     assert front_matter(next_token)["tags"] == ["text-generation"] and rows(next_token)["mask token"] == "none"
+    assert "loads this directory and computes the same logits." in next_token
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "qk_norm": True}
+    assert "layers with a sliding window see one position more" in card_of(tiny_model(**sliding), tmp_path)
+    assert "`transformers` has no `llada`" in card_of(tiny_model(model_type="llada", qk_norm=False), tmp_path)
     experts = card_of(tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8), tmp_path)
     assert rows(experts)["experts"] == "2 of 4 per token"
 
