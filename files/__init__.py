@@ -1,1 +1,1 @@
-"""Atomic file writes, directory locks and output streams that may break. No torch."""
+"""Atomic file writes, directory locks, names of paths, and output streams that may break. No torch."""

@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from files.portable_path import portable_path
+
 DESCRIPTION_FILES = (
     "config.json",
     "generation_config.json",
@@ -70,14 +72,14 @@ def download_model(name: str) -> Path:
     return directory
 
 
-def describe_origin(directory: Path) -> str:
-    """Return the name of a model directory without the folders of this machine; of a snapshot of the Hub, the model
-    and the commit."""
-    directory = directory.resolve()
+def describe_origin(path: Path) -> str:
+    """Name a model for others: a directory without the folders of this machine, a model of the Hub with its commit."""
+    name = path.as_posix()
+    directory = (download_description(name) if is_hub_name(name) and not path.exists() else path).resolve()
     repository = directory.parent.parent.name
     if directory.parent.name == "snapshots" and repository.startswith("models--"):
         return f"{repository.removeprefix('models--').replace('--', '/', 1)}, commit {directory.name}"
-    return directory.name
+    return portable_path(path)
 
 
 def _download(name: str, repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -13,6 +13,7 @@ from config.data import HubDataset
 from diffusionlm.data.local_files import FileFingerprint, find_files
 from diffusionlm.data.reader import Split
 from diffusionlm.data.record_source import BadRecord, RecordSource, validate_text
+from files.portable_path import portable_path
 
 CACHE_MODULE = "datasets.packaged_modules.cache."
 """Module of the library's builder that serves its local cache."""
@@ -43,17 +44,23 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     validation_fraction = None if has_own_split else config.validation_fraction
     options = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
     digest = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
+    title = portable_path(config.dataset) if is_directory(config) else config.dataset
     limit = "" if max_documents is None else f", the first {max_documents:,} documents"
     return RecordSource(
         HubRecords(stream, stream.state_dict(), config.dataset, config.text_field, key),
         identity=f"hub/{config.dataset}/{builder.config.name}/{version}/{split_name}/{split}/{digest}",
-        provenance=f"{config.dataset}, config {builder.config.name}, {origin}, split {split_name}{limit}",
+        provenance=f"{title}, config {builder.config.name}, {origin}, split {split_name}{limit}",
         key=key,
         on_bad_row=config.on_bad_row,
         max_documents=max_documents,
         validation_fraction=validation_fraction,
         is_validation=is_validation,
     )
+
+
+def is_directory(config: HubDataset) -> bool:
+    """Return whether the dataset is a directory of this machine, not one of the Hub."""
+    return os.path.isdir(os.path.expanduser(config.dataset))
 
 
 def _load_builder(config: HubDataset, key: str) -> Any:
@@ -106,8 +113,8 @@ def _dataset_version(config: HubDataset, builder: Any, key: str) -> tuple[str, s
     Raises:
         ValueError: the local cache has another revision than the requested one.
     """
-    name = os.path.expanduser(config.dataset)
-    if os.path.isdir(name):
+    if is_directory(config):
+        name = os.path.expanduser(config.dataset)
         files = [FileFingerprint.read(path, f"{key}.dataset") for path in find_files((name,), f"{key}.dataset")]
         digest = hashlib.sha256("\n".join(file.identity for file in files).encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16], f"{len(files):,} files in a directory"

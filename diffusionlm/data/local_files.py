@@ -23,6 +23,7 @@ from diffusionlm.data.file_formats import (
 )
 from diffusionlm.data.reader import ReaderPosition, Split
 from diffusionlm.data.record_source import BadRecord, ParsedRecord, RecordSource
+from files.portable_path import portable_path
 
 FINGERPRINT_BYTES = 1 << 16
 """Bytes at each end of a file that its fingerprint hashes."""
@@ -220,7 +221,7 @@ def _describe_files(files: Sequence[DataFile], patterns: tuple[str, ...]) -> str
     size = sum(file.fingerprint.size for file in files)
     formats = " and ".join(sorted({file.description for file in files}))
     count = "1 file" if len(files) == 1 else f"{len(files):,} files"
-    return f"{count}, {size:,} bytes, {formats}, of {', '.join(patterns)}"
+    return f"{count}, {size:,} bytes, {formats}, of {', '.join(map(portable_path, patterns))}"
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,7 @@ def open_stdlib(config: PythonStdlib, split: Split, key: str) -> StdlibSource:
     if not paths:
         raise ValueError(f"{key}: python-stdlib has no {split} files in {root}; use another source")
     identity = f"python-stdlib/{split}/{digest.hexdigest()[:16]}"
-    return StdlibSource(paths, identity, f"{len(paths)} files, {size:,} bytes, in {root}", skipped)
+    return StdlibSource(paths, identity, f"{len(paths)} files, {size:,} bytes, in {portable_path(root)}", skipped)
 
 
 def _is_one_in(name: str, share: int) -> bool:

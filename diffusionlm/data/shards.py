@@ -33,6 +33,7 @@ from diffusionlm.data.shard_index import (
     read_index,
 )
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from files.portable_path import portable_path
 
 LOOK_AHEAD_DOCUMENTS = 1_024
 LOOK_AHEAD_TOKENS = 1 << 20
@@ -111,7 +112,7 @@ class ShardDocuments:
         return cls(
             identity=_compute_identity(index, split_index, split, num_documents),
             provenance=f"{prefix}{split_index.documents:,} documents, {split_index.tokens:,} tokens, {on_disk} in "
-            f"{directory}{in_memory}, made from {split_index.provenance}",
+            f"{portable_path(directory)}{in_memory}, made from {split_index.provenance}",
             tokenizer_directory=directory / TOKENIZER_DIRECTORY,
             tokenizer_fingerprint=index.tokenizer_fingerprint,
             num_tokens=_count_tokens(files, first_documents, num_documents, num_separators),

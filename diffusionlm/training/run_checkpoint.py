@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config.data import HubDataset
+from config.data import HubDataset, Source
 from config.dump import to_toml
+from config.families.hub import describe_origin
 from config.parallel import SingleProcess
 from diffusionlm.checkpoints.huggingface import save_model
 from diffusionlm.checkpoints.model_card import (
@@ -19,7 +20,8 @@ from diffusionlm.checkpoints.model_card import (
     update_training_section,
     write_model_card,
 )
-from diffusionlm.data.pipeline import compute_data_identity
+from diffusionlm.data.hub import is_directory
+from diffusionlm.data.pipeline import MixtureComponent, compute_data_identity
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint, to_shards
 from diffusionlm.training.checkpointing.store import LoadedCheckpoint
@@ -27,6 +29,7 @@ from diffusionlm.training.run import Run, log
 from diffusionlm.training.setup import only_on_first_rank
 from diffusionlm.training.step import TrainState
 from diffusionlm.training.step_metrics import TrainingProgress
+from files.portable_path import portable_path
 from logger import RunLogger
 from tokenizer import save_tokenizer
 
@@ -175,23 +178,27 @@ def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:
         row_length=config.row_length,
         tokens_seen=run.progress.tokens_seen,
         sources=tuple(
-            CardDataSource(
-                component.name,
-                component.source.provenance,
-                component.source.identity,
-                component.weight / total_weight,
-                section.source.dataset if isinstance(section.source, HubDataset) else None,
-            )
+            _describe_data_source(component, section.source, component.weight / total_weight)
             for component, section in zip(run.components, config.data.components, strict=True)
         ),
         objective=to_toml(config.objective),
         optimizer=config.optimizer.kind,
         command=f"{command} --config DIR/config.toml --set run.directory=runs/again",
         tokenizer_fingerprint=run.tokenizer.fingerprint,
-        init_from=None if init_from is None else str(init_from),
+        init_from=None if init_from is None else describe_origin(init_from),
         ema_decay=config.training.ema_decay,
         bound=bound,
     )
+
+
+def _describe_data_source(component: MixtureComponent, source: Source, share: float) -> CardDataSource:
+    """Describe a source without the folders of this machine: the identity of a dataset in a directory names it."""
+    identity, dataset = component.source.identity, None
+    if isinstance(source, HubDataset) and is_directory(source):
+        identity = identity.replace(source.dataset, portable_path(source.dataset), 1)
+    elif isinstance(source, HubDataset):
+        dataset = source.dataset
+    return CardDataSource(component.name, component.source.provenance, identity, share, dataset)
 
 
 def add_final_bound_to_card(run: Run, bound: ValidationBound) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,30 @@ def test_model_cards_have_the_last_validation(config: TrainConfig) -> None:
         assert part in card_of(last), part
     objective = card_of(last).split("```toml\n")[1].split("```")[0]
     assert tomllib.loads(objective)["kind"] == "masked_diffusion"
+
+
+def test_model_cards_name_no_folder_of_the_machine(config: TrainConfig, tmp_path: Path) -> None:
+    """Of neither the data nor the model that training starts from; the identity of the data stays the same."""
+    start = config.run.directory.with_name("start")
+    train(TrainConfig.model_validate(config.model_dump(exclude_unset=True) | {"run": {"directory": start}}))
+    dataset = tmp_path / "stories"
+    dataset.mkdir()
+    (dataset / "train-0.jsonl").write_text("".join(json.dumps({"text": f"some words {i}"}) + "\n" for i in range(99)))
+    values = config.model_dump(exclude_unset=True)
+    values["model"] = {"init_from": start}
+    values["tokenizer"] = {}
+    values["data"]["source"] = {"kind": "hub", "dataset": str(dataset), "validation_fraction": 0.2}
+    config = TrainConfig.model_validate(values)
+    train(config)
+    for directory, parts in ((start, ["a.txt |"]), (config.run.directory, ["| started from | start |", "| stories, "])):
+        checkpoint = directory / "checkpoints/latest"
+        card = card_of(checkpoint)
+        assert str(tmp_path) not in card and not re.search(r"(?<![\w.:])/\w", card)
+        assert all(part in card for part in parts)
+    assert (
+        "datasets:" not in card
+        and f"hub/{dataset}/" in json.loads((checkpoint / "state.json").read_text())["data_identity"]
+    )
 
 
 def test_resumed_run_restores_the_last_validation(config: TrainConfig) -> None:

@@ -198,7 +198,7 @@ def test_identity_and_provenance_of_a_directory(parquet: Path) -> None:
     assert open_documents(parquet).identity == source.identity
     assert open_documents(parquet, on_bad_row="skip").identity != source.identity
     assert open_documents(parquet, "validation").identity != source.identity
-    assert source.provenance == f"{parquet}, config default, 3 files in a directory, split train"
+    assert source.provenance == "stories, config default, 3 files in a directory, split train"
     pq.write_table(pa.table({"id": [0], "text": ["another"]}), parquet / "train-0.parquet")
     assert open_documents(parquet).identity != source.identity
 

@@ -172,7 +172,7 @@ def test_json_and_parquet_together(tmp_path: Path, drain: Drain) -> None:
     source = open_documents(tmp_path)
     assert drain(source, (1,)) == list("abcdef")
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert source.provenance == f"4 files, {size:,} bytes, json and json (zst) and parquet, of {tmp_path}"
+    assert source.provenance == f"4 files, {size:,} bytes, json and json (zst) and parquet, of {tmp_path.name}"
 
 
 @pytest.mark.parametrize(

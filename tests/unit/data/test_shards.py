@@ -175,7 +175,7 @@ def test_identity_and_provenance(tmp_path: Path, three: tuple[Path, list[Tokens]
     tokens = sum(map(len, documents))
     size = sum(path.stat().st_size for path in folder.glob("train-*"))
     assert actual.provenance == (
-        f"100 documents, {tokens:,} tokens, {size / 2**20:,.1f} MiB of bin in {folder}, "
+        f"100 documents, {tokens:,} tokens, {size / 2**20:,.1f} MiB of bin in {folder.name}, "
         "made from 7 files of 1,234 bytes"
     )
     assert fewer.provenance.startswith("the first 99 of 100 documents")
