@@ -83,9 +83,9 @@ def test_commands() -> None:
         "diffusionlm-report": "cli.report:main",
         "diffusionlm-sweep": "cli.sweep:main",
         "diffusionlm-doctor": "cli.doctor:main",
-        "diffusionlm-bench-infer": "cli.bench_infer:main",
-        "diffusionlm-bench-train": "cli.bench_train:main",
-        "diffusionlm-bench-tokenizer": "cli.bench_tokenizer:main",
+        "diffusionlm-bench-infer": "cli.bench.infer:main",
+        "diffusionlm-bench-train": "cli.bench.train:main",
+        "diffusionlm-bench-tokenizer": "cli.bench.tokenizer:main",
     }
 
 

@@ -73,7 +73,7 @@ def test_config_errors_name_the_problem(override: str, message: str) -> None:
 
 def test_help_and_config_errors_answer_at_once() -> None:
     code = (
-        "import sys, contextlib, cli.bench_tokenizer as command\n"
+        "import sys, contextlib, cli.bench.tokenizer as command\n"
         "for argv in (['--help'], ['--config', sys.argv[1], '--print-config'], ['--config', 'missing.toml']):\n"
         "    with contextlib.suppress(SystemExit):\n"
         "        command.main(argv)\n"

@@ -71,7 +71,7 @@ def test_config_errors_name_the_problem(override: str, message: str) -> None:
 
 def test_config_errors_and_help_do_not_import_torch() -> None:
     code = (
-        "import sys; from cli.bench_train import main\n"
+        "import sys; from cli.bench.train import main\n"
         "sys.argv = ['diffusionlm-bench-train', '--config', 'missing.toml']\n"
         "try: main()\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)"

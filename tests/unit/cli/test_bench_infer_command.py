@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.bench_infer import main
+from cli.bench.infer import main
 
 RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer.toml"
 
