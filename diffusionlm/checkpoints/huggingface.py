@@ -23,7 +23,7 @@ from config.runtime import AttentionBackend
 from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
-from diffusionlm.checkpoints.weights import list_weight_files, load_weights, read_saved_dtype, save_weights
+from diffusionlm.checkpoints.weights import list_weight_files, open_weights, read_saved_dtype, save_weights
 from diffusionlm.models.transformer import Transformer
 from profiling.torch_setup import select_device
 from tokenizer import Tokenizer, save_tokenizer
@@ -98,24 +98,38 @@ def load_model_with_config(
     device: str = "cpu",
     dtype: str = "float32",
     attention_backend: AttentionBackend = "auto",
+    mmap: bool = True,
 ) -> Transformer:
     """Load a directory's weights into a model of this config, without reading its config.json or its tokenizer.
+
+    The config is compared with the headers of the files before memory is allocated.
+
+    Args:
+        mmap: parameters may use the mapped files as their storage (`StoredWeights.copy_to`).
 
     Raises:
         ValueError: weights are damaged, missing, unexpected or of another shape; lists all of them.
     """
-    with torch.device("meta"):
-        model = Transformer(config, attention_backend=attention_backend)
     parameter_dtype = DTYPES[dtype] if dtype != "keep" else read_saved_dtype(directory)
+    with open_weights(directory) as weights:
+        weights.check_size(config)
+        with torch.device("meta"):
+            model = Transformer(config, attention_backend=attention_backend)
+        weights.check(model)
+        _allocate_parameters(model, parameter_dtype, device)
+        weights.copy_to(model, mmap=mmap)
+    return model.eval()
+
+
+def _allocate_parameters(model: Transformer, dtype: torch.dtype, device: str) -> None:
+    """Replace the parameters of a model on the meta device by uninitialized ones."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             # Not to_empty: operations on the meta device import sympy, which takes longer than loading a small model.
-            values = torch.empty(parameter.shape, dtype=parameter_dtype, device=device)
+            values = torch.empty(parameter.shape, dtype=dtype, device=device)
             setattr(module, name, torch.nn.Parameter(values))
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    load_weights(model, directory, mmap=True)
-    return model.eval()
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -10,8 +10,8 @@ import functools
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from config.families.registry import parameter_name
+from config.model import ModelConfig
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -81,40 +82,69 @@ def _read_index(path: Path) -> dict[str, str]:
     return file_of
 
 
-@torch.no_grad()
-def load_weights(model: nn.Module, path: Path, *, mmap: bool = False) -> None:
-    """Copy the tensors of a directory into the parameters of their names, converted to the parameters' dtype.
+@dataclass(frozen=True)
+class StoredWeights:
+    """The tensors of open weight files."""
 
-    All tensors are checked before the first one is copied.
+    path: Path
+    """Directory, or one weight file."""
+    entries: dict[str, StoredTensor]
+    """By parameter name."""
+    problems: tuple[str, ...]
+    """What is wrong with the files, whatever the model."""
 
-    Args:
-        model: has the parameters.
-        path: a directory, or one weight file.
-        mmap: a parameter on the CPU with the file's dtype uses the mapped file as its storage: pages are read when they
-            are first used, and shared with other processes. The mapping is private, so changes of a parameter do not
-            reach the file. While it is in use, the file may be replaced, but not overwritten.
+    def check_size(self, config: ModelConfig) -> None:
+        """Check that the files have at least one tensor for each layer and expert of a config, before a model of that
+        many is built.
 
-    Raises:
-        ValueError: a file is missing or damaged, or tensors are missing, unexpected, of another shape or not
-            floating-point; lists them.
-    """
-    files = list_weight_files(path) if path.is_dir() else [path]
-    parameters = dict(model.named_parameters())
-    with ExitStack() as stack:
-        entries, problems = _open_stored_tensors(files, stack)
-        is_tied = HEAD_WEIGHT not in parameters
-        head = entries.pop(HEAD_WEIGHT, None) if is_tied else None
-        if head is not None and EMBEDDING_WEIGHT not in entries:
-            entries[EMBEDDING_WEIGHT] = head
-        problems += _find_mismatches(parameters, entries)
+        Raises:
+            ValueError: they have not.
+        """
+        num_tensors = len(self.entries)
+        num_sparse = sum(config.is_sparse(layer) for layer in range(min(config.num_hidden_layers, num_tensors)))
+        numbers = {"num_hidden_layers": config.num_hidden_layers, "num_experts": config.num_experts * num_sparse}
+        for key, number in numbers.items():
+            if number > num_tensors:
+                raise ValueError(
+                    f"{self.path} does not fit the model of its config.json: {key} = {getattr(config, key)}, but the "
+                    f"weights are only {num_tensors} tensors: correct the key"
+                )
+
+    def check(self, model: nn.Module) -> None:
+        """Check that the tensors are those of a model, which may be on the meta device. Only those of a tied head are
+        read.
+
+        Raises:
+            ValueError: tensors are missing, unexpected, of another shape or not floating-point; lists them.
+        """
+        parameters = dict(model.named_parameters())
+        entries = self._entries_of(parameters)
+        problems = [*self.problems, *_find_mismatches(parameters, entries)]
+        head = None if HEAD_WEIGHT in parameters else self.entries.get(HEAD_WEIGHT)
         if not problems and head is not None and not _are_equal(head.read(), entries[EMBEDDING_WEIGHT].read()):
             problems.append(
                 f"{HEAD_WEIGHT} differs from {EMBEDDING_WEIGHT}, but config.json has tie_word_embeddings = true "
                 "(or no such key): set it to false"
             )
         if problems:
-            source = " of its config.json" if path.is_dir() else ""
-            raise ValueError(f"{path} does not fit the model{source}: {join_problems(problems)}")
+            source = " of its config.json" if self.path.is_dir() else ""
+            raise ValueError(f"{self.path} does not fit the model{source}: {join_problems(problems)}")
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module, *, mmap: bool = False) -> None:
+        """Copy the tensors into the parameters of a model that `check` accepts, converted to their dtype.
+
+        Args:
+            model: has the parameters.
+            mmap: a parameter on the CPU with the file's dtype uses the mapped file as its storage: pages are read when
+                they are first used, and shared with other processes. The mapping is private, so changes of a parameter
+                do not reach the file. While it is in use, the file may be replaced, but not overwritten.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        parameters = dict(model.named_parameters())
+        entries = self._entries_of(parameters)
         for name, parameter in parameters.items():
             values = _read_tensor(entries[name])
             can_share = values.dtype == parameter.dtype and parameter.device.type == "cpu" and values.is_contiguous()
@@ -123,6 +153,25 @@ def load_weights(model: nn.Module, path: Path, *, mmap: bool = False) -> None:
             else:
                 parameter.copy_(values)
 
+    def _entries_of(self, parameters: Collection[str]) -> dict[str, StoredTensor]:
+        """The tensors for these parameters: without a head that is tied, which may stand for the embedding."""
+        entries = dict(self.entries)
+        if HEAD_WEIGHT not in parameters and HEAD_WEIGHT in entries:
+            entries.setdefault(EMBEDDING_WEIGHT, entries.pop(HEAD_WEIGHT))
+        return entries
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[StoredWeights]:
+    """Open the weight files of a directory, or one weight file, and read their headers.
+
+    Raises:
+        ValueError: a file is missing or damaged; names it.
+    """
+    with ExitStack() as stack:
+        entries, problems = _open_stored_tensors(list_weight_files(path) if path.is_dir() else [path], stack)
+        yield StoredWeights(path, entries, tuple(problems))
+
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
     """Read all weights of a directory into memory, by parameter name.
@@ -130,11 +179,10 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: a file is missing or damaged, or two files have the same tensor; lists them.
     """
-    with ExitStack() as stack:
-        entries, problems = _open_stored_tensors(list_weight_files(directory), stack)
-        if problems:
-            raise ValueError(f"{directory}: {join_problems(problems)}")
-        return {name: _read_tensor(entry).clone() for name, entry in entries.items()}
+    with open_weights(directory) as weights:
+        if weights.problems:
+            raise ValueError(f"{directory}: {join_problems(weights.problems)}")
+        return {name: _read_tensor(entry).clone() for name, entry in weights.entries.items()}
 
 
 def read_saved_dtype(path: Path) -> torch.dtype:
@@ -143,9 +191,8 @@ def read_saved_dtype(path: Path) -> torch.dtype:
     Raises:
         ValueError: there are no such weights, or they are damaged.
     """
-    with ExitStack() as stack:
-        entries, _ = _open_stored_tensors(list_weight_files(path), stack)
-        dtypes = {_read_tensor(entry).dtype for entry in entries.values()} & set(_FLOAT_DTYPES)
+    with open_weights(path) as weights:
+        dtypes = {_read_tensor(entry).dtype for entry in weights.entries.values()} & set(_FLOAT_DTYPES)
         if not dtypes:
             raise ValueError(f"{path}: the weight files have no tensors of {', '.join(map(str, _FLOAT_DTYPES))}")
         return functools.reduce(torch.promote_types, dtypes)
@@ -192,6 +239,8 @@ def _open_pickle(path: Path) -> Iterator[StoredTensor]:
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise ValueError(f"{path}: is not a dictionary of tensors: save a state_dict")
     for name, tensor in tensors.items():
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{path}: {name} has shape {list(tensor.shape)}, but fewer values: save whole tensors")
         yield StoredTensor(path, str(name), tuple(tensor.shape), lambda tensor=tensor: tensor)  # type: ignore[misc]
 
 
@@ -199,7 +248,8 @@ def _split_stacked_experts(entry: StoredTensor) -> Iterator[tuple[str, StoredTen
     """Yield (parameter name, tensor): one, or one per expert of a stacked tensor [experts, out, in]."""
     name = parameter_name(entry.stored_name)
     match = _STACKED_EXPERTS.fullmatch(name)
-    if match is None or len(entry.shape) != 3:
+    # A shape without values could name any number of experts.
+    if match is None or len(entry.shape) != 3 or 0 in entry.shape:
         if _IGNORED_BUFFERS.fullmatch(name) is None:
             yield name, entry
         return

@@ -22,7 +22,6 @@ from ddp.parallelism import Parallelism, apply_parallelism
 from ddp.process_group import World
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model_with_config, load_tokenizer
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
-from diffusionlm.checkpoints.weights import load_weights
 from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
@@ -116,11 +115,13 @@ class ModelBuilder:
         Raises:
             ValueError: the weights do not fit.
         """
-        model = Transformer(self.config, attention_backend=self.attention_backend)
         if self.directory is None:
+            model = Transformer(self.config, attention_backend=self.attention_backend)
             init_weights(model, self.seed)
         else:
-            load_weights(model, self.directory)
+            model = load_model_with_config(
+                self.config, self.directory, attention_backend=self.attention_backend, mmap=False
+            ).train()
         return model.to(device)
 
     def build_on_meta(self) -> Transformer:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from config.model import ModelConfig
-from diffusionlm.checkpoints.weights import load_weights
+from diffusionlm.checkpoints.weights import open_weights
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.moe import compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal
@@ -77,7 +77,9 @@ def pair(changes: dict[str, Any], folder: Path) -> tuple[Transformer, Any]:
     theirs.save_pretrained(folder)
     values = {**SHAPE, **changes, "mlp_only_layers": tuple(changes.get("mlp_only_layers", ()))}
     ours = Transformer(ModelConfig(**values, rope_theta=500.0, mask_token_id=39, router_aux_loss_coef=COEFFICIENT))
-    load_weights(ours, folder / "model.safetensors")
+    with open_weights(folder / "model.safetensors") as weights:
+        weights.check(ours)
+        weights.copy_to(ours)
     return ours, theirs
 
 
