@@ -76,23 +76,29 @@ class YarnRope(Section):
         return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
 
 
+MAX_SIZE = 1 << 28
+MAX_MODULES = 10_000
+
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
+"""Rows or columns of a matrix. So limited, the bytes of a matrix fit the integers of 64 bits."""
+
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="rope_type")]
 
 
 class Architecture(Section):
     """Options of a model, without its vocabulary."""
 
-    hidden_size: PositiveInt
+    hidden_size: Size
     """Size of the residual stream."""
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: Annotated[int, Field(gt=0, le=MAX_MODULES)]
     """Transformer blocks."""
-    num_attention_heads: PositiveInt
+    num_attention_heads: Size
     """Query heads."""
-    num_key_value_heads: PositiveInt
+    num_key_value_heads: Size
     """Key and value heads. Fewer than query heads: grouped-query attention."""
-    head_dim: PositiveInt
+    head_dim: Size
     """Size of a head, even; independent of hidden_size."""
-    intermediate_size: PositiveInt
+    intermediate_size: Size
     """Inner size of the SwiGLU feed-forward."""
     max_position_embeddings: PositiveInt
     """Context length: tokens of the longest sequence."""
@@ -122,11 +128,11 @@ class Architecture(Section):
     """Soft cap c of attention scores: c tanh(scores / c) (Gemma 2). None: no cap."""
     final_logit_softcapping: PositiveFloat | None = None
     """Soft cap c of logits: c tanh(logits / c) (Gemma 2). None: no cap."""
-    num_experts: NonNegativeInt = 0
+    num_experts: Annotated[int, Field(ge=0, le=MAX_MODULES)] = 0
     """Experts of a mixture of experts, in place of the feed-forward (Qwen3-MoE). 0: a feed-forward."""
     num_experts_per_tok: PositiveInt = 8
     """Experts that each token is routed to."""
-    moe_intermediate_size: PositiveInt | None = None
+    moe_intermediate_size: Size | None = None
     """Inner size of an expert; required with experts."""
     norm_topk_prob: bool = True
     """Divide the routing weights of a token's experts by their sum."""
@@ -150,6 +156,16 @@ class Architecture(Section):
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Self:
+        if self.num_attention_heads * self.head_dim > MAX_SIZE:
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads} times head_dim = {self.head_dim} must be at most "
+                f"{MAX_SIZE}"
+            )
+        if len(self.mlp_only_layers) > self.num_hidden_layers:
+            raise ValueError(
+                f"mlp_only_layers has {len(self.mlp_only_layers)} entries for num_hidden_layers = "
+                f"{self.num_hidden_layers}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads = {self.num_attention_heads} must be a multiple of "
@@ -185,7 +201,7 @@ class Architecture(Section):
 class ModelConfig(Architecture):
     """Options of a model and its vocabulary: the contents of ``config.json``."""
 
-    vocab_size: PositiveInt
+    vocab_size: Size
     """Rows of the embedding, with special tokens."""
     model_type: str | None = None
     """Model family, whose config keys and tensor names are used to write the model (`config.families.registry`). None:

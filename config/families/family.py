@@ -13,11 +13,12 @@ from config.families.key_readers import (
     SLIDING,
     JsonObject,
     Options,
+    read_layer_type_list,
     read_rope,
     read_stop_tokens,
     sliding_options,
 )
-from config.model import ModelConfig
+from config.model import MAX_MODULES, ModelConfig
 
 AUTOREGRESSIVE_OPTIONS: Options = {"logit_alignment": "shifted", "block_length": 1}
 GEMMA_OPTIONS_OFF: Options = {
@@ -96,9 +97,9 @@ class ModelFamily:
 
     def read_layer_types(self, values: JsonObject, problems: list[str]) -> Options:
         """Read which layers have a sliding window, by the rule of Qwen's code in transformers."""
-        layer_types, num_layers = values.get("layer_types"), values.get("num_hidden_layers")
-        if not isinstance(num_layers, int):
-            return {}  # ModelConfig reports the missing key.
+        layer_types, num_layers = read_layer_type_list(values, problems), values.get("num_hidden_layers")
+        if not isinstance(num_layers, int) or num_layers > MAX_MODULES:
+            return {}  # ModelConfig reports the key.
         is_on = bool(values.get("use_sliding_window"))
         if not self.supports_sliding_window:
             if SLIDING in (layer_types or ()):

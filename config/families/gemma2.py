@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from config.families.family import ModelFamily
-from config.families.key_readers import FULL, SLIDING, JsonObject, Options, sliding_options
-from config.model import ModelConfig
+from config.families.key_readers import FULL, SLIDING, JsonObject, Options, read_layer_type_list, sliding_options
+from config.model import MAX_MODULES, ModelConfig
 
 FIXED_OPTIONS: Options = {
     "sandwich_norms": True,
@@ -35,9 +35,9 @@ class Gemma2Family(ModelFamily):
 
     def read_layer_types(self, values: JsonObject, problems: list[str]) -> Options:
         """Read which layers have a sliding window; without ``layer_types``, every second one, from the first."""
-        layer_types, num_layers = values.get("layer_types"), values.get("num_hidden_layers")
-        if not isinstance(num_layers, int):
-            return {}  # ModelConfig reports the missing key.
+        layer_types, num_layers = read_layer_type_list(values, problems), values.get("num_hidden_layers")
+        if not isinstance(num_layers, int) or num_layers > MAX_MODULES:
+            return {}  # ModelConfig reports the key.
         if layer_types is None:
             layer_types = [SLIDING if index % 2 == 0 else FULL for index in range(num_layers)]
         return sliding_options(layer_types, values.get("sliding_window", 4096))

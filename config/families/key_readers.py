@@ -72,6 +72,15 @@ def list_eos_token_ids(values: JsonObject) -> list[Any]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
+def read_layer_type_list(values: JsonObject, problems: list[str]) -> list[Any] | None:
+    """Return ``layer_types``. None: there is no such list."""
+    layer_types = values.get("layer_types")
+    if layer_types is None or isinstance(layer_types, list):
+        return layer_types
+    problems.append(f"layer_types = {layer_types!r} must be a list")
+    return None
+
+
 def sliding_options(layer_types: Any, window: Any) -> Options:
     """Return the options of sliding layers; none if no layer slides, because the window is then unused."""
     return {"layer_types": layer_types, "sliding_window": window} if SLIDING in (layer_types or ()) else {}

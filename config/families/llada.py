@@ -5,6 +5,7 @@ They are those of configuration_llada.py and modeling_llada.py in LLaDA-8B.
 
 from __future__ import annotations
 
+import math
 import re
 
 from config.families.family import DENSE_OPTIONS, ModelFamily
@@ -88,7 +89,11 @@ class LLaDAFamily(ModelFamily):
         renamed = {key: values[key] for key in ("model_type", *_SHARED_KEYS) if key in values}
         renamed |= {name: values[key] for key, name in _KEY_TO_OPTION.items() if values.get(key) is not None}
         if values.get("mlp_hidden_size") is None and isinstance(values.get("d_model"), int):
-            renamed["intermediate_size"] = int(values.get("mlp_ratio") or 4) * values["d_model"]
+            ratio = values.get("mlp_ratio") or 4
+            if isinstance(ratio, int) or (isinstance(ratio, float) and math.isfinite(ratio)):
+                renamed["intermediate_size"] = int(ratio) * values["d_model"]
+            else:
+                problems.append(f"mlp_ratio = {ratio!r} must be a number")
         if values.get("n_kv_heads") is None and values.get("multi_query_attention"):
             renamed["num_key_value_heads"] = 1
         # The embedding has embedding_size rows, which may be more than the vocabulary.

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from config.families.model_directory import read_model_config
+from config.families.registry import FAMILIES
 from diffusionlm.checkpoints import huggingface
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.weights import read_weights
@@ -49,7 +51,7 @@ def test_shapes_are_compared_before_memory_is_allocated(
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 9999), ("num_experts", 10**8)])
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 9999), ("num_experts", 9999)])
 def test_layers_and_experts_are_counted_before_they_are_built(
     key: str, value: int, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,3 +77,70 @@ def test_a_pickle_of_expanded_tensors_is_refused(tiny_model: MakeModel, tmp_path
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=rf"pytorch_model\.bin: {name} has shape \[1000000000000\]"):
         load_model(tmp_path)
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 56,
+    "max_position_embeddings": 64,
+    "vocab_size": 200_000,
+}
+LLADA_SIZES: dict[str, Any] = {"d_model": 32, "n_layers": 4, "n_heads": 4, "max_sequence_length": 64}
+READ_KEYS = (
+    "layer_types",
+    "mlp_ratio",
+    "rope_scaling",
+    "eos_token_id",
+    "stop_token_ids",
+    "mask_token_id",
+    "block_size",
+)
+HOSTILE_VALUES: list[Any] = [
+    [], {}, "x", -1, 1.5, True, float("inf"), float("nan"), 10**30, [[]], [{}], {"rope_type": []}, {"type": "yarn"},
+]  # fmt: skip
+
+
+def write_config(folder: Path, **values: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_of_any_type_are_refused_by_the_file(family: str, tmp_path: Path) -> None:
+    sizes = SIZES | (LLADA_SIZES if family == "llada" else {})
+    if FAMILIES[family].requires_experts:
+        sizes |= EXPERTS
+    write_config(tmp_path, model_type=family, **sizes)
+    read_model_config(tmp_path)
+    messages = []
+    for key in (*sizes, *READ_KEYS):
+        for value in HOSTILE_VALUES:
+            write_config(tmp_path, model_type=family, **sizes | {key: value})
+            try:
+                read_model_config(tmp_path)
+            except ValueError as error:
+                messages.append(str(error))
+    assert messages and all(message.startswith(f"{tmp_path / 'config.json'}: ") for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"vocab_size": 10**12}, "vocab_size"),
+        ({"hidden_size": 10**9}, "hidden_size"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_attention_heads": 10**8, "head_dim": 10**8}, "num_attention_heads = 100000000 times head_dim"),
+        ({"num_hidden_layers": 10**9, "use_sliding_window": True, "max_window_layers": 2}, "num_hidden_layers"),
+        ({"model_type": "gemma2", "num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"model_type": "qwen3_moe", **EXPERTS, "num_experts": 10**9}, "num_experts"),
+        ({"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0] * 5}, "mlp_only_layers has 5 entries"),
+    ],
+)
+def test_sizes_have_a_maximum(values: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    write_config(tmp_path, **{"model_type": "qwen3", **SIZES, **values})
+    with pytest.raises(ValueError, match=rf"config\.json: the model cannot be loaded: .*{problem}"):
+        read_model_config(tmp_path)
