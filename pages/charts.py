@@ -1,7 +1,7 @@
-"""Draw a chart as HTML: curves in an SVG that stretches with its frame, beside labels that do not.
+"""Draw a chart as HTML: curves in an SVG that stretches with its frame, beside labels that do not; or as an SVG file.
 
-Both scales, and raw and smooth curves, are drawn; the switches of a chart select them by CSS, so they work without
-scripts. The script only shows values under the pointer.
+In HTML both scales, and raw and smooth curves, are drawn; the switches of a chart select them by CSS, so they work
+without scripts. The script only shows values under the pointer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from html import escape
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,19 @@ from pages.axes import AxisScale, Floats, format_number
 
 WIDTH, HEIGHT = 2000, 1000
 """Size of the SVG's view box."""
+
+FILE_WIDTH, FILE_HEIGHT = 640, 320
+"""Size of an SVG file, in pixels."""
+
+FILE_FRAME = (52, 40, 572, 232)
+"""Left, top, width and height of the curves in an SVG file."""
+
+FILE_STYLES = """
+:root { --muted: #5a6672; }
+@media screen and (prefers-color-scheme: dark) { :root { --muted: #9aa7b4; } }
+text { font: 12px system-ui, sans-serif; fill: var(--muted); }
+tspan { fill: var(--c); font-weight: 600; }
+"""
 
 MAX_MARKS = 400
 
@@ -82,6 +96,45 @@ def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
         f"{_legend(plot)}" + (f'<p class="note">{escape(plot.note)}</p>' if plot.note else "") + "</figure>"
     )
     return html, _values(plot, across, scales)
+
+
+def draw_svg(plot: Chart) -> str:
+    """Return a self-contained SVG file of the linear scale, light or dark like the page that shows it."""
+    across, scale = _horizontal(plot), _vertical(plot)["linear"]
+    left, top, width, height = FILE_FRAME
+    bottom = top + height
+    legend = "   ".join(
+        f'<tspan class="{style_classes(line.color, line.dash)}">{escape(line.name)}</tspan>' for line in plot.lines
+    )
+    texts = [
+        _text(left, 16, escape(f"{plot.title}, {plot.unit}" if plot.unit else plot.title)),
+        _text(left, 32, legend),
+    ]
+    for value in scale.ticks():
+        texts.append(_text(left - 8, bottom - height * scale.to_unit(value) + 4, format_number(value), "end"))
+    for value in across.ticks():
+        label = f"{value:.0%}" if plot.x_is_share else format_number(value)
+        texts.append(_text(left + width * across.to_unit(value), bottom + 18, label, "middle"))
+    texts.append(_text(left + width / 2, bottom + 36, escape(plot.x_name), "middle"))
+    grid = "".join(f"M0 {_y(scale.to_unit(value))}H{WIDTH}" for value in scale.ticks())
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {FILE_WIDTH} {FILE_HEIGHT}" width="{FILE_WIDTH}" '
+        f'height="{FILE_HEIGHT}" role="img">',
+        f"<title>{escape(describe_chart(plot))}</title>",
+        f"<style>\n{resources.files('pages').joinpath('curves.css').read_text(encoding='utf-8')}{FILE_STYLES}</style>",
+        f'<svg x="{left}" y="{top}" width="{width}" height="{height}" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'preserveAspectRatio="none">',
+        f'<path class="grid" d="{grid}"/>{_marks(plot, across)}',
+        *(_line(line, across, scale) for line in plot.lines),
+        "</svg>",
+        *texts,
+        "</svg>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _text(x: float, y: float, markup: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" xml:space="preserve">{markup}</text>'
 
 
 def describe_chart(plot: Chart) -> str:

@@ -10,8 +10,14 @@ from typing import Any
 
 _SLOT = re.compile(r"<!--slot:([a-z]+)-->")
 
-SHARED_PARTS = {"head": "head.html", "figurestyles": "charts.css", "figurescript": "charts.js"}
-"""Slot -> file: the head of all pages; the styles and the script of charts and infilled samples."""
+SHARED_PARTS = {
+    "head": "head.html",
+    "curvestyles": "curves.css",
+    "figurestyles": "charts.css",
+    "figurescript": "charts.js",
+}
+"""Slot -> file: the head of all pages; the styles of curves; the styles and the script of charts and infilled samples.
+"""
 
 
 def fill_template(package: str, name: str, parts: Mapping[str, str]) -> str:

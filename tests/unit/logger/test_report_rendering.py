@@ -274,7 +274,8 @@ def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_colours_can_be_read(theme: int) -> None:
     """Contrast as WCAG 2 counts it: 4.5 for text, 3 for curves."""
-    paths = (files("pages") / "head.html", files("pages") / "charts.css", files("logger.report") / "report.html")
+    pages = files("pages")
+    paths = (pages / "head.html", pages / "curves.css", pages / "charts.css", files("logger.report") / "report.html")
     styles = [path.read_text("utf-8") for path in paths]
     blocks = [re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2] for style in styles]
     pairs = [pair for index in range(theme + 1) for themes in blocks for pair in COLOUR.findall(themes[index])]
