@@ -23,6 +23,8 @@ from config.base import (
 
 SampleBy = Literal["document", "paragraph", "line"]
 
+OnBadRow = Literal["raise", "skip", "replace"]
+
 
 class PythonStdlib(Section):
     """The source code of the running Python's standard library: real text that every machine has."""
@@ -37,7 +39,7 @@ class RecordSourceOptions(Section):
 
     max_documents: PositiveInt | None = None
     """Use only the first training documents, up to this number. None: all."""
-    on_bad_row: Literal["raise", "skip", "replace"] = "raise"
+    on_bad_row: OnBadRow = "raise"
     """Reaction to a record without text: malformed JSON; bytes that are not UTF-8; a lone surrogate; a number or
     nothing instead of text; the rest of a damaged file. raise: stop, and name the file and line. skip: leave the record
     out and count it. replace: repair the record if possible (U+FFFD for invalid bytes and surrogates, the digits of a
@@ -60,9 +62,10 @@ class LocalFiles(RecordSourceOptions):
     """A document of a plain-text file is the whole file, a paragraph (between blank lines) or a line. Windows line
     breaks become plain ones."""
     validation_paths: StrTuple = ()
-    """Files for validation. Empty: `validation_fraction` of the documents in `paths` are held out."""
+    """Files for validation. Empty: `validation_fraction` of the text in `paths` is held out."""
     validation_fraction: Fraction = 0.05
-    """Share of the documents that is held out, selected by a hash of their text, if there are no `validation_paths`."""
+    """Share of the documents that is held out, selected by a hash of their text, if there are no `validation_paths`. If
+    they are too few for that (fewer than 100 at 0.05), the end of each text is held out."""
 
 
 def _check_split_name(split: str) -> str:
@@ -94,7 +97,8 @@ class HubDataset(RecordSourceOptions):
     validation_split: Annotated[NonEmptyStr, AfterValidator(_check_split_name)] | None = None
     """Validation split. None: `validation_fraction` of the training split is held out."""
     validation_fraction: Fraction = 0.005
-    """Share of the documents that is held out, selected by a hash of their text, if there is no `validation_split`."""
+    """Share of the documents that is held out, selected by a hash of their text, if there is no `validation_split`. If
+    they are too few for that (fewer than 1,000 at 0.005), the end of each text is held out."""
     text_field: NonEmptyStr = "text"
     """The column that holds the text."""
 

@@ -12,7 +12,8 @@ from typing import Any
 from config.data import HubDataset
 from diffusionlm.data.local_files import FileFingerprint, find_files
 from diffusionlm.data.reader import Split
-from diffusionlm.data.record_source import BadRecord, RecordSource, validate_text
+from diffusionlm.data.record_source import BadRecord, RecordSource, read_texts, validate_text
+from diffusionlm.data.validation_split import DocumentSplit, EndSplit, WholeSource, choose_split
 from files.portable_path import portable_path
 
 CACHE_MODULE = "datasets.packaged_modules.cache."
@@ -20,7 +21,7 @@ CACHE_MODULE = "datasets.packaged_modules.cache."
 
 
 def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
-    """Open the documents of a split. Without `validation_split`, a hash of the text assigns each document to a split.
+    """Open the documents of a split. Without `validation_split`, `choose_split` holds out validation text.
 
     `dataset` may also be a directory with a dataset. Streams are never shuffled: the library cannot resume a shuffled
     stream exactly.
@@ -42,19 +43,26 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     stream = _open_stream(config, builder, key, split_key, split_name)
     version, origin = _dataset_version(config, builder, key)
     validation_fraction = None if has_own_split else config.validation_fraction
+    records = HubRecords(stream, stream.state_dict(), config.dataset, config.text_field, key)
+    document_split: DocumentSplit = WholeSource()
+    if validation_fraction is not None:
+        texts = read_texts(records, config.on_bad_row)
+        document_split = choose_split(texts, validation_fraction, is_validation, split_key)
     options = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
-    digest = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
     title = portable_path(config.dataset) if is_directory(config) else config.dataset
     limit = "" if max_documents is None else f", the first {max_documents:,} documents"
+    if isinstance(document_split, EndSplit):
+        options.append("ends")
+        limit += f"; {document_split.description}"
+    digest = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
     return RecordSource(
-        HubRecords(stream, stream.state_dict(), config.dataset, config.text_field, key),
+        records,
         identity=f"hub/{config.dataset}/{builder.config.name}/{version}/{split_name}/{split}/{digest}",
         provenance=f"{title}, config {builder.config.name}, {origin}, split {split_name}{limit}",
         key=key,
         on_bad_row=config.on_bad_row,
         max_documents=max_documents,
-        validation_fraction=validation_fraction,
-        is_validation=is_validation,
+        split=document_split,
     )
 
 

@@ -22,7 +22,8 @@ from diffusionlm.data.file_formats import (
     read_plain_records,
 )
 from diffusionlm.data.reader import ReaderPosition, Split
-from diffusionlm.data.record_source import BadRecord, ParsedRecord, RecordSource
+from diffusionlm.data.record_source import BadRecord, ParsedRecord, RecordSource, read_texts
+from diffusionlm.data.validation_split import DocumentSplit, EndSplit, WholeSource, choose_split
 from files.portable_path import portable_path
 
 FINGERPRINT_BYTES = 1 << 16
@@ -146,13 +147,14 @@ class DataFile:
 
 
 def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource:
-    """Open the documents of a split. Without `validation_paths`, a hash of the text assigns each document to a split.
+    """Open the documents of a split. Without `validation_paths`, `choose_split` holds out validation text.
 
     Args:
         key: the config key of the section, for errors.
 
     Raises:
-        ValueError: a pattern matches no file, or a file is empty, unreadable or of an unknown format.
+        ValueError: a pattern matches no file, a file is empty, unreadable or of an unknown format, or the text is too
+            short to hold out a part of it.
     """
     is_validation, has_own_paths = split == "validation", bool(config.validation_paths)
     name = "validation_paths" if is_validation and has_own_paths else "paths"
@@ -168,18 +170,26 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     files = [file for file in files if file not in invalid]
     validation_fraction = None if has_own_paths else config.validation_fraction
     max_documents = None if is_validation else config.max_documents
+    records = LocalFileRecords(files, f"{key}.{name}", f"{key}.text_field", config.text_field, config.sample_by)
+    document_split: DocumentSplit = WholeSource()
+    if validation_fraction is not None:
+        texts = read_texts(records, config.on_bad_row)
+        document_split = choose_split(texts, validation_fraction, is_validation, f"{key}.{name}")
     options = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
+    provenance = _describe_files(files, patterns)
+    if isinstance(document_split, EndSplit):
+        options.append("ends")
+        provenance += f"; {document_split.description}"
     lines = [f"{file.format} {file.fingerprint.identity}" for file in files]
     digest = hashlib.sha256("\n".join([json.dumps(options), *lines]).encode("utf-8", "surrogateescape"))
     return RecordSource(
-        LocalFileRecords(files, f"{key}.{name}", f"{key}.text_field", config.text_field, config.sample_by),
+        records,
         identity=f"files/{split}/{digest.hexdigest()[:16]}",
-        provenance=_describe_files(files, patterns),
+        provenance=provenance,
         key=key,
         on_bad_row=config.on_bad_row,
         max_documents=max_documents,
-        validation_fraction=validation_fraction,
-        is_validation=is_validation,
+        split=document_split,
         skipped={"empty file": len(invalid)} if invalid else {},
     )
 

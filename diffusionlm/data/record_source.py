@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from config.data import OnBadRow
 from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition
+from diffusionlm.data.validation_split import DocumentSplit, EndSplit
 
 MAX_SHOWN_CHARACTERS = 60
 """Length to which error messages shorten a value."""
@@ -75,19 +76,17 @@ class RecordSource:
     provenance: str
     key: str
     """Config key of the source's section."""
-    on_bad_row: Literal["raise", "skip", "replace"]
+    on_bad_row: OnBadRow
     max_documents: int | None
-    validation_fraction: float | None
-    """Share of the records that form the validation split, selected by a hash of their text. None: use all records."""
-    is_validation: bool
-    """Read the validation share; otherwise the rest."""
+    """Number of records with text in the split that are read at most. None: all."""
+    split: DocumentSplit
+    """Selects the text of the split from each record."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Records left out or repaired in the first epoch, by reason."""
 
     def __post_init__(self) -> None:
+        self._seek(None)
         self._next_position: ReaderPosition = None
-        self._cursor = self.records.cursor(None)
-        self._remaining_records = iter(self._cursor)
         self._last_counted: tuple[int, ...] = ()
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
@@ -96,27 +95,54 @@ class RecordSource:
         Raises:
             ValueError: a bad record while `on_bad_row` is "raise", or a file or dataset that cannot be read.
         """
-        num_read = 0 if position is None else position["given"]
+        num_records = 0 if position is None else position["given"]
         if position is None or position != self._next_position:
-            self._cursor = self.records.cursor(position and position["place"])
-            self._remaining_records = iter(self._cursor)
+            self._seek(position and position["place"])
+            if position is not None and "part" in position:
+                self._read_record(epoch)
+                self._num_parts_read = position["part"]
         self._next_position = None  # after an error the cursor has moved on, so the next read seeks
-        max_here = limit if self.max_documents is None else min(limit, self.max_documents - num_read)
         documents: list[str] = []
-        while len(documents) < max_here:
+        while True:
+            new_parts = self._parts[self._num_parts_read : self._num_parts_read + limit - len(documents)]
+            documents += new_parts
+            self._num_parts_read += len(new_parts)
+            if self._num_parts_read < len(self._parts):
+                self._next_position = {"place": self._place, "given": num_records, "part": self._num_parts_read}
+                return documents, self._next_position
+            if num_records == self.max_documents:
+                return documents, None
+            if len(documents) == limit:
+                self._next_position = {"place": self._cursor.position(), "given": num_records}
+                return documents, self._next_position
+            if not self._read_record(epoch):
+                return documents, None
+            num_records += 1
+
+    def _seek(self, place: Any) -> None:
+        """Continue at a position of an earlier cursor; None: at the first record."""
+        self._cursor = self.records.cursor(place)
+        self._remaining_records = iter(self._cursor)
+        self._parts: list[str] = []  # of the current record
+        self._num_parts_read = 0
+        # Positions before and after the current record. A split that cuts no documents does not need them.
+        self._place, self._next_place = None, place
+
+    def _read_record(self, epoch: int) -> bool:
+        """Read up to the next record with text in the split. Returns False if there is none."""
+        self._parts, self._num_parts_read = [], 0
+        while not self._parts:
             record = next(self._remaining_records, None)
             if record is None:
-                return documents, None
+                return False
+            if isinstance(self.split, EndSplit):
+                self._place, self._next_place = self._next_place, self._cursor.position()
             text = record if isinstance(record, str) else self._handle_bad_record(record, epoch)
             if text == "":
                 self._count_skipped("empty", epoch)
-            elif text is not None and self._is_in_split(text):
-                documents.append(text)
-        num_read += len(documents)
-        if num_read == self.max_documents:
-            return documents, None
-        self._next_position = {"place": self._cursor.position(), "given": num_read}
-        return documents, self._next_position
+            elif text is not None:
+                self._parts = self.split.select(text)
+        return True
 
     def _handle_bad_record(self, record: BadRecord, epoch: int) -> str | None:
         """Return the repaired text, or None to leave the record out."""
@@ -139,11 +165,13 @@ class RecordSource:
             self._last_counted = sort_key
             self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
-    def _is_in_split(self, text: str) -> bool:
-        if self.validation_fraction is None:
-            return True
-        uniform = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
-        return (uniform < self.validation_fraction) == self.is_validation
+
+def read_texts(records: RecordStore, on_bad_row: OnBadRow) -> Iterator[str]:
+    """Iterate over the texts of all records, without counting or reporting those that have none."""
+    for record in records.cursor(None):
+        text = record if isinstance(record, str) else record.repaired_text
+        if text and (isinstance(record, str) or on_bad_row == "replace"):
+            yield text
 
 
 def validate_text(value: object) -> str | BadRecord:

@@ -164,8 +164,9 @@ def test_sources_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_nothing_held_out_is_said(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts.write_text('{"text": "only this, only this"}\n', encoding="utf-8")
-    main(options(texts, tmp_path / "t", **{"source.validation_fraction": 1e-9}))
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text('{"text": ""}\n', encoding="utf-8")
+    main(options(texts, tmp_path / "t", **{"source.validation_paths": f'["{blank}"]'}))
     assert "no validation documents to measure it on" in lines_of(capsys.readouterr().out)["held out"]
 
 

@@ -264,12 +264,13 @@ def count_calls(opens: list[Path], open_bytes: Callable[..., Any]) -> Callable[.
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3])
 def test_splits_by_the_hash_of_the_text(fraction: float, tmp_path: Path, drain: Drain) -> None:
-    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
+    texts = [f"{text} {number}" for number in range(2) for text in TEXTS]
+    folder = write(tmp_path / "data", texts, "jsonl", "")
     options: dict[str, Any] = {"validation_paths": (), "validation_fraction": fraction}
-    shares = {text: int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) / 2**64 for text in TEXTS}
+    shares = {text: int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) / 2**64 for text in texts}
     train, validation = open_documents(folder, **options), open_documents(folder, split="validation", **options)
-    assert drain(validation, (3,)) == [text for text in TEXTS if shares[text] < fraction]
-    assert drain(train, (4,)) == [text for text in TEXTS if shares[text] >= fraction]
+    assert drain(validation, (3,)) == [text for text in texts if shares[text] < fraction]
+    assert drain(train, (4,)) == [text for text in texts if shares[text] >= fraction]
     assert train.identity != validation.identity
 
 

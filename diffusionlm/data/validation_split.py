@@ -1,0 +1,159 @@
+"""Select the validation text of a source that has no validation files or split of its own.
+
+Of many documents, a hash of their text selects those for validation. Few documents, such as one large text, are divided
+themselves: their ends are for validation. Copies of a document are divided alike, so that no text is in both splits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MIN_EXPECTED_DOCUMENTS = 5
+"""The hash selects documents if each split can expect this many; with fewer, shares vary too much by chance."""
+
+MAX_READ_DOCUMENTS = 10_000
+"""Documents that are read at most to choose between hash and ends: a tiny validation fraction would need all."""
+
+MIN_END_CHARACTERS = 4_096
+"""Shortest end of a document that is held out, unless all documents together are small."""
+
+PART_CHARACTERS = 1 << 16
+"""Approximate length of the parts into which the text of an `EndSplit` is cut, so that a large text is tokenized and
+shuffled in parts."""
+
+SEPARATORS = ("\n\n", "\n", " ")
+"""Texts are cut after a paragraph if possible, else after a line or a word."""
+
+
+@dataclass(frozen=True)
+class WholeSource:
+    """All documents of the source are in the split."""
+
+    def select(self, text: str) -> list[str]:
+        return [text]
+
+
+@dataclass(frozen=True)
+class HashSplit:
+    """A hash of its text decides whether a document is in the split."""
+
+    validation_fraction: float
+    is_validation: bool
+
+    def select(self, text: str) -> list[str]:
+        is_selected = _is_below(hashlib.sha256(text.encode()).digest(), self.validation_fraction)
+        return [text] if is_selected == self.is_validation else []
+
+
+@dataclass(frozen=True)
+class EndSplit:
+    """The ends of documents are for validation, the rest is for training. Both are cut into parts."""
+
+    end_lengths: dict[bytes, int]
+    """SHA-256 of a text -> maximum length of its validation text, in characters. Other texts are for training."""
+    is_validation: bool
+    description: str
+    """Size of the validation text."""
+
+    def select(self, text: str) -> list[str]:
+        length = self.end_lengths.get(hashlib.sha256(text.encode()).digest(), 0)
+        start = find_boundary(text, len(text) - length, length // 4)
+        return cut_into_parts(text[start:] if self.is_validation else text[:start])
+
+
+DocumentSplit = WholeSource | HashSplit | EndSplit
+"""Assigns documents to the training or the validation split. ``select(text)`` returns the parts of a document that are
+in the split, in order."""
+
+
+def choose_split(texts: Iterable[str], validation_fraction: float, is_validation: bool, key: str) -> DocumentSplit:
+    """Select whole documents by hash if there are enough of them, else divide the documents.
+
+    There are enough if both splits can expect `MIN_EXPECTED_DOCUMENTS` different ones and have at least one.
+
+    Args:
+        texts: all documents; read up to the one that decides.
+        key: the config key of the source, for errors.
+
+    Raises:
+        ValueError: the text is too short to be divided.
+    """
+    min_documents = MIN_EXPECTED_DOCUMENTS / min(validation_fraction, 1.0 - validation_fraction)
+    sizes: dict[bytes, tuple[int, int]] = {}
+    num_validation = 0
+    for count, text in enumerate(texts, 1):
+        content = text.encode()
+        digest = hashlib.sha256(content).digest()
+        if digest not in sizes:
+            sizes[digest] = len(text), len(content)
+            num_validation += _is_below(digest, validation_fraction)
+        is_enough = len(sizes) >= min_documents and 0 < num_validation < len(sizes)
+        if is_enough or count == MAX_READ_DOCUMENTS:
+            return HashSplit(validation_fraction, is_validation)
+    if not sizes:  # the reader of the documents has the reason
+        return HashSplit(validation_fraction, is_validation)
+    return _divide_documents(sizes, validation_fraction, is_validation, key)
+
+
+def _divide_documents(
+    sizes: dict[bytes, tuple[int, int]], validation_fraction: float, is_validation: bool, key: str
+) -> EndSplit:
+    """Hold out the end of each document. The share of a short document is added to that of the next one.
+
+    Args:
+        sizes: SHA-256 of each document -> its characters and bytes.
+    """
+    num_characters, num_bytes = (sum(column) for column in zip(*sizes.values(), strict=True))
+    min_length = min(MIN_END_CHARACTERS, validation_fraction * num_characters / 4)
+    end_lengths: dict[bytes, int] = {}
+    due = 0.0
+    for digest, (size, _) in sizes.items():
+        due += validation_fraction * size
+        if due >= min_length:
+            end_lengths[digest] = min(size, max(1, int(due)))
+            due -= end_lengths[digest]
+    if sum(end_lengths.values()) == num_characters:
+        raise ValueError(
+            f"{key}: {num_bytes:,} bytes of text are too few to hold out validation_fraction = {validation_fraction} "
+            "of them; add text"
+        )
+    end_bytes = sum(sizes[digest][1] * length / sizes[digest][0] for digest, length in end_lengths.items())
+    size_text = f"{round(end_bytes):,} of {num_bytes:,} bytes"
+    if len(sizes) == 1:
+        end_text = f"its last {end_bytes / num_bytes:.1%} ({size_text})"
+    else:
+        end_text = f"the ends of {len(end_lengths):,} of its {len(sizes):,} documents ({size_text})"
+    description = f"{end_text} are validation text"
+    return EndSplit(end_lengths, is_validation, description)
+
+
+def cut_into_parts(text: str) -> list[str]:
+    """Cut a text into parts of about `PART_CHARACTERS`, after paragraphs if possible."""
+    parts: list[str] = []
+    start = 0
+    while start < len(text):
+        slack = PART_CHARACTERS // 4
+        is_last = len(text) - start <= PART_CHARACTERS + slack
+        end = len(text) if is_last else find_boundary(text, start + PART_CHARACTERS, slack)
+        parts.append(text[start:end])
+        start = end
+    return parts
+
+
+def find_boundary(text: str, target: int, slack: int) -> int:
+    """Return the first end of a paragraph from ``target`` to ``target + slack``; if there is none, of a line, then of a
+    word, then ``target``."""
+    if target == 0:
+        return 0
+    for separator in SEPARATORS:
+        index = text.find(separator, max(0, target - len(separator)), target + slack)
+        if index >= 0:
+            return index + len(separator)
+    return target
+
+
+def _is_below(digest: bytes, fraction: float) -> bool:
+    """Return True for this fraction of all hashes."""
+    return int.from_bytes(digest[:8], "big") / 2**64 < fraction

@@ -1,0 +1,159 @@
+"""Sources of few documents: both splits have text in every file layout, and reading resumes at each position."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from config.data import LocalFiles
+from config.make_data import MakeDataConfig, MakeDataOutputConfig
+from config.tokenizer import TokenizerConfig
+from diffusionlm.data.make_data import make_data
+from diffusionlm.data.reader import DocumentSource, Split
+from diffusionlm.data.sources import open_source
+
+Drain = Callable[..., list[Any]]
+
+TEXT = "".join(f"line {index:05}\n" for index in range(20_000))
+"""220,000 bytes."""
+
+
+def open_documents(path: Path, split: Split = "train", **options: Any) -> DocumentSource:
+    return open_source(LocalFiles(paths=(str(path),), **options), split, "data.source")
+
+
+def write_text(folder: Path) -> None:
+    (folder / "a.txt").write_text(TEXT)
+
+
+def write_archive(folder: Path) -> None:
+    (folder / "a.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+
+
+def write_twenty(folder: Path) -> None:
+    for index in range(20):
+        (folder / f"{index:02}.txt").write_text(TEXT[index * 11_000 : (index + 1) * 11_000])
+
+
+def write_row(folder: Path) -> None:
+    (folder / "a.jsonl").write_text(json.dumps({"text": TEXT}))
+
+
+def write_array(folder: Path) -> None:
+    (folder / "a.json").write_text(json.dumps([{"text": TEXT[:110_000]}, {"text": TEXT[110_000:]}]))
+
+
+def write_parquet(folder: Path) -> None:
+    pq.write_table(pa.table({"text": [TEXT[:110_000], TEXT[110_000:]]}), folder / "a.parquet")
+
+
+LAYOUTS: list[Callable[[Path], None]] = [
+    write_text,
+    write_archive,
+    write_twenty,
+    write_row,
+    write_array,
+    write_parquet,
+]
+
+
+@pytest.fixture(params=LAYOUTS, ids=[layout.__name__ for layout in LAYOUTS])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    request.param(directory)
+    return directory
+
+
+def test_both_splits_have_their_share(folder: Path, drain: Drain) -> None:
+    train, validation = open_documents(folder), open_documents(folder, "validation")
+    train_parts, validation_parts = drain(train), drain(validation)
+    lines = [line for part in (*train_parts, *validation_parts) for line in part.splitlines(keepends=True)]
+    assert sorted(lines) == TEXT.splitlines(keepends=True), "all lines, each in one split"
+    assert 0.9 * 11_000 < len("".join(validation_parts)) <= 11_000
+    assert train.identity != validation.identity
+    assert train.provenance == validation.provenance and "are validation text" in train.provenance
+    assert train.skipped == validation.skipped == {}
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_resuming_at_every_position(split: Split, folder: Path, drain: Drain) -> None:
+    source = open_documents(folder, split)
+    parts = drain(source, (1,))
+    assert len(parts) >= (3 if split == "train" else 1)
+    position: Any = None
+    for cut in range(1, len(parts) + 1):
+        chunk, position = source.read(0, position, 1)
+        position = json.loads(json.dumps(position))
+        assert chunk == parts[cut - 1 : cut]
+        assert drain(open_documents(folder, split), (2,), position=position) == parts[cut:]
+        assert drain(source, (3, 1), position=position) == parts[cut:]
+    assert drain(source, (2, 5)) == drain(source, epoch=1) == parts
+
+
+def test_bad_rows_are_left_out(tmp_path: Path, drain: Drain) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"text": TEXT}), "broken", '{"text": ""}', json.dumps({"text": "b" * 100_000})]
+    path.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match="line 2: malformed JSON"):
+        drain(open_documents(path))
+    source = open_documents(path, on_bad_row="skip")
+    validation = open_documents(path, "validation", on_bad_row="skip")
+    for _ in range(2):
+        assert len("".join([*drain(source, (1,)), *drain(validation)])) == 320_000
+        assert source.skipped == validation.skipped == {"malformed JSON": 1, "empty": 1}
+    parts = drain(source)
+    for cut in range(1, len(parts)):
+        position = source.read(0, None, cut)[1]
+        assert drain(open_documents(path, on_bad_row="skip"), position=position) == parts[cut:]
+
+
+def test_max_documents_counts_whole_texts(tmp_path: Path, drain: Drain) -> None:
+    write_array(tmp_path)
+    everything = drain(open_documents(tmp_path))
+    limited = open_documents(tmp_path, max_documents=1)
+    first = drain(limited, (1,))
+    assert first == drain(limited) == everything[: len(first)]
+    assert 100_000 < len("".join(first)) < 110_000
+    position = open_documents(tmp_path, max_documents=1).read(0, None, 1)[1]
+    assert drain(limited, position=position) == first[1:]
+
+
+def test_validation_files_of_their_own_leave_texts_whole(tmp_path: Path, drain: Drain) -> None:
+    write_text(tmp_path)
+    (tmp_path / "held.text").write_text("held out")
+    options: dict[str, Any] = {"validation_paths": (str(tmp_path / "held.text"),)}
+    assert drain(open_documents(tmp_path / "a.txt", **options)) == [TEXT]
+    assert drain(open_documents(tmp_path / "a.txt", "validation", **options)) == ["held out"]
+
+
+def test_the_identity_is_that_of_the_ends(tmp_path: Path) -> None:
+    """A run that was started with whole documents does not continue with their beginnings."""
+    rows = [json.dumps({"text": f"document {index}"}) + "\n" for index in range(120)]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    by_hash = open_documents(tmp_path)
+    assert by_hash.identity == open_documents(tmp_path, validation_fraction=0.05).identity
+    assert "validation" not in by_hash.provenance
+    by_ends = open_documents(tmp_path, validation_fraction=0.02)
+    assert "validation text" in by_ends.provenance
+    assert by_ends.identity != open_documents(tmp_path, "validation", validation_fraction=0.02).identity
+
+
+def test_shards_of_one_text(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    config = MakeDataConfig(
+        source=LocalFiles(paths=(str(tmp_path / "a.txt"),)),
+        tokenizer=TokenizerConfig(vocab_size=300),
+        output=MakeDataOutputConfig(directory=tmp_path / "shards", workers=0),
+    )
+    index = make_data(config, lambda _: None)
+    assert index.splits["train"].documents == 3 and index.splits["validation"].documents == 1
+    num_bytes = {split: sum(shard.text_bytes for shard in index.splits[split].shards) for split in index.splits}
+    assert num_bytes == {"train": 209_000, "validation": 11_000}

@@ -1,0 +1,150 @@
+"""The choice between hash and ends, and the exact places at which texts are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from diffusionlm.data import validation_split
+from diffusionlm.data.validation_split import (
+    PART_CHARACTERS,
+    EndSplit,
+    HashSplit,
+    choose_split,
+    cut_into_parts,
+    find_boundary,
+)
+
+KEY = "data.source.paths"
+
+
+def divide(texts: list[str], fraction: float) -> tuple[list[list[str]], list[list[str]]]:
+    """The parts of each text for training, and those for validation."""
+    train, validation = choose_split(texts, fraction, False, KEY), choose_split(texts, fraction, True, KEY)
+    assert isinstance(train, EndSplit) and isinstance(validation, EndSplit)
+    assert train.end_lengths == validation.end_lengths and train.description == validation.description
+    return [train.select(text) for text in texts], [validation.select(text) for text in texts]
+
+
+def ends(texts: list[str], fraction: float) -> list[int]:
+    """Length of the validation text of each text."""
+    return [len("".join(parts)) for parts in divide(texts, fraction)[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "slack", "expected"),
+    [
+        ("ab\n\ncd\n\nef", 3, 6, 4),
+        ("ab\n\ncd\n\nef", 4, 4, 4),
+        ("ab\n\ncd\n\nef", 5, 3, 8),
+        ("ab\n\ncd\n\nef", 5, 2, 7),
+        ("ab cd\nef", 1, 7, 6),
+        ("ab cd\nef", 1, 4, 3),
+        ("ab cd\nef", 1, 1, 1),
+        ("ab cd\nef", 0, 8, 0),
+        ("ab cd", 5, 0, 5),
+    ],
+    ids=["paragraph", "already there", "next", "line in reach", "line", "word", "nothing", "whole text", "end"],
+)
+def test_boundaries_are_paragraphs_lines_words(text: str, target: int, slack: int, expected: int) -> None:
+    assert find_boundary(text, target, slack) == expected
+
+
+def test_one_text_is_divided_before_its_end() -> None:
+    text = "".join(f"line {index:04}\n" for index in range(1000))
+    train, validation = divide([text], 0.1)
+    assert train == [[text[:9000]]] and validation == [[text[9000:]]]
+    split = choose_split([text], 0.1, True, KEY)
+    assert isinstance(split, EndSplit)
+    assert split.description == "its last 10.0% (1,000 of 10,000 bytes) are validation text"
+
+
+def test_the_description_counts_bytes() -> None:
+    split = choose_split(["é" * 10_000, "ab" * 5_000], 0.1, True, KEY)
+    assert isinstance(split, EndSplit)
+    assert split.description == "the ends of 2 of its 2 documents (3,000 of 30,000 bytes) are validation text"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([100_000, 200_000], [5_000, 10_000]),
+        ([50_000] * 8, [0, 5_000] * 4),  # 2,500 are too few for an end of their own
+        ([1_000, 10], [50, 0]),
+        ([10, 1_000], [0, 50]),
+        ([100] * 20, [0, 0, 0, 0, 25] * 4),
+        ([2, 2], [1, 0]),
+        ([1, 1], [1, 0]),
+    ],
+    ids=["large", "middle", "small last", "small first", "many small", "tiny", "characters"],
+)
+def test_shares_of_short_texts_are_added(sizes: list[int], expected: list[int]) -> None:
+    texts = [chr(ord("a") + index) * size for index, size in enumerate(sizes)]
+    assert ends(texts, 0.05) == expected
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.05, 0.5, 0.95])
+def test_nothing_is_lost_and_nothing_is_in_both(fraction: float) -> None:
+    texts = ["one two\n\nthree four\n" * 9_000, "x" * 70_000, "last"]
+    train, validation = divide(texts, fraction)
+    assert ["".join(parts) for parts in train] == [
+        text[: len(text) - len("".join(end))] for text, end in zip(texts, validation, strict=True)
+    ]
+    assert all("".join([*start, *end]) == text for text, start, end in zip(texts, train, validation, strict=True))
+    share = sum(len(part) for parts in validation for part in parts) / len("".join(texts))
+    assert 0.7 * fraction < share <= fraction
+
+
+def test_copies_are_divided_alike() -> None:
+    copy = "copy " * 4_000
+    texts = [copy, "another text " * 3_000, copy, copy]
+    lengths = ends(texts, 0.1)
+    assert lengths[0] == lengths[2] == lengths[3] == 2_000 and lengths[1] == 3_900
+    assert ends([copy] * 150, 0.1) == [2_000] * 150, "as many copies as documents that a hash needs"
+
+
+def test_large_texts_are_cut_into_parts() -> None:
+    text = "a line of text\n" * 20_000
+    parts = cut_into_parts(text)
+    assert "".join(parts) == text and [len(part) for part in parts] == [65_550, 65_550, 65_550, 65_550, 37_800]
+    assert cut_into_parts("") == []
+    assert cut_into_parts("x" * PART_CHARACTERS * 2) == ["x" * PART_CHARACTERS] * 2
+    assert len(cut_into_parts("x" * (PART_CHARACTERS + 100))) == 1, "no short last part"
+
+
+@pytest.mark.parametrize(("fraction", "num_documents"), [(0.05, 100), (0.5, 10), (0.95, 100), (0.005, 1_000)])
+def test_enough_documents_are_selected_by_hash(fraction: float, num_documents: int) -> None:
+    texts = [f"document {index}" for index in range(num_documents)]
+    assert isinstance(choose_split(texts[:-1], fraction, False, KEY), EndSplit)
+    assert choose_split(texts, fraction, False, KEY) == HashSplit(fraction, False)
+
+
+def test_no_more_documents_are_read_than_necessary(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal count
+        while True:
+            count += 1
+            yield f"document {count}"
+
+    assert choose_split(endless(), 0.05, True, KEY) == HashSplit(0.05, True)
+    assert count == 100
+    monkeypatch.setattr(validation_split, "MAX_READ_DOCUMENTS", 500)
+    assert choose_split(endless(), 1e-9, True, KEY) == HashSplit(1e-9, True)
+    assert count == 600
+
+
+def test_a_hash_that_selects_nothing_is_not_used() -> None:
+    selected = [f"document {index}" for index in range(2_000)]
+    training = HashSplit(0.05, False)
+    texts = [text for text in selected if training.select(text)][:150]
+    split = choose_split(texts, 0.05, True, KEY)
+    assert isinstance(split, EndSplit) and split.end_lengths
+
+
+def test_text_that_is_too_short_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"data\.source\.paths: 1 bytes .*validation_fraction = 0\.05.*add text"):
+        choose_split(["a"], 0.05, False, KEY)
+    assert choose_split([], 0.05, False, KEY) == HashSplit(0.05, False)
