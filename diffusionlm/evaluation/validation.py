@@ -43,13 +43,16 @@ class Validator:
         """Read the rows once, from shuffled validation documents.
 
         Raises:
-            ValueError: there are no validation documents.
+            ValueError: there is no validation text.
         """
         components = open_components(config.data, "validation")
         reader = build_row_reader(components, config.data, tokenizer, config.row_length, VALIDATION_SEED, repeat=False)
         rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
         if not rows:
-            raise ValueError("[data]: the sources have no validation documents; add some, or raise validation_fraction")
+            raise ValueError(
+                "[data]: the sources have no validation text; name other validation_paths or another validation_split, "
+                "or without these raise validation_fraction"
+            )
         return cls(config, tokenizer, training_components, rows, world)
 
     @property

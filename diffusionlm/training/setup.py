@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -86,7 +87,11 @@ def prepare_tokenizer(
 
 
 def _train_tokenizer(config: TokenizerConfig, components: list[MixtureComponent], log: Log) -> Tokenizer:
-    """Train on the first documents of each component, by its weight."""
+    """Train on the first documents of each component, by its weight.
+
+    Raises:
+        ValueError: there is no text.
+    """
     total_weight = sum(component.weight for component in components)
     texts = (
         text
@@ -96,7 +101,10 @@ def _train_tokenizer(config: TokenizerConfig, components: list[MixtureComponent]
             component.source, int(config.max_training_bytes * component.weight / total_weight)
         )
     )
-    return train_tokenizer(texts, config, log)
+    first_text = next(texts, None)
+    if first_text is None:
+        raise ValueError("[data]: the sources have no text to train on; add text, or check their paths and text_field")
+    return train_tokenizer(chain([first_text], texts), config, log)
 
 
 @dataclass(frozen=True)
