@@ -63,8 +63,8 @@ def train_as_rank(config: TrainConfig) -> int:
         if result.summary is not None and is_first_rank():
             # With logging.console = "json" standard output is for programs.
             output = sys.stderr if config.logging.console == "json" else sys.stdout
-            infill = next(iter(config.samples.infills), None)
-            print(render_summary(result.summary, config.run.directory, infill), file=output, flush=True)
+            table = render_summary(result.summary, config.run.directory, result.example_input)
+            print(table, file=output, flush=True)
     return 0 if result.stop_signal is None else 128 + result.stop_signal
 
 

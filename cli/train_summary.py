@@ -10,8 +10,8 @@ from diffusionlm.evaluation.evaluate import EvaluationResult
 from diffusionlm.training.reporting import RunSummary
 
 
-def render_summary(summary: RunSummary, directory: Path, infill: str | None = None) -> str:
-    """The table, and the next command, which fills the masked spans of ``infill``."""
+def render_summary(summary: RunSummary, directory: Path, example_input: str = "") -> str:
+    """The table, and the command that tries the model with ``example_input``."""
     result = summary.evaluation
     lines = [
         (f"validation {_describe_bound(result)}", _format_bound(result)),
@@ -39,16 +39,17 @@ def render_summary(summary: RunSummary, directory: Path, infill: str | None = No
         ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps{_format_padding(summary.padding_share)}"),
         ("time", f"{summary.seconds:,.0f} s"),
     ]
-    return "\n".join([*align_columns(lines), "", f"next: {suggest_next_command(directory, infill)}"])
+    return "\n".join([*align_columns(lines), "", f"next: {suggest_next_command(directory, example_input)}"])
 
 
-def suggest_next_command(directory: Path, infill: str | None) -> str:
-    """The command that generates text with the model, or fills ``infill``."""
-    command = f"uv run diffusionlm-infer --model {shlex.quote(str(directory))}"
-    if infill is None:
-        return f"{command} --prompt ''"
-    escaped_text = infill.replace("\\", "\\\\").replace("\n", "\\n")  # the command reads \n as a line break
-    return f"{command} --infill {shlex.quote(escaped_text)}"
+def suggest_next_command(directory: Path, example_input: str) -> str:
+    """The command that fills the masked spans of a text, or continues it if it has none."""
+    option = "--infill" if "[MASK:" in example_input else "--prompt"
+    separator = "=" if example_input.startswith("-") else " "  # else the text would be read as an option
+    escaped_text = example_input.replace("\\", "\\\\").replace("\n", "\\n")  # the command reads \n as a line break
+    return (
+        f"uv run diffusionlm-infer --model {shlex.quote(str(directory))} {option}{separator}{shlex.quote(escaped_text)}"
+    )
 
 
 def _describe_bound(result: EvaluationResult) -> str:

@@ -37,5 +37,6 @@ class SamplesConfig(Section):
 
     every_steps: NonNegativeInt = 500
     """Steps between samples; 0: no samples."""
-    infills: TupleOf[Annotated[str, AfterValidator(_check_masked_span)]] = ()
-    """Texts with [MASK:n] spans."""
+    infills: TupleOf[Annotated[str, AfterValidator(_check_masked_span)]] | None = None
+    """Texts with [MASK:n] spans. None: lines of Python for the source `python-stdlib`, and passages of the validation
+    text with a masked word for other data; no samples of an autoregressive model."""

@@ -44,6 +44,8 @@ class TrainResult:
     """None if a signal stopped the run before its final evaluation was done."""
     stop_signal: int | None
     """Number of that signal."""
+    example_input: str = ""
+    """Input to try the model with: a text with a masked span, or a prompt."""
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -66,7 +68,7 @@ def train(config: TrainConfig) -> TrainResult:
         is_complete = run.progress.step >= run.settings.max_steps
         if is_complete and world.run_on_first(directory.summary.is_file):
             run.log(f"{directory.path} is complete; its summary again:")
-            return TrainResult(run.progress.step, RunSummary.read(directory.summary), None)
+            return TrainResult(run.progress.step, RunSummary.read(directory.summary), None, run.example_input)
         if world.is_first:
             directory.summary.unlink(missing_ok=True)  # it is of fewer steps
         return run_to_end(run, stop)
@@ -85,7 +87,8 @@ def run_to_end(run: Run, stop: StopRequest) -> TrainResult:
             run.checkpointer.close()
             logger.close(exit_code)
             run.loader.close()
-    return TrainResult(run.progress.step, summary, None if summary is not None else stop.signal)
+    stop_signal = None if summary is not None else stop.signal
+    return TrainResult(run.progress.step, summary, stop_signal, run.example_input)
 
 
 def train_and_evaluate(run: Run, logger: RunLogger, stop: StopRequest) -> RunSummary | None:

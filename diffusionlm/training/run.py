@@ -26,7 +26,7 @@ from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
-from diffusionlm.training.samples import SampleInfills
+from diffusionlm.training.samples import SampleInfills, choose_infills, choose_prompt
 from diffusionlm.training.setup import (
     ModelBuilder,
     choose_precision,
@@ -58,6 +58,8 @@ class Run:
     monitor: StepMonitor
     validator: Validator
     samples: SampleInfills
+    example_input: str
+    """Input to try the model with: a text with a masked span, or a prompt."""
     checkpointer: AsyncCheckpointer
     throughput: ThroughputMeter
     skipped_batches: SkippedBatches
@@ -112,7 +114,8 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     loader: StepLoader = WorkerLoader(spec) if config.data.workers else spec.open(components)
     if device.type == "cuda" and config.runtime.prefetch:
         loader = Prefetcher(loader, device)
-    infills = config.samples.infills if config.samples.every_steps else ()
+    validator = Validator.open(config, tokenizer, components, world)
+    infills = choose_infills(config, state.model.config, tokenizer, validator.rows)
     is_sampling = world.is_first or isinstance(config.parallel, FSDP)
     timeout = 0.0 if world.is_single_process else getattr(config.parallel, "timeout_seconds", 0.0)
     return Run(
@@ -124,8 +127,9 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         settings=settings,
         loader=loader,
         monitor=StepMonitor(config.logging, max_steps, state.model, state.parallel, state.master_weights),
-        validator=Validator.open(config, tokenizer, components, world),
-        samples=SampleInfills.open(infills, tokenizer, state.model, is_sampling),
+        validator=validator,
+        samples=SampleInfills.open(infills if config.samples.every_steps else (), tokenizer, state.model, is_sampling),
+        example_input=infills[0] if infills else choose_prompt(state.model.config, tokenizer, validator.rows),
         checkpointer=AsyncCheckpointer(
             directory.store, SaveCoordinator.join(world, timeout), background=config.checkpoint.background
         ),

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from config.data import PythonStdlib
 from config.generation import GenerationConfig
+from config.model import ModelConfig
+from config.train import TrainConfig
+from diffusionlm.data.packing import Row
 from diffusionlm.inference.generate import Generation, decode
 from diffusionlm.inference.requests import PreparedRequest, prepare_infill
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
@@ -16,10 +23,86 @@ from diffusionlm.models.transformer import Transformer
 from logger import RunLogger
 from tokenizer import Tokenizer
 
+PYTHON_INFILLS = (  # tokens carry the space before a word, so a masked span takes its place
+    "for i in[MASK:1](10):\n    print(i)\n",
+    "def __init__([MASK:1], name):\n    self.name =[MASK:1]\n",
+    "if x is[MASK:1] None:\n    return[MASK:2]\n",
+)
+
+NUM_PASSAGES = 3
+MAX_PASSAGE_TOKENS = 32
+MIN_PASSAGE_CHARACTERS = 4
+
+_WORD_AND_SPACE = re.compile(r"(?<=\S) \w+")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage of the validation text, with a word of it to mask."""
+
+    before: str
+    word: str
+    """With the space before it, which belongs to its first token."""
+    after: str
+
+    def mask_word(self, tokenizer: Tokenizer) -> str:
+        """Return the text with ``[MASK:n]`` in place of the n tokens of the word."""
+        return f"{self.before}[MASK:{len(tokenizer.encode(self.word))}]{self.after}"
+
+
+def find_passages(rows: Sequence[Row], tokenizer: Tokenizer, context: int) -> Iterator[Passage]:
+    """Yield a passage of each row that has one: at most half of the ``context``, in tokens."""
+    for row in rows:
+        document_ids = row.document_ids_L[row.loss_mask_L]
+        longest_document = np.bincount(document_ids).argmax() if len(document_ids) else 0
+        token_ids = row.tokens_L[row.loss_mask_L & (row.document_ids_L == longest_document)]
+        token_ids = token_ids[token_ids != tokenizer.eos_token_id][: min(MAX_PASSAGE_TOKENS, context // 2)]
+        text = _trim_to_words(tokenizer.decode(token_ids.tolist()))
+        if len(text) < MIN_PASSAGE_CHARACTERS or "[MASK:" in text:
+            continue
+        words = [match.span() for match in _WORD_AND_SPACE.finditer(text)]
+        middle = len(text) // 2  # of a text without spaces, mask two characters
+        start, end = words[len(words) // 2] if words else (middle, middle + 2)
+        yield Passage(text[:start], text[start:end], text[end:])
+
+
+def _trim_to_words(text: str) -> str:
+    """Cut off a partial line or word at the start, and a partial word at the end."""
+    text = text.strip("\ufffd")  # bytes of a character whose other bytes are in another row
+    middle = len(text) // 2
+    start = text.find("\n", 0, middle)
+    if start < 0:
+        start = text.find(" ", 0, middle)
+    end = max(text.rfind("\n", middle), text.rfind(" ", middle))
+    return text[start + 1 : end if end >= 0 else len(text)].strip()
+
+
+def choose_infills(
+    config: TrainConfig, model: ModelConfig, tokenizer: Tokenizer, validation_rows: Sequence[Row]
+) -> tuple[str, ...]:
+    """Return ``samples.infills``, or its default, of which only texts that fit the model's context."""
+    if config.samples.infills is not None:
+        return config.samples.infills
+    if model.is_autoregressive:
+        return ()
+    if all(isinstance(component.source, PythonStdlib) for component in config.data.components):
+        candidates = list(PYTHON_INFILLS)
+    else:
+        passages = find_passages(validation_rows, tokenizer, model.max_position_embeddings)
+        candidates = [passage.mask_word(tokenizer) for passage, _ in zip(passages, range(NUM_PASSAGES), strict=False)]
+    max_length = model.max_position_embeddings - len(model.prefix_ids)
+    return tuple(text for text in candidates if len(parse_infill(text, tokenizer, 0)) <= max_length)
+
+
+def choose_prompt(model: ModelConfig, tokenizer: Tokenizer, validation_rows: Sequence[Row]) -> str:
+    """Return the beginning of a passage of the validation text; empty if there is no passage."""
+    passage = next(find_passages(validation_rows, tokenizer, model.max_position_embeddings), None)
+    return "" if passage is None else passage.before
+
 
 @dataclass(frozen=True)
 class SampleInfills:
-    """The texts of ``samples.infills``, encoded."""
+    """Texts with masked spans, encoded."""
 
     tokenizer: Tokenizer
     texts: Sequence[str]
