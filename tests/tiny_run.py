@@ -54,6 +54,7 @@ def write_train_config(folder: Path, name: str = "train", **changes: dict[str, A
         "data": {"source": source},
         "training": {"batch_size": 4, "max_steps": 8, "precision": "float32"},
         "validation": {"every_steps": 0, "final_rows": 8, "ngrams": False},
+        "samples": {"infills": []},
         "checkpoint": {"every_steps": 2},
         "logging": {"every_steps": 1, "progress": "lines"},
     }

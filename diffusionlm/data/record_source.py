@@ -15,6 +15,9 @@ from diffusionlm.data.validation_split import DocumentSplit, EndSplit
 MAX_SHOWN_CHARACTERS = 60
 """Length to which error messages shorten a value."""
 
+NOT_UTF8 = "not UTF-8"
+"""Skip reason of a record with invalid bytes."""
+
 SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -150,6 +153,8 @@ class RecordSource:
             remedy = f'set {self.key}.on_bad_row = "skip" to leave such records out and count them'
             if record.repaired_text is not None:
                 remedy += ', or "replace" to repair them'
+            if record.reason == NOT_UTF8:
+                remedy += "; text in another encoding can be converted with iconv"
             key = self.records.error_key(is_field_error=record.is_field_error)
             raise ValueError(f"{key}: {self._cursor.location()}: {record.reason}: {record.detail}; {remedy}")
         if self.on_bad_row == "skip" or record.repaired_text is None:
@@ -203,7 +208,7 @@ def decode_utf8(content: bytes) -> str | BadRecord:
     except UnicodeDecodeError as error:
         excerpt = content[max(0, error.start - 10) : error.end + 10]
         detail = f"{shorten_repr(excerpt)}, byte {error.start} of it"
-        return BadRecord("not UTF-8", detail, content.decode("utf-8", "replace"))
+        return BadRecord(NOT_UTF8, detail, content.decode("utf-8", "replace"))
 
 
 def shorten_repr(value: object) -> str:

@@ -116,8 +116,8 @@ def _divide_documents(
             due -= end_lengths[digest]
     if sum(end_lengths.values()) == num_characters:
         raise ValueError(
-            f"{key}: {num_bytes:,} bytes of text are too few to hold out validation_fraction = {validation_fraction} "
-            "of them; add text"
+            f"{key}: the text is too short to hold out validation_fraction = {validation_fraction} of it (size in "
+            f"bytes: {num_bytes:,}); add text"
         )
     end_bytes = sum(sizes[digest][1] * length / sizes[digest][0] for digest, length in end_lengths.items())
     size_text = f"{round(end_bytes):,} of {num_bytes:,} bytes"
