@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 LOCK_FILE = ".lock"
+POLL_SECONDS = 0.05
 
 
 class DirectoryInUseError(OSError):
@@ -15,19 +17,24 @@ class DirectoryInUseError(OSError):
 
 
 @contextlib.contextmanager
-def lock_directory(path: Path) -> Iterator[None]:
+def lock_directory(path: Path, timeout_seconds: float = 0.0) -> Iterator[None]:
     """Create ``path`` if it is missing and hold its lock for the duration of the block.
 
     Raises:
-        DirectoryInUseError: another process holds the lock.
+        DirectoryInUseError: another process still holds the lock after ``timeout_seconds``.
         OSError: the directory or its lock file cannot be created.
     """
     path.mkdir(parents=True, exist_ok=True)
     with (path / LOCK_FILE).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DirectoryInUseError(error.errno, "in use by another process", str(path)) from error
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise DirectoryInUseError(error.errno, "in use by another process", str(path)) from error
+                time.sleep(POLL_SECONDS)
         yield
 
 

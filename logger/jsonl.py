@@ -31,6 +31,28 @@ class JsonLinesLogger(RunLogger):
         self._file.close()
 
 
+class RecordReader:
+    """Reads the records that a run appends to ``metrics.jsonl`` while it goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """Return the records since the last call; again from the first one after a resumed run removed some."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                lines = file.read()
+        except OSError:
+            return []
+        lines = lines[: lines.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        return [record for record in map(parse_record, lines.splitlines()) if record is not None]
+
+
 def format_metrics_line(step: int, values: Metrics) -> str:
     """Format metrics as a JSON object on one line, without a line end; NaN and infinity become null."""
     metrics = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from logger import JsonLinesLogger
+from logger.jsonl import RecordReader
 
 
 def after(path: Path, content: bytes, step: int) -> list[bytes]:
@@ -47,3 +48,17 @@ def test_values_stand_beside_the_words(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
         "step": 3, "event": "sample", "text": "a cat", "values": values,
     }  # fmt: skip
+
+
+def test_records_are_read_while_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = RecordReader(path)
+    assert reader.read_new() == []
+    path.write_text('{"step": 1}\nno\n{"step": 2}\n{"ste')
+    assert [record["step"] for record in reader.read_new()] == [1, 2]
+    with path.open("a") as file:
+        file.write('p": 3}\n')
+    assert [record["step"] for record in reader.read_new()] == [3]
+    assert reader.read_new() == []
+    path.write_text('{"step": 1}\n')
+    assert [record["step"] for record in reader.read_new()] == [1], "a resumed run has removed records"
