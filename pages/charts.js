@@ -41,8 +41,13 @@
 
     point(event) {
       const box = this.plot.getBoundingClientRect();
+      const [low, high] = this.chart.x, share = (event.clientX - box.left) / box.width;
+      this.show(nearest(this.places, this.chart.xLog ? low * (high / low) ** share : low + (high - low) * share));
+    }
+
+    across(x) {
       const [low, high] = this.chart.x;
-      this.show(nearest(this.places, low + (high - low) * (event.clientX - box.left) / box.width));
+      return this.chart.xLog ? Math.log(x / low) / Math.log(high / low) : (x - low) / (high - low);
     }
 
     key(event) {
@@ -71,19 +76,19 @@
     show(at) {
       this.hide();
       this.at = at;
-      const x = this.places[at], [low, high] = this.chart.x;
-      const share = (x - low) / (high - low);
+      const x = this.places[at], share = this.across(x);
       const smooth = this.figure.querySelector(".to-smooth");
       this.cursor = make("div", "cursor");
       this.cursor.style.left = 100 * share + "%";
       this.readout = make("div", "readout");
       this.readout.setAttribute("role", "status");
-      const where = this.chart.share ? Math.round(100 * x) + "% masked" : this.chart.xName + " " + x.toLocaleString("en");
+      const label = this.chart.xLabels[x] ?? x.toLocaleString("en", { maximumSignificantDigits: 6 });
+      const where = this.chart.share ? Math.round(100 * x) + "% masked" : this.chart.xName + " " + label;
       this.readout.append(make("b", "", where));
       for (const line of this.chart.lines) {
         const place = nearest(line.x, x);
         // A line that is not here says nothing: its nearest point is further away than a hundredth of the chart.
-        if (line.y[place] === null || Math.abs(line.x[place] - x) > (high - low) / 100) continue;
+        if (line.y[place] === null || Math.abs(this.across(line.x[place]) - share) > .01) continue;
         const soft = smooth && smooth.checked && line.smooth;
         const value = soft ? line.smooth[place] : line.y[place];
         const row = make("div");
@@ -96,8 +101,8 @@
         this.cursor.append(dot);
       }
       this.plot.append(this.cursor, this.readout);
-      const width = this.plot.clientWidth, own = this.readout.offsetWidth, across = share * width;
-      const left = across + 10 + own <= width ? across + 10 : across - 10 - own;
+      const width = this.plot.clientWidth, own = this.readout.offsetWidth, cursor = share * width;
+      const left = cursor + 10 + own <= width ? cursor + 10 : cursor - 10 - own;
       this.readout.style.left = Math.max(0, Math.min(left, width - own)) + "px";
     }
 

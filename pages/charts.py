@@ -7,6 +7,7 @@ without scripts. The script only shows values under the pointer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
@@ -48,6 +49,7 @@ class Curve:
     error_N: Floats | None = None
     """Standard error; a band."""
     has_dots: bool = False
+    has_line: bool = True
 
 
 @dataclass
@@ -60,6 +62,9 @@ class Chart:
     note: str = ""
     x_name: str = "step"
     x_is_share: bool = False
+    x_is_log: bool = False
+    x_labels: tuple[str, ...] = ()
+    """Names of the positions 0, 1, ... of the horizontal axis; empty: it has numbers."""
     x_end: float = 0.0
     """End of the horizontal axis, unless a point is beyond it."""
     log: bool | None = None
@@ -67,6 +72,16 @@ class Chart:
     from_zero: bool = False
     marks: list[tuple[str, Floats]] = field(default_factory=list)
     """Names of marks and their positions on the horizontal axis."""
+
+
+def draw_charts(plots: Sequence[Chart], charts: list[dict[str, Any]], more: str = "") -> str:
+    """Draw charts, and append their values to those of the page. ``more`` is HTML of further figures."""
+    figures = []
+    for plot in plots:
+        figure, values = draw_chart(plot, len(charts))
+        figures.append(figure)
+        charts.append(values)
+    return f'<div class="charts">{"".join(figures)}{more}</div>' if figures or more else ""
 
 
 def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
@@ -82,7 +97,7 @@ def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
             f'<svg class="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
             f'<path class="grid" d="{grid}"/>{_marks(plot, across)}{lines}</svg>'
         )
-    x_labels = _labels(across, "left", plot.x_is_share)
+    x_labels = _category_labels(plot, across) if plot.x_labels else _labels(across, "left", plot.x_is_share)
     if not plot.x_is_share:
         x_labels += f"<b>{escape(plot.x_name)}</b>"
     has_smooth = any(line.smooth_N is not None for line in plot.lines)
@@ -137,6 +152,26 @@ def _text(x: float, y: float, markup: str, anchor: str = "start") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" xml:space="preserve">{markup}</text>'
 
 
+def draw_bars(title: str, unit: str, bars: Sequence[tuple[str, float, str]], note: str = "") -> str:
+    """Return the HTML of a chart of horizontal bars.
+
+    Args:
+        title: heading.
+        unit: of the values.
+        bars: name, length from 0 to 1, and value as text.
+        note: text below the chart.
+    """
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td><svg viewBox="0 0 {WIDTH} 10" preserveAspectRatio="none" '
+        f'aria-hidden="true"><g class="c0"><path d="M0 5H{_x(length)}"/></g></svg></td><td>{escape(text)}</td></tr>'
+        for name, length, text in bars
+    )
+    return (
+        f'<figure class="chart bars"><figcaption><div><h3>{escape(title)}</h3><span class="unit">{escape(unit)}</span>'
+        f'</div></figcaption><table>{rows}</table><p class="note">{escape(note)}</p></figure>'
+    )
+
+
 def describe_chart(plot: Chart) -> str:
     """Describe the chart in words, for screen readers."""
     parts = []
@@ -153,8 +188,13 @@ def describe_chart(plot: Chart) -> str:
 def _horizontal(plot: Chart) -> AxisScale:
     if plot.x_is_share:
         return AxisScale(0.0, 1.0)
+    if plot.x_labels:
+        return AxisScale(-0.5, len(plot.x_labels) - 0.5)
     edges = [plot.x_end, *(edge for line in plot.lines for edge in (line.x_N[0], line.x_N[-1]))]
     edges += [edge for _, x_N in plot.marks for edge in (x_N.min(), x_N.max())]
+    if plot.x_is_log:
+        positive = [float(edge) for edge in edges if edge > 0.0]
+        return AxisScale(min(positive) / 1.2, max(positive) * 1.2, is_log=True)
     low, high = min(0.0, *edges), max(edges)
     return AxisScale(float(low), float(high if high > low else low + 1.0))
 
@@ -185,7 +225,7 @@ def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
         parts.append(
             f'<path class="raw" d="{_path(x_N, y_N)}"/><path class="smooth" d="{_path(x_N, scale(line.smooth_N))}"/>'
         )
-    elif len(line.x_N) > 1:
+    elif len(line.x_N) > 1 and line.has_line:
         parts.append(f'<path d="{_path(x_N, y_N)}"/>')
     if line.has_dots:
         dots = "".join(f"M{_x(x)} {_y(y)}h0" for x, y in zip(x_N, y_N, strict=True) if math.isfinite(y))
@@ -251,6 +291,13 @@ def _labels(scale: AxisScale, side: str, is_share: bool = False) -> str:
     return "".join(spans)
 
 
+def _category_labels(plot: Chart, across: AxisScale) -> str:
+    return "".join(
+        f'<span style="left:{100 * across.to_unit(float(index)):.4g}%">{escape(label)}</span>'
+        for index, label in enumerate(plot.x_labels)
+    )
+
+
 def _switches(plot: Chart, has_smooth: bool, has_log: bool) -> str:
     parts = []
     if has_smooth:
@@ -269,8 +316,10 @@ def _legend(plot: Chart) -> str:
             continue  # final values of several runs stand in the table
         values_N = line.smooth_N if line.smooth_N is not None else line.y_N
         finite = np.flatnonzero(np.isfinite(values_N))
-        last = "" if plot.x_is_share or not len(finite) else _with_error(line, values_N, int(finite[-1]))
-        swatch = f'<i class="{style_classes(line.color, line.dash)}{" dot" * (len(line.x_N) == 1)}"></i>'
+        has_last = line.has_line and not plot.x_is_share and len(finite)
+        last = _with_error(line, values_N, int(finite[-1])) if has_last else ""
+        dot = " dot" * (len(line.x_N) == 1 or not line.has_line)
+        swatch = f'<i class="{style_classes(line.color, line.dash)}{dot}"></i>'
         entries.append(f"<li>{swatch}{escape(line.name)} <b>{last}</b></li>")
     entries += [f'<li><i class="mark"></i>{escape(name)} <b>{len(at_N):,}</b></li>' for name, at_N in plot.marks]
     return f'<ul class="legend">{"".join(entries)}</ul>'
@@ -289,6 +338,8 @@ def _values(plot: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> dic
         "x": [across.low, across.high],
         "xName": plot.x_name,
         "share": plot.x_is_share,
+        "xLog": plot.x_is_log,
+        "xLabels": plot.x_labels,
         "scales": {name: [scale.low, scale.high] for name, scale in scales.items()},
         "lines": [
             {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from logger.report.plots import main_plots, other_metrics
 from logger.report.reading import LoggedRun, read_runs
 from logger.report.samples import render_samples
 from logger.report.template import fill_template, script_json
-from pages.charts import Chart, draw_chart, style_classes
+from pages.charts import Chart, draw_charts, style_classes
 
 _KEYS_WITHOUT_EFFECT_ON_ROWS = {
     f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")
@@ -35,39 +35,51 @@ def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
 
 def render_report(runs: Sequence[LoggedRun]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    figures: list[str] = []
-    values: list[dict[str, Any]] = []
-
-    def drawn(plots: Sequence[Chart]) -> str:
-        start = len(figures)
-        for plot in plots:
-            figure, data = draw_chart(plot, len(figures))
-            figures.append(figure)
-            values.append(data)
-        return f'<div class="charts">{"".join(figures[start:])}</div>' if plots else ""
-
+    charts: list[dict[str, Any]] = []
     other_charts, without_chart = other_metrics(runs)
     sections = {
         "Results": tables.results(runs),
-        "Curves": drawn(_in_order(main_plots(runs), is_comparable(runs))),
+        "Curves": draw_charts(_in_order(main_plots(runs), is_comparable(runs)), charts),
         "Samples": render_samples(runs),
         "Config": tables.config(runs),
         "Environment": tables.environment(runs),
         "Events": tables.events(runs),
-        "Other metrics": drawn(other_charts) + tables.last_values(runs, without_chart),
+        "Other metrics": draw_charts(other_charts, charts) + tables.last_values(runs, without_chart),
     }
+    heading = title if len(runs) == 1 else f"{len(runs)} runs compared"
+    return fill_page((title, heading), sections, charts, notes(runs), _states(runs), _headline(runs))
+
+
+def fill_page(
+    titles: tuple[str, str],
+    sections: Mapping[str, str],
+    charts: Sequence[dict[str, Any]],
+    notes: Sequence[str],
+    states: str,
+    headline: str = "",
+) -> str:
+    """Fill the template of reports.
+
+    Args:
+        titles: of the window and of the page, as text.
+        sections: HTML by heading; empty ones are left out.
+        charts: the values of all charts, for the script.
+        notes: HTML of warnings.
+        states: HTML of list items below the heading.
+        headline: HTML of the main numbers.
+    """
     nonempty = {name: html for name, html in sections.items() if html}
     parts = {
-        "title": escape(title),
-        "heading": escape(title if len(runs) == 1 else f"{len(runs)} runs compared"),
-        "states": _states(runs),
-        "notes": "".join(f"<p>{note}</p>" for note in notes(runs)),
-        "headline": _headline(runs),
+        "title": escape(titles[0]),
+        "heading": escape(titles[1]),
+        "states": states,
+        "notes": "".join(f"<p>{note}</p>" for note in notes),
+        "headline": headline,
         "links": "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in nonempty),
         "sections": "".join(
             f'<section id="{_anchor(name)}"><h2>{name}</h2>{html}</section>' for name, html in nonempty.items()
         ),
-        "data": script_json(values),
+        "data": script_json(charts),
     }
     return fill_template("logger.report", "report.html", parts)
 

@@ -64,7 +64,7 @@ def render_samples(runs: Sequence[LoggedRun]) -> str:
             blocks.setdefault(masked_text, []).append(title + _render_history(chosen))
             forwards[masked_text] = max(forwards.get(masked_text, 0), *(sample.num_forwards for sample in chosen))
     parts = [
-        f'<article class="sample"><pre class="given">{_render_masked_spans(masked_text)}</pre>'
+        f'<article class="sample"><pre class="given">{render_masked_spans(masked_text)}</pre>'
         f"{_render_replay(forwards[masked_text])}{''.join(block)}</article>"
         for masked_text, block in blocks.items()
     ]
@@ -137,20 +137,36 @@ def _render_replay(num_forwards: int) -> str:
 
 def _render_history(filled: list[FilledSample]) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{sample.step:,}</th><td><pre>{_render_filled(sample)}</pre></td></tr>'
-        for sample in filled
+        f'<tr><th scope="row">{sample.step:,}</th><td><pre>{render_filled(sample)}</pre></td></tr>' for sample in filled
     )
     head = '<thead><tr><th scope="col">Step</th><th scope="col">Filled</th></tr></thead>'
     return scrolling_table(f"{head}<tbody>{rows}</tbody>")
 
 
-def _render_masked_spans(masked_text: str) -> str:
+def render_masked_spans(masked_text: str) -> str:
     """Render masked spans as boxes that show their number of tokens."""
     # `escape` changes neither brackets nor colons.
     return _MASKED_SPAN.sub(r'<span class="hole">\1</span>', escape(masked_text))
 
 
-def _render_filled(sample: FilledSample) -> str:
+def render_fills(masked_text: str, filled_text: str) -> str:
+    """Render a filled text whose tokens are not known, with its fills marked; without marks if the texts differ."""
+    first, *others = _MASKED_SPAN.split(masked_text)[::2]
+    if not others or not filled_text.startswith(first):
+        return escape(filled_text)
+    html, start = [escape(first)], len(first)
+    for index, given in enumerate(others, 1):
+        is_last = index == len(others)
+        place = len(filled_text) - len(given) if is_last else filled_text.find(given, start)
+        if place < start or not filled_text.startswith(given, place):
+            return escape(filled_text)
+        fill = _LINE_BREAK.join(escape(filled_text[start:place]).split("\n"))
+        html.append(f"<mark>{fill}</mark>{escape(given)}")
+        start = place + len(given)
+    return "".join(html)
+
+
+def render_filled(sample: FilledSample) -> str:
     """Render the text with each unmasked token shaded by its forward."""
     parts = []
     for piece in sample.pieces:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from logger.report.reading import LoggedRun, RunEvent
-from logger.report.samples import MAX_SAMPLES_PER_TEXT, SampleToken, read_sample, render_samples
+from logger.report.samples import MAX_SAMPLES_PER_TEXT, SampleToken, read_sample, render_fills, render_samples
 
 
 def event(step: int = 10, **values: Any) -> RunEvent:
@@ -79,3 +79,19 @@ def test_what_was_given_behind_half_a_character_stays_given() -> None:
     sample = read_sample(event(tokens=["the", "", "\ufffd sat"], step_map=[None, 1, None], logprobs=logprobs))
     assert sample is not None
     assert sample.pieces == (SampleToken("the"), SampleToken("\ufffd", 1, 1.0), SampleToken(" sat"))
+
+
+@pytest.mark.parametrize(
+    ("masked_text", "filled_text", "html"),
+    [
+        ("a [MASK:2] <b>", "a x <b>", "a <mark>x</mark> &lt;b&gt;"),
+        ("[MASK:1],[MASK:1]", "x,y,z", "<mark>x</mark>,<mark>y,z</mark>"),
+        ("a[MASK:1][MASK:2]", "axy", "a<mark></mark><mark>xy</mark>"),
+        ("a[MASK:1]", "a\n&", 'a<mark><i aria-label="line break">↵</i>\n&amp;</mark>'),
+        ("a[MASK:1]b", "other & b", "other &amp; b"),
+        ("ab[MASK:1]ba", "aba", "aba"),
+        ("a prompt", "an <answer>", "an &lt;answer&gt;"),
+    ],
+)
+def test_fills_of_a_text_without_tokens_are_marked(masked_text: str, filled_text: str, html: str) -> None:
+    assert render_fills(masked_text, filled_text) == html
