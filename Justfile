@@ -18,7 +18,7 @@ fmt:
 lint:
     uv run ruff format --check .
     uv run ruff check .
-    uv run shellcheck --external-sources .ci/run scripts/train.slurm scripts/remote/there/*.sh
+    uv run shellcheck --external-sources .ci/run scripts/train.slurm scripts/remote/there.sh
 
 # Check types.
 types:

@@ -175,7 +175,7 @@ def kill(host: Host, arguments: Arguments) -> int:
     seconds = arguments.get("wait", "120")
     if not seconds.isdecimal():
         raise CommandError(f"wait = {seconds!r} is no number of seconds")
-    host.run("kill", int(seconds))
+    host.run("stop", int(seconds))
     return 0
 
 

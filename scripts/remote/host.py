@@ -8,8 +8,7 @@ Settings come from the environment:
     REMOTE_SSH_OPTIONS   options of ssh, split as by a shell: -i ~/.ssh/key -J gateway
     REMOTE_SESSION       name of the tmux session (default: diffusionlm)
 
-All scripts share one connection (an OpenSSH master), and are sent as text, so that the remote side never has an old
-version of them.
+All actions share one connection (an OpenSSH master).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import IO
 PROJECT_ROOT = Path(__file__).parents[2]
 """The source tree, which is sent, and which fetched files are written to."""
 
-SCRIPTS = Path(__file__).parent / "there"
+SCRIPT = Path(__file__).with_name("there.sh")
 SSH_FAILED_EXIT_CODE = 255
 """Exit code of ssh if the connection fails."""
 
@@ -57,26 +56,25 @@ class Host:
     options: tuple[str, ...]
     control: Path
 
-    def command(self, script: str, *arguments: object, terminal: bool = False) -> list[str]:
-        """Build the local command that executes ``there/<script>.sh``; no shell splits or expands its arguments."""
-        text = (SCRIPTS / "prelude.sh").read_text(encoding="utf-8")
-        text += (SCRIPTS / f"{script}.sh").read_text(encoding="utf-8")
-        words = ["bash", "-c", text, script, self.root, self.session, *map(str, arguments)]
+    def command(self, action: str, *arguments: object, terminal: bool = False) -> list[str]:
+        """Build the local command that executes an action of there.sh; no shell splits or expands its arguments."""
+        text = SCRIPT.read_text(encoding="utf-8")
+        words = ["bash", "-c", text, SCRIPT.name, self.root, self.session, action, *map(str, arguments)]
         defaults = [word for option in SSH_OPTIONS for word in ("-o", option)]
         connection = ["-o", f"ControlPath={self.control}", "-o", "ControlMaster=no", "-tt" if terminal else "-T"]
         return ["ssh", *self.options, *defaults, *connection, "--", self.name, shlex.join(words)]
 
     def run(
-        self, script: str, *arguments: object, stdin: int | IO[bytes] = subprocess.DEVNULL, capture: bool = False
+        self, action: str, *arguments: object, stdin: int | IO[bytes] = subprocess.DEVNULL, capture: bool = False
     ) -> bytes:
-        """Execute a script; its messages go to stderr. Returns its stdout if ``capture``.
+        """Execute an action; its messages go to stderr. Returns its stdout if ``capture``.
 
         Raises:
             ConnectionLostError: the connection failed.
-            CommandError: the script failed and has printed the reason.
+            CommandError: the action failed and has printed the reason.
         """
         output = subprocess.PIPE if capture else None
-        done = subprocess.run(self.command(script, *arguments), stdin=stdin, stdout=output, check=False)
+        done = subprocess.run(self.command(action, *arguments), stdin=stdin, stdout=output, check=False)
         self.check(done.returncode)
         return done.stdout or b""
 
@@ -87,10 +85,10 @@ class Host:
         if code:
             raise CommandError("", code)
 
-    def in_terminal(self, script: str, *arguments: object) -> int:
-        """Execute a script with this terminal, if there is one, and return its exit code."""
+    def in_terminal(self, action: str, *arguments: object) -> int:
+        """Execute an action with this terminal, if there is one, and return its exit code."""
         terminal = os.isatty(0) and os.isatty(1)
-        return subprocess.run(self.command(script, *arguments, terminal=terminal), check=False).returncode
+        return subprocess.run(self.command(action, *arguments, terminal=terminal), check=False).returncode
 
 
 def read_settings(environment: Mapping[str, str]) -> tuple[str, str, str, tuple[str, ...]]:
@@ -142,7 +140,7 @@ def connected(environment: Mapping[str, str]) -> Iterator[Host]:
 
 
 def connect(host: Host) -> None:
-    """Open the connection that all scripts share.
+    """Open the connection that all actions share.
 
     Raises:
         ConnectionLostError: the machine does not answer, or rejects the login.

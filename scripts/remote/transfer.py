@@ -25,7 +25,7 @@ SECRET = re.compile(r"(^|/)env/[^/]+\.env$")
 """Files with secrets: readable by the owner only, and their SHA-256 appears in no command line."""
 
 VANISHED_EXIT_CODE = 3
-"""Exit code of ``read`` if the file no longer exists."""
+"""Exit code of ``read_bytes`` if the file no longer exists."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def fetch_one(host: Host, entry: RemoteFile, target: Path, fetched: FetchRecord)
         if PART.sub("", stale.name) == target.name and (stale != part or entry.is_secret):
             stale.unlink()
     offset = min(part.stat().st_size, entry.size) if part.exists() else 0
-    command = host.command("read", entry.path, offset, entry.size - offset)
+    command = host.command("read_bytes", entry.path, offset, entry.size - offset)
     mode = 0o600 if entry.is_secret else 0o666
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT, mode), "wb") as file:
         file.truncate(offset)
@@ -161,7 +161,7 @@ def send(host: Host, source: Path, path: str) -> None:
             sent, total = sent + 1, total + entry.size
         for entry in links:
             if remote_files.get(entry.path) != entry:
-                host.run("link", entry.path, entry.hash)
+                host.run("make_link", entry.path, entry.hash)
                 sent += 1
     except ConnectionLostError as error:
         raise ConnectionLostError(
@@ -207,7 +207,7 @@ class SendList:
 
 def send_one(host: Host, file: Path, entry: RemoteFile, offset: int) -> None:
     """Send the SHA-256 of a file and its bytes after the first ``offset``."""
-    command = host.command("write", entry.path, offset, entry.size, "600" if entry.is_secret else "644")
+    command = host.command("write_file", entry.path, offset, entry.size, "600" if entry.is_secret else "644")
     # If ssh ends early, its exit code is the reason.
     with (
         file.open("rb") as source,

@@ -233,8 +233,10 @@ def test_how_a_run_ends_counts_where_its_log_cannot_be_written(stubbed: Remote) 
     launch.mkdir()
     (launch / "log").symlink_to("/dev/full")
     (launch / "command").write_text("stub\0end=3\0", encoding="utf-8")
-    script = stubbed.root / "scripts" / "remote" / "there" / "run.sh"
-    done = subprocess.run(["bash", script, ".remote/launches/full"], capture_output=True, text=True)
+    script = stubbed.root / "scripts" / "remote" / "there.sh"
+    done = subprocess.run(
+        ["bash", script, stubbed.root, "any", "run", ".remote/launches/full"], capture_output=True, text=True
+    )
     assert "No space left" in done.stderr
     assert (launch / "code").read_text(encoding="utf-8") == "3\n"
 
