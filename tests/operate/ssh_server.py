@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -81,7 +82,8 @@ async def serve(folder: Path, home: Path) -> None:
             await asyncio.gather(pump(process.stdout, client.stdout, wire), pump(process.stderr, client.stderr, wire))
             client.exit(await process.wait())
         except (asyncssh.Error, OSError):
-            process.kill()
+            process.send_signal(signal.SIGHUP)
+            await asyncio.gather(process.stdout.read(), process.stderr.read())  # so that it can end
         finally:
             feeding.cancel()
 
