@@ -23,8 +23,8 @@ from types import FrameType
 import environment
 from fetched import check_run_directory
 from host import PROJECT_ROOT, CommandError, ConnectionLostError, Host, connected
-from runs import Launch, fetch_run, follow, format_runs_table, read_launch, send_config, start
-from transfer import fetch, send
+from runs import Launch, follow, format_runs_table, read_launch, send_config, start
+from transfer import fetch, push, send
 from tree import send_tree
 
 
@@ -40,8 +40,7 @@ class Arguments:
 
     def need(self, name: str, example: str) -> str:
         """Return a required argument."""
-        value = self.get(name)
-        if not value:
+        if not (value := self.get(name)):
             raise CommandError(f"{name}= is missing: {example}")
         return value
 
@@ -53,83 +52,65 @@ class Arguments:
             raise CommandError(f"{name} = {self.get(name)!r}: {error}") from error
 
 
-def bootstrap(host: Host, _: Arguments) -> int:
-    """Create the folders, install the tools and send the source tree."""
+def bootstrap(host: Host, _: Arguments) -> None:
     host.run("bootstrap")
     send_tree(host)
-    return 0
 
 
 def data(host: Host, arguments: Arguments) -> int:
-    """Send a file or folder of this tree, or run diffusionlm-make-data on the remote machine (config=FILE)."""
     if config := arguments.get("config"):
         path = send_config(host, config)
         return host.in_terminal("execute", "diffusionlm-make-data", "--config", path, *arguments.split("extra"))
     if arguments.split("extra"):
         raise CommandError("extra= and options are for config=FILE, which makes data there: nothing was sent")
-    source = resolve_source(arguments.get("path", "data"))
-    send(host, source, source.relative_to(PROJECT_ROOT).as_posix())
-    return 0
-
-
-def resolve_source(path: str) -> Path:
-    """Resolve and check the path of a file or folder of this tree; a link may point anywhere."""
-    source = Path(os.path.normpath(PROJECT_ROOT / path))
+    source = Path(os.path.normpath(PROJECT_ROOT / arguments.get("path", "data")))  # a link may point anywhere
     if not (source.is_dir() or source.is_file()):
         raise CommandError(
             f"path = {source} is not here: name a file or folder of this tree, or config=FILE makes data there"
         )
     if not source.is_relative_to(PROJECT_ROOT) or source == PROJECT_ROOT:
         raise CommandError(f"path = {source} is not in {PROJECT_ROOT}: put it, or a link to it, into data/")
-    if source.relative_to(PROJECT_ROOT).parts[0] == "env":
+    path = source.relative_to(PROJECT_ROOT).as_posix()
+    if path.split("/")[0] == "env":
         raise CommandError(
             f"path = {source} holds secrets: just sync-env sends env/*.env, readable by their owner only"
         )
-    return source
-
-
-def build(host: Host, arguments: Arguments) -> int:
-    """Install the project on the remote machine."""
-    extra = arguments.split("extra")
-    if (PROJECT_ROOT / "env" / "wandb.env").exists():
-        extra += ["--extra", "wandb"]  # runs can log to W&B, because there is a key
-    host.run("build", *extra)
+    send(host, source, path)
     return 0
 
 
-def send_env(host: Host, _: Arguments) -> int:
-    """Send env/*.env, readable by the owner only."""
+def build(host: Host, arguments: Arguments) -> None:
+    has_key = (PROJECT_ROOT / "env" / "wandb.env").exists()
+    host.run("build", *arguments.split("extra"), *(["--extra", "wandb"] if has_key else []))
+
+
+def send_env(host: Host, _: Arguments) -> None:
     files = environment.files(PROJECT_ROOT)
     for file in files:
         try:
             environment.read(file)
         except ValueError as error:
             raise CommandError(str(error)) from error
-    if not files:
-        print("env/ has no settings to send: cp env/wandb.env.example env/wandb.env and fill it in")
-    for file in files:
         if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            print(
-                f"others may read {file.relative_to(PROJECT_ROOT)}: chmod 600 {shlex.quote(str(file))}", file=sys.stderr
-            )
-        send(host, file, f"env/{file.name}")
-    return 0
+            name = file.relative_to(PROJECT_ROOT)
+            print(f"others may read {name}: chmod 600 {shlex.quote(str(file))}", file=sys.stderr)
+    if not files:
+        print("env/ has no settings to send: cp env/wandb.env.example env/wandb.env and fill it in", flush=True)
+        return
+    count = push(host, PROJECT_ROOT / "env", "env", [file.name for file in files], "--copy-links", "--chmod=F600")
+    print(f"sent {count} files to {host.name}:{host.root}/env; {len(files) - count} were there", flush=True)
 
 
-def train(host: Host, arguments: Arguments) -> int:
-    """Start a training run in tmux."""
+def train(host: Host, arguments: Arguments) -> None:
     launch(host, arguments)
-    return 0
 
 
 def launch(host: Host, arguments: Arguments) -> Launch:
-    """Start a training run and return its launch."""
     config = arguments.need("config", "just train config=config/resources/train.toml")
     return start(host, arguments.get("command", "diffusionlm-train"), config, arguments.split("extra"))
 
 
 def auto_train(host: Host, arguments: Arguments) -> int:
-    """Bootstrap, send data, train, follow and fetch the run. Returns the exit code of the run."""
     config = arguments.need("config", "just auto-train config=config/resources/train.toml")
     check_run_directory(host, config, arguments.split("extra"))
     bootstrap(host, arguments)
@@ -140,8 +121,10 @@ def auto_train(host: Host, arguments: Arguments) -> int:
     launched = launch(host, arguments)
     code = follow(host, launched.name)
     print(f"the run ended with exit code {code}", flush=True)
+    path = launched.directory
+    rest = f"the rest of {path} is there (just fetch any_file={shlex.quote(path)} brings it)"
     try:
-        fetch_run(host, launched.directory)
+        host.retry(lambda: fetch(host, path, linked_only=True), rest)
     except ConnectionLostError:
         raise
     except CommandError as error:  # a run that failed early may have no files
@@ -151,7 +134,6 @@ def auto_train(host: Host, arguments: Arguments) -> int:
 
 
 def infer(host: Host, arguments: Arguments) -> int:
-    """Run a command of the project on the remote machine."""
     words = arguments.split("args")
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -164,60 +146,27 @@ def infer(host: Host, arguments: Arguments) -> int:
     return host.in_terminal("execute", arguments.get("command", "diffusionlm-infer"), *words)
 
 
-def fetch_path(host: Host, arguments: Arguments) -> int:
-    """Fetch a file or folder to the same path in this tree."""
-    fetch(host, arguments.need("any_file", "just fetch any_file=runs/mine/metrics.jsonl"))
-    return 0
-
-
-def kill(host: Host, arguments: Arguments) -> int:
-    """Stop the active training run."""
+def kill(host: Host, arguments: Arguments) -> None:
     seconds = arguments.get("wait", "120")
     if not seconds.isdecimal():
         raise CommandError(f"wait = {seconds!r} is no number of seconds")
     host.run("stop", int(seconds))
-    return 0
-
-
-def status(host: Host, _: Arguments) -> int:
-    """Print the status of the remote machine."""
-    host.run("status")
-    return 0
-
-
-def list_runs(host: Host, _: Arguments) -> int:
-    """List the runs on the remote machine."""
-    print(format_runs_table(host))
-    return 0
-
-
-def nvitop(host: Host, arguments: Arguments) -> int:
-    """Show the GPUs with nvitop."""
-    return host.in_terminal("nvitop", *arguments.rest)
-
-
-def attach(host: Host, _: Arguments) -> int:
-    """Attach this terminal to the tmux session."""
-    return host.in_terminal("attach")
-
-
-def follow_last(host: Host, _: Arguments) -> int:
-    """Print the output of the last launch until it ends."""
-    return follow(host, read_launch(host).name)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A recipe: its function, its named arguments, and whether options are passed on to the remote command."""
+    """A recipe: its function, its named arguments, and whether options are passed on."""
 
-    run: Callable[[Host, Arguments], int]
+    run: Callable[[Host, Arguments], int | None]
     names: tuple[str, ...] = ()
     options: bool = False
 
     def usage(self, recipe: str) -> str:
         """The help text of the recipe."""
         words = [*(f"[{name}=...]" for name in self.names), *(["[--option ...]"] if self.options else [])]
-        return f"usage: {' '.join(['just', recipe, *words])}\n\n{self.run.__doc__}\ndocs/operate.md shows each."
+        return (
+            f"usage: {' '.join(['just', recipe, *words])}\n\njust --list says what it does, docs/operate.md shows it."
+        )
 
 
 COMMANDS = {
@@ -228,13 +177,15 @@ COMMANDS = {
     "train": Command(train, ("config", "extra", "command"), options=True),
     "auto-train": Command(auto_train, ("config", "extra", "command", "data", "build"), options=True),
     "infer": Command(infer, ("command", "args"), options=True),
-    "fetch": Command(fetch_path, ("any_file",)),
+    "fetch": Command(
+        lambda host, arguments: fetch(host, arguments.need("any_file", "just fetch runs/a")), ("any_file",)
+    ),
     "kill-train": Command(kill, ("wait",)),
-    "status": Command(status),
-    "list-runs": Command(list_runs),
-    "nvitop": Command(nvitop, options=True),
-    "attach-train": Command(attach),
-    "follow-train": Command(follow_last),
+    "status": Command(lambda host, _: host.in_terminal("status")),
+    "list-runs": Command(lambda host, _: print(format_runs_table(host))),
+    "nvitop": Command(lambda host, arguments: host.in_terminal("nvitop", *arguments.rest), options=True),
+    "attach-train": Command(lambda host, _: host.in_terminal("attach")),
+    "follow-train": Command(lambda host, _: follow(host, read_launch(host).name)),
 }
 """Recipes by name; the name of the first argument may be left out."""
 
@@ -265,11 +216,6 @@ def parse_arguments(words: list[str], command: Command) -> Arguments:
     return Arguments(named, [])
 
 
-def asks_for_help(words: list[str], command: Command) -> bool:
-    """Check for -h or --help; after other words it may be an option that is passed on."""
-    return any(word in ("-h", "--help") for word in (words[:1] if command.options else words))
-
-
 def exit_on_signal(number: int, _: FrameType | None) -> None:
     """Exit on a signal and ignore further ones, so that the connection can be closed."""
     for ignored in (signal.SIGTERM, signal.SIGHUP):
@@ -279,14 +225,15 @@ def exit_on_signal(number: int, _: FrameType | None) -> None:
 
 def main(words: list[str]) -> int:
     """Run a command. Returns its exit code, 2 for a user error or 255 for a lost connection."""
-    if not words or words[0] not in COMMANDS:
+    recipe, *words = words or [""]
+    if recipe not in COMMANDS:
         print(
-            f"usage: python scripts/remote COMMAND [name=value ...]\ncommands: {', '.join(COMMANDS)}", file=sys.stderr
+            f"usage: python scripts/remote COMMAND [name=value ...]; commands: {', '.join(COMMANDS)}", file=sys.stderr
         )
         return 2
-    recipe, *words = words
     command = COMMANDS[recipe]
-    if asks_for_help(words, command):
+    # After other words, --help may be an option that is passed on.
+    if {"-h", "--help"} & set(words[:1] if command.options else words):
         print(command.usage(recipe))
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -295,14 +242,11 @@ def main(words: list[str]) -> int:
     try:
         arguments = parse_arguments(words, command)
         with connected(os.environ) as host:
-            return command.run(host, arguments)
-    except CommandError as error:
+            return command.run(host, arguments) or 0
+    except (CommandError, OSError) as error:
         if str(error):
             print(f"{recipe}: error: {error}", file=sys.stderr)
-        return 255 if isinstance(error, ConnectionLostError) else error.code
-    except OSError as error:
-        print(f"{recipe}: error: {error}", file=sys.stderr)
-        return 2
+        return error.code if isinstance(error, CommandError) else 2
     except KeyboardInterrupt as error:
         print(f"\n{recipe}: left{f'; {error}' if str(error) else ''}", file=sys.stderr)
         return 130

@@ -43,17 +43,10 @@ def read(file: Path) -> dict[str, str]:
     return settings
 
 
-def main(words: list[str]) -> int:
-    """Replace this process by the command. Returns 2 if that fails."""
-    settings: dict[str, str] = {}
+if __name__ == "__main__":
     try:
-        for file in files(Path.cwd()):
-            settings |= read(file)
-        os.execve(words[0], words, {**os.environ, **settings})
+        settings = {name: value for file in files(Path.cwd()) for name, value in read(file).items()}
+        os.execve(sys.argv[1], sys.argv[1:], {**os.environ, **settings})
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
-    return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        sys.exit(2)

@@ -1,4 +1,4 @@
-"""The record of fetched files. Local files that are not in it are moved aside before they are replaced.
+"""The record of fetched files. Local files that are not in it are kept when a fetch replaces them.
 
 ``runs/.fetched.json`` contains the SHA-256 and the machine of each fetched file.
 """
@@ -11,80 +11,86 @@ import json
 import os
 import posixpath
 import shlex
-import shutil
 import sys
 import time
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from host import PROJECT_ROOT, CommandError, Host
 
-RECORD = "runs/.fetched.json"
-REPLACED = "runs/.replaced"
+RECORD = PROJECT_ROOT / "runs" / ".fetched.json"
 
 
 class FetchRecord:
-    """The files of earlier fetches, and the local files that this fetch replaces."""
+    """The files that were fetched from a machine; as a context, a copy of more files to a local folder.
 
-    def __init__(self, host: Host) -> None:
+    The copy has to move what it replaces to the folder `backup`. At the end, the files in it that had been fetched are
+    deleted, and the names of the others are printed.
+    """
+
+    def __init__(self, host: Host, folder: Path) -> None:
+        self.folder = folder
         self._origin = f"{host.name}:{host.root}"
-        self._previous_record = read(PROJECT_ROOT / RECORD)
+        entries = read_record().items()
+        self._hashes = {name: digits for name, (digits, origin) in entries if origin == self._origin}
         self._new_entries: dict[str, list[str]] = {}
-        self._backup_directory = PROJECT_ROOT / REPLACED / time.strftime("%Y%m%d-%H%M%S")
-        self._moved_paths: list[str] = []
+        self._replaced = RECORD.with_name(".replaced") / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns()}"
+        self.backup = self._replaced / relative_name(folder)
 
-    def is_unchanged(self, path: Path, contents: str) -> bool:
-        """Check whether a file was fetched from this machine with these contents: a SHA-256, or the target of a
-        link."""
-        return self._previous_record.get(relative_name(path)) == [contents, self._origin]
+    def holds(self, path: Path, name: str) -> bool:
+        """Check whether a file is as it was fetched under a name."""
+        return self._hashes.get(name) == compute_hash(path)
 
-    def has_files_below(self, folder: Path) -> bool:
-        """Check whether a file in the folder was fetched from this machine."""
-        start = f"{relative_name(folder)}/"
-        return any(
-            name.startswith(start) and origin == self._origin for name, (_, origin) in self._previous_record.items()
-        )
+    def holds_folder(self) -> bool:
+        """Check whether the folder is that of a fetched run, or of the files that were fetched of one."""
+        name, metrics = relative_name(self.folder), self.folder / "metrics.jsonl"
+        if metrics.exists():
+            return self.holds(metrics, f"{name}/{metrics.name}")
+        return any(fetched.startswith(f"{name}/") for fetched in self._hashes)
 
-    def move_aside(self, path: Path) -> None:
-        """Move a local file to the backup directory, unless it is unchanged since it was fetched."""
-        if not os.path.lexists(path):
-            return
-        contents = os.readlink(path) if path.is_symlink() else compute_sha256(path) if path.is_file() else ""
-        if self.is_unchanged(path, contents):
-            return
-        while not self._moved_paths and self._backup_directory.exists():  # of another fetch in the same second
-            self._backup_directory = self._backup_directory.with_name(f"{self._backup_directory.name}-")
-        backup = self._backup_directory / relative_name(path)
-        backup.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, backup)
-        self._moved_paths.append(relative_name(path))
+    def add(self, names: Iterable[str]) -> None:
+        """Record fetched files of the folder."""
+        for name in names:
+            path = self.folder / name
+            self._new_entries[relative_name(path)] = [compute_hash(path), self._origin]
 
-    def add(self, path: Path, contents: str) -> None:
-        """Record a fetched file."""
-        self._new_entries[relative_name(path)] = [contents, self._origin]
+    def __enter__(self) -> FetchRecord:
+        return self
 
-    def close(self) -> None:
-        """Write the record, and print which files were moved aside."""
-        if self._new_entries:
-            record = PROJECT_ROOT / RECORD
-            record.parent.mkdir(parents=True, exist_ok=True)
-            temporary = record.with_name(f"{record.name}.part")
-            temporary.write_text(json.dumps(read(record) | self._new_entries, indent=0) + "\n", encoding="utf-8")
-            os.replace(temporary, record)
-        if self._moved_paths:
-            count = "1 file" if len(self._moved_paths) == 1 else f"{len(self._moved_paths)} files"
-            backup = f"{REPLACED}/{self._backup_directory.name}"
+    def __exit__(self, *_: object) -> None:
+        RECORD.parent.mkdir(parents=True, exist_ok=True)
+        part = RECORD.with_name(f"{RECORD.name}.part")
+        part.write_text(json.dumps(read_record() | self._new_entries, indent=0) + "\n", encoding="utf-8")
+        os.replace(part, RECORD)
+        names = []
+        for path in sorted(self._replaced.rglob("*"), reverse=True):
+            name = path.relative_to(self._replaced).as_posix()
+            if path.is_dir() and not path.is_symlink():
+                remove_if_empty(path)
+            elif self.holds(path, name):
+                path.unlink()
+            else:
+                names.append(name)
+        remove_if_empty(self._replaced)
+        remove_if_empty(self._replaced.parent)
+        if names:
             print(
-                f"replaced {count} here that did not come from there, kept in {backup}: "
-                f"{format_names(self._moved_paths)}",
+                f"replaced {len(names)} files here that did not come from there, kept in "
+                f"{relative_name(self._replaced)}: {format_names(names[::-1])}",
                 file=sys.stderr,
             )
 
 
-def read(path: Path) -> dict[str, list[str]]:
+def remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def read_record() -> dict[str, list[str]]:
     """Read the record. Invalid entries are ignored: their files count as not fetched, and are kept."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     entries = record.items() if isinstance(record, dict) else ()
@@ -97,15 +103,14 @@ def relative_name(path: Path) -> str:
 
 
 def resolve_remote_path(host: Host, path: str) -> tuple[str, Path]:
-    """Return the path relative to the remote root (or absolute), and the local folder that it is fetched to."""
-    if path.startswith("/"):
-        path = posixpath.normpath(path)
-        # Only the remote machine knows the absolute path of its root.
-        path = path.removeprefix(os.fsdecode(host.run("root", capture=True)).rstrip("/") + "/")
+    """Return the path relative to the remote root (or absolute), and the local path that it is fetched to."""
     inside = posixpath.normpath(path)
+    if inside.startswith("/"):
+        # Only the remote machine knows the absolute path of its root.
+        inside = inside.removeprefix(host.run("root", capture=True).rstrip("/") + "/")
     if inside == "." or inside.split("/")[0] == "..":
         raise CommandError(f"any_file = {path!r} is not under {host.root}: name a file or folder there")
-    return inside, PROJECT_ROOT / "runs" / "fetched" if inside.startswith("/") else PROJECT_ROOT
+    return inside, PROJECT_ROOT / (f"runs/fetched{inside}" if inside.startswith("/") else inside)
 
 
 def check_run_directory(host: Host, config: str, extra: list[str]) -> None:
@@ -117,14 +122,8 @@ def check_run_directory(host: Host, config: str, extra: list[str]) -> None:
     directory = run_directory(config, extra)
     if not directory:
         return
-    path, base = resolve_remote_path(host, directory)
-    folder = base / path.lstrip("/")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    metrics, fetched = folder / "metrics.jsonl", FetchRecord(host)
-    if not (
-        fetched.is_unchanged(metrics, compute_sha256(metrics)) if metrics.is_file() else fetched.has_files_below(folder)
-    ):
+    _, folder = resolve_remote_path(host, directory)
+    if folder.is_dir() and any(folder.iterdir()) and not FetchRecord(host, folder).holds_folder():
         raise CommandError(
             f"run.directory = {directory} is here already, and it is not as it was fetched from {host.name}: set "
             f"another run.directory, or move {folder} away, or use just train, and then "
@@ -146,11 +145,15 @@ def run_directory(config: str, extra: list[str]) -> str:
     return directory if is_plain else ""
 
 
-def compute_sha256(path: Path) -> str:
+def compute_hash(path: Path) -> str:
+    """Compute the SHA-256 of a file, or of the target of a link."""
+    if path.is_symlink():
+        return hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def format_names(names: list[str]) -> str:
     """Format the first five names and the number of others."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    shown = [name if name.isprintable() else ascii(name) for name in names[:5]]
+    return ", ".join(shown) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

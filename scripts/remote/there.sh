@@ -45,7 +45,7 @@ install_package() {
 # Create the root and its folders, and install missing tools.
 bootstrap() {
     local tool message
-    for tool in tar sha256sum find stat tail grep flock; do have "$tool" || fail "$tool is not there: install it"; done
+    for tool in sha256sum find stat tail grep flock; do have "$tool" || fail "$tool is not there: install it"; done
     [[ ! -e $root || -d $root ]] || fail "REMOTE_ROOT = $root is a file: name a directory"
     message=$(mkdir -p -- "$root" 2>&1) ||
         fail "REMOTE_ROOT = $root cannot be made: name a directory that may be written (${message##*: })"
@@ -59,7 +59,7 @@ bootstrap() {
         UV_TOOL_DIR=$root/.tools/tools UV_TOOL_BIN_DIR=$root/.tools/bin uv tool install --quiet rust-just ||
             fail "just cannot be installed: uv tool install rust-just fails there"
     fi
-    have tmux || install_package tmux
+    for tool in tmux rsync; do have "$tool" || install_package "$tool"; done
     echo "$root: $(uv --version), $(just --version), $(tmux -V)"
 }
 
@@ -72,198 +72,108 @@ build() {
 
 # --- transfers
 
-# Put the tracked files, which come as a tar on standard input, into the root. All are checked aside before one is
-# changed. Argument: what the tree is, in words.
-install() {
-    refuse_running
-    export LC_ALL=C
-
-    stage=.remote/incoming
-    rm -rf -- "$stage"
-    mkdir -m 700 -- "$stage"
-    give_up() {
-        rm -rf -- "$stage"
-        fail "$1: nothing was changed"
-    }
-    # Of many complaints, as of a full disk, the first tells all.
-    said=$(tar --extract --gzip --no-same-owner --directory "$stage" --file - 2>&1) ||
-        give_up "the tree did not come whole (${said%%$'\n'*})"
-    # The manifest comes last, so that a stream that was cut has none.
-    if [[ ! -f $stage/manifest ]] || ! (cd "$stage/tree" && sha256sum --check --status --strict ../manifest); then
-        give_up "the tree did not come whole, run the same again"
-    fi
-
-    # What comes; what came before, and comes no more; the SHA-256 of all that ever came.
-    (cd "$stage/tree" && find . ! -type d -printf '%P\n') | sort >"$stage/new"
-    touch .remote/manifest .remote/sent
-    cut -c 67- .remote/manifest | sort | comm -23 - "$stage/new" >"$stage/gone"
-    cut -c -64 .remote/manifest | sort -u - .remote/sent >"$stage/sent"
-
-    in_the_way() {
-        local path
-        while IFS= read -r path; do
-            [[ -d $path || (! -e $path && ! -L $path) ]] || printf '%s\n' "$path"
-        done < <(cd "$stage/tree" && find . -mindepth 1 -type d -printf '%P\n')
-        while IFS= read -r path; do
-            [[ ! -d $path || -L $path ]] || find "./$path" ! -type d -printf '%p\n' | cut -c 3-
-        done <"$stage/new"
-    }
-    other=$(in_the_way | sort | comm -23 - "$stage/gone" | sed -n 1p)
-    [[ -z $other ]] || give_up "$root/$other is in the way of the tree, where a file is a folder or a folder a file: move it away"
-
-    # What was edited here, and so never came from there, is kept before it is overwritten.
-    edited=.remote/edited/$(date +%Y%m%d-%H%M%S)
-    cat "$stage/new" "$stage/gone" | while IFS= read -r path; do
-        [[ ! -f $path || -L $path ]] || printf '%s\0' "$path"
-    done | xargs -0 -r sha256sum -- | sort | comm -23 - <(sort "$stage/manifest") |
-        { grep -vFf "$stage/sent" || true; } | cut -c 67- >"$stage/edited"
-    while IFS= read -r path; do
-        (umask 077 && mkdir -p -- "$edited/$(dirname -- "$path")")
-        cp -- "$path" "$edited/$path" 2>/dev/null || give_up "$root/$path was edited there and cannot be kept"
-        chmod 600 -- "$edited/$path"
-    done <"$stage/edited"
-    if [[ -s $stage/edited ]]; then
-        mapfile -t names <"$stage/edited"
-        printf -v listed '%s, ' "${names[@]:0:5}"
-        more=
-        [[ ${#names[@]} -le 5 ]] || more=" and $((${#names[@]} - 5)) more"
-        echo "edited on $HOSTNAME, kept in $root/$edited: ${listed%, }$more"
-    fi
-
-    cut -c -64 "$stage/manifest" | sort -u - "$stage/sent" >.remote/sent.part
-    chmod 600 .remote/sent.part # of secrets too
-    mv -- .remote/sent.part .remote/sent
-    while IFS= read -r path; do
-        rm -f -- "$path"
-    done <"$stage/gone"
-    while IFS= read -r path; do
-        # What it held comes no more.
-        [[ ! -d $path || -L $path ]] || find "./$path" -depth -type d -delete
-    done <"$stage/new"
-    (cd "$stage/tree" && find . -type d -printf '%P\0') | while IFS= read -r -d '' folder; do
-        mkdir -p -- "./$folder" 2>/dev/null || fail "$root/$folder cannot be made: see to that, and run the same again"
-        find "$stage/tree/$folder" -mindepth 1 -maxdepth 1 ! -type d -exec mv -f -t "./$folder" -- {} +
-    done
-    mv -- "$stage/manifest" .remote/manifest
-    printf '%s\n' "$1" >.remote/tree
-    rm -rf -- "$stage"
+require_rsync() {
+    have rsync || fail "rsync is not there: just bootstrap-remote installs it, or sudo apt-get install rsync"
 }
 
-# Make a link. Arguments: its path, its target.
-make_link() {
-    [[ -L $1 || ! -e $1 ]] || fail "$root/$1 is a file or folder there and a link here: move it away"
-    mkdir -p -- "$(dirname -- "$1")"
-    ln -sfnT -- "$2" "$1"
-}
-
-# The files of files or folders under the root: size, SHA-256 and path, or the target of a link, each ended by a NUL.
-# Nothing of what is not there, or goes meanwhile, as checkpoints of a run do. Arguments: "all", or "newest" for checkpoints that a link names only; the paths.
-list() {
-    which=$1
-    shift
-    paths=()
-    for path in "$@"; do
-        [[ ! -e $path ]] || paths+=("$path")
-    done
-    [[ ${#paths[@]} -gt 0 ]] || exit 0
-
-    wanted() {
-        local folder name link
-        [[ $1 != .lock && $1 != */.lock ]] || return 1
-        # What a run writes aside, and renames.
-        [[ ! $1 =~ (^|/)[^/]*\.tmp-(old|[0-9a-f]{8})(/|$) ]] || return 1
-        [[ $2 == newest && $1 == */checkpoints/*/* ]] || return 0
-        folder=${1%%/checkpoints/*}/checkpoints
-        name=${1#"$folder"/}
-        for link in "$folder"/*; do
-            if [[ -L $link && $(readlink -- "$link") == "${name%%/*}" ]]; then
-                return 0
-            fi
-        done
-        return 1
-    }
-
-    given() {
-        local path
-        for path in "${paths[@]}"; do
-            [[ $path != "$1" ]] || return 0
-        done
-        return 1
-    }
-
-    # What was asked for by the name of a link is what it names.
-    find -H "${paths[@]}" -ignore_readdir_race \( -type f -o -type l \) -print0 | LC_ALL=C sort -z | {
-        links=()
-        while IFS= read -r -d '' file; do
-            wanted "$file" "$which" || continue
-            if [[ -L $file ]] && ! given "$file"; then
-                links+=("$file")
-            # Of that many bytes, since a record may grow meanwhile.
-            elif size=$(stat -L -c %s -- "$file" 2>/dev/null) && hash=$(head -c "$size" -- "$file" 2>/dev/null | sha256sum); then
-                printf '%s\t%s\t%s\0' "$size" "${hash%% *}" "$file"
-            elif [[ -e $file ]]; then
-                fail "$file cannot be read"
-            fi
-        done
-        # As they are now: what they name did not go before it was listed.
-        for file in "${links[@]}"; do
-            ! target=$(readlink -- "$file") || printf 'link\t%s\t%s\0' "$target" "$file"
-        done
-    }
-}
-
-# Bytes of a file, to standard output; exit code 3 where it is gone. Arguments: the path, the first byte, how many.
-read_bytes() {
-    [[ -e $1 ]] || exit 3
-    # tail ends by a broken pipe when head has enough.
-    { tail -c "+$(($2 + 1))" -- "$1" || true; } | head -c "$3"
-}
-
-# Write a file, which gets its name once it is whole. Standard input is the SHA-256 of the whole in a line, and bytes.
-# Arguments: the path, the bytes of the unfinished part that stay, the bytes of the whole, the mode.
-write_file() {
-    path=$1 kept=$2 size=$3 mode=$4
-    IFS= read -r hash || fail "$root/$path did not come whole"
-    digits=${hash:0:12}
-    [[ $mode != 600 ]] || digits=000000000000 # of a secret, none is in a name
-    part=$path.$digits.part
-
-    [[ ! -d $path ]] || fail "$root/$path is a folder there and a file here: move it away"
+# Make a folder (the root, if empty) ready for a copy. Standard input: the SHA-256 of each file, in a line.
+receive() {
+    local message
+    require_rsync
+    message=$(mkdir -p -- "${1:-.}" 2>&1) || fail "$root/$1 cannot be made (${message##*: }): move away what is in its place"
     umask 077
-    (umask 022 && mkdir -p -- "$(dirname -- "$path")")
-    exec 9>>"$part"
-    if ! flock -n 9; then
-        # Another send; or one whose connection was lost, which gets no more bytes.
-        before=$(stat -c %s -- "$part" 2>/dev/null || true)
-        sleep 1
-        [[ $(stat -c %s -- "$part" 2>/dev/null || true) == "$before" ]] ||
-            fail "$root/$path is sent by another just now: wait for that, and run the same again"
-    fi
-    [[ $part -ef /proc/$$/fd/9 ]] || fail "$root/$path was sent by another just now: run the same again"
-    truncate -s "$kept" -- "$part"
-    cat >&9 2>/dev/null || fail "$root/$path cannot be written: $(df -h --output=avail . | tail -n 1 | tr -d ' ') are free there"
-    found=$(sha256sum <"$part")
-    if [[ ${found%% *} != "$hash" ]]; then
-        # A shorter part is what the same command goes on with.
-        [[ $(stat -c %s -- "$part") -lt $size ]] || rm -f -- "$part"
-        fail "$root/$path did not come whole: run the same again"
-    fi
+    mkdir -p .remote/edited
+    touch .remote/sent
+    # A line that the end of a connection cut short is no SHA-256.
+    sort -u - .remote/sent | sed -n '/^[0-9a-f]\{64\}$/p' >".remote/sent.$$"
+    mv -- ".remote/sent.$$" .remote/sent
+    keep_edited # of a copy that was interrupted
+}
 
-    if [[ -f $path ]]; then
-        # What was edited here, and so never came from there, is kept; no SHA-256 is in a command line.
-        found=$(sha256sum <"$path")
-        if [[ ${found%% *} != "$hash" ]] && ! grep -qxF -f <(printf '%s\n' "${found%% *}") \
-            <(cat .remote/sent 2>/dev/null; cut -c -64 .remote/manifest 2>/dev/null); then
-            edited=.remote/edited/$(date +%Y%m%d-%H%M%S)
-            mkdir -p -- "$edited/$(dirname -- "$path")"
-            cp -- "$path" "$edited/$path" || fail "$root/$path was edited there and cannot be kept: it is not replaced"
-            chmod 600 -- "$edited/$path"
-            echo "edited on $HOSTNAME, kept as $root/$edited/$path" >&2
-        fi
+# The remote end of a copy from or to a folder. What it replaces is moved to .remote/edited/.new.
+serve() {
+    local replaced=$PWD/.remote/edited/.new/$1
+    cd -- "${1:-.}"
+    exec rsync --backup-dir="$replaced" "${@:2}"
+}
+
+# Delete the replaced files that were sent here once, and links; keep and list the others, which were edited here.
+keep_edited() {
+    local line kept names=() listed more=''
+    local -A sent=()
+    [[ -d .remote/edited/.new ]] || return 0
+    export LC_ALL=C
+    while IFS= read -r line; do sent[$line]=yes; done <.remote/sent
+    find .remote/edited/.new -type l -delete
+    while IFS= read -r -d '' line; do
+        [[ -z ${sent[${line:0:64}]-} ]] || rm -f -- "${line:66}"
+    done < <(find .remote/edited/.new -type f -print0 | xargs -0 -r sha256sum -z --)
+    find .remote/edited/.new -depth -type d -empty -delete
+    [[ -d .remote/edited/.new ]] || return 0
+    kept=.remote/edited/$(date +%Y%m%d-%H%M%S)-$$
+    find .remote/edited/.new -type f -exec chmod 600 {} +
+    mv -T -- .remote/edited/.new "$kept"
+    mapfile -d '' -t names < <(find "$kept" -type f -printf '%P\0' | sort -z)
+    [[ ${#names[@]} -le 5 ]] || more=" and $((${#names[@]} - 5)) more"
+    printf -v listed '%q, ' "${names[@]:0:5}"
+    echo "edited on $HOSTNAME, kept in $root/$kept: ${listed%, }$more" >&2
+}
+
+# Empty the folder where the tracked files are checked before they are installed.
+stage() {
+    refuse_running
+    rm -rf -- .remote/incoming
+}
+
+# Put the staged tree into the root. Argument: its description, which ends with the digits of its contents.
+install() {
+    local contents path staged=.remote/incoming replaced=$PWD/.remote/edited/.new
+    export LC_ALL=C
+    refuse_running
+    contents=$(cd "$staged" && find . -type f -printf '%P\0' | sort -z | xargs -0 -r sha256sum -z -- | sha256sum)
+    [[ $1 == *"(contents ${contents:0:12})" ]] ||
+        fail "the tree did not arrive as it was sent: nothing was changed, run the same again"
+    (cd "$staged" && find . ! -type d -print0) | sort -z >.remote/files.new
+    touch .remote/files
+    path=$(list_obstacles | sort -z | comm -z -23 - .remote/files | tr '\0' '\n' | sed -n 1p)
+    [[ -z $path ]] ||
+        fail "$root/${path#./} is in the way of the tree, a file of a folder or the reverse: nothing was changed, move it away"
+    while IFS= read -r -d '' path; do
+        [[ -f $path || -L $path ]] || continue
+        (umask 077 && mkdir -p -- "$replaced/${path%/*}")
+        mv -fT -- "$path" "$replaced/$path"
+    done < <(comm -z -13 .remote/files.new .remote/files)
+    rsync --recursive --links --executability --times --omit-dir-times --checksum --keep-dirlinks --force \
+        --backup --backup-dir="$replaced" "$staged/" ./ >&2 ||
+        fail "the tree in $root is not complete: see to that, and run the same again"
+    mv -- .remote/files.new .remote/files
+    printf '%s\n' "$1" >.remote/tree
+    rm -rf -- "$staged"
+    keep_edited
+}
+
+# The files where the staged tree has a folder, and those in folders where it has a file.
+list_obstacles() {
+    local path
+    while IFS= read -r -d '' path; do
+        [[ -d $path || (! -e $path && ! -L $path) ]] || printf '%s\0' "$path"
+    done < <(cd .remote/incoming && find . -type d -print0)
+    while IFS= read -r -d '' path; do
+        [[ ! -d $path || -L $path ]] || find "$path" ! -type d -print0
+    done <.remote/files.new
+}
+
+# What is at a path: "folder" and the checkpoints that its links name, "file" or "nothing", each ended by a NUL.
+find_path() {
+    require_rsync
+    if [[ -d $1 ]]; then
+        printf 'folder\0'
+        [[ ! -d $1/checkpoints ]] || (cd -- "$1" && find checkpoints -maxdepth 1 -type l -printf '%l\0')
+    elif [[ -e $1 ]]; then
+        printf 'file\0'
+    else
+        printf 'nothing\0'
     fi
-    grep -qsxF -f <(printf '%s\n' "$hash") .remote/sent || printf '%s\n' "$hash" >>.remote/sent
-    chmod "$mode" -- "$part"
-    mv -fT -- "$part" "$path"
 }
 
 # The root from /, which need not be there yet.
@@ -463,7 +373,8 @@ version() { if have "$1"; then "$@"; else echo "$1 is not there: run just bootst
 
 status() {
     local gpus built='not yet: run just build-remote' settings launch command shown state=''
-    gpus=$(nvidia-smi --query-gpu=name,memory.used,memory.total,utilization.gpu --format=csv,noheader 2>/dev/null) || gpus=''
+    gpus=$(nvidia-smi --query-gpu=name,memory.used,memory.total,utilization.gpu --format=csv,noheader 2>/dev/null) && [[ -n $gpus ]] ||
+        gpus='none: with run.device = "auto" it trains on the CPU'
     [[ ! -x .venv/bin/diffusionlm-train ]] || built=$(.venv/bin/python --version)
     settings=$(find env -maxdepth 1 -name '*.env' -type f | LC_ALL=C sort | tr '\n' ' ')
     launch=$(last_launch)
@@ -472,7 +383,7 @@ status() {
         root "$root, $(df -h --output=avail . | tail -n 1 | tr -d ' ') free" \
         tree "$(cat .remote/tree 2>/dev/null || echo 'not sent yet: run just bootstrap-remote')" \
         tools "$(version uv --version), $(version just --version), $(version tmux -V)" built "$built" \
-        GPU "${gpus:-none: with run.device = \"auto\" it trains on the CPU}" \
+        GPU "${gpus//$'\n'/$'\n'          }" \
         env "${settings:-no settings: just sync-env sends env/*.env}" session "${state:-$session does not run}"
     [[ -n $launch ]] || return 0
     mapfile -d '' -t command <"$launch/command"

@@ -190,7 +190,7 @@ def serving(folder: Path, home: Path, environment: dict[str, str]) -> Iterator[d
 @contextlib.contextmanager
 def machine(folder: Path) -> Iterator[Remote]:
     """A machine with nothing but a home, and a copy of the tree here, in folders with unfriendly names."""
-    for program in ("ssh", "tmux", "git", "uv", "just"):
+    for program in ("ssh", "rsync", "tmux", "git", "uv", "just"):
         assert shutil.which(program), f"{program} is needed: .ci/run installs it"
     home, tree = folder / "a home", folder / "the tree"
     home.mkdir()
@@ -224,3 +224,15 @@ def cut(machine: Remote, which: str, size: int) -> Path:
     path = machine.folder / f"cut-{which}"
     path.write_text(str(size), encoding="utf-8")
     return path
+
+
+@contextlib.contextmanager
+def stand_in(machine: Remote, text: str) -> Iterator[None]:
+    """A program in the place of rsync there."""
+    path = machine.root / ".tools" / "bin" / "rsync"
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    try:
+        yield
+    finally:
+        path.unlink()

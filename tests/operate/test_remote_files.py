@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
+import random
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.operate.machine import Remote, cut
+from tests.operate.machine import Remote, cut, stand_in, until
 
 pytestmark = pytest.mark.operate
 
-BIG = bytes(range(256)) * 2000  # longer than what is read at once
+BIG = random.Random(0).randbytes(2_000_000)  # not compressible, and longer than what is read at once
+STRANGE = [
+    "-n",
+    "a'b",
+    'a"b',
+    "a\\b",
+    "$HOME",
+    "ü *",
+    "tab\there",
+    "line\nbreak",
+    ".hidden",
+    "# no comment",
+    "\\#012",
+    " x ",
+]
 
 
 @pytest.fixture
@@ -33,40 +47,62 @@ def folder(ready: Remote) -> Iterator[Path]:
     shutil.rmtree(ready.tree / "runs", ignore_errors=True)
 
 
-def parts(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.part"))
+SLOW_RSYNC = f"""#!{sys.executable}
+import os, subprocess, sys, time
+with subprocess.Popen([{shutil.which("rsync")!r}, *sys.argv[1:]], stdin=subprocess.PIPE) as process:
+    while data := os.read(0, 50_000):
+        process.stdin.write(data)
+        process.stdin.flush()
+        time.sleep(0.02)
+"""
+REMOVING_RSYNC = f"""#!{sys.executable}
+import os, subprocess, sys
+with subprocess.Popen([{shutil.which("rsync")!r}, *sys.argv[1:]], stdout=subprocess.PIPE) as process:
+    count = 0
+    while data := os.read(process.stdout.fileno(), 50_000):
+        os.write(1, data)
+        count += len(data)
+        if count > 1_000_000 and os.path.exists("model-2"):
+            os.remove("model-2")
+sys.exit(process.returncode)
+"""
+
+
+def partial_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob(".rsync-partial/*") if path.is_file())
 
 
 def test_interrupted_fetch_leaves_no_partial_file_and_resumes(ready: Remote, folder: Path) -> None:
     (folder / "a small one").write_text("whole", encoding="utf-8")
     (folder / "model.safetensors").write_bytes(BIG)
-    there = cut(ready, "output", 300_000)
+    there = cut(ready, "output", 1_500_000)
     line = ready.fails("fetch", "any_file=runs/a b", code=255)
-    assert "was lost after 1 of 2 files; the same command goes on where it stopped" in line
+    assert "the same command continues" in line
     assert not there.exists()
     here = ready.tree / "runs" / "a b"
     assert (here / "a small one").read_text(encoding="utf-8") == "whole"
     assert not (here / "model.safetensors").exists()
-    (part,) = parts(here)
-    assert part.read_bytes() == BIG[:300_000]
+    (part,) = partial_files(here)
+    assert 1_000_000 < part.stat().st_size < len(BIG)
+    assert BIG.startswith(part.read_bytes())
 
-    there = cut(ready, "output", 300_000)  # of 512,000 bytes 212,000 are left
-    assert "fetched 2 files" in ready.works("fetch", "any_file=runs/a b")
+    there = cut(ready, "output", len(BIG) - part.stat().st_size + 100_000)
+    ready.works("fetch", "any_file=runs/a b")
     assert there.exists()
     there.unlink()
     assert (here / "model.safetensors").read_bytes() == BIG
-    assert not parts(here)
+    assert not partial_files(here)
 
 
-def test_changed_file_is_fetched_from_the_start(ready: Remote, folder: Path) -> None:
+def test_changed_file_is_fetched_whole_after_an_interruption(ready: Remote, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(BIG)
-    cut(ready, "output", 300_000)
+    cut(ready, "output", 1_500_000)
     ready.fails("fetch", "runs/a b", code=255)
     (folder / "model.safetensors").write_bytes(BIG[::-1])
     ready.works("fetch", "runs/a b")
     here = ready.tree / "runs" / "a b"
     assert (here / "model.safetensors").read_bytes() == BIG[::-1]
-    assert not parts(here)
+    assert not partial_files(here)
 
 
 def test_existing_files_are_not_fetched_again(ready: Remote, folder: Path) -> None:
@@ -84,60 +120,62 @@ def test_existing_files_are_not_fetched_again(ready: Remote, folder: Path) -> No
 
 
 def test_names_links_and_places(ready: Remote, folder: Path) -> None:
-    strange = ["-n", "a'b", 'a"b', "a\\b", "$HOME", "ü *", "tab\there", ".hidden"]
-    for name in strange:
-        (folder / name).write_text(name, encoding="utf-8")
+    names = [*STRANGE, os.fsdecode(b"\xff.bin")]
+    for name in names:
+        (folder / name).write_text(ascii(name), encoding="utf-8")
     (folder / "empty").touch()
     (folder / "latest").symlink_to("empty")
     (folder / "away").symlink_to("/etc/hostname")
-    (folder / "later").symlink_to("none")
+    (folder / "up").symlink_to("../../pyproject.toml")
     done = ready.just("fetch", "runs/a b")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == (
-        "away -> /etc/hostname is left out: it points elsewhere\n"
-        "later -> none is left out: what it names is not there, or not yet\n"
-    )
+    assert sorted(re.findall(r'"(\w+)" -> "[^"]+"', done.stderr)) == ["away", "up"]
     here = ready.tree / "runs" / "a b"
-    assert sorted(os.listdir(here)) == sorted([*strange, "empty", "latest"])
-    assert all((here / name).read_text(encoding="utf-8") == name for name in strange)
+    assert sorted(os.listdir(here)) == sorted([*names, "empty", "latest"])
+    assert all((here / name).read_text(encoding="utf-8") == ascii(name) for name in names)
     assert os.readlink(here / "latest") == "empty"
+
+    shutil.rmtree(folder)
+    ready.works("data-remote", "path=runs/a b")
+    assert sorted(os.listdir(folder)) == sorted([*names, "empty", "latest"])
+    assert all((folder / name).read_text(encoding="utf-8") == ascii(name) for name in names)
+    assert os.readlink(folder / "latest") == "empty"
 
     outside = ready.home / "trace.json"
     outside.write_text("{}", encoding="utf-8")
     ready.works("fetch", f"any_file={outside}")
     assert (ready.tree / "runs" / "fetched" / str(outside).lstrip("/")).read_text(encoding="utf-8") == "{}"
-    text = ready.works("fetch", f"any_file={folder / 'empty'}")  # from / and yet under the root
-    assert text == f"fetched 1 files, 0 B, to {here / 'empty'}\n"
+    (folder / "empty").write_text("1", encoding="utf-8")
+    ready.works("fetch", f"any_file={folder / 'empty'}")  # from / and yet under the root
+    assert (here / "empty").read_text(encoding="utf-8") == "1"
     ready.works("fetch", "any_file=runs/a b/latest")
-    assert not (here / "latest").is_dir()
+    assert not (here / "latest").is_symlink()
 
 
-def test_names_that_are_not_utf_8(ready: Remote, folder: Path, tmp_path: Path) -> None:
-    name = os.fsdecode(b"\xff.bin")
-    # The tests' server takes commands of UTF-8 alone: there the byte is written out.
-    (tmp_path / "ssh").write_text(
-        f"#!{sys.executable}\nimport os, sys\n"
-        """words = [os.fsencode(word).replace(b"\\xff", b"'$'\\\\xff''") for word in sys.argv]\n"""
-        f'os.execv("{shutil.which("ssh")}", words)\n',
-        encoding="utf-8",
-    )
-    (tmp_path / "ssh").chmod(0o755)
-    path = f"{tmp_path}:{ready.environment['PATH']}"
-    (folder / name).write_bytes(b"1")
-    assert "fetched 1 files" in ready.works("fetch", "runs/a b", PATH=path)
-    assert (ready.tree / "runs" / "a b" / name).read_bytes() == b"1"
-    (ready.tree / "runs" / "a b" / name).write_bytes(b"2")
-    (folder / name).unlink()
-    assert "sent 1 files" in ready.works("data-remote", "path=runs/a b", PATH=path)
-    assert (folder / name).read_bytes() == b"2"
+def test_links_to_folders_of_other_disks_stay(ready: Remote, folder: Path, tmp_path: Path) -> None:
+    """What a copy finds in the place of a folder may be a link to one, on both sides."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    (folder / "deep").mkdir()
+    (folder / "deep" / "one").write_text("1", encoding="utf-8")
+    here = ready.tree / "runs" / "a b"
+    here.mkdir(parents=True)
+    (here / "deep").symlink_to(tmp_path / "here")
+    ready.works("fetch", "runs/a b")
+    assert (tmp_path / "here" / "one").read_text(encoding="utf-8") == "1"
+    shutil.rmtree(folder / "deep")
+    (folder / "deep").symlink_to(tmp_path / "there")
+    ready.works("data-remote", "runs/a b")
+    assert (folder / "deep").is_symlink()
+    assert (tmp_path / "there" / "one").read_text(encoding="utf-8") == "1"
 
 
 def test_a_folder_of_the_root_with_the_name_of_the_root(ready: Remote) -> None:
     (ready.home / "diffusionlm").symlink_to(ready.root)
     path = ready.tree / "diffusionlm" / "models" / "transformer.py"
-    text = ready.works("fetch", "any_file=diffusionlm/models/transformer.py", REMOTE_ROOT="diffusionlm")
-    assert text.startswith("fetched 1 files")
-    assert text.endswith(f"to {path}\n")
+    path.unlink()
+    ready.works("fetch", "any_file=diffusionlm/models/transformer.py", REMOTE_ROOT="diffusionlm")
+    assert path.is_file()
     (ready.home / "diffusionlm").unlink()
 
 
@@ -159,13 +197,10 @@ def test_local_files_are_preserved_by_a_fetch(ready: Remote, folder: Path) -> No
     (here / "latest").symlink_to("two")
     done = ready.just("fetch", "runs/a b")
     assert done.returncode == 0
-    assert re.fullmatch(
-        r"replaced 3 files here that did not come from there, kept in runs/\.replaced/[\d-]+: "
-        r"runs/a b/one, runs/a b/two, runs/a b/latest\n",
-        done.stderr,
-    )
+    kept = re.findall(r"kept in runs/\.replaced/[\d-]+: (.*)", done.stderr)
+    assert sorted(", ".join(kept).split(", ")) == ["runs/a b/latest", "runs/a b/one", "runs/a b/two/notes"]
     assert kept_here(ready) == [("runs/a b/one", "one here"), ("runs/a b/two/notes", "mine")]
-    (replaced_link,) = (ready.tree / "runs" / ".replaced").glob("*/runs/a b/latest")
+    (replaced_link,) = (path for path in (ready.tree / "runs" / ".replaced").rglob("*") if path.is_symlink())
     assert os.readlink(replaced_link) == "two"
     assert (here / "two").read_text(encoding="utf-8") == "two there"
     assert os.readlink(here / "latest") == "one"
@@ -176,7 +211,7 @@ def test_local_files_are_preserved_by_a_fetch(ready: Remote, folder: Path) -> No
     assert (done.returncode, done.stderr) == (0, "")
     assert (here / "one").read_text(encoding="utf-8") == "one there again"
     (here / "one").write_text("edited", encoding="utf-8")
-    assert "replaced 1 file here" in ready.just("fetch", "runs/a b").stderr
+    assert "runs/a b/one" in ready.just("fetch", "runs/a b").stderr
     assert (here / "one").read_text(encoding="utf-8") == "one there again"
     assert ("runs/a b/one", "edited") in kept_here(ready)
     assert len(kept_here(ready)) == 3
@@ -188,36 +223,44 @@ def test_auto_train_does_not_begin_what_would_replace_a_run_of_this_machine(read
     metrics.write_text("{}", encoding="utf-8")
     before = (ready.root / ".remote" / "tree").stat().st_mtime_ns
     line = ready.fails("auto-train", "tiny.toml", "--set", "run.directory=runs/mine")
-    assert "run.directory = runs/mine is here already, and it is not as it was fetched from someone@127.0.0.1" in line
+    assert "run.directory = runs/mine" in line
+    assert "just fetch any_file=runs/mine" in line
     (ready.tree / "runs" / "a tiny one").mkdir()
     (ready.tree / "runs" / "a tiny one" / "anything").touch()
-    assert "run.directory = runs/a tiny one is here already" in ready.fails("auto-train", "tiny.toml")
+    assert "run.directory = runs/a tiny one" in ready.fails("auto-train", "tiny.toml")
     assert (ready.root / ".remote" / "tree").stat().st_mtime_ns == before
     shutil.rmtree(ready.tree / "runs")
 
 
 def test_fetch_of_an_active_run_copies_complete_files(ready: Remote, folder: Path) -> None:
-    for name in ("first", "steps/2.tmp-old/model", "summary.json.tmp-0123abcd", "later", "of theirs.tmp-x"):
+    for name in ("first", ".lock", "steps/2.tmp-old/model", "summary.json.tmp-0123abcd", "later", "of theirs.tmp-x"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name, encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("1", encoding="utf-8")
     (folder / "latest").symlink_to("first")
-    # One file goes while it is listed, another after it was.
-    stand_in = ready.root / ".tools" / "bin" / "head"
-    head = shutil.which("head")
-    stand_in.write_text(
-        "#!/bin/bash\ncase $* in *first) rm 'runs/a b/first';; *theirs*) rm 'runs/a b/later';; esac\n"
-        f'exec {head} "$@"\n',
-        encoding="utf-8",
-    )
-    stand_in.chmod(0o755)
-    line = ready.fails("fetch", "runs/a b")
-    stand_in.unlink()
-    assert "changed or gone on someone@127.0.0.1 while it was fetched: runs/a b/later; the rest is here" in line
+    # After the first copy one file changes, another grows and a third is new.
+    changes = "[[ -e new ]] || { echo 2 >>metrics.jsonl; echo 4 >later; touch new; }"
+    with stand_in(ready, f'#!/bin/bash\n{shutil.which("rsync")} "$@"; code=$?\n{changes}\nexit $code\n'):
+        line = ready.fails("fetch", "runs/a b")
+    assert "later" in line
+    assert "metrics.jsonl" not in line
+    assert "run the same again" in line
     here = ready.tree / "runs" / "a b"
-    assert os.listdir(here) == ["of theirs.tmp-x"]
-    (folder / "first").touch()
-    assert "fetched 3 files" in ready.works("fetch", "runs/a b")
-    assert sorted(os.listdir(here)) == ["first", "latest", "of theirs.tmp-x"]
+    ready.works("fetch", "runs/a b")
+    listed = ["first", "later", "latest", "metrics.jsonl", "new", "of theirs.tmp-x", "steps"]
+    assert sorted(os.listdir(here)) == listed
+    assert (here / "metrics.jsonl").read_text(encoding="utf-8") == "12\n"
+    assert (here / "later").read_text(encoding="utf-8") == "4\n"
+
+
+def test_file_that_is_removed_during_a_fetch_is_listed(ready: Remote, folder: Path) -> None:
+    for number in range(3):
+        (folder / f"model-{number}").write_bytes(BIG)
+    with stand_in(ready, REMOVING_RSYNC):
+        line = ready.fails("fetch", "runs/a b")
+    assert "model-2" in line
+    assert "run the same again" in line
+    ready.works("fetch", "runs/a b")
 
 
 def test_unwritable_folder_is_reported_in_one_line(ready: Remote, folder: Path) -> None:
@@ -232,21 +275,54 @@ def test_interrupted_data_transfer_resumes(ready: Remote) -> None:
     source.parent.mkdir()
     source.write_bytes(BIG)
     target = ready.root / "data" / "more" / "tokens.bin"
-    there = cut(ready, "input", 300_000)
-    assert "was lost after 0 of 1 files" in ready.fails("data-remote", "path=data/more", code=255)
+    there = cut(ready, "input", 1_500_000)
+    assert "the same command continues" in ready.fails("data-remote", "path=data/more", code=255)
     assert not there.exists()
     assert not target.exists()
-    (part,) = parts(ready.root / "data")
-    assert part.read_bytes() == BIG[: 300_000 - 65]  # the SHA-256 in a line comes first
+    until(lambda: partial_files(ready.root / "data"), "the end of rsync there")
+    (part,) = partial_files(ready.root / "data")
+    assert 1_000_000 < part.stat().st_size < len(BIG)
 
-    there = cut(ready, "input", 300_000)
-    assert "sent 1 files" in ready.works("data-remote", "data/more")
+    there = cut(ready, "input", len(BIG) - part.stat().st_size + 100_000)
+    ready.works("data-remote", "data/more")
     assert there.exists()
     there.unlink()
     assert target.read_bytes() == BIG
-    assert not parts(ready.root / "data")
-    assert "sent 0 files, 0 B" in ready.works("data-remote", "data/more")
-    assert "sent 0 files, 0 B" in ready.works("data-remote", "data/more/tokens.bin")
+    assert not partial_files(ready.root / "data")
+    before = target.stat().st_ino
+    ready.works("data-remote", "data/more")
+    ready.works("data-remote", "data/more/tokens.bin")
+    assert target.stat().st_ino == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_upload_that_is_ended_continues(ready: Remote, number: signal.Signals, code: int) -> None:
+    source = ready.tree / "data" / "slow.bin"
+    contents = random.Random(1).randbytes(10_000_000)  # more than what is under way at once
+    source.write_bytes(contents)
+    target = ready.root / "data" / "slow.bin"
+    with stand_in(ready, SLOW_RSYNC):
+        words = [sys.executable, "scripts/remote", "data-remote", "data/slow.bin"]
+        with subprocess.Popen(
+            words, cwd=ready.tree, env=ready.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            until(lambda: [path for path in target.parent.glob(".slow.bin.*") if path.stat().st_size > 500_000], "data")
+            if number == signal.SIGINT:  # Ctrl-C reaches all processes of a terminal
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+            _, stderr = process.communicate(timeout=60)
+        assert process.returncode == code, stderr
+        assert "Traceback" not in stderr
+        until(lambda: partial_files(target.parent), "the end of rsync there")
+    assert not target.exists()
+    (part,) = partial_files(target.parent)
+    there = cut(ready, "input", len(contents) - part.stat().st_size + 100_000)
+    ready.works("data-remote", "data/slow.bin")
+    there.unlink()
+    assert target.read_bytes() == contents
+    target.unlink()
+    source.unlink()
 
 
 def test_links_of_a_folder_that_is_sent(ready: Remote, tmp_path: Path) -> None:
@@ -265,9 +341,7 @@ def test_links_of_a_folder_that_is_sent(ready: Remote, tmp_path: Path) -> None:
     (tmp_path / "nothing").symlink_to("no such")
     done = ready.just("data-remote", "path=data/linked")
     assert done.returncode == 0
-    assert (
-        done.stderr == "left out, since they are neither files nor links to any: data/linked/nothing, data/linked/up\n"
-    )
+    assert re.findall(r"[:,] (\w+)(?=,|$)", done.stderr.rstrip()) == ["nothing", "up"]
     there = ready.root / "data" / "linked"
     files = {path.relative_to(there).as_posix(): path.read_text() for path in there.rglob("*") if path.is_file()}
     assert files == {"corpus/deep/text": "1", "step 1/model": "2", "away/text": "3"}
@@ -275,48 +349,47 @@ def test_links_of_a_folder_that_is_sent(ready: Remote, tmp_path: Path) -> None:
     assert not any(path.is_symlink() for path in (there, there / "away", there / "corpus"))
     (there / "latest").unlink()
     (there / "latest").mkdir()
-    assert "is a file or folder there and a link here" in ready.just("data-remote", "data/linked").stderr
-    (there / "latest").rmdir()
-    assert "sent 1 files, 0 B" in ready.works("data-remote", "data/linked")
+    (there / "latest" / "notes").touch()
+    (there / "corpus" / "deep" / "text").unlink()
+    (there / "corpus" / "deep" / "text").symlink_to(elsewhere / "text")
+    assert "latest" in ready.just("data-remote", "data/linked").stderr.splitlines()[-1]
+    assert (there / "latest" / "notes").exists()
+    assert not (there / "corpus" / "deep" / "text").is_symlink()
+    assert (elsewhere / "text").read_text(encoding="utf-8") == "3"
+    shutil.rmtree(there / "latest")
+    ready.works("data-remote", "data/linked")
+    assert os.readlink(there / "latest") == "step 1"
     source.unlink()
 
 
-def test_a_part_that_is_damaged_or_of_another_send(ready: Remote) -> None:
+def test_a_partial_file_that_is_damaged(ready: Remote) -> None:
     source = ready.tree / "data" / "tokens"
     source.write_bytes(BIG)
     target = ready.root / "data" / "tokens"
-    part = target.with_name(f"tokens.{hashlib.sha256(BIG).hexdigest()[:12]}.part")
+    part = target.parent / ".rsync-partial" / "tokens"
+    part.parent.mkdir()
     part.write_bytes(BIG[::-1])
-    assert "did not come whole: run the same again" in ready.fails("data-remote", "data/tokens")
-    assert not target.exists()
-    assert "sent 1 files" in ready.works("data-remote", "data/tokens")
+    ready.works("data-remote", "data/tokens")
     assert target.read_bytes() == BIG
+    assert not part.exists()
 
-    target.unlink()
-    over = threading.Event()
-    with part.open("ab", buffering=0) as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
 
-        def grow() -> None:
-            while not over.wait(0.01):
-                other.write(b"1")
-
-        writer = threading.Thread(target=grow)
-        writer.start()
-        line = ready.fails("data-remote", "data/tokens")
-        over.set()
-        writer.join()
-        assert "is sent by another just now" in line
-        assert set(part.read_bytes()) == {ord("1")}
-        # One that gets no more, since its connection was lost, is in nobody's way.
-        part.write_bytes(BIG[:1000])
-        assert "sent 1 files" in ready.works("data-remote", "data/tokens")
-    assert target.read_bytes() == BIG
+def test_what_is_in_the_place_of_data_stays(ready: Remote) -> None:
+    (ready.tree / "data" / "tokens").write_text("a file", encoding="utf-8")
+    target = ready.root / "data" / "tokens"
     target.unlink()
     target.mkdir()
-    assert "is a folder there and a file here" in ready.fails("data-remote", "data/tokens")
-    target.rmdir()
-    source.unlink()
+    (target / "theirs").touch()
+    line = ready.fails("data-remote", "data/tokens")
+    assert "tokens" in line
+    assert "run the same again" in line
+    assert (target / "theirs").exists()
+    (ready.root / "data" / "in the way").touch()
+    (ready.tree / "data" / "in the way").mkdir()
+    line = ready.fails("data-remote", "data/in the way")
+    assert "data/in the way" in line
+    assert "move away" in line
+    (ready.tree / "data" / "tokens").unlink()
 
 
 def test_a_config_that_lies_only_here_is_sent_along(ready: Remote, tmp_path: Path) -> None:
@@ -335,7 +408,7 @@ def test_a_config_that_lies_only_here_is_sent_along(ready: Remote, tmp_path: Pat
     text = ready.works("infer", "--set", "mine.toml", f"--config={tmp_path / 'other.toml'}")
     assert text == "--set\nmine.toml\n--config=.remote/configs/other.toml\nsecond"
     assert (ready.root / ".remote" / "configs" / "other.toml").read_text(encoding="utf-8") == "third"
-    assert "nowhere.toml is neither here nor in" in ready.fails("infer", "args=--config nowhere.toml")
+    assert "config = nowhere.toml" in ready.fails("infer", "args=--config nowhere.toml")
     shutil.rmtree(ready.root / ".venv")
     (ready.tree / "mine.toml").unlink()
 
@@ -370,28 +443,38 @@ def test_secrets_are_for_their_owner_on_every_way(ready: Remote, tmp_path: Path)
     assert stat.S_IMODE(there.stat().st_mode) == 0o600
     assert hash_of in (ready.root / ".remote" / "sent").read_text(encoding="utf-8").splitlines()
     assert stat.S_IMODE((ready.root / ".remote" / "sent").stat().st_mode) == 0o600
-    stderr_text = words.read_text(encoding="utf-8")
-    assert "wandb.env" in stderr_text
-    assert hash_of[:12] not in stderr_text
+    assert hash_of[:12] not in words.read_text(encoding="utf-8")
     for name in ("env", "env/wandb.env"):
         assert "just sync-env sends env/*.env" in ready.fails("data-remote", f"path={name}")
 
     mine = here.read_bytes()
     there.write_bytes(b"A=" + BIG)
     here.unlink()
-    cut(ready, "output", 300_000)
+    cut(ready, "output", 1_500_000)
     ready.fails("fetch", "env/wandb.env", code=255)
-    (part,) = parts(ready.tree / "env")
-    assert part.name == "wandb.env.000000000000.part"
+    (part,) = partial_files(ready.tree / "env")
     assert stat.S_IMODE(part.stat().st_mode) == 0o600
     status = subprocess.run(["git", "status", "--porcelain", "env"], cwd=ready.tree, capture_output=True, text=True)
     assert status.stdout == ""
     there.write_bytes(b"A=1")
+    there.chmod(0o644)
     ready.works("fetch", "env/wandb.env")
     assert here.read_bytes() == b"A=1"
     assert stat.S_IMODE(here.stat().st_mode) == 0o600
-    assert not parts(ready.tree / "env")
+    assert not partial_files(ready.tree / "env")
     here.write_bytes(mine)
+
+
+def test_missing_rsync_is_named_with_its_remedy(ready: Remote, tmp_path: Path) -> None:
+    for name in ("ssh", "git"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    words = [sys.executable, "scripts/remote", "data-remote", "tiny.toml"]
+    environment = {**ready.environment, "PATH": str(tmp_path)}
+    done = subprocess.run(words, cwd=ready.tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "rsync" in line
+    assert "install" in line
 
 
 def test_runs_of_all_kinds_are_listed(ready: Remote) -> None:
