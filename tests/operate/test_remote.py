@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -22,7 +23,7 @@ import pytest
 
 import diffusionlm
 from diffusionlm.checkpoints.manifest import verify_directory
-from tests.operate.machine import SECRET, TINY, TREE, Remote, install_stub, stub
+from tests.operate.machine import SECRET, TINY, TREE, Remote, cut, install_stub, stub
 
 pytestmark = pytest.mark.operate
 
@@ -71,7 +72,7 @@ def test_auto_train_ends_with_a_checkpoint_here(
 ) -> None:
     machine, done, _ = trained
     assert done.returncode == 0, done.stdout + done.stderr
-    for part in ("step 9/9", "validation bound", "config tiny.toml is not tracked by git", "exit code 0"):
+    for part in ("step 9/9", "validation bound", "tiny.toml is not tracked by git", "exit code 0"):
         assert part in done.stdout
     run = machine.tree / "runs" / "a tiny one"
     checkpoints = [path.name for path in (run / "checkpoints").iterdir() if not path.is_symlink()]
@@ -124,9 +125,24 @@ def test_a_machine_without_a_gpu(stubbed: Remote) -> None:
     assert "there is no NVIDIA GPU to watch" in stubbed.fails("nvitop")
 
 
+def test_each_gpu_has_its_line(stubbed: Remote) -> None:
+    stand_in = stubbed.root / ".tools" / "bin" / "nvidia-smi"
+    stand_in.write_text("#!/bin/bash\nprintf 'A, 1 MiB\\nB, 2 MiB\\n'\n", encoding="utf-8")
+    stand_in.chmod(0o755)
+    assert "GPU       A, 1 MiB\n          B, 2 MiB\n" in stubbed.works("status")
+    stand_in.unlink()
+
+
 def test_auto_train_ends_as_the_run_does(stubbed: Remote) -> None:
+    weights = random.Random(0).randbytes(2_000_000)
+    (stubbed.root / "runs" / "stub").mkdir()
+    (stubbed.root / "runs" / "stub" / "weights").write_bytes(weights)
+    there = cut(stubbed, "output", 1_000_000)  # while the run is fetched
     done = stubbed.just("auto-train", *stub(end=3), "data=tiny.toml")
     assert done.returncode == 3, done.stderr
+    assert not there.exists()
+    assert "just fetch any_file=runs/stub" in done.stderr
+    assert (stubbed.tree / "runs" / "stub" / "weights").read_bytes() == weights
     assert "the run ended with exit code 3" in done.stdout
     assert (stubbed.tree / "runs" / "stub" / "metrics.jsonl").is_file()
     done = stubbed.just("auto-train", "config=tiny.toml", "command=stub", "extra=nothing end=4")
@@ -212,7 +228,9 @@ def test_arguments_arrive_as_they_are(stubbed: Remote) -> None:
     text = stubbed.works("infer", "command=stub", "args=lines=1 end=0 'a  b' \"$HOME\" \\*")
     assert text.splitlines()[:5] == [f"argument: {word}" for word in ("lines=1", "end=0", "a  b", "$HOME", "*")]
     assert stubbed.just("infer", "command=stub", "--", "x", "lines=0", "end=5").returncode == 5
-    assert "command = nothing is not one of the project" in stubbed.fails("infer", "command=nothing")
+    line = stubbed.fails("infer", "command=nothing")
+    assert "command = nothing" in line
+    assert "diffusionlm-infer" in line  # those that are there
 
 
 def test_help_needs_no_machine_and_does_nothing(remote: Remote) -> None:
@@ -222,30 +240,32 @@ def test_help_needs_no_machine_and_does_nothing(remote: Remote) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "key", "remedy"),
     [
-        (["train"], "config= is missing"),
-        (
-            ["train", "confg=tiny.toml"],
-            "'confg=tiny.toml' is not an argument here (there are: config=, extra=, command=)",
-        ),
-        (["train", "tiny.toml", "extra=--set 'a"], "No closing quotation"),
-        (["train", "config/resources"], "config = config/resources is a folder: name a file in it"),
+        (["train"], "config=", "just train config="),
+        (["train", "confg=tiny.toml"], "'confg=tiny.toml'", "config=, extra=, command="),
+        (["train", "tiny.toml", "extra=--set 'a"], 'extra = "--set \'a"', "quotation"),
+        (["train", "config/resources"], "config = config/resources", "name a file"),
         (
             ["train", "config/resources/infer.toml", "command=diffusionlm-infer"],
-            "command = diffusionlm-infer has no run.directory, so it is no training: just infer executes it",
+            "command = diffusionlm-infer has no run.directory",
+            "just infer",
         ),
-        (["sync-env", "-n"], "-n is not an option"),
-        (["data-remote", "tiny.toml", "--dry-run"], "extra= and options are for config=FILE"),
-        (["train", "nowhere.toml"], "config = nowhere.toml is neither here nor in someone@127.0.0.1"),
-        (["fetch", "any_file=../other"], "any_file = '../other' is not under"),
-        (["fetch", "any_file=runs/nothing"], "has no runs/nothing: just list-runs"),
-        (["data-remote", "path=nowhere"], "nowhere is not here"),
-        (["kill-train", "wait=soon"], "wait = 'soon' is no number"),
+        (["sync-env", "-n"], "-n", "arguments: none"),
+        (["data-remote", "tiny.toml", "--dry-run"], "extra=", "config=FILE"),
+        (["train", "nowhere.toml"], "config = nowhere.toml", "name a file"),
+        (["fetch", "any_file=../other"], "any_file = '../other'", "name a file or folder"),
+        (["fetch", "any_file=runs/nothing"], "runs/nothing", "just list-runs"),
+        (["data-remote", "path=nowhere"], "nowhere", "name a file or folder"),
+        (["data-remote", "path=../other"], "other", "put it, or a link to it, into data/"),
+        (["kill-train", "wait=soon"], "wait = 'soon'", "number of seconds"),
     ],
 )
-def test_usage_errors_take_one_line(stubbed: Remote, words: list[str], message: str) -> None:
-    assert message in stubbed.fails(*words)
+def test_usage_errors_take_one_line(stubbed: Remote, words: list[str], key: str, remedy: str) -> None:
+    (stubbed.tree.parent / "other").touch()
+    line = stubbed.fails(*words)
+    assert key in line
+    assert remedy in line
 
 
 def test_a_bad_config_starts_nothing(stubbed: Remote) -> None:
@@ -258,11 +278,11 @@ def test_a_bad_config_starts_nothing(stubbed: Remote) -> None:
 def test_remote_only_config_and_config_outside_the_tree(stubbed: Remote, tmp_path: Path) -> None:
     (stubbed.root / "theirs.toml").write_text(TINY, encoding="utf-8")
     text = stubbed.works("train", "theirs.toml", "command=stub", "--set", "lines=0", "end=0")
-    assert "config theirs.toml is not here: that of someone@127.0.0.1 is taken" in text
+    assert "theirs.toml" in text
     assert stubbed.just("follow-train").returncode == 0
     (tmp_path / "mine.toml").write_text(TINY, encoding="utf-8")
     text = stubbed.works("train", str(tmp_path / "mine.toml"), "command=stub", "--set", "lines=0", "end=0")
-    assert "it is sent along, as .remote/configs/mine.toml" in text
+    assert ".remote/configs/mine.toml" in text
     assert (stubbed.root / ".remote" / "configs" / "mine.toml").read_text(encoding="utf-8") == TINY
     assert stubbed.just("follow-train").returncode == 0
 
@@ -281,20 +301,23 @@ def test_a_machine_that_does_not_answer(remote: Remote) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value", "remedy"),
     [
-        ("REMOTE_HOST", "", "REMOTE_HOST is not set"),
-        ("REMOTE_HOST", "-oProxyCommand=id", "is no name of a machine"),
-        ("REMOTE_ROOT", "~", "is no folder of its own"),
-        ("REMOTE_ROOT", "elsewhere", "elsewhere was not made by just bootstrap-remote"),
-        ("REMOTE_PORT", "ssh", "REMOTE_PORT = 'ssh' is no number"),
-        ("REMOTE_SSH_OPTIONS", "-i 'a", "No closing quotation"),
-        ("REMOTE_SESSION", "a:b", "is no name for tmux"),
+        ("REMOTE_HOST", "", "export REMOTE_HOST=user@machine"),
+        ("REMOTE_HOST", "-oProxyCommand=id", "write user@machine"),
+        ("REMOTE_ROOT", "~", "name a new one"),
+        ("REMOTE_ROOT", "elsewhere", "just bootstrap-remote"),
+        ("REMOTE_PORT", "ssh", "number"),
+        ("REMOTE_SSH_OPTIONS", "-i 'a", "quotation"),
+        ("REMOTE_SESSION", "a:b", "use letters, digits, - and _"),
     ],
 )
-def test_bad_settings(remote: Remote, name: str, value: str, message: str) -> None:
+def test_bad_settings(remote: Remote, name: str, value: str, remedy: str) -> None:
     variables: dict[str, Any] = {name: value}
-    assert message in remote.fails("status", **variables)
+    line = remote.fails("status", **variables)
+    assert name in line
+    assert value in line
+    assert remedy in line
 
 
 def test_the_older_name_of_the_machine(stubbed: Remote) -> None:
@@ -302,17 +325,19 @@ def test_the_older_name_of_the_machine(stubbed: Remote) -> None:
 
 
 def test_roots_that_are_something_else(remote: Remote) -> None:
+    def check(root: str, remedy: str) -> None:
+        line = remote.fails("bootstrap-remote", REMOTE_ROOT=root)
+        assert f"REMOTE_ROOT = {remote.home / root}" in line
+        assert remedy in line
+
     (remote.home / "a file").touch()
-    assert "is a file: name a directory" in remote.fails("bootstrap-remote", REMOTE_ROOT="a file")
+    check("a file", "name a directory")
     (remote.home / "thesis").mkdir()
     (remote.home / "thesis" / "chapter").touch()
-    line = remote.fails("bootstrap-remote", REMOTE_ROOT=str(remote.home / "thesis"))
-    assert "holds other files: name a new or empty directory" in line
+    check(str(remote.home / "thesis"), "name a new or empty directory")
     assert os.listdir(remote.home / "thesis") == ["chapter"]
-    line = remote.fails("bootstrap-remote", REMOTE_ROOT="/proc/nothing")
-    assert "REMOTE_ROOT = /proc/nothing cannot be made: name a directory that may be written" in line
+    check("/proc/nothing", "name a directory that may be written")
     (remote.home / "half" / ".remote").mkdir(parents=True)
     for name in ("data", "env", "runs"):
         (remote.home / "half" / name).touch()
-    line = remote.fails("bootstrap-remote", REMOTE_ROOT="half")
-    assert f"REMOTE_ROOT = {remote.home / 'half'} cannot be written: mkdir: " in line
+    check("half", "cannot be written")
