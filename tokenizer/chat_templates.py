@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from files.atomic import write_text_atomic
+from files.json_files import read_json_object, read_text
 from tokenizer.huggingface import read_role_token
-from tokenizer.json_files import read_json_object, read_text
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_JSON_FILE = "chat_template.json"

@@ -8,6 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from files.atomic import write_text_atomic
+from files.json_files import read_json_object, read_text
 from tokenizer.bpe import Tokenizer
 from tokenizer.byte_alphabet import bytes_to_chars
 from tokenizer.huggingface import (
@@ -19,7 +20,6 @@ from tokenizer.huggingface import (
     to_huggingface,
     to_huggingface_config,
 )
-from tokenizer.json_files import read_json_object, read_text
 from tokenizer.options import TokenOptions
 from tokenizer.sentencepiece import SentencePieceTokenizer, is_sentencepiece
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from pydantic import ValidationError
 from config.families.hub import download_description, download_model, is_hub_name
 from config.families.registry import FAMILIES, infer_model_type
 from config.model import ModelConfig
+from files.json_files import read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -77,18 +77,3 @@ def read_generation_config(directory: Path) -> dict[str, Any] | None:
     """
     path = directory / GENERATION_CONFIG_FILE
     return read_json_object(path) if path.is_file() else None
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    Raises:
-        ValueError: it cannot be read, or holds something else; names the file.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return values

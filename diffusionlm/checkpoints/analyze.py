@@ -14,8 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from config.families.model_directory import read_json_object, resolve_model_directory
+from config.families.model_directory import resolve_model_directory
 from diffusionlm.checkpoints.weights import COMPARE_CHUNK_ELEMENTS
+from files.json_files import read_json_object
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from files.atomic import sync_to_disk, temporary_path
+from files.json_files import read_json_object
 
 MANIFEST = "MANIFEST.json"
 WRITE_ERRORS = (OSError, SafetensorError)
@@ -100,9 +101,9 @@ def verify_directory(
             raise ValueError(f"{path} is missing: the directory is incomplete")
         return
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["files"]
+        entries = read_json_object(path)["files"]
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: damaged manifest: {error!r}") from error
     files = {directory / name: entry for name, entry in expected.items() if file_names is None or name in file_names}
     for file, (size, _) in files.items():

@@ -17,6 +17,7 @@ from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
 from diffusionlm.checkpoints.manifest import MANIFEST, ManifestEntries, format_manifest, make_manifest_entries
 from files.atomic import write_text_atomic
+from files.json_files import read_json_object
 from profiling.flops import count_idle_parameters
 
 CARD_FILE = "README.md"
@@ -119,7 +120,7 @@ def update_training_section(folder: Path, training: CardTraining) -> None:
     card = (folder / CARD_FILE).read_text(encoding="utf-8")
     section = _find_training_section(card)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json_object(folder / MANIFEST)
         entries = {name: entry for name, entry in manifest["files"].items() if name != CARD_FILE}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / MANIFEST}: damaged manifest: {error!r}") from error
@@ -265,7 +266,7 @@ def _parse_datasets(card: str) -> tuple[str, ...]:
     match = re.search(r"^datasets: (\[.*\])$", head[0], re.MULTILINE) if head else None
     try:
         names = json.loads(match[1]) if match else []
-    except ValueError:  # it was edited by hand
+    except (ValueError, RecursionError):  # it was edited by hand
         return ()
     return tuple(name for name in names if isinstance(name, str))
 

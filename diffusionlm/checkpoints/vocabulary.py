@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.families.model_directory import read_json_object
 from config.model import ModelConfig
+from files.json_files import read_json_object
 
 SPECIAL_TOKENS_FILE, VOCAB_FILE = "special_tokens.json", "vocab.json"
 """Files that this project writes; transformers' slow tokenizers have the second one too."""

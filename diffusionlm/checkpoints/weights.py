@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from config.families.registry import parameter_name
 from config.model import ModelConfig
+from files.json_files import read_json_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -72,9 +73,9 @@ def list_weight_files(directory: Path) -> list[Path]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json_object(path)["weight_map"]
         file_of = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: damaged index, it has no readable weight_map: {error!r}") from error
     outside = sorted({file for file in file_of.values() if Path(file).name != file})
     if outside or not file_of:

@@ -20,6 +20,7 @@ from diffusionlm.training.run_checkpoint import add_final_bound_to_card
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step_metrics import StepMetrics
 from files.atomic import write_text_atomic
+from files.json_files import read_json_object
 from logger import (
     ConsoleLogger,
     JsonConsole,
@@ -62,7 +63,7 @@ class RunSummary:
             ValueError: the file is damaged.
         """
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_json(read_json_object(path))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} cannot be read ({error}): remove it, and the same command makes the final evaluation again"

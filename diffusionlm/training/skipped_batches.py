@@ -27,6 +27,7 @@ from diffusionlm.models.patterns import (
 )
 from diffusionlm.training.step_metrics import StepMetrics, TrainingProgress
 from files.atomic import write_bytes_atomic
+from files.json_files import read_json_object
 from logger import RunLogger
 
 MAX_RECORDS = 20
@@ -185,7 +186,7 @@ def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
         ValueError: the file is no record, or damaged.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json_object(path)
         tensors = safetensors.torch.load(path.with_suffix(".safetensors").read_bytes())
         return record, [
             _load_noised_batch(description, tensors, index) for index, description in enumerate(record["draws"])

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from files.json_files import read_json_object
 from files.lock import is_locked
 from logger.jsonl import parse_record
 from logger.report.series import Series
@@ -218,12 +219,9 @@ def _read_summary(run: LoggedRun) -> None:
     if not path.exists():
         return
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        summary = read_json_object(path)
+    except ValueError as error:
         run.notes.append(f"summary.json cannot be read: {error}")
-        return
-    if not isinstance(summary, dict):
-        run.notes.append("summary.json cannot be read: it holds no object")
         return
     step = _number(summary.get("step"))
     if step < run.last_step:

@@ -3,7 +3,6 @@ ones."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from diffusionlm.checkpoints.weights import read_weights
 from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR, SaveCoordinator
 from diffusionlm.training.checkpointing.staging import VALIDATION_BOUND_KEY, StagedCheckpoint, TensorShard
 from files.atomic import remove_temporary_paths, replace_symlink, temporary_path
+from files.json_files import read_json_object
 
 if TYPE_CHECKING:
     from diffusionlm.training.checkpointing.tensor_files import StoredTensors
@@ -215,10 +215,7 @@ def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
             f"one stores it in {TENSOR_DIRECTORY}/ and cannot go on with it. Go on with the older version, or start a "
             f'new run from its weights: model.init_from = "{path}"'
         )
-    try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path / STATE_FILE} cannot be read: {error}") from error
+    state = read_json_object(path / STATE_FILE)
     return LoadedCheckpoint(path, state, StoredTensors.open(path / TENSOR_DIRECTORY), world)
 
 
@@ -241,7 +238,7 @@ def select_best(bounds: Mapping[int, float]) -> int | None:
 def read_validation_bound(checkpoint: Path) -> float | None:
     """Validation bound of the checkpoint's step in nats per token; None if it was not validated or cannot be read."""
     try:
-        bound = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")).get(VALIDATION_BOUND_KEY)
+        bound = read_json_object(checkpoint / STATE_FILE).get(VALIDATION_BOUND_KEY)
         return None if bound is None else float(bound)
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError):
         return None

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from config.families.model_directory import read_model_config
 from config.families.registry import FAMILIES
 from diffusionlm.checkpoints import huggingface
+from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.weights import read_weights
 from diffusionlm.models.transformer import Transformer
@@ -144,3 +145,21 @@ def test_sizes_have_a_maximum(values: dict[str, Any], problem: str, tmp_path: Pa
     write_config(tmp_path, **{"model_type": "qwen3", **SIZES, **values})
     with pytest.raises(ValueError, match=rf"config\.json: the model cannot be loaded: .*{problem}"):
         read_model_config(tmp_path)
+
+
+NESTED = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "MANIFEST.json", "model.safetensors.index.json"]
+)
+def test_nested_json_names_the_file(name: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    save_model(tiny_model(), tmp_path)
+    if name.startswith("model"):
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_text(NESTED)
+    with pytest.raises(ValueError, match=rf"{name}: is not valid JSON .nested too deeply"):
+        load_model(tmp_path)
+    if name == "config.json":
+        with pytest.raises(ValueError, match=rf"{name}: is not valid JSON .nested too deeply"):
+            analyze(tmp_path, tmp_path)

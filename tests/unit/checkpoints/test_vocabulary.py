@@ -73,8 +73,8 @@ def test_ends_of_families_where_the_files_are_silent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ("{", "cannot be read as JSON"),
-        ("[]", "not a JSON object"),
+        ("{", "is not valid JSON"),
+        ("[]", "expected a JSON object"),
         ('{"eos_token_id": "<|end|>"}', "'<|end|>'"),
         ('{"eos_token_id": [7, -1]}', r"\[7, -1\] must be a token id"),
         ('{"eos_token_id": [7, 200000]}', "200000 is outside the vocabulary of 200000"),

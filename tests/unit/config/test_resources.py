@@ -121,7 +121,7 @@ def test_another_architecture_than_the_checkpoints_is_listed(checkpoint: Path) -
     ("content", "message"),
     [
         (None, "config.json"),
-        ("{", "cannot be read as JSON"),
+        ("{", "is not valid JSON"),
         ('{"model_type": "bert"}', "model_type = 'bert' is not supported"),
     ],
 )

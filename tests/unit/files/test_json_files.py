@@ -1,0 +1,50 @@
+"""JSON files of any contents give an object, or an error that names the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from files import json_files
+from files.json_files import read_json_object, read_text
+
+NESTED = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+        (b"[]", "contains list, expected a JSON object"),
+        (NESTED.encode(), "is not valid JSON .nested too deeply"),
+        (b'{"a": ' * 200_000, "is not valid JSON .nested too deeply"),
+        (b"1" * 5000, "is not valid JSON"),
+        (b'"\xff"', "is not UTF-8"),
+    ],
+)
+def test_files_that_hold_no_object(content: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=problem) as caught:
+        read_json_object(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "a.json"):
+        with pytest.raises(ValueError, match=rf"^{path}: cannot be read"):
+            read_json_object(path)
+
+
+def test_no_more_is_read_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_files, "MAX_CHARACTERS", 100)
+    path = tmp_path / "a.json"
+    path.write_text("[" + "1," * 49 + "]")
+    assert len(read_text(path)) == 100
+    for endless in (path, Path("/dev/zero")):
+        if endless == path:
+            path.write_text(" " * 101)
+        with pytest.raises(ValueError, match=f"{endless}: has more than 100 characters"):
+            read_json_object(endless)
