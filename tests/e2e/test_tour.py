@@ -1,0 +1,54 @@
+"""The snippets of docs/tour.md are one program: it prints the numbers of the page and draws its picture."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+SNIPPET = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+PICTURE = "docs/pictures/tour.svg"
+NUMBER = re.compile(r"-?\d+\.\d+")
+TRAINED_TOLERANCE = 0.03
+"""Numbers of the trained model differ by rounding between machines, which grows over its steps."""
+PIXELS = 40
+"""The same of the picture, whose curves are 1,000 high."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the program has run, with its output in ``output.txt``."""
+    folder = tmp_path_factory.mktemp("tour")
+    (folder / PICTURE).parent.mkdir(parents=True)
+    program = "".join(f"{code}print('---')\n" for code, _ in SNIPPET.findall(TOUR))
+    result = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    (folder / "output.txt").write_text(result.stdout, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+def test_the_snippets_print_the_numbers_of_the_page(folder: Path) -> None:
+    outputs = (folder / "output.txt").read_text(encoding="utf-8").split("---\n")[:-1]
+    expected = [text for _, text in SNIPPET.findall(TOUR)]
+    assert len(outputs) == len(expected) >= 9
+    for output, text in zip(outputs, expected, strict=True):
+        assert NUMBER.sub("#", output) == NUMBER.sub("#", text)
+        numbers, expected_numbers = (list(map(float, NUMBER.findall(part))) for part in (output, text))
+        assert numbers == pytest.approx(expected_numbers, abs=TRAINED_TOLERANCE)
+    assert outputs[0] == expected[0]  # the entropy is exact
+    assert outputs[1] == expected[1]  # so are the masks, and the weights n / k
+
+
+@pytest.mark.slow
+def test_the_picture_is_the_one_that_the_program_draws(folder: Path) -> None:
+    drawn, committed = ((path / PICTURE).read_text(encoding="utf-8") for path in (folder, ROOT))
+    number = re.compile(r"\d+(?:\.\d+)?")
+    assert number.sub("#", drawn) == number.sub("#", committed)
+    pairs = zip(map(float, number.findall(drawn)), map(float, number.findall(committed)), strict=True)
+    assert all(abs(one - other) <= PIXELS for one, other in pairs)
