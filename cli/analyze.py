@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import add_shorthand, exit_with_usage_error, friendly_errors, parse_command
+from cli.arguments import add_shorthand, parse_command
+from cli.entry import exit_with_usage_error, friendly_errors
 from cli.tables import align_columns
 from config.convert import AnalyzeConfig
 

@@ -1,24 +1,20 @@
-"""Arguments and errors of all commands: ``--config``, ``--set`` and the like, and messages without a traceback."""
+"""Arguments of the commands with a config: ``--config``, ``--set`` and the like."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from cli.entry import build_parser, exit_with_usage_error
 from config.base import Section
 from config.dump import to_toml
 from config.load import ConfigError, json_schema, load_config
-from files.resilient_stream import discard_pending_output
 
 T = TypeVar("T", bound=Section)
-
-TRACEBACK_VARIABLE = "DIFFUSIONLM_TRACEBACK"
 
 
 def parse_command(
@@ -80,18 +76,6 @@ def parse_command(
     return config, arguments
 
 
-def build_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
-    """Build a parser without arguments, whose `--help` ends with an example."""
-    return argparse.ArgumentParser(
-        prog=name,
-        description=description,
-        epilog=f"example:\n{example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        # An abbreviation would change its meaning if another argument is added.
-        allow_abbrev=False,
-    )
-
-
 def add_shorthand(parser: Any, name: str, *overrides: str, **options: Any) -> None:
     """Add an argument that stands for `--set` overrides, so that --print-config shows its effect.
 
@@ -128,44 +112,3 @@ class _PrintSchema(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         sys.stdout.write(json_schema(self.const) + "\n")
         parser.exit(0)
-
-
-def exit_with_usage_error(name: str, problem: str) -> NoReturn:
-    """Print a problem of the command line, and exit with 2."""
-    print(f"{name}: error: {problem}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-@contextmanager
-def friendly_errors(name: str) -> Iterator[None]:
-    """End the command with a message instead of a traceback, for errors of the user or the system.
-
-    ValueError and OSError (a missing file, no permission, a full disk) exit with 1, Ctrl-C with 130. Other errors are
-    bugs and keep their traceback. With DIFFUSIONLM_TRACEBACK=1 in the environment, all errors keep it. Also works as a
-    decorator.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        if _wants_traceback():
-            raise
-        print(f"{name}: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        discard_pending_output(sys.stdout)  # the reader of a pipe closed it, as `head` does
-        raise SystemExit(0) from None
-    except (ValueError, OSError) as error:
-        if _wants_traceback():
-            raise
-        print(f"{name}: error: {_format_error(error)}", file=sys.stderr)
-        raise SystemExit(1) from None
-
-
-def _wants_traceback() -> bool:
-    return os.environ.get(TRACEBACK_VARIABLE) == "1"
-
-
-def _format_error(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-    return str(error) or type(error).__name__

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cli.arguments import add_shorthand, exit_with_usage_error, friendly_errors, parse_command
+from cli.arguments import add_shorthand, parse_command
+from cli.entry import exit_with_usage_error, friendly_errors
 from config.convert import ConvertConfig
 
 if TYPE_CHECKING:

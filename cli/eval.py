@@ -11,7 +11,8 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from cli.arguments import add_shorthand, exit_with_usage_error, friendly_errors, parse_command
+from cli.arguments import add_shorthand, parse_command
+from cli.entry import exit_with_usage_error, friendly_errors
 from cli.tables import align_columns
 from config.eval import EvalConfig
 

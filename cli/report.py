@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.arguments import build_parser, exit_with_usage_error, friendly_errors
+from cli.entry import build_parser, exit_with_usage_error, friendly_errors
 from logger.report import write_report
 
 NAME = "diffusionlm-report"

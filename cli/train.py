@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 
-from cli.arguments import friendly_errors, parse_command
+from cli.arguments import parse_command
+from cli.entry import friendly_errors
 from cli.tables import align_columns
 from config.train import KEY_HINTS, TrainConfig
 from files.resilient_stream import resilient

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from functools import partial
 
-from cli.arguments import friendly_errors, parse_command
+from cli.arguments import parse_command
+from cli.entry import friendly_errors
 from cli.train import add_arguments, format_run_estimate, train_as_rank
 from config.train import KEY_HINTS, DistributedTrainConfig
 from files.resilient_stream import resilient

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from cli.arguments import add_shorthand, friendly_errors, parse_command
+from cli.arguments import add_shorthand, parse_command
+from cli.entry import friendly_errors
 from config.bench_infer import BenchInferConfig
 
 NAME = "diffusionlm-bench-infer"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cli.arguments import friendly_errors, parse_command
+from cli.arguments import parse_command
+from cli.entry import friendly_errors
 from config.benchmark import BenchTokenizerConfig
 
 NAME = "diffusionlm-bench-tokenizer"

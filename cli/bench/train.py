@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cli.arguments import friendly_errors, parse_command
+from cli.arguments import parse_command
+from cli.entry import friendly_errors
 from config.benchmark import BenchTrainConfig
 
 NAME = "diffusionlm-bench-train"

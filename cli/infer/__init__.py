@@ -7,14 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import (
-    add_overrides,
-    add_shorthand,
-    exit_with_usage_error,
-    friendly_errors,
-    parse_command,
-    toml_string,
-)
+from cli.arguments import add_overrides, add_shorthand, parse_command, toml_string
+from cli.entry import exit_with_usage_error, friendly_errors
 from config.infer import InferConfig
 from diffusionlm.inference.strategies import STRATEGIES
 

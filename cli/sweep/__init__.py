@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.arguments import friendly_errors
+from cli.entry import friendly_errors
 from cli.sweep.grid import GridError
 from cli.sweep.run import run_sweep
 

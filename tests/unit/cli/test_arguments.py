@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cli.arguments import friendly_errors, parse_command
+from cli.arguments import parse_command
+from cli.entry import friendly_errors
 from config.base import PositiveInt, Section
 from config.load import load_config
 
