@@ -23,6 +23,7 @@ EXAMPLE = f"""  {NAME} runs/quickstart
   {NAME} a b --set values=false --set max_rows=0"""
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         AnalyzeConfig,
@@ -35,15 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if config.a is None:
         exit_with_usage_error(NAME, "no model: name one or two model directories")
-    with friendly_errors(NAME):
-        # Imported here so that --help and config errors do not wait for torch.
-        from diffusionlm.checkpoints.analyze import analyze
+    # Imported here so that --help and config errors do not wait for torch.
+    from diffusionlm.checkpoints.analyze import analyze
 
-        if config.b is None:
-            print(format_directory(config.a, config.max_rows))
-            return
-        analysis = analyze(config.a, config.b, values=config.values)
-        print(analysis.to_json() if config.format == "json" else format_analysis(analysis, config.max_rows))
+    if config.b is None:
+        print(format_directory(config.a, config.max_rows))
+        return
+    analysis = analyze(config.a, config.b, values=config.values)
+    print(analysis.to_json() if config.format == "json" else format_analysis(analysis, config.max_rows))
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ EXAMPLE = f"""  {NAME} --source Qwen/Qwen3-0.6B --target models/qwen3-mask --set
   {NAME} --source runs/quickstart --target models/quickstart --set dtype=bfloat16"""
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = parse_command(
         ConvertConfig,
@@ -32,16 +33,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     missing = next((name for name in ("source", "target") if getattr(config, name) is None), None)
     if missing is not None:
         exit_with_usage_error(NAME, f"{missing} is missing: add --{missing} DIR")
-    with friendly_errors(NAME):
-        # Imported here so that --help and config errors do not wait for torch.
-        from diffusionlm.checkpoints.convert import convert, plan_conversion
+    # Imported here so that --help and config errors do not wait for torch.
+    from diffusionlm.checkpoints.convert import convert, plan_conversion
 
-        plan = plan_conversion(config)
-        print("\n".join(describe_plan(plan)))
-        if arguments.dry_run:
-            return
-        convert(plan)
-        print(f"next: uv run diffusionlm-analyze {plan.source} {plan.target}")
+    plan = plan_conversion(config)
+    print("\n".join(describe_plan(plan)))
+    if arguments.dry_run:
+        return
+    convert(plan)
+    print(f"next: uv run diffusionlm-analyze {plan.source} {plan.target}")
 
 
 def describe_plan(plan: ConversionPlan) -> list[str]:

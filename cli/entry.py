@@ -1,17 +1,27 @@
-"""How every command starts and ends: its parser, its errors and its exit code. Standard library only."""
+"""How every command starts and ends: its parser, its streams, its errors and its exit code.
+
+Standard library only: it works where packages are missing, and Ctrl-C is handled before they are imported.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from types import FrameType
+from typing import IO, NoReturn, cast
 
-from files.resilient_stream import discard_pending_output
+from files.resilient_stream import NamedStream, discard_pending_output, resilient
 
 TRACEBACK_VARIABLE = "DIFFUSIONLM_TRACEBACK"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT."""
+_IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
+"""File name of the code of Python's import system."""
 
 
 def build_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
@@ -26,9 +36,14 @@ def build_parser(name: str, description: str, example: str) -> argparse.Argument
     )
 
 
+def print_error(name: str, problem: str) -> None:
+    """Print a problem as ``NAME: error: PROBLEM``."""
+    print(f"{name}: error: {problem}", file=sys.stderr)
+
+
 def exit_with_usage_error(name: str, problem: str) -> NoReturn:
     """Print a problem of the command line, and exit with 2."""
-    print(f"{name}: error: {problem}", file=sys.stderr)
+    print_error(name, problem)
     raise SystemExit(2)
 
 
@@ -36,25 +51,102 @@ def exit_with_usage_error(name: str, problem: str) -> NoReturn:
 def friendly_errors(name: str) -> Iterator[None]:
     """End the command with a message instead of a traceback, for errors of the user or the system.
 
-    ValueError and OSError (a missing file, no permission, a full disk) exit with 1, Ctrl-C with 130. Other errors are
-    bugs and keep their traceback. With DIFFUSIONLM_TRACEBACK=1 in the environment, all errors keep it. Also works as a
-    decorator.
+    ValueError and OSError (a missing file, no permission, a full disk) exit with 1, and so does a standard output that
+    is closed, a broken pipe or on a full disk; Ctrl-C exits with 130. A standard error that cannot be written is
+    ignored. Other errors are bugs and keep their traceback. With DIFFUSIONLM_TRACEBACK=1 in the environment, all errors
+    keep it. Also works as a decorator.
     """
+    _replace_closed_streams(name)
+    output = NamedStream(sys.stdout, "standard output")
+    with (
+        redirect_stdout(cast("IO[str]", output)),
+        redirect_stderr(resilient(sys.stderr)),
+        _interrupt_handler(name),
+    ):
+        try:
+            try:
+                yield
+            except SystemExit as ended:
+                if not ended.code:
+                    output.flush()
+                    output.raise_error()  # of the text of --help
+                raise
+            output.flush()
+        except KeyboardInterrupt:
+            if _wants_traceback():
+                raise
+            print(f"{name}: interrupted", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+        except (ValueError, OSError) as error:
+            if _wants_traceback():
+                raise
+            _exit_with_error(name, _format_error(error))
+        finally:
+            _discard_broken_output()
+
+
+class _InterruptHandler:
+    """Ends the process at SIGINT during an import, and raises KeyboardInterrupt at other times.
+
+    Imports of compiled packages swallow the exception, fail later because of it, or abort: nothing is lost by the end.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not _is_importing(frame) or _wants_traceback():
+            raise KeyboardInterrupt
+        with suppress(OSError):
+            sys.stdout.flush()
+        print(f"{self._name}: interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != _IMPORT_SYSTEM:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def _interrupt_handler(name: str) -> Iterator[None]:
+    """Replace Python's handler of SIGINT; another one, which a caller has installed, stays."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _InterruptHandler(name))
     try:
         yield
-    except KeyboardInterrupt:
-        if _wants_traceback():
-            raise
-        print(f"{name}: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        discard_pending_output(sys.stdout)  # the reader of a pipe closed it, as `head` does
-        raise SystemExit(0) from None
-    except (ValueError, OSError) as error:
-        if _wants_traceback():
-            raise
-        print(f"{name}: error: {_format_error(error)}", file=sys.stderr)
-        raise SystemExit(1) from None
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _replace_closed_streams(name: str) -> None:
+    """Open the null device for standard streams that were closed, so that no file gets their descriptors.
+
+    Exits with 1 if standard output was closed: nothing that a command prints would arrive.
+    """
+    is_output_closed = sys.stdout is None
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the end)
+    if is_output_closed:
+        _exit_with_error(name, "standard output is closed: redirect it, for example to /dev/null")
+
+
+def _discard_broken_output() -> None:
+    """Discard what cannot be written, so that Python does not fail when it flushes it at its exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard_pending_output(sys.stdout)
+
+
+def _exit_with_error(name: str, problem: str) -> NoReturn:
+    print_error(name, problem)
+    raise SystemExit(1) from None
 
 
 def _wants_traceback() -> bool:

@@ -30,6 +30,7 @@ PROGRESS_DELAY_SECONDS = 3.0
 UNITS_OF_PHASES = {"reading": "rows", "scoring": "forwards", "decoding": "tokens"}
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         EvalConfig,
@@ -44,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_with_usage_error(NAME, "no model: add --model DIR, or path to [model] of the config")
     if config.data.source is None:
         exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config")
-    with friendly_errors(NAME):
-        result = _evaluate(config)
-        print(format_json(result) if config.output.format == "json" else format_table(result))
+    result = _evaluate(config)
+    print(format_json(result) if config.output.format == "json" else format_table(result))
 
 
 def format_json(result: LikelihoodResult) -> str:

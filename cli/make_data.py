@@ -24,6 +24,7 @@ EXAMPLE = f"""  {NAME} --config config/resources/make_data.toml
       --set "source.paths=texts/*.jsonl" --set output.directory=data/texts"""
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         MakeDataConfig,
@@ -33,21 +34,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=EXAMPLE,
         argv=argv,
     )
-    with friendly_errors(NAME):
-        # Imported here so that --help and config errors do not wait.
-        from diffusionlm.data.make_data import make_data
-        from logger.progress import ProgressMeter
+    # Imported here so that --help and config errors do not wait.
+    from diffusionlm.data.make_data import make_data
+    from logger.progress import ProgressMeter
 
-        with closing(ProgressMeter(sys.stderr)) as meter:
+    with closing(ProgressMeter(sys.stderr)) as meter:
 
-            def show_progress(split: str, num_documents: int, num_tokens: int, text_bytes: int) -> None:
-                if split != meter.name:
-                    meter.begin(split, "bytes")
-                meter.set_postfix(f"{num_documents:,} documents, {num_tokens:,} tokens")
-                meter.set(text_bytes)
+        def show_progress(split: str, num_documents: int, num_tokens: int, text_bytes: int) -> None:
+            if split != meter.name:
+                meter.begin(split, "bytes")
+            meter.set_postfix(f"{num_documents:,} documents, {num_tokens:,} tokens")
+            meter.set(text_bytes)
 
-            index = make_data(config, meter.log, show_progress)
-        print(format_summary(index, config.output.directory))
+        index = make_data(config, meter.log, show_progress)
+    print(format_summary(index, config.output.directory))
 
 
 def format_summary(index: ShardIndex, directory: Path) -> str:

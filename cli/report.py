@@ -14,6 +14,7 @@ EXAMPLE = f"""  {NAME} runs/quickstart
   {NAME} runs/quickstart runs/blocks --output compared.html"""
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, read the runs, write the page. A run that cannot be reported ends it with 2."""
     description = "Curves, results, config and samples of runs on one page, which needs no network."
@@ -31,15 +32,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     output: Path = arguments.output or (first / "report.html" if is_alone else Path("report.html"))
     if output.suffix != ".html":
         exit_with_usage_error(NAME, f"--output {output}: name a file that ends in .html")
-    with friendly_errors(NAME):
-        try:
-            runs = write_report(arguments.runs, output)
-        except ValueError as error:
-            exit_with_usage_error(NAME, str(error))
-        for run in runs:
-            for note in run.notes:
-                print(f"{run.name}: {note}")
-        print(f"{output} shows {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}")
+    try:
+        runs = write_report(arguments.runs, output)
+    except ValueError as error:
+        exit_with_usage_error(NAME, str(error))
+    for run in runs:
+        for note in run.notes:
+            print(f"{run.name}: {note}")
+    print(f"{output} shows {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}")
 
 
 if __name__ == "__main__":

@@ -29,23 +29,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Under torchrun this is one rank of several. Only rank 0 reports errors of the command line, and a run that a signal
     stopped returns 0, since torchrun would restart a failed one.
     """
-    with redirect_stderr(sys.stderr if is_first_rank() else StringIO()):
-        config, arguments = parse_command(
-            TrainConfig,
-            name=NAME,
-            description="Train a masked diffusion language model.",
-            example=f"{NAME} --config config/resources/train.toml --set training.max_steps=200",
-            key_hints=KEY_HINTS,
-            add_arguments=add_arguments,
-            argv=argv,
-        )
-    if arguments.dry_run:
-        if is_first_rank():
-            print(format_run_estimate(config))
-        return 0
-    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}"), _report_error_once():
-        code = train_as_rank(config)
-        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
+    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}"):
+        with redirect_stderr(sys.stderr if is_first_rank() else StringIO()):
+            config, arguments = parse_command(
+                TrainConfig,
+                name=NAME,
+                description="Train a masked diffusion language model.",
+                example=f"{NAME} --config config/resources/train.toml --set training.max_steps=200",
+                key_hints=KEY_HINTS,
+                add_arguments=add_arguments,
+                argv=argv,
+            )
+        if arguments.dry_run:
+            if is_first_rank():
+                print(format_run_estimate(config))
+            return 0
+        with _report_error_once():
+            code = train_as_rank(config)
+            return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
     return 1
 
 
@@ -53,7 +54,7 @@ def train_as_rank(config: TrainConfig) -> int:
     """Train, print the summary on the first rank, and return the exit code. `diffusionlm-train-ddp` starts this in each
     process.
 
-    A run goes on if the reader of its standard error goes away.
+    A run goes on, and succeeds, if the readers of its output go away: its directory has everything.
     """
     # Imported here, so that --help and config errors do not wait for torch.
     from cli.train_summary import render_summary
@@ -63,7 +64,7 @@ def train_as_rank(config: TrainConfig) -> int:
         result = train(config)
         if result.summary is not None and is_first_rank():
             # With logging.console = "json" standard output is for programs.
-            output = sys.stderr if config.logging.console == "json" else sys.stdout
+            output = sys.stderr if config.logging.console == "json" else resilient(sys.stdout)
             table = render_summary(result.summary, config.run.directory, result.example_input)
             print(table, file=output, flush=True)
     return 0 if result.stop_signal is None else 128 + result.stop_signal

@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from contextlib import redirect_stderr
 from functools import partial
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors
 from cli.train import add_arguments, format_run_estimate, train_as_rank
 from config.train import KEY_HINTS, DistributedTrainConfig
-from files.resilient_stream import resilient
 
 NAME = "diffusionlm-train-ddp"
 
@@ -21,6 +19,7 @@ EXAMPLE = f"""  {NAME} --config config/resources/train_ddp.toml
   {NAME} --config train.toml --nodes 4 --rendezvous node1:29400      # on each of four machines"""
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, load the config, start the ranks. Returns the exit code: 128 + signal where one ended the run."""
     config, arguments = parse_command(
@@ -32,24 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_arguments=_add_arguments,
         argv=argv,
     )
-    with friendly_errors(NAME):
-        check_nodes(arguments)
-        if arguments.dry_run:
-            # Two, where only torch knows how many GPUs there are.
-            local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
-            print(format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes))
-            return 0
-        # Only now, so that --help and config errors do not wait for torch.
-        from ddp.launch import Nodes, count_local_ranks, launch
+    check_nodes(arguments)
+    if arguments.dry_run:
+        # Two, where only torch knows how many GPUs there are.
+        local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
+        print(format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes))
+        return 0
+    # Only now, so that --help and config errors do not wait for torch.
+    from ddp.launch import Nodes, count_local_ranks, launch
 
-        nodes = Nodes(arguments.nodes, arguments.rendezvous or "localhost:0", str(config.run.directory))
-        local_ranks = count_local_ranks(config.parallel, config.run.device)
-        config.sequences_per_rank(local_ranks * nodes.count)
-        restarts = config.parallel.max_restarts
-        act = partial(train_as_rank, config.to_train_config())
-        with redirect_stderr(resilient(sys.stderr)):  # the ranks continue if nothing reads stderr
-            return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)
-    return 1
+    nodes = Nodes(arguments.nodes, arguments.rendezvous or "localhost:0", str(config.run.directory))
+    local_ranks = count_local_ranks(config.parallel, config.run.device)
+    config.sequences_per_rank(local_ranks * nodes.count)
+    restarts = config.parallel.max_restarts
+    act = partial(train_as_rank, config.to_train_config())
+    return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)
 
 
 def check_nodes(arguments: Namespace) -> None:

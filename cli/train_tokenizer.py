@@ -22,6 +22,7 @@ EXAMPLE = f"""  {NAME} --config config/resources/train_tokenizer.toml
       --set "source.paths=texts/*.jsonl" --set tokenizer.vocab_size=16384 --set output.directory=runs/my-tokenizer"""
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the arguments, train the tokenizer, print its statistics and the next command."""
     config, _ = parse_command(
@@ -31,11 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=EXAMPLE,
         argv=argv,
     )
-    with friendly_errors(NAME):
-        # Imported here so that --help and config errors answer at once.
-        from cli.tokenizer_training import train_tokenizer
+    # Imported here so that --help and config errors answer at once.
+    from cli.tokenizer_training import train_tokenizer
 
-        print(format_result(train_tokenizer(config, sys.stderr)))
+    print(format_result(train_tokenizer(config, sys.stderr)))
 
 
 def format_result(result: TokenizerResult) -> str:

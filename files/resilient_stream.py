@@ -1,16 +1,25 @@
-"""Output streams whose failure does not end a run."""
+"""Output streams whose failure does not end a run, or is an error that names the stream."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any, cast
 
 
-class _ResilientStream:
-    """Writes to a stream until a write fails; then discards everything."""
+class _Stream:
+    """Passes everything on to a stream."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _ResilientStream(_Stream):
+    """Writes to a stream until a write fails; then discards everything."""
 
     def write(self, text: str) -> int:
         try:
@@ -25,8 +34,35 @@ class _ResilientStream:
         except OSError:
             discard_pending_output(self._stream)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+
+class NamedStream(_Stream):
+    """Writes to a stream. Its name is the ``filename`` of the OSError of a failed write."""
+
+    def __init__(self, stream: IO[str], name: str) -> None:
+        super().__init__(stream)
+        self._name = name
+        self._error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        with self._named_errors():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._named_errors():
+            self._stream.flush()
+
+    def raise_error(self) -> None:
+        """Raise the error of a write that the writer ignored, as argparse does."""
+        if self._error is not None:
+            raise self._error
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._error, error.filename = error, self._name
+            raise
 
 
 def resilient(stream: IO[str]) -> IO[str]:

@@ -15,6 +15,7 @@ EXAMPLE = f"""  {NAME} --config config/resources/bench_infer.toml --set output.p
   {NAME} --config config/resources/bench_infer.toml --model runs/blocks/4 --set validation.source=python-stdlib"""
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         BenchInferConfig,
@@ -24,11 +25,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         add_arguments=_add_shorthands,
         argv=argv,
     )
-    with friendly_errors(NAME):
-        # Only now, so that --help and config errors do not wait for torch.
-        from benchmarking.bench_infer import bench_infer
+    # Only now, so that --help and config errors do not wait for torch.
+    from benchmarking.bench_infer import bench_infer
 
-        print(bench_infer(config).to_markdown())
+    print(bench_infer(config).to_markdown())
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:

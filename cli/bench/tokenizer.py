@@ -11,6 +11,7 @@ from config.benchmark import BenchTokenizerConfig
 NAME = "diffusionlm-bench-tokenizer"
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         BenchTokenizerConfig,
@@ -19,11 +20,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=f"  {NAME} --config config/resources/bench_tokenizer.toml --set output.directory=runs/bench_tokenizer",
         argv=argv,
     )
-    with friendly_errors(NAME):
-        # Only now, so that --help and config errors do not wait for what it needs.
-        from benchmarking.bench_tokenizer import bench_tokenizer
+    # Only now, so that --help and config errors do not wait for what it needs.
+    from benchmarking.bench_tokenizer import bench_tokenizer
 
-        print(bench_tokenizer(config).to_markdown())
+    print(bench_tokenizer(config).to_markdown())
 
 
 if __name__ == "__main__":

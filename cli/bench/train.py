@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cli.arguments import parse_command
 from cli.entry import friendly_errors
 from config.benchmark import BenchTrainConfig
@@ -9,18 +11,19 @@ from config.benchmark import BenchTrainConfig
 NAME = "diffusionlm-bench-train"
 
 
-def main() -> None:
+@friendly_errors(NAME)
+def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         BenchTrainConfig,
         name=NAME,
         description="Measure training tokens per second, the share of matrix products, and memory, in turn with peers.",
         example=f"  {NAME} --config config/resources/bench_train.toml --set output.directory=runs/bench_train",
+        argv=argv,
     )
-    with friendly_errors(NAME):
-        # Only now, so that --help and config errors do not wait for torch.
-        from benchmarking.bench_train import bench_train
+    # Only now, so that --help and config errors do not wait for torch.
+    from benchmarking.bench_train import bench_train
 
-        print(bench_train(config).to_markdown())
+    print(bench_train(config).to_markdown())
 
 
 if __name__ == "__main__":

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cli.doctor.report import examine, render
-from files.resilient_stream import discard_pending_output
+from cli.entry import build_parser, friendly_errors
 
 NAME = "diffusionlm-doctor"
 
@@ -21,15 +20,13 @@ TRITON_TOLERANCE = 1e-4
 """Largest accepted difference between the losses of Triton and PyTorch, in nats."""
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report. Returns 1 if something is broken."""
     arguments = _parser().parse_args(argv)
     report = examine(arguments.directory, is_quick=arguments.quick, check_kernel=_check_kernel)
     text = report.to_json() if arguments.json else render(report, shutil.get_terminal_size((110, 24)).columns)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        discard_pending_output(sys.stdout)  # the reader has closed the pipe
+    print(text)
     return 1 if report.is_broken else 0
 
 
@@ -48,13 +45,8 @@ def _check_kernel() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=NAME,
-        description="Look at this machine: versions, GPU, cores, memory, disk, network; what is broken, what is slow.",
-        epilog=f"example:\n{EXAMPLE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    description = "Look at this machine: versions, GPU, cores, memory, disk, network; what is broken, what is slow."
+    parser = build_parser(NAME, description, EXAMPLE)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--quick", action="store_true", help="measure nothing, and try no kernel")
     parser.add_argument(

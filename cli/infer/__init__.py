@@ -55,6 +55,7 @@ _ESCAPE = re.compile(r"\\([nt\\])")
 _ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         InferConfig,
@@ -65,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         add_arguments=_add_shorthands,
         argv=argv,
     )
-    with friendly_errors(NAME):
-        _run(config, _load_inputs(config))
+    _run(config, _load_inputs(config))
 
 
 def _load_inputs(config: InferConfig) -> list[Input]:

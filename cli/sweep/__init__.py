@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.entry import friendly_errors
+from cli.entry import build_parser, friendly_errors, print_error
 from cli.sweep.grid import GridError
 from cli.sweep.run import run_sweep
 
@@ -21,36 +20,29 @@ EXAMPLE = f"""  {NAME} --config config/resources/train.toml --set training.max_s
 The same command continues an interrupted sweep; with more values it extends the sweep."""
 
 
+@friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a grid. Returns 0, 1 if a run failed, 2 if the arguments are invalid, or 128 + the signal that ended it."""
     arguments = _parser().parse_args(argv)
     if arguments.jobs < 1:
-        print(f"{NAME}: error: --jobs {arguments.jobs} must be at least 1", file=sys.stderr)
+        print_error(NAME, f"--jobs {arguments.jobs} must be at least 1")
         return 2
-    with friendly_errors(NAME):
-        try:
-            return run_sweep(
-                arguments.command,
-                arguments.config,
-                arguments.settings,
-                directory=arguments.directory,
-                jobs=arguments.jobs,
-                dry_run=arguments.dry_run,
-            )
-        except GridError as error:
-            print(f"{NAME}: error: {error}", file=sys.stderr)
-            return 2
-    return 1
+    try:
+        return run_sweep(
+            arguments.command,
+            arguments.config,
+            arguments.settings,
+            directory=arguments.directory,
+            jobs=arguments.jobs,
+            dry_run=arguments.dry_run,
+        )
+    except GridError as error:
+        print_error(NAME, str(error))
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=NAME,
-        description="Run a grid of configs, each in a process, and compare their results.",
-        epilog=f"example:\n{EXAMPLE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = build_parser(NAME, "Run a grid of configs, each in a process, and compare their results.", EXAMPLE)
     parser.add_argument("--config", metavar="FILE.toml", type=Path, help="the config that all runs share")
     parser.add_argument(
         "--set",

@@ -1,4 +1,4 @@
-"""Arguments and errors of all commands."""
+"""Arguments of the commands with a config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from cli.arguments import parse_command
-from cli.entry import friendly_errors
 from config.base import PositiveInt, Section
 from config.load import load_config
 
@@ -106,50 +105,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = failure(capsys, 0, "--help")
     assert text.endswith("example:\n  dlm-run --config a.toml --set inner.steps=9\n")
     assert "Runs 100% of it." in text
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (ValueError("bad value"), 1, "dlm-run: error: bad value\n"),
-        (ValueError(), 1, "dlm-run: error: ValueError\n"),
-        (FileNotFoundError(2, "No such file", "a.bin"), 1, "dlm-run: error: a.bin: No such file\n"),
-        (PermissionError(13, "Permission denied", Path("b")), 1, "dlm-run: error: b: Permission denied\n"),
-        (OSError(28, "No space left on device"), 1, "dlm-run: error: No space left on device\n"),
-        (OSError("odd"), 1, "dlm-run: error: odd\n"),
-        (KeyboardInterrupt(), 130, "dlm-run: interrupted\n"),
-    ],
-)
-def test_friendly_errors(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    code: int,
-    message: str,
-) -> None:
-    @friendly_errors("dlm-run")
-    def run() -> None:
-        raise error
-
-    monkeypatch.delenv("DIFFUSIONLM_TRACEBACK", raising=False)
-    with pytest.raises(SystemExit) as caught:
-        run()
-    assert (caught.value.code, capsys.readouterr().err) == (code, message)
-    monkeypatch.setenv("DIFFUSIONLM_TRACEBACK", "1")
-    with pytest.raises(type(error)):
-        run()
-
-
-@pytest.mark.parametrize("error", [AssertionError("bug"), RuntimeError("bug"), TypeError("bug"), KeyError("bug")])
-def test_bugs_keep_their_traceback(error: Exception) -> None:
-    with pytest.raises(type(error)), friendly_errors("dlm-run"):
-        raise error
-
-
-def test_exit_codes_pass_through() -> None:
-    with pytest.raises(SystemExit) as caught, friendly_errors("dlm-run"):
-        sys.exit(3)
-    assert caught.value.code == 3
 
 
 def test_import_is_light() -> None:

@@ -1,0 +1,228 @@
+"""How commands start and end: errors, Ctrl-C, standard streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.entry import friendly_errors
+from files.resilient_stream import NamedStream
+
+ROOT = Path(__file__).parents[3]
+TRAIN = ROOT / "config" / "resources" / "train.toml"
+PRINT_CONFIG = "from cli.infer import main; main(['--print-config'])"
+PRINT_HELP = "from cli.infer import main; main(['--help'])"
+EXAMINE = "import sys; from cli.doctor import main; sys.exit(main(['--quick']))"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("bad value"), 1, "dlm-run: error: bad value\n"),
+        (ValueError(), 1, "dlm-run: error: ValueError\n"),
+        (FileNotFoundError(2, "No such file", "a.bin"), 1, "dlm-run: error: a.bin: No such file\n"),
+        (PermissionError(13, "Permission denied", Path("b")), 1, "dlm-run: error: b: Permission denied\n"),
+        (OSError(28, "No space left on device"), 1, "dlm-run: error: No space left on device\n"),
+        (OSError("odd"), 1, "dlm-run: error: odd\n"),
+        (KeyboardInterrupt(), 130, "dlm-run: interrupted\n"),
+    ],
+)
+def test_friendly_errors(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    message: str,
+) -> None:
+    @friendly_errors("dlm-run")
+    def run() -> None:
+        raise error
+
+    monkeypatch.delenv("DIFFUSIONLM_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        run()
+    assert (caught.value.code, capsys.readouterr().err) == (code, message)
+    monkeypatch.setenv("DIFFUSIONLM_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        run()
+
+
+@pytest.mark.parametrize("error", [AssertionError("bug"), RuntimeError("bug"), TypeError("bug"), KeyError("bug")])
+def test_bugs_keep_their_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)), friendly_errors("dlm-run"):
+        raise error
+
+
+def test_exit_codes_pass_through() -> None:
+    with pytest.raises(SystemExit) as caught, friendly_errors("dlm-run"):
+        sys.exit(3)
+    assert caught.value.code == 3
+
+
+def run_code(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **options
+    )
+
+
+@pytest.mark.parametrize("code", [PRINT_CONFIG, PRINT_HELP, EXAMINE], ids=["config", "help", "doctor"])
+def test_full_disk_of_standard_output(code: str) -> None:
+    with open("/dev/full", "w") as full:
+        result = run_code(code, stdout=full)
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    assert line.endswith("error: standard output: No space left on device")
+
+
+def test_broken_pipe() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = run_code(PRINT_CONFIG, stdout=writer)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "diffusionlm-infer: error: standard output: Broken pipe\n")
+
+
+def close_streams(*descriptors: int) -> Callable[[], None]:
+    """Return a function that closes descriptors in a child process."""
+
+    def close() -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    return close
+
+
+def test_closed_standard_output_is_reported_before_any_work() -> None:
+    """The next file that is opened would get its descriptor, and what is printed would go there."""
+    result = run_code(PRINT_CONFIG, preexec_fn=close_streams(1))
+    message = "diffusionlm-infer: error: standard output is closed: redirect it, for example to /dev/null\n"
+    assert (result.returncode, result.stderr) == (1, message)
+
+
+def test_closed_input_and_error_are_replaced() -> None:
+    code = (
+        "import os, sys\n"
+        "from cli.entry import friendly_errors\n"
+        "with friendly_errors('dlm-run'):\n"
+        "    print('lost', file=sys.stderr)\n"
+        "    print(repr(sys.stdin.read()), os.open('/dev/null', os.O_RDONLY) > 2)\n"
+        "    raise ValueError('also lost')"
+    )
+    result = run_code(code, preexec_fn=close_streams(0, 2), stdout=subprocess.PIPE)
+    assert (result.returncode, result.stdout) == (1, "'' True\n")
+
+
+def test_standard_error_on_a_full_disk_changes_no_exit_code() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", "from cli.infer import main; main(['--prompt', 'a'])"]
+        assert subprocess.run(command, cwd=ROOT, stderr=full, timeout=60, check=False).returncode == 2
+
+
+def test_errors_of_other_files_are_not_those_of_standard_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+
+        @friendly_errors("dlm-run")
+        def run() -> None:
+            print("some text")
+            raise FileNotFoundError(2, "No such file", "a.bin")
+
+        with pytest.raises(SystemExit) as caught:
+            run()
+        assert caught.value.code == 1
+        assert capsys.readouterr().err == "dlm-run: error: a.bin: No such file\n"
+        assert sys.stdout is full
+        print("what Python flushes at its exit", file=full, flush=True)
+
+
+def test_writes_that_the_writer_ignores() -> None:
+    with open("/dev/full", "w") as full:
+        stream = NamedStream(full, "standard output")
+        stream.raise_error()
+        with pytest.raises(OSError, match="No space left on device: 'standard output'"):
+            stream.write("x" * 100_000)
+        with pytest.raises(OSError, match="No space left"):
+            stream.raise_error()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+IMPORT_THAT_SWALLOWS = """
+import os, time
+os.write(int(os.environ["GATE"]), b"x")
+try:
+    time.sleep(60)
+except BaseException:
+    pass
+raise AttributeError("a module that is not whole")
+"""
+
+
+def interrupt_at_gate(code: str, folder: Path, stub: str) -> tuple[int, str]:
+    """Run code with a stub of torch, and interrupt it when the stub writes to the gate."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(stub)
+    reader, writer = os.pipe()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "GATE": str(writer)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment,
+        pass_fds=[writer],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    os.close(writer)
+    assert os.read(reader, 1) == b"x", process.communicate()[1]
+    os.close(reader)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("diffusionlm-train", f"from cli.train import main; main(['--config', {str(TRAIN)!r}])"),
+        ("diffusionlm-doctor", "from cli.doctor import main; main([])"),
+    ],
+)
+def test_interrupted_import(name: str, call: str, tmp_path: Path) -> None:
+    """Even if the import swallows KeyboardInterrupt, as those of compiled packages do."""
+    assert interrupt_at_gate(call, tmp_path, IMPORT_THAT_SWALLOWS) == (130, f"{name}: interrupted\n")
+
+
+def test_interrupted_work_is_cleaned_up(tmp_path: Path) -> None:
+    """Outside of imports Ctrl-C is an exception."""
+    code = (
+        "import torch\n"
+        "from cli.entry import friendly_errors\n"
+        "with friendly_errors('dlm-run'):\n"
+        "    try:\n"
+        "        torch.wait()\n"
+        "    finally:\n"
+        "        open('cleaned', 'w').close()"
+    )
+    stub = "import os, time\ndef wait():\n    os.write(int(os.environ['GATE']), b'x')\n    time.sleep(60)\n"
+    assert interrupt_at_gate(code, tmp_path, stub) == (130, "dlm-run: interrupted\n")
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_ignored_interrupts_stay_ignored() -> None:
+    """As in the background of a shell without job control."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with friendly_errors("dlm-run"):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, previous)
