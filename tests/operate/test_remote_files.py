@@ -430,6 +430,7 @@ def test_settings_are_for_their_owner_only(ready: Remote) -> None:
 def test_secrets_are_for_their_owner_on_every_way(ready: Remote, tmp_path: Path) -> None:
     here, there = (tree / "env" / "wandb.env" for tree in (ready.tree, ready.root))
     here.chmod(0o600)
+    ready.works("sync-env")
     hash_of = hashlib.sha256(here.read_bytes()).hexdigest()
     there.chmod(0o644)
     # What stands in command lines here, and so there.
