@@ -9,8 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from html.parser import HTMLParser
-from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, re
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from tokenizer import Tokenizer, train_bpe
 
-TEMPLATE = files("cli.infer").joinpath("replay.html").read_text(encoding="utf-8")
-HEAD = files("pages").joinpath("head.html").read_text(encoding="utf-8")
 NAN = math.nan
 
 
@@ -216,35 +212,6 @@ def test_it_is_written_aside(words: Tokenizer, replay: tuple[RequestReplay, Answ
     with pytest.raises(OSError):
         write_page(path, words, "m", {}, [replay])
     assert list(tmp_path.iterdir()) == [path]
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance (WCAG 2) of #rrggbb."""
-    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_and_the_scale_without_colours(scheme: str) -> None:
-    blocks = [re.findall(r":root \{(.*?)\}", style, re.DOTALL) for style in (HEAD, TEMPLATE)]
-    own = "".join(dark if scheme == "dark" else light for light, dark in blocks)
-    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", own))
-    level = {name: luminance(colour) for name, colour in colours.items()}
-
-    def contrast(one: str, other: str) -> float:
-        low, high = sorted((level[one], level[other]))
-        return (high + 0.05) / (low + 0.05)
-
-    for ground in ("card", "page", "p1", "p2", "p3", "p4", "p5"):
-        assert contrast("text", ground) >= 4.5, ground
-    for ground in ("card", "page"):
-        assert contrast("muted", ground) >= 4.5, ground
-    assert contrast("accent", "card") >= 3.0
-    scale = [level[f"p{number}"] for number in range(1, 6)]
-    assert scale in (sorted(scale), sorted(scale, reverse=True))
-    steps = [(max(pair) + 0.05) / (min(pair) + 0.05) for pair in pairwise(scale)]
-    assert min(steps) > 1.08
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

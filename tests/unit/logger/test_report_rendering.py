@@ -7,7 +7,6 @@ import math
 import random
 import re
 from html.parser import HTMLParser
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from logger.report import read_run, read_runs, write_report
 from logger.report.page import render_report
 from logger.report.plots import main_plots, other_metrics
 
-COLOUR = re.compile(r"--([a-z0-9-]+): #([0-9a-f]{6});")
 VOID = {"meta", "link", "input", "path", "br"}
 
 
@@ -269,32 +267,6 @@ def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
     assert not [name for _, attributes in outline.tags for name in attributes if name.startswith("on")]
     assert page.count("<script") == 2 and page.count("<title>") == 1
     assert attack in "".join(outline.text)
-
-
-@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_colours_can_be_read(theme: int) -> None:
-    """Contrast as WCAG 2 counts it: 4.5 for text, 3 for curves."""
-    pages = files("pages")
-    paths = (pages / "head.html", pages / "curves.css", pages / "charts.css", files("logger.report") / "report.html")
-    styles = [path.read_text("utf-8") for path in paths]
-    blocks = [re.findall(r":root \{(.*?)\}", style, re.DOTALL)[:2] for style in styles]
-    pairs = [pair for index in range(theme + 1) for themes in blocks for pair in COLOUR.findall(themes[index])]
-    colours = {name: int(value, 16) for name, value in pairs}
-
-    def luminance(colour: int) -> float:
-        shares = [(colour >> shift & 255) / 255 for shift in (16, 8, 0)]
-        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    def contrast(one: str, other: str) -> float:
-        low, high = sorted(luminance(colours[name]) for name in (one, other))
-        return (high + 0.05) / (low + 0.05)
-
-    text = [(name, ground) for name in ("text", "muted", "bad", "good") for ground in ("card", "page")]
-    text += [("text", "warn-page"), ("text", "fresh"), ("muted", "grid"), ("accent", "page")]
-    assert not [(pair, contrast(*pair)) for pair in text if contrast(*pair) < 4.5]
-    curves = [(f"c{index}", "card") for index in range(8)]
-    assert not [(pair, contrast(*pair)) for pair in curves if contrast(*pair) < 3.0]
 
 
 @pytest.mark.parametrize("ending", ["", '{"step": 4'])
