@@ -62,11 +62,11 @@ def headline(run: LoggedRun) -> list[tuple[str, str, str]]:
 
 
 def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
-    yield "State", [_state(run) for run in runs]
     for metric in (NATS_PER_TOKEN, BITS_PER_BYTE):
         yield f"Validation, {metric.unit}", ["".join(_validation_result(run, metric)) for run in runs]
-    if any(run.summary for run in runs):
-        yield "Kind of bound", [_kind(run) if run.summary else "" for run in runs]
+    kinds = [_kind(run) if run.summary else "" for run in runs]
+    if set(kinds) - {"", "bound"}:
+        yield "Kind of bound", kinds
     yield from _other_blocks(runs)
     yield "Entropy of the source, nats per document", _column(runs, "source_entropy")
     yield "Unigram entropy, nats per token", _column(runs, "evaluation", "unigram_entropy")
@@ -84,7 +84,8 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[TableRow]:
     yield "Parameters", _column(runs, "parameters", style=",.0f")
     yield "Tokens seen", [_format(_tokens(run), ",.0f") for run in runs]
     yield "Steps", [f"{run.last_step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "") for run in runs]
-    yield "Skipped steps", [_format(_last(run, "skipped_steps"), ",.0f") for run in runs]
+    if any(_last(run, "skipped_steps") for run in runs):
+        yield "Skipped steps", [_format(_last(run, "skipped_steps"), ",.0f") for run in runs]
     yield "Time of training steps", ["" if (s := _seconds(run)) is None else format_duration(s) for run in runs]
     if any((run.result("padding_share") or 0.0) >= 0.0005 for run in runs):
         yield "Padding of the training rows", _column(runs, "padding_share", style=".1%")
@@ -131,13 +132,6 @@ def _kind(run: LoggedRun) -> str:
     if blocks is None:
         return "bound"
     return "loss, token by token" if blocks == 1 else f"bound, blocks of {blocks:.0f}"
-
-
-def _state(run: LoggedRun) -> str:
-    if run.state == "complete":
-        return STATES["complete"]
-    of = f" of {run.max_steps:,}" if run.max_steps else ""
-    return f"{STATES[run.state]}, at step {run.last_step:,}{of}"
 
 
 def _last(run: LoggedRun, key: str) -> float | None:
