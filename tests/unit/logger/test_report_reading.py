@@ -144,7 +144,7 @@ def test_damaged_files_are_noted(tmp_path: Path) -> None:
     for phrase in ("metrics.jsonl has no numbers yet", "config.toml cannot be read", "summary.json cannot be read"):
         assert any(phrase in note for note in run.notes), phrase
     (folder / "summary.json").write_text("[]")
-    assert any("holds no object" in note for note in read_run(folder).notes)
+    assert any("expected a JSON object" in note for note in read_run(folder).notes)
 
 
 def test_directory_without_a_run_is_rejected_by_name(tmp_path: Path) -> None:
