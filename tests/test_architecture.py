@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOP_LEVEL = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "files", "logger", "pages", "profiling",
-    "tokenizer",
-)  # fmt: skip
+TOP_LEVEL = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "files", "logger", "profiling", "tokenizer")
 CORE_NAMES = (
     "checkpoints", "data", "diffusion", "evaluation", "inference", "kernels", "models", "optim", "training",
 )  # fmt: skip
@@ -26,8 +24,7 @@ EVERYBODY_MAY_IMPORT = {"profiling", "files"}
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "config": set(),
     "tokenizer": set(),
-    "logger": {"pages"},
-    "pages": set(),
+    "logger": set(),
     "profiling": set(),
     "files": set(),
     "ddp": set(),
@@ -62,7 +59,7 @@ OPTION_MODULES = {"diffusionlm.inference.strategies", "diffusionlm.inference.str
 NO_SECTIONS = {"config.load"}
 """What belongs to commands; every other file of config/ is a section, or what sections are made of."""
 
-WITHOUT_TORCH = ("config", "files", "tokenizer", "logger", "pages")
+WITHOUT_TORCH = ("config", "files", "tokenizer", "logger")
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS, MAX_INHERITANCE = 500, 60, 8, 2
 MAX_FOLDER_MODULES = 16

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from files.atomic import write_text_atomic
+from logger.pages.charts import Chart, draw_charts, style_classes
 from logger.report import tables
 from logger.report.plots import main_plots, other_metrics
 from logger.report.reading import LoggedRun, read_runs
 from logger.report.samples import render_samples
 from logger.report.template import fill_template, script_json
-from pages.charts import Chart, draw_charts, style_classes
 
 _KEYS_WITHOUT_EFFECT_ON_ROWS = {
     f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from logger.pages.axes import Floats
+from logger.pages.charts import Chart, Curve
 from logger.report.reading import LoggedRun
 from logger.report.series import Series, downsample, moving_average
-from pages.axes import Floats
-from pages.charts import Chart, Curve
 
 MAX_CHARTS_PER_FAMILY = 12
 """A family (prefix) with more other metrics than this becomes a table."""

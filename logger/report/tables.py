@@ -9,9 +9,9 @@ from html import escape
 from typing import Any
 
 from logger.console import format_duration
+from logger.pages.axes import format_number
 from logger.report.plots import BITS_PER_BYTE, NATS_PER_TOKEN, ValidationMetric
 from logger.report.reading import LoggedRun, RunEvent
-from pages.axes import format_number
 
 MAX_EVENTS = 200
 """Events listed for each run; all are in metrics.jsonl."""

@@ -22,7 +22,7 @@ SHARED_PARTS = {
 
 def fill_template(package: str, name: str, parts: Mapping[str, str]) -> str:
     """Fill the slots of a package's template with ``parts`` and `SHARED_PARTS`."""
-    shared = {slot: _read("pages", file).rstrip("\n") for slot, file in SHARED_PARTS.items()}
+    shared = {slot: _read("logger.pages", file).rstrip("\n") for slot, file in SHARED_PARTS.items()}
     parts = {**shared, **parts}
     return _SLOT.sub(lambda slot: parts[slot[1]], _read(package, name))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pages.axes import AxisScale, Floats, format_number
+from logger.pages.axes import AxisScale, Floats, format_number
 
 WIDTH, HEIGHT = 2000, 1000
 """Size of the SVG's view box."""
@@ -136,7 +136,7 @@ def draw_svg(plot: Chart) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {FILE_WIDTH} {FILE_HEIGHT}" width="{FILE_WIDTH}" '
         f'height="{FILE_HEIGHT}" role="img">',
         f"<title>{escape(describe_chart(plot))}</title>",
-        f"<style>\n{resources.files('pages').joinpath('curves.css').read_text(encoding='utf-8')}{FILE_STYLES}</style>",
+        f"<style>\n{resources.files('logger.pages').joinpath('curves.css').read_text(encoding='utf-8')}{FILE_STYLES}</style>",
         f'<svg x="{left}" y="{top}" width="{width}" height="{height}" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'preserveAspectRatio="none">',
         f'<path class="grid" d="{grid}"/>{_marks(plot, across)}',

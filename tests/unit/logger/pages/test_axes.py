@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pages.axes import format_number, log_ticks, ticks
+from logger.pages.axes import format_number, log_ticks, ticks
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from pages.charts import WIDTH, Chart, Curve, draw_bars, draw_chart
+from logger.pages.charts import WIDTH, Chart, Curve, draw_bars, draw_chart
 
 
 def points(x: list[float], y: list[float]) -> Curve:

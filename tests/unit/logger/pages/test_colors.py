@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 STYLES = (
-    ("pages", "head.html"),
+    ("logger.pages", "head.html"),
     ("logger.report", "report.html"),
-    ("pages", "curves.css"),
-    ("pages", "charts.css"),
+    ("logger.pages", "curves.css"),
+    ("logger.pages", "charts.css"),
     ("cli.infer", "replay.html"),
 )
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 
-from pages.charts import Chart, Curve, draw_svg
+from logger.pages.charts import Chart, Curve, draw_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS_N = np.array([0.0, 50.0, 100.0])
