@@ -193,7 +193,7 @@ def test_generation_config_of_the_source_is_copied(tiny_model: MakeModel, tokeni
     assert json.loads((target / "generation_config.json").read_text()) == expected, "what is missing is added"
     assert json.loads((target / "config.json").read_text())["eos_token_id"] == 17
     (source / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"generation_config\.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"generation_config\.json: is not valid JSON"):
         save_model_directory(model, tokenizer, target, source=source)
     save_model_directory(model, tokenizer, target, source=tmp_path)
     assert json.loads((target / "generation_config.json").read_text()) == {"eos_token_id": 17, "pad_token_id": 17}
