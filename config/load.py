@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from config.base import Section
-from config.dump import KeyPath, find_key_lines, format_value
+from config.dump import format_value
 from config.schema import (
     child_types,
     describe_types,
@@ -37,6 +37,7 @@ from config.schema import (
     suggest_fix,
     suggest_name,
 )
+from files.toml_text import KeyPath, find_key_lines
 
 T = TypeVar("T", bound=Section)
 

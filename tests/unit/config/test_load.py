@@ -24,8 +24,9 @@ from config.base import (
     StrTuple,
     TupleOf,
 )
-from config.dump import find_key_lines, list_differences, to_toml
+from config.dump import list_differences, to_toml
 from config.load import ConfigError, json_schema, load_config
+from files.toml_text import find_key_lines
 
 
 class Source(Section):
