@@ -67,6 +67,11 @@ def format_value(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def shorten_line(line: str, limit: int = 2000) -> str:
+    """Cut the middle of a line that is longer than `limit`."""
+    return line if len(line) <= limit else f"{line[: limit // 2]}...{line[-limit // 2 :]}"
+
+
 def _format_or_absent(value: Any) -> str:
     return _ABSENT if value is None else format_value(value, limit=200)
 

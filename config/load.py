@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from config.base import Section
-from config.dump import format_value
+from config.dump import format_value, shorten_line
 from config.schema import (
     child_types,
     describe_types,
@@ -37,9 +36,12 @@ from config.schema import (
     suggest_fix,
     suggest_name,
 )
-from files.toml_text import KeyPath, find_key_lines
+from files.toml_text import MAX_CHARACTERS, KeyPath, find_key_lines, parse_toml
 
 T = TypeVar("T", bound=Section)
+
+MAX_PROBLEMS = 100
+"""Problems of values that an error lists."""
 
 
 class ConfigError(ValueError):
@@ -64,6 +66,13 @@ def load_config(
     Raises:
         ConfigError: the file cannot be read, or the config is invalid; lists all problems.
     """
+    try:
+        return _load_config(cls, path, overrides, key_hints or {})
+    except RecursionError:
+        raise ConfigError(f"{path or 'the configuration'} is nested too deeply") from None
+
+
+def _load_config(cls: type[T], path: Path | None, overrides: Sequence[str], key_hints: Mapping[str, str]) -> T:
     text = _read_text(path) if path is not None else ""
     source = _RawConfig(path, _parse_toml(path, text), find_key_lines(text))
     problems: list[_Problem] = []
@@ -74,12 +83,14 @@ def load_config(
     try:
         config = cls.model_validate(source.tree)
     except ValidationError as error:
-        problems += _ErrorReport(cls, source, key_hints or {}).problems(error)
+        problems += _ErrorReport(cls, source, key_hints).problems(error)
     else:
         if not problems:
             return config
-    lines = list(dict.fromkeys(problem.text for problem in sorted(problems, key=lambda problem: problem.sort_key)))
+    problems.sort(key=lambda problem: problem.sort_key)
+    lines = list(dict.fromkeys(shorten_line(problem.text) for problem in problems))
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    lines += ["further problems are not listed"] if len(problems) >= MAX_PROBLEMS else []
     raise ConfigError("\n".join([f"{path or 'the configuration'} is not a valid {cls.__name__}: {count}", *lines]))
 
 
@@ -91,7 +102,8 @@ def json_schema(cls: type[Section]) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(4 * MAX_CHARACTERS + 1)  # UTF-8 has up to 4 bytes for each
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -107,14 +119,12 @@ def _read_text(path: Path) -> str:
 
 def _parse_toml(path: Path | None, text: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
+        return parse_toml(text)
     except ValueError as error:
         location = re.search(r"\(at line (\d+), column \d+\)", str(error))
         if location is None:
             raise ConfigError(f"{path}: not valid TOML: {error}") from None
-        line = text.split("\n")[int(location[1]) - 1].strip()
+        line = text.split("\n")[int(location[1]) - 1].strip()[:200]
         raise ConfigError(f"{path}:{location[1]}: not valid TOML: {error}: {line}") from None
 
 
@@ -217,7 +227,7 @@ def _apply_override(cls: type[Section], source: _RawConfig, override: str) -> li
 def _parse_override_key(name: str) -> list[str]:
     """Split a dotted key as TOML does. Empty: it is not a key."""
     try:
-        node: Any = tomllib.loads(f"{name.strip()} = 0")
+        node: Any = parse_toml(f"{name.strip()} = 0")
     except ValueError:
         return []
     parts: list[str] = []
@@ -268,6 +278,8 @@ def _add_default_discriminators(types: Sequence[Any], node: Any, default: Any) -
     elif isinstance(node, list):
         items = list(enumerate(node))
     for step, item in items:
+        if not isinstance(item, dict | list):
+            continue
         inner, inner_default = _child_types_and_default(types, node, default, step)
         _add_default_discriminators(inner, item, inner_default)
 
@@ -353,7 +365,7 @@ class _ErrorReport:
 
     def problems(self, error: ValidationError) -> list[_Problem]:
         """List the problems of a failed validation."""
-        details = error.errors(include_url=False)
+        details = error.errors(include_url=False)[:MAX_PROBLEMS]
         located = [(detail, _resolve_location(self.cls, detail["loc"])) for detail in details]
         # For a value of a plain union, pydantic reports the errors of every member. If the value has the type of one
         # member, only the errors of that member help.

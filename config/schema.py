@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from config.base import Section, union_members
+from config.dump import format_value
+from files.toml_text import parse_toml
 
 
 def is_section(kind: Any) -> bool:
@@ -138,8 +139,8 @@ def _literal_values(types: Sequence[Any]) -> list[Any]:
 def _parse_toml_value(text: str) -> tuple[bool, Any]:
     """Return whether a text is one TOML value, and the value."""
     try:
-        table = tomllib.loads(f"v={text}")
-    except (ValueError, RecursionError):
+        table = parse_toml(f"v={text}")
+    except ValueError:
         return False, None
     return list(table) == ["v"], table["v"]
 
@@ -199,7 +200,7 @@ def describe_value(value: Any) -> str:
         return "none"
     for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
         if isinstance(value, kind):
-            return f"the {name} {json.dumps(value, ensure_ascii=False)}"
+            return f"the {name} {format_value(value, limit=200)}"
     return f"the date or time {value}"
 
 
@@ -226,7 +227,8 @@ def suggest_name(
 ) -> str:
     """Return `did you mean max_steps?` if a candidate is similar; with `locations`, `did you mean seed in [run]?`."""
     names = [name for name in candidates if isinstance(name, str)]
-    matches = difflib.get_close_matches(word, names, 1, cutoff) if isinstance(word, str) else []
+    is_name = isinstance(word, str) and len(word) < 100
+    matches = difflib.get_close_matches(word, names, 1, cutoff) if is_name else []
     if not matches:
         return ""
     return f"did you mean {matches[0]}{f' {locations[matches[0]]}' if locations else ''}?"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import tomllib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from files.json_files import read_json_object
+from files.json_files import read_json_object, read_text
 from files.lock import is_locked
+from files.toml_text import parse_toml
 from logger.jsonl import parse_record
 from logger.report.series import Series
 
@@ -209,8 +209,8 @@ def _series(steps: array[float], numbers: array[float]) -> Series:
 def _read_config(run: LoggedRun) -> None:
     path = run.path / "config.toml"
     try:
-        run.config = dict(_flatten(tomllib.loads(path.read_text(encoding="utf-8")), "."))
-    except (OSError, ValueError) as error:
+        run.config = dict(_flatten(parse_toml(read_text(path)), "."))
+    except ValueError as error:
         run.notes.append(f"config.toml cannot be read: {error}")
 
 

@@ -157,12 +157,13 @@ class TestFile:
             load_config(Run, tmp_path / name)
 
     def test_unreadable_file(self, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(_: Path) -> bytes:
+        def refuse(*_: Any) -> Any:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(Path, "read_bytes", refuse)
+        Path("run.toml").touch()
+        monkeypatch.setattr(Path, "open", refuse)
         with pytest.raises(ConfigError, match=r"^run\.toml: cannot be read \(Permission denied\)$"):
-            load(DATA)
+            load_config(Run, Path("run.toml"))
 
     def test_bad_utf8(self, load: Any) -> None:
         with pytest.raises(ConfigError, match=r"^run\.toml:2: not UTF-8 text \(byte 5\)"):
