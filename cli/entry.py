@@ -15,6 +15,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from types import FrameType
 from typing import IO, NoReturn, cast
 
+import diffusionlm
 from files.resilient_stream import NamedStream, discard_pending_output, resilient
 
 TRACEBACK_VARIABLE = "DIFFUSIONLM_TRACEBACK"
@@ -25,8 +26,8 @@ _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 
 
 def build_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
-    """Build a parser without arguments, whose `--help` ends with an example."""
-    return argparse.ArgumentParser(
+    """Build a parser with `--version`, whose `--help` ends with an example."""
+    parser = argparse.ArgumentParser(
         prog=name,
         description=description,
         epilog=f"example:\n{example}",
@@ -34,6 +35,14 @@ def build_parser(name: str, description: str, example: str) -> argparse.Argument
         # An abbreviation would change its meaning if another argument is added.
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version, and exit")
+    return parser
+
+
+class _PrintVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"{parser.prog} {diffusionlm.__version__}")
+        parser.exit(0)
 
 
 def print_error(name: str, problem: str) -> None:

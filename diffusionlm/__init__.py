@@ -1,6 +1,7 @@
 """diffusionlm: training and inference of masked and block diffusion language models in plain PyTorch.
 
-The names in ``__all__`` are the public API. Each is imported at its first use, so that ``import diffusionlm`` is fast.
+The names in ``__all__`` and ``__version__`` are the public API. Each is imported at its first use, so that
+``import diffusionlm`` is fast.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
     from diffusionlm.models.transformer import Transformer
     from tokenizer import encode_chat, load_chat_template, render_chat
+
+    __version__: str
 
 _MODULE_OF_NAME = {
     "GenerationConfig": "config.generation",
@@ -75,11 +78,23 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _read_version()
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"diffusionlm has no {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
     globals()[name] = value
     return value
+
+
+def _read_version() -> str:
+    """Read the version of the installed package."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("diffusionlm")
+    except metadata.PackageNotFoundError:  # imported from a directory of sources
+        return "unknown"
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import diffusionlm
+from cli import commands
 from config.train import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -70,23 +72,36 @@ def test_arguments() -> None:
 
 
 def test_commands() -> None:
+    """Each is a program of its own and a word behind ``diffusionlm``, and its module has its name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"] == {
-        "diffusionlm-train": "cli.train:main",
-        "diffusionlm-train-ddp": "cli.train_ddp:main",
-        "diffusionlm-infer": "cli.infer:main",
-        "diffusionlm-eval": "cli.eval:main",
-        "diffusionlm-train-tokenizer": "cli.train_tokenizer:main",
-        "diffusionlm-make-data": "cli.make_data:main",
-        "diffusionlm-convert": "cli.convert:main",
-        "diffusionlm-analyze": "cli.analyze:main",
-        "diffusionlm-report": "cli.report:main",
-        "diffusionlm-sweep": "cli.sweep:main",
-        "diffusionlm-doctor": "cli.doctor:main",
-        "diffusionlm-bench-infer": "cli.bench.infer:main",
-        "diffusionlm-bench-train": "cli.bench.train:main",
-        "diffusionlm-bench-tokenizer": "cli.bench.tokenizer:main",
+    programs = {
+        name: getattr(commands, target.removeprefix("cli.commands:")) for name, target in project["scripts"].items()
     }
+    assert set(programs) == {
+        "diffusionlm",
+        "diffusionlm-train",
+        "diffusionlm-train-ddp",
+        "diffusionlm-infer",
+        "diffusionlm-eval",
+        "diffusionlm-train-tokenizer",
+        "diffusionlm-make-data",
+        "diffusionlm-convert",
+        "diffusionlm-analyze",
+        "diffusionlm-report",
+        "diffusionlm-sweep",
+        "diffusionlm-doctor",
+        "diffusionlm-bench-infer",
+        "diffusionlm-bench-train",
+        "diffusionlm-bench-tokenizer",
+    }
+    assert programs.pop("diffusionlm") == commands.main
+    assert programs == {command.program: command for command in commands.COMMANDS.values()}
+    assert all(program == importlib.import_module(command.module).NAME for program, command in programs.items())
+
+
+def test_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert diffusionlm.__version__ == project["version"]
 
 
 def test_sections_of_a_training_config() -> None:
@@ -110,5 +125,8 @@ def test_sections_of_a_training_config() -> None:
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
-    code = "import sys, diffusionlm; diffusionlm.GenerationConfig; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, diffusionlm; diffusionlm.GenerationConfig, diffusionlm.__version__; "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -1,0 +1,89 @@
+"""All commands: each is a program of its own, ``diffusionlm-NAME``, and a word behind ``diffusionlm``.
+
+A command's module is imported by its call, so that Ctrl-C during the import ends it without a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cli.entry import build_parser, friendly_errors
+
+NAME = "diffusionlm"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, which is called with its arguments (None: those of the process) and returns its exit code."""
+
+    name: str
+    module: str
+    """Has the function ``main``."""
+    summary: str
+
+    @property
+    def program(self) -> str:
+        return f"{NAME}-{self.name}"
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        return friendly_errors(self.program)(self._run)(argv)
+
+    def _run(self, argv: Sequence[str] | None) -> int:
+        code: int | None = importlib.import_module(self.module).main(argv)
+        return code or 0
+
+
+train = Command("train", "cli.train", "train a model")
+train_ddp = Command("train-ddp", "cli.train_ddp", "train a model on several ranks, of one machine or of several")
+infer = Command("infer", "cli.infer", "continue prompts, answer chats and fill masked spans")
+evaluate = Command("eval", "cli.eval", "likelihood of a text under a model")
+train_tokenizer = Command("train-tokenizer", "cli.train_tokenizer", "train a byte-level BPE tokenizer")
+make_data = Command("make-data", "cli.make_data", "tokenize text into shards")
+convert = Command("convert", "cli.convert", "write a model with another dtype or family, or for diffusion")
+analyze = Command("analyze", "cli.analyze", "describe a model directory, or compare two")
+report = Command("report", "cli.report", "a page of one run, or of several side by side")
+sweep = Command("sweep", "cli.sweep", "a grid of training or inference runs")
+doctor = Command("doctor", "cli.doctor", "what is broken or slow on this machine")
+bench_train = Command("bench-train", "cli.bench.train", "training speed")
+bench_infer = Command("bench-infer", "cli.bench.infer", "decoding speed")
+bench_tokenizer = Command("bench-tokenizer", "cli.bench.tokenizer", "speed of the tokenizer")
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        train,
+        train_ddp,
+        infer,
+        evaluate,
+        train_tokenizer,
+        make_data,
+        convert,
+        analyze,
+        report,
+        sweep,
+        doctor,
+        bench_train,
+        bench_infer,
+        bench_tokenizer,
+    )
+}
+"""Name -> command."""
+
+
+@friendly_errors(NAME)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names, with the other arguments. Returns its exit code."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS.values()]
+    parser = build_parser(
+        NAME,
+        "\n".join(["Train, run and measure diffusion language models.", "", "commands:", *lines]),
+        f"  {NAME} train --config config/resources/train.toml\n  {NAME} train --help",
+    )
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the commands above")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    arguments = parser.parse_args(argv)
+    return COMMANDS[arguments.command](arguments.arguments)

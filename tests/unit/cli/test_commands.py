@@ -1,0 +1,77 @@
+"""``diffusionlm COMMAND`` and ``--version``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import diffusionlm
+from cli.commands import COMMANDS, main
+
+ROOT = Path(__file__).parents[3]
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
+    """Exit code, standard output and standard error."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    return caught.value.code, *capsys.readouterr()
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = output_of(capsys, "--help")
+    assert code == 0
+    for command in COMMANDS.values():
+        assert [line.split(maxsplit=1)[1] for line in text.splitlines() if line.split()[:1] == [command.name]] == [
+            command.summary
+        ]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_arguments_reach_the_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = output_of(capsys, name, "--help")
+    assert code == 0 and text.startswith(f"usage: diffusionlm-{name} [-h] [--version]")
+    assert output_of(capsys, name, "--version") == (0, f"diffusionlm-{name} {diffusionlm.__version__}\n", "")
+
+
+def test_errors_and_exit_codes_are_those_of_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = (2, "", "diffusionlm-train: error: none.toml: no such file\n")
+    assert output_of(capsys, "train", "--config", "none.toml") == expected
+    monkeypatch.setattr("cli.doctor.main", lambda argv: len(argv))
+    assert main(["doctor", "--quick", "--json"]) == 2
+    monkeypatch.setattr("cli.eval.main", lambda argv: None)
+    assert main(["eval"]) == 0
+
+
+def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_of(capsys, "--version") == (0, f"diffusionlm {diffusionlm.__version__}\n", "")
+    code, _, message = output_of(capsys, "trian")
+    assert code == 2 and "'trian'" in message and "train-ddp" in message
+    code, _, message = output_of(capsys)
+    assert code == 2 and "COMMAND" in message
+
+
+def test_sources_that_are_not_installed_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", fail)
+    assert diffusionlm.__version__ == "unknown"
+
+
+def test_help_and_version_load_no_package() -> None:
+    code = (
+        "import sys, contextlib, cli.commands\n"
+        "for argv in (['--help'], ['--version'], ['doctor', '--version']):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        cli.commands.main(argv)\n"
+        "print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.endswith("set()\n")
