@@ -77,7 +77,7 @@ def test_help_and_config_errors_answer_at_once() -> None:
         "for argv in (['--help'], ['--config', sys.argv[1], '--print-config'], ['--config', 'missing.toml']):\n"
         "    with contextlib.suppress(SystemExit):\n"
         "        command.main(argv)\n"
-        "print({'torch', 'numpy', 'tokenizer', 'diffusionlm'} & set(sys.modules))"
+        "print({'torch', 'numpy', 'tokenizer', 'diffusionlm.data'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(RESOURCE)], cwd=ROOT, capture_output=True, text=True, check=True

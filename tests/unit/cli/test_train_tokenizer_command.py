@@ -208,7 +208,7 @@ def test_it_answers_without_torch() -> None:
         "for argv in (['--help'], ['--config', sys.argv[1], '--print-config'], ['--schema'], ['--set', 'a.b=1'], []):\n"
         "    with contextlib.suppress(SystemExit):\n"
         "        command.main(argv)\n"
-        "print({'torch', 'numpy', 'tokenizer', 'diffusionlm'} & set(sys.modules))"
+        "print({'torch', 'numpy', 'tokenizer', 'diffusionlm.data'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(RESOURCE)], cwd=ROOT, capture_output=True, text=True, check=True
