@@ -1,7 +1,6 @@
 """A self-contained HTML page that replays decodings in a browser, forward by forward.
 
-`replay.html` is its template and script; this module writes the data, the texts that are readable without a script, and
-the charts.
+`replay.html` is its template and script; this module writes the data, and the parts that are readable without a script.
 """
 
 from __future__ import annotations
@@ -9,16 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from cli.infer.answers import Answer
 from cli.infer.inputs import EncodedInput
 from cli.infer.terminal import canvas_text_pieces
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
 from files.atomic import write_text_atomic
-from logger.report.template import fill_template, script_json
+from logger.pages.charts import draw_columns
+from logger.pages.page import render_template
+from logger.pages.tables import isolate, terms
 from tokenizer import Tokenizer
 
 _MAIN_KEYS = ("remasking_strategy", "attention", "block_length", "denoising_steps", "steps", "temperature", "cache")
@@ -118,31 +120,29 @@ def render_page(
     replays: Sequence[tuple[RequestReplay, Answer]],
 ) -> str:
     """Return the HTML of the page."""
-    sections, data = [], []
-    for index, (replay, answer) in enumerate(replays):
+    requests, data = [], []
+    for replay, answer in replays:
         frames = replay.trim_frames(answer.result.num_forwards)
-        sections.append(_section(index, tokenizer, replay, answer, frames))
+        requests.append(_request_parts(tokenizer, replay, answer, frames))
         data.append(_replay_data(replay, answer, frames))
-    names = [answer.request.name for _, answer in replays]
-    parts = {
-        "title": escape(f"{model_name}: a replay"),
-        "model": escape(model_name),
-        "main": _definition_list({key: params.get(key) for key in _MAIN_KEYS}),
-        "settings": _definition_list(params),
-        "tabs": _tabs(names),
-        "requests": "\n".join(sections),
-        "data": script_json({"tokens": _token_table(tokenizer, data), "requests": data}),
-    }
-    return fill_template("cli.infer", "replay.html", parts)
+    return render_template(
+        "cli.infer/replay.html",
+        title=f"{model_name}: a replay",
+        model=model_name,
+        main=terms(_settings({key: params.get(key) for key in _MAIN_KEYS}), "facts main"),
+        settings=terms(_settings(params), "facts"),
+        requests=requests,
+        data={"tokens": _token_table(tokenizer, data), "requests": data},
+    )
 
 
-def _definition_list(params: Mapping[str, Any]) -> str:
-    """Items of an HTML description list; keys that are None are left out."""
-    return "".join(
-        f"<div><dt>{escape(_NAMES.get(key, key.replace('_', ' ')))}</dt><dd>{escape(_format_value(value))}</dd></div>"
+def _settings(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of settings; keys that are None are left out."""
+    return [
+        (_NAMES.get(key, key.replace("_", " ")), _format_value(value))
         for key, value in params.items()
         if value is not None
-    )
+    ]
 
 
 def _format_value(value: Any) -> str:
@@ -151,20 +151,10 @@ def _format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _tabs(names: Sequence[str]) -> str:
-    if len(names) < 2:
-        return ""
-    tabs = "".join(
-        f'<button type="button" role="tab" id="tab{index}" aria-controls="request{index}">{escape(name)}</button>'
-        for index, name in enumerate(names)
-    )
-    return f'<nav class="tabs" role="tablist" aria-label="Requests" hidden>{tabs}</nav>'
-
-
-def _section(
-    index: int, tokenizer: Tokenizer, replay: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]
-) -> str:
-    """HTML of one request that is readable without a script: numbers, text, chart."""
+def _request_parts(
+    tokenizer: Tokenizer, replay: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]
+) -> dict[str, Any]:
+    """What is readable of a request without a script: numbers, text, chart."""
     result = answer.result
     facts = {
         "finished by": {"stop": "a stop token", "length": "its length"}[result.finish_reason],
@@ -175,24 +165,22 @@ def _section(
         "seconds": f"{answer.batch.seconds:.2f}" + f" (batch of {answer.batch.size})" * (answer.batch.size > 1),
         "seed": str(answer.request.seed),
     }
-    terms = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items() if value)
-    return (
-        f'<section class="request" id="request{index}" aria-label="{escape(answer.request.name)}">'
-        f"<h2>{escape(answer.request.name)}</h2>"
-        f'<dl class="facts">{terms}</dl>'
-        f'<div class="canvas" lang="">{_final_text(tokenizer, replay, answer)}</div>'
-        f"{render_chart(frames)}</section>"
-    )
+    return {
+        "name": answer.request.name,
+        "facts": terms(((name, value) for name, value in facts.items() if value), "facts"),
+        "pieces": _final_pieces(tokenizer, replay, answer),
+        "chart": _draw_commits(frames),
+    }
 
 
-def _final_text(tokenizer: Tokenizer, replay: RequestReplay, answer: Answer) -> str:
-    """HTML of the whole text, with given and new pieces marked."""
+def _final_pieces(tokenizer: Tokenizer, replay: RequestReplay, answer: Answer) -> list[tuple[Markup, bool]]:
+    """Pieces of the whole text, and whether they are new."""
     request, ids = replay.request, answer.result.token_ids
     if request.source.kind != "infill":
         ids = (*request.token_ids, *ids)
     visible_ids, is_new = ids[request.num_hidden :], request.is_new(len(ids))[request.num_hidden :]
     pieces = canvas_text_pieces(visible_ids, [False] * len(visible_ids), is_new, tokenizer)
-    return "".join(f'<span class="{"new" if new else "given"}">{escape(text)}</span>' for text, new in pieces)
+    return [(isolate(text), new) for text, new in pieces]
 
 
 def _replay_data(replay: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]) -> dict[str, Any]:
@@ -246,34 +234,15 @@ def _token(tokenizer: Tokenizer, token: int, special: Mapping[int, str]) -> Any:
         return {"bytes": data.hex()}
 
 
-_CHART_HEIGHT = 48.0
-
-
-def render_chart(frames: Sequence[ReplayFrame]) -> str:
-    """SVG bars of the tokens that each forward committed and, downwards, of those that it masked again."""
+def _draw_commits(frames: Sequence[ReplayFrame]) -> Markup:
+    """Draw how many tokens each forward committed and, downwards, how many it masked again."""
     if not frames:
-        return ""
-    max_committed = max(1, *(len(frame.committed) for frame in frames))
-    max_masked = max(len(frame.masked) for frame in frames)
-    scale = _CHART_HEIGHT / (max_committed + max_masked)
-    base = max_committed * scale
-    bars = []
-    for number, frame in enumerate(frames, 1):
-        up, down = len(frame.committed), len(frame.masked)
-        again = f", {down} masked again" if down else ""
-        bars.append(
-            f'<g class="bar"><title>forward {number}: {up} committed{again}</title>'
-            f'<rect class="hit" x="{number - 1}" y="0" width="1" height="{_CHART_HEIGHT:g}"/>'
-            f'<rect class="up" x="{number - 0.9:g}" y="{base - up * scale:.2f}" width="0.8" height="{up * scale:.2f}"/>'
-            + (f'<rect class="down" x="{number - 0.9:g}" y="{base:.2f}" width="0.8" height="{down * scale:.2f}"/>')
-            * bool(down)
-            + "</g>"
-        )
-    below = " (below the line: masked again)" if max_masked else ""
-    maximum = "1 token" if max_committed == 1 else f"{max_committed} tokens"
-    return (
-        f'<figure class="chart"><figcaption>Tokens committed per forward{below}; at most {maximum}</figcaption>'
-        f'<svg viewBox="0 0 {len(frames)} {_CHART_HEIGHT:g}" style="max-width:{3 * len(frames)}rem" '
-        f'preserveAspectRatio="none" role="img" '
-        f'aria-label="Tokens committed per forward">{"".join(bars)}</svg></figure>'
-    )
+        return Markup("")
+    bars = [(len(frame.committed), len(frame.masked)) for frame in frames]
+    notes = [
+        f"forward {number}: {up} committed" + f", {down} masked again" * bool(down)
+        for number, (up, down) in enumerate(bars, 1)
+    ]
+    maximum = max(1, *(up for up, _ in bars))
+    title = "Tokens committed per forward" + " (below the line: masked again)" * any(down for _, down in bars)
+    return draw_columns(f"{title}; at most {maximum} token{'s' * (maximum != 1)}", bars, notes)

@@ -92,7 +92,9 @@
         const soft = smooth && smooth.checked && line.smooth;
         const value = soft ? line.smooth[place] : line.y[place];
         const row = make("div");
-        row.append(make("i", "c" + line.color), (this.chart.lines.length > 1 ? line.name + " " : ""), make("b", "", written(value)));
+        row.append(make("i", "c" + line.color));
+        if (this.chart.lines.length > 1) row.append(make("bdi", "", line.name), " ");
+        row.append(make("b", "", written(value)));
         if (line.error && line.error[place] !== null) row.append(" \u00b1 " + Number(line.error[place].toPrecision(2)));
         if (soft) row.append(" (raw " + written(line.y[place]) + ")");
         this.readout.append(row);

@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from logger.pages.axes import AxisScale, Floats, format_number
 
@@ -74,17 +75,23 @@ class Chart:
     """Names of marks and their positions on the horizontal axis."""
 
 
-def draw_charts(plots: Sequence[Chart], charts: list[dict[str, Any]], more: str = "") -> str:
-    """Draw charts, and append their values to those of the page. ``more`` is HTML of further figures."""
+def draw_charts(charts: Sequence[Chart], values: list[dict[str, Any]], more: str = "") -> Markup:
+    """Return the HTML of figures, and append the values of the charts to those for the page's script.
+
+    Args:
+        charts: the charts to draw.
+        values: of all charts of the page, one item for each.
+        more: HTML of further figures.
+    """
     figures = []
-    for plot in plots:
-        figure, values = draw_chart(plot, len(charts))
+    for chart in charts:
+        figure, chart_values = draw_chart(chart, len(values))
         figures.append(figure)
-        charts.append(values)
-    return f'<div class="charts">{"".join(figures)}{more}</div>' if figures or more else ""
+        values.append(chart_values)
+    return Markup(f'<div class="charts">{"".join(figures)}{more}</div>' if figures or more else "")
 
 
-def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
+def draw_chart(plot: Chart, number: int) -> tuple[Markup, dict[str, Any]]:
     """Return the figure's HTML and its values for the script."""
     across = _horizontal(plot)
     scales = _vertical(plot)
@@ -101,7 +108,7 @@ def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
     if not plot.x_is_share:
         x_labels += f"<b>{escape(plot.x_name)}</b>"
     has_smooth = any(line.smooth_N is not None for line in plot.lines)
-    classes = "chart" + " many" * (len(plot.lines) > 3)
+    classes = "chart card" + " many" * (len(plot.lines) > 3)
     html = (
         f'<figure class="{classes}" data-chart="{number}"><figcaption><div><h3>{escape(plot.title)}</h3>'
         f'<span class="unit">{escape(plot.unit)}</span></div>'
@@ -110,7 +117,7 @@ def draw_chart(plot: Chart, number: int) -> tuple[str, dict[str, Any]]:
         f'{"".join(frames)}</div><div class="xs" aria-hidden="true">{x_labels}</div></div>'
         f"{_legend(plot)}" + (f'<p class="note">{escape(plot.note)}</p>' if plot.note else "") + "</figure>"
     )
-    return html, _values(plot, across, scales)
+    return Markup(html), _values(plot, across, scales)
 
 
 def draw_svg(plot: Chart) -> str:
@@ -152,7 +159,7 @@ def _text(x: float, y: float, markup: str, anchor: str = "start") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" xml:space="preserve">{markup}</text>'
 
 
-def draw_bars(title: str, unit: str, bars: Sequence[tuple[str, float, str]], note: str = "") -> str:
+def draw_bars(title: str, unit: str, bars: Sequence[tuple[str, float, str]], note: str = "") -> Markup:
     """Return the HTML of a chart of horizontal bars.
 
     Args:
@@ -166,9 +173,10 @@ def draw_bars(title: str, unit: str, bars: Sequence[tuple[str, float, str]], not
         f'aria-hidden="true"><g class="c0"><path d="M0 5H{_x(length)}"/></g></svg></td><td>{escape(text)}</td></tr>'
         for name, length, text in bars
     )
-    return (
-        f'<figure class="chart bars"><figcaption><div><h3>{escape(title)}</h3><span class="unit">{escape(unit)}</span>'
-        f'</div></figcaption><table>{rows}</table><p class="note">{escape(note)}</p></figure>'
+    return Markup(
+        f'<figure class="chart card bars"><figcaption><div><h3>{escape(title)}</h3>'
+        f'<span class="unit">{escape(unit)}</span></div></figcaption><table>{rows}</table>'
+        f'<p class="note">{escape(note)}</p></figure>'
     )
 
 
@@ -320,8 +328,10 @@ def _legend(plot: Chart) -> str:
         last = _with_error(line, values_N, int(finite[-1])) if has_last else ""
         dot = " dot" * (len(line.x_N) == 1 or not line.has_line)
         swatch = f'<i class="{style_classes(line.color, line.dash)}{dot}"></i>'
-        entries.append(f"<li>{swatch}{escape(line.name)} <b>{last}</b></li>")
-    entries += [f'<li><i class="mark"></i>{escape(name)} <b>{len(at_N):,}</b></li>' for name, at_N in plot.marks]
+        entries.append(f"<li>{swatch}<bdi>{escape(line.name)}</bdi> <b>{last}</b></li>")
+    entries += [
+        f'<li><i class="mark"></i><bdi>{escape(name)}</bdi> <b>{len(at_N):,}</b></li>' for name, at_N in plot.marks
+    ]
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
@@ -357,3 +367,26 @@ def _values(plot: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> dic
 
 def _rounded(values_N: Floats) -> list[float | None]:
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values_N.tolist()]
+
+
+def draw_columns(title: str, bars: Sequence[tuple[int, int]], notes: Sequence[str]) -> Markup:
+    """Return the HTML of a chart of narrow bars.
+
+    Args:
+        title: a line above the chart, and its name for screen readers.
+        bars: heights above and below the line.
+        notes: a tooltip for each bar.
+    """
+    above = max(1, *(up for up, _ in bars))
+    height = above + max(down for _, down in bars)
+    groups = "".join(
+        f'<g class="bar"><title>{escape(note)}</title><rect class="hit" x="{index}" width="1" height="{height}"/>'
+        f'<rect class="up" x="{index + 0.1:g}" y="{above - up}" width="0.8" height="{up}"/>'
+        f'<rect class="down" x="{index + 0.1:g}" y="{above}" width="0.8" height="{down}"/></g>'
+        for index, ((up, down), note) in enumerate(zip(bars, notes, strict=True))
+    )
+    return Markup(
+        f'<figure class="columns"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {len(bars)} {height}" '
+        f'style="max-width:{3 * len(bars)}rem" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f"{groups}</svg></figure>"
+    )

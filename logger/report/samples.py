@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
+from markupsafe import Markup, escape
+
+from logger.pages.tables import isolate, join, scrolling_table
 from logger.report.reading import LoggedRun, RunEvent
-from logger.report.tables import scrolling_table
 
 MAX_SAMPLES_PER_TEXT = 12
 """Samples of each text and run: the first, the last and evenly spaced ones between."""
@@ -19,7 +20,7 @@ MIN_SHADE_PERCENT = 20
 """Shade of tokens of the last forward; those of the first have 100 %."""
 
 _MASKED_SPAN = re.compile(r"\[MASK:([^\[\]\n]*)\]")
-_LINE_BREAK = '<i aria-label="line break">↵</i>\n'
+_LINE_BREAK = Markup('<i aria-label="line break">↵</i>\n')
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class FilledSample:
         return max((piece.forward or 0 for piece in self.pieces), default=0)
 
 
-def render_samples(runs: Sequence[LoggedRun]) -> str:
+def render_samples(runs: Sequence[LoggedRun]) -> Markup:
     """Render a block for each text, with the samples of each run by step."""
-    blocks: dict[str, list[str]] = {}
+    blocks: dict[str, Markup] = {}
     forwards: dict[str, int] = {}
     plain: list[str] = []
     for run in runs:
@@ -55,26 +56,28 @@ def render_samples(runs: Sequence[LoggedRun]) -> str:
         for event in run.events_of("sample"):
             sample = read_sample(event)
             if sample is None:
-                plain.append(f"<li>{escape(event.text)}</li>")
+                plain.append(event.text)
             else:
                 texts.setdefault(sample.masked_text, []).append(sample)
         for masked_text, filled in texts.items():
-            title = f"<h4>{escape(run.name)}</h4>" if len(runs) > 1 else ""
+            title = Markup("<h4>{}</h4>").format(run.name) if len(runs) > 1 else Markup("")
             chosen = _subsample(filled)
-            blocks.setdefault(masked_text, []).append(title + _render_history(chosen))
+            blocks[masked_text] = blocks.get(masked_text, Markup("")) + title + _render_history(chosen)
             forwards[masked_text] = max(forwards.get(masked_text, 0), *(sample.num_forwards for sample in chosen))
-    parts = [
-        f'<article class="sample"><pre class="given">{render_masked_spans(masked_text)}</pre>'
-        f"{_render_replay(forwards[masked_text])}{''.join(block)}</article>"
+    html = join(
+        Markup('<article class="sample card"><pre class="given" dir="auto">{}</pre>{}{}</article>').format(
+            render_masked_spans(masked_text), _render_replay(forwards[masked_text]), block
+        )
         for masked_text, block in blocks.items()
-    ]
+    )
+    if plain:
+        items = join(Markup("<li>{}</li>").format(text) for text in plain[:MAX_SAMPLES_PER_TEXT])
+        html += Markup('<ul class="plain">{}</ul>').format(items)
     key = (
         '<p class="note">The small number is the forward, from 1 on, in which a token was unmasked; the earlier, the '
         "stronger its shade. Point at a token to read its probability.</p>"
     )
-    if plain:
-        parts.append(f'<ul class="plain">{"".join(plain[:MAX_SAMPLES_PER_TEXT])}</ul>')
-    return f'<div class="samples">{"".join(parts)}</div>{key if blocks else ""}' if parts else ""
+    return Markup('<div class="samples">{}</div>{}').format(html, Markup(key * bool(blocks))) if html else html
 
 
 def read_sample(event: RunEvent) -> FilledSample | None:
@@ -124,61 +127,57 @@ def _subsample(filled: list[FilledSample]) -> list[FilledSample]:
     ]
 
 
-def _render_replay(num_forwards: int) -> str:
+def _render_replay(num_forwards: int) -> Markup:
     """Render a slider over the forwards; the page's script shows and drives it."""
-    if num_forwards < 2:
-        return ""
-    return (
+    html = (
         '<div class="replay" hidden><button type="button">Play</button>'
         f'<label>Forward <input type="range" min="0" max="{num_forwards}" value="{num_forwards}"></label>'
         f"<output>{num_forwards} of {num_forwards}</output></div>"
     )
+    return Markup(html if num_forwards > 1 else "")
 
 
-def _render_history(filled: list[FilledSample]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{sample.step:,}</th><td><pre>{render_filled(sample)}</pre></td></tr>' for sample in filled
-    )
-    head = '<thead><tr><th scope="col">Step</th><th scope="col">Filled</th></tr></thead>'
-    return scrolling_table(f"{head}<tbody>{rows}</tbody>")
+def _render_history(filled: list[FilledSample]) -> Markup:
+    row = Markup('<tr><th scope="row">{}</th><td><pre dir="auto">{}</pre></td></tr>')
+    rows = join(row.format(f"{sample.step:,}", render_filled(sample)) for sample in filled)
+    head = Markup('<thead><tr><th scope="col">Step</th><th scope="col">Filled</th></tr></thead>')
+    return scrolling_table(Markup("{}<tbody>{}</tbody>").format(head, rows))
 
 
-def render_masked_spans(masked_text: str) -> str:
+def render_masked_spans(masked_text: str) -> Markup:
     """Render masked spans as boxes that show their number of tokens."""
     # `escape` changes neither brackets nor colons.
-    return _MASKED_SPAN.sub(r'<span class="hole">\1</span>', escape(masked_text))
+    return Markup(_MASKED_SPAN.sub(r'<span class="hole">\1</span>', str(escape(masked_text))))
 
 
-def render_fills(masked_text: str, filled_text: str) -> str:
+def render_fills(masked_text: str, filled_text: str) -> Markup:
     """Render a filled text whose tokens are not known, with its fills marked; without marks if the texts differ."""
     first, *others = _MASKED_SPAN.split(masked_text)[::2]
     if not others or not filled_text.startswith(first):
-        return escape(filled_text)
-    html, start = [escape(first)], len(first)
+        return isolate(filled_text)
+    parts, start = [isolate(first)], len(first)
     for index, given in enumerate(others, 1):
         is_last = index == len(others)
         place = len(filled_text) - len(given) if is_last else filled_text.find(given, start)
         if place < start or not filled_text.startswith(given, place):
-            return escape(filled_text)
-        fill = _LINE_BREAK.join(escape(filled_text[start:place]).split("\n"))
-        html.append(f"<mark>{fill}</mark>{escape(given)}")
+            return isolate(filled_text)
+        parts.append(Markup("<mark>{}</mark>").format(_LINE_BREAK.join(filled_text[start:place].split("\n"))))
+        parts.append(isolate(given))
         start = place + len(given)
-    return "".join(html)
+    return join(parts)
 
 
-def render_filled(sample: FilledSample) -> str:
+def render_filled(sample: FilledSample) -> Markup:
     """Render the text with each unmasked token shaded by its forward."""
     parts = []
     for piece in sample.pieces:
         if piece.forward is None:
-            parts.append(escape(piece.text))
+            parts.append(isolate(piece.text))
             continue
         shade = 100 - (100 - MIN_SHADE_PERCENT) * (piece.forward - 1) / max(1, sample.num_forwards - 1)
-        first, *lines = escape(piece.text).split("\n")
-        text = _LINE_BREAK.join([f"{first}<sub>{piece.forward}</sub>", *lines])
+        first, *lines = piece.text.split("\n")
         note = "" if piece.probability is None else f", probability {piece.probability:.1%}"
-        parts.append(
-            f'<mark data-forward="{piece.forward}" style="--shade:{shade:.0f}%" title="forward {piece.forward}{note}">'
-            f"{text}</mark>"
-        )
-    return "".join(parts)
+        mark = Markup('<mark data-forward="{0}" style="--shade:{1:.0f}%" title="forward {0}{2}">{3}</mark>')
+        text = _LINE_BREAK.join([Markup("{}<sub>{}</sub>").format(first, piece.forward), *lines])
+        parts.append(mark.format(piece.forward, shade, note, text))
+    return join(parts)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Any
+
+from markupsafe import Markup
 
 from logger.console import format_duration
 from logger.pages.axes import format_number
+from logger.pages.tables import TableRow, join, scrolling_table, table, terms
 from logger.report.plots import BITS_PER_BYTE, NATS_PER_TOKEN, ValidationMetric
 from logger.report.reading import LoggedRun, RunEvent
 
@@ -28,17 +30,13 @@ STATES = {
     "ended": "ended early",
 }
 
-TableRow = tuple[str, list[str]]
-"""A name and a cell for each run; "": no value."""
 
-
-def results(runs: Sequence[LoggedRun]) -> str:
+def results(runs: Sequence[LoggedRun]) -> Markup:
     """Render all results: a list for one run, a table with a column for each of several."""
     rows = [row for row in _result_rows(runs) if any(row[1])]
     if len(runs) > 1:
         return table([run.name for run in runs], rows)
-    terms = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(cells[0])}</dd></div>" for name, cells in rows)
-    return f'<dl class="results">{terms}</dl>'
+    return Markup('<div class="card">{}</div>').format(terms(((name, cells[0]) for name, cells in rows), "lines"))
 
 
 def headline(run: LoggedRun) -> list[tuple[str, str, str]]:
@@ -155,30 +153,10 @@ def _format(value: float | None, style: str) -> str:
     return "" if value is None else format(value, style)
 
 
-def table(heads: Sequence[str], rows: Sequence[TableRow], first: str = "") -> str:
-    """Render a table with names at the left."""
-    top = ""
-    if len(heads) > 1 or first:
-        columns = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
-        top = f"<thead><tr><th>{escape(first)}</th>{columns}</tr></thead>"
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f"<td>{escape(cell) or '-'}</td>" for cell in cells)
-        + "</tr>"
-        for name, cells in rows
-    )
-    return scrolling_table(f"{top}<tbody>{body}</tbody>")
-
-
-def scrolling_table(content: str, classes: str = "wide") -> str:
-    """Render a table that scrolls in its own frame if it is wide."""
-    return f'<div class="{classes}" tabindex="0" role="group"><table>{content}</table></div>'
-
-
-def last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> str:
+def last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> Markup:
     """Render a table of the last values of metrics without a chart."""
     rows = [(key, [_last_value(run, key) for run in runs]) for key in keys]
-    return f'<div class="last">{table([run.name for run in runs], rows, first="Last value of")}</div>' if rows else ""
+    return table([run.name for run in runs], rows, first="Last value of", classes="last") if rows else Markup("")
 
 
 def _last_value(run: LoggedRun, key: str) -> str:
@@ -188,35 +166,30 @@ def _last_value(run: LoggedRun, key: str) -> str:
     return run.texts.get(key, "")
 
 
-def config(runs: Sequence[LoggedRun]) -> str:
+def config(runs: Sequence[LoggedRun]) -> Markup:
     """Render the config: differences between runs highlighted, common values folded."""
     configured = [run for run in runs if run.config]
     if not configured:
-        return ""
+        return Markup("")
     keys = [key for key in dict.fromkeys(key for run in configured for key in run.config) if key != "run.directory"]
     written = {key: [_written(run.config[key]) if key in run.config else "" for run in configured] for key in keys}
     different = [(key, cells) for key, cells in written.items() if len(set(cells)) > 1]
-    parts = []
-    if len(configured) > 1:
-        if different:
-            names = [run.name for run in configured]
-            parts.append(f'<div class="different">{table(names, different, first="Differences")}</div>')
-        else:
-            parts.append("<p>The configs of these runs are the same.</p>")
+    html = Markup("")
+    if different:
+        html += table([run.name for run in configured], different, first="Differences", classes="different")
+    elif len(configured) > 1:
+        html += Markup("<p>The configs of these runs are the same.</p>")
     common = [(key, cells[0]) for key, cells in written.items() if len(set(cells)) == 1]
     title = "All values" if len(configured) == 1 else f"{len(common)} value{'s' * (len(common) != 1)} in common"
     sections: dict[str, list[tuple[str, str]]] = {}
     for key, value in common:
         section, _, rest = key.partition(".")
         sections.setdefault(section if rest else "", []).append((rest or section, value))
-    blocks = "".join(
-        f"<section><h3>{escape(section)}</h3><dl>"
-        + "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in values)
-        + "</dl></section>"
+    blocks = join(
+        Markup('<section class="card"><h3>{}</h3>{}</section>').format(section, terms(values, "lines"))
         for section, values in sections.items()
     )
-    parts.append(f'<details><summary>{escape(title)}</summary><div class="config">{blocks}</div></details>')
-    return "".join(parts)
+    return html + Markup('<details><summary>{}</summary><div class="config">{}</div></details>').format(title, blocks)
 
 
 def _written(value: Any) -> str:
@@ -229,28 +202,28 @@ def _written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def events(runs: Sequence[LoggedRun]) -> str:
+def events(runs: Sequence[LoggedRun]) -> Markup:
     """Render the events of each run, the newest first."""
-    parts = []
+    html = Markup("")
+    head = Markup(
+        '<thead><tr><th scope="col">Step</th><th scope="col">Kind</th><th scope="col">Event</th></tr></thead>'
+    )
     for run in runs:
         run_events = [event for event in run.events if event.kind not in EVENTS_WITH_OWN_SECTION]
         if not run_events:
             continue
         newest = list(reversed(run_events))[:MAX_EVENTS]
-        body = "".join(map(_event, newest))
-        num_omitted = len(run_events) - len(newest)
-        head = '<th scope="col">Step</th><th scope="col">Kind</th><th scope="col">What happened</th>'
-        parts.append(
-            (f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
-            + scrolling_table(f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", "wide events")
-            + (f'<p class="note">{num_omitted:,} earlier ones are in metrics.jsonl.</p>' if num_omitted else "")
-        )
-    return "".join(parts)
+        if len(runs) > 1:
+            html += Markup("<h3>{}</h3>").format(run.name)
+        html += scrolling_table(Markup("{}<tbody>{}</tbody>").format(head, join(map(_event, newest))), "events")
+        if num_omitted := len(run_events) - len(newest):
+            html += Markup('<p class="note">{} earlier ones are in metrics.jsonl.</p>').format(f"{num_omitted:,}")
+    return html
 
 
-def _event(event: RunEvent) -> str:
-    cells = "".join(f"<td>{escape(cell)}</td>" for cell in (f"{event.step:,}", event.kind, _without_step(event)))
-    return f'<tr class="bad">{cells}</tr>' if event.kind in FAILURE_EVENTS else f"<tr>{cells}</tr>"
+def _event(event: RunEvent) -> Markup:
+    cells = join(Markup("<td>{}</td>").format(cell) for cell in (f"{event.step:,}", event.kind, _without_step(event)))
+    return Markup('<tr class="{}">{}</tr>').format("bad" if event.kind in FAILURE_EVENTS else "", cells)
 
 
 def _without_step(event: RunEvent) -> str:
@@ -258,7 +231,7 @@ def _without_step(event: RunEvent) -> str:
     return event.text.removeprefix(f"step {event.step}: ").removeprefix(f"{event.kind}: ")
 
 
-def environment(runs: Sequence[LoggedRun]) -> str:
+def environment(runs: Sequence[LoggedRun]) -> Markup:
     """Render the environment of each part of a run, from ``environment`` events: ``name value; name value``."""
     columns: list[tuple[str, dict[str, str]]] = []
     for run in runs:

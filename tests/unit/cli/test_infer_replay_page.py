@@ -16,7 +16,7 @@ import pytest
 
 from cli.infer.answers import Answer, build_answers
 from cli.infer.inputs import EncodedInput, Input
-from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, render_chart, render_page, write_page
+from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, render_page, write_page
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from tokenizer import Tokenizer, train_bpe
 
@@ -132,6 +132,8 @@ def test_the_page_is_whole_without_a_script(words: Tokenizer, replay: tuple[Requ
     assert "seconds0.50seed5" in reader.text("facts")
     assert "tokens per forward0.67" in reader.text("facts")
     assert f"probability (geometric mean){math.sqrt(0.25 * 0.95):.1%}" in reader.text("facts")
+    titles = ["forward 1: 2 committed", "forward 2: 0 committed, 1 masked again", "forward 3: 2 committed"]
+    assert reader.texts["title"][1:] == titles, "of the bars"
 
 
 def test_page_is_self_contained(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
@@ -186,20 +188,6 @@ def test_hidden_tokens_and_special_ones(words: Tokenizer) -> None:
     [data] = json.loads(Reader(render_page(words, "m", {}, [replay])).text("data"))["requests"]
     assert (data["start"], data["new"], data["end"]) == ([mask, a, -1], [0, 0, 1], 3), "a mask in a prompt is text"
     assert data["frames"][0]["committed"] == [[2, eos, 0.36788]]
-
-
-def test_the_chart(replay: tuple[RequestReplay, Answer]) -> None:
-    svg = render_chart(replay[0].frames)
-    titles = re.findall("<title>(.*?)</title>", svg)
-    assert titles == ["forward 1: 2 committed", "forward 2: 0 committed, 1 masked again", "forward 3: 2 committed"]
-    assert re.findall(r'class="up" x="([\d.]+)" y="([\d.]+)" width="0.8" height="([\d.]+)"', svg) == [
-        ("0.1", "0.00", "32.00"),
-        ("1.1", "32.00", "0.00"),
-        ("2.1", "0.00", "32.00"),
-    ]
-    assert 'class="down" x="1.1" y="32.00" width="0.8" height="16.00"' in svg
-    assert "at most 2 tokens" in svg
-    assert render_chart([]) == ""
 
 
 def test_it_is_written_aside(words: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_every_chart_is_named_focusable_and_has_its_values(tmp_path: Path) -> No
 
 def test_several_runs_show_what_differs_and_fold_the_rest(tmp_path: Path) -> None:
     page, outline = page_of(make_run(tmp_path / "a"), make_run(tmp_path / "b", learning_rate=0.02, steps=40))
-    different = page[page.index('class="different"') : page.index("<details")]
+    different = page[page.index('class="wide different"') : page.index("<details")]
     assert "optimizer.learning_rate" in different and "0.02" in different and "training.max_steps" in different
     assert "run.directory" not in page.replace(str(tmp_path), "")
     assert "seed" not in different and "1 value in common run seed 0" in outline.words

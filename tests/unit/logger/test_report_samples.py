@@ -51,7 +51,7 @@ def test_damaged_values_leave_the_words(values: dict[str, Any]) -> None:
 
 def test_the_page_shades_by_order_and_has_a_slider() -> None:
     html = render_samples([LoggedRun("run", Path("run"), events=[event()])])
-    assert '<pre class="given">a<span class="hole">2</span>c</pre>' in html
+    assert '<pre class="given" dir="auto">a<span class="hole">2</span>c</pre>' in html
     marks = re.findall(r'<mark data-forward="(\d+)" style="--shade:(\d+)%" title="([^"]+)">', html)
     assert marks == [("2", "20", "forward 2, probability 25.0%"), ("1", "100", "forward 1, probability 100.0%")]
     assert '<input type="range" min="0" max="2" value="2">' in html

@@ -1,4 +1,4 @@
-"""Charts of points, on a logarithmic axis or by category, and bars."""
+"""Charts: points, logarithmic axes, categories, panels and bars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 
 import numpy as np
 
-from logger.pages.charts import WIDTH, Chart, Curve, draw_bars, draw_chart
+from logger.pages.charts import WIDTH, Chart, Curve, draw_bars, draw_chart, draw_charts, draw_columns
+
+X_N, Y_N = np.array([1.0, 2.0]), np.array([4.0, 2.0])
 
 
 def points(x: list[float], y: list[float]) -> Curve:
@@ -17,7 +19,7 @@ def test_points_have_no_line_and_no_last_value() -> None:
     html, _ = draw_chart(Chart("Rate", "", [points([1.0, 2.0], [3.0, 4.0])]), 0)
     assert len(re.findall(r'<path class="dots"', html)) == 1
     assert re.search(r'<g class="c0 d0"><path class="dots" d="M\d+ \d+h0M\d+ \d+h0"/></g>', html)
-    assert '<i class="c0 d0 dot"></i>done <b></b>' in html
+    assert '<i class="c0 d0 dot"></i><bdi>done</bdi> <b></b>' in html
 
 
 def test_a_logarithmic_axis_spreads_powers_evenly() -> None:
@@ -39,3 +41,22 @@ def test_bars_are_as_long_as_their_shares() -> None:
     html = draw_bars("Importance", "share", [("<rate>", 0.75, "75%"), ("size", 0.0, "0%")], "of 4 runs")
     assert f'd="M0 5H{round(0.75 * WIDTH)}"' in html and 'd="M0 5H0"' in html
     assert "&lt;rate&gt;" in html and "of 4 runs" in html
+
+
+def test_charts_are_numbered_on_over_a_page() -> None:
+    values: list[dict[str, object]] = [{}]
+    chart = Chart("Loss", "nats", [Curve("<one>", 9, 0, X_N, Y_N)])
+    html = draw_charts([chart, chart], values, more="<p>more</p>")
+    assert re.findall(r'data-chart="(\d)"', html) == ["1", "2"] and len(values) == 3
+    assert html.endswith("<p>more</p></div>") and '<i class="c1 d1"></i><bdi>&lt;one&gt;</bdi> <b>2</b>' in html
+    assert draw_charts([], values) == ""
+
+
+def test_columns() -> None:
+    html = draw_columns("Tokens", [(2, 0), (0, 1), (2, 0)], ["a", "<b>", "c"])
+    assert re.findall("<title>(.*?)</title>", html) == ["a", "&lt;b&gt;", "c"]
+    assert 'viewBox="0 0 3 3"' in html
+    assert re.findall(r'class="up" x="([\d.]+)" y="(\d)" width="0.8" height="(\d)"', html) == [
+        ("0.1", "0", "2"), ("1.1", "2", "0"), ("2.1", "0", "2"),
+    ]  # fmt: skip
+    assert '<rect class="down" x="1.1" y="2" width="0.8" height="1"/>' in html

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 STYLES = (
     ("logger.pages", "head.html"),
-    ("logger.report", "report.html"),
+    ("logger.pages", "page.css"),
     ("logger.pages", "curves.css"),
     ("logger.pages", "charts.css"),
     ("cli.infer", "replay.html"),
