@@ -34,9 +34,9 @@ class AxisScale:
         """Map a single value to the range 0 to 1."""
         return float(self(np.array([value]))[0])
 
-    def ticks(self) -> list[float]:
-        """Return round values in the range."""
-        return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high)
+    def ticks(self, max_ticks: int = 6) -> list[float]:
+        """Return round values in the range; of a linear scale, at most about ``max_ticks``."""
+        return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high, max_ticks)
 
 
 def ticks(low: float, high: float, max_ticks: int = 6) -> list[float]:

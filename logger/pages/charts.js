@@ -25,18 +25,19 @@
   }
 
   class Reader {
-    constructor(figure) {
-      this.figure = figure;
-      this.chart = charts[Number(figure.dataset.chart)];
-      this.plot = figure.querySelector(".plot");
-      this.places = [...new Set(this.chart.lines.flatMap(line => line.x))].sort((a, b) => a - b);
+    constructor(plot) {
+      this.plot = plot;
+      this.figure = plot.closest("[data-chart]");
+      this.chart = charts[Number(this.figure.dataset.chart)];
+      this.lines = this.chart.lines.filter(line => (line.panel || "") === plot.dataset.panel);
+      this.places = [...new Set(this.lines.flatMap(line => line.x))].sort((a, b) => a - b);
       this.at = this.places.length - 1;
       this.plot.addEventListener("pointermove", event => this.point(event));
       this.plot.addEventListener("pointerdown", event => this.point(event));
       this.plot.addEventListener("pointerleave", () => this.hide());
       this.plot.addEventListener("blur", () => this.hide());
       this.plot.addEventListener("keydown", event => this.key(event));
-      figure.addEventListener("change", () => this.hide());
+      this.figure.addEventListener("change", () => this.hide());
     }
 
     point(event) {
@@ -85,7 +86,7 @@
       const label = this.chart.xLabels[x] ?? x.toLocaleString("en", { maximumSignificantDigits: 6 });
       const where = this.chart.share ? Math.round(100 * x) + "% masked" : this.chart.xName + " " + label;
       this.readout.append(make("b", "", where));
-      for (const line of this.chart.lines) {
+      for (const line of this.lines) {
         const place = nearest(line.x, x);
         // A line that is not here says nothing: its nearest point is further away than a hundredth of the chart.
         if (line.y[place] === null || Math.abs(this.across(line.x[place]) - share) > .01) continue;
@@ -93,7 +94,7 @@
         const value = soft ? line.smooth[place] : line.y[place];
         const row = make("div");
         row.append(make("i", "c" + line.color));
-        if (this.chart.lines.length > 1) row.append(make("bdi", "", line.name), " ");
+        if (this.lines.length > 1) row.append(make("bdi", "", line.name), " ");
         row.append(make("b", "", written(value)));
         if (line.error && line.error[place] !== null) row.append(" \u00b1 " + Number(line.error[place].toPrecision(2)));
         if (soft) row.append(" (raw " + written(line.y[place]) + ")");
@@ -114,4 +115,4 @@
     }
   }
 
-  document.querySelectorAll("[data-chart]").forEach(figure => new Reader(figure));
+  document.querySelectorAll(".plot").forEach(plot => new Reader(plot));

@@ -17,6 +17,7 @@ import numpy as np
 from markupsafe import Markup
 
 from logger.pages.axes import AxisScale, Floats, format_number
+from logger.pages.tables import table
 
 WIDTH, HEIGHT = 2000, 1000
 """Size of the SVG's view box."""
@@ -51,6 +52,8 @@ class Curve:
     """Standard error; a band."""
     has_dots: bool = False
     has_line: bool = True
+    panel: str = ""
+    """Name of its panel, if its chart has several."""
 
 
 @dataclass
@@ -93,31 +96,46 @@ def draw_charts(charts: Sequence[Chart], values: list[dict[str, Any]], more: str
 
 def draw_chart(plot: Chart, number: int) -> tuple[Markup, dict[str, Any]]:
     """Return the figure's HTML and its values for the script."""
-    across = _horizontal(plot)
-    scales = _vertical(plot)
+    across, scales = _horizontal(plot), _vertical(plot)
+    panels = list(dict.fromkeys(line.panel for line in plot.lines))
+    panes = "".join(_draw_panel(plot, panel, across, scales) for panel in panels)
+    has_smooth = any(line.smooth_N is not None for line in plot.lines)
+    classes = "chart card" + " panels" * (len(panels) > 1) + " many" * (len(plot.lines) > 3 * len(panels))
+    html = (
+        f'<figure class="{classes}" data-chart="{number}"><figcaption><div><h3>{escape(plot.title)}</h3>'
+        f'<span class="unit">{escape(plot.unit)}</span></div>'
+        f'{_switches(plot, has_smooth, len(scales) > 1)}</figcaption><div class="panes">{panes}</div>'
+        f"{_last_values(plot, panels) if len(panels) > 1 else _legend(plot)}"
+        + (f'<p class="note">{escape(plot.note)}</p>' if plot.note else "")
+        + "</figure>"
+    )
+    return Markup(html), _values(plot, across, scales)
+
+
+def _draw_panel(plot: Chart, panel: str, across: AxisScale, scales: dict[str, AxisScale]) -> str:
+    """Return the axes and the curves of a panel, with all scales."""
+    curves = [line for line in plot.lines if line.panel == panel]
     frames = []
     for name, scale in scales.items():
-        lines = "".join(_line(line, across, scale) for line in plot.lines)
+        lines = "".join(_line(line, across, scale) for line in curves)
         grid = "".join(f"M0 {_y(scale.to_unit(value))}H{WIDTH}" for value in scale.ticks())
         frames.append(
             f'<div class="ys {name}" aria-hidden="true">{_labels(scale, "bottom")}</div>'
             f'<svg class="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
             f'<path class="grid" d="{grid}"/>{_marks(plot, across)}{lines}</svg>'
         )
-    x_labels = _category_labels(plot, across) if plot.x_labels else _labels(across, "left", plot.x_is_share)
+    if plot.x_labels:
+        x_labels = _category_labels(plot, across)
+    else:
+        x_labels = _labels(across, "left", plot.x_is_share, max_ticks=3 if panel else 6)
     if not plot.x_is_share:
         x_labels += f"<b>{escape(plot.x_name)}</b>"
-    has_smooth = any(line.smooth_N is not None for line in plot.lines)
-    classes = "chart card" + " many" * (len(plot.lines) > 3)
-    html = (
-        f'<figure class="{classes}" data-chart="{number}"><figcaption><div><h3>{escape(plot.title)}</h3>'
-        f'<span class="unit">{escape(plot.unit)}</span></div>'
-        f"{_switches(plot, has_smooth, len(scales) > 1)}</figcaption>"
-        f'<div class="frame"><div class="plot" tabindex="0" role="img" aria-label="{escape(describe_chart(plot))}">'
-        f'{"".join(frames)}</div><div class="xs" aria-hidden="true">{x_labels}</div></div>'
-        f"{_legend(plot)}" + (f'<p class="note">{escape(plot.note)}</p>' if plot.note else "") + "</figure>"
+    head = f"<h4>{escape(panel)}</h4>" if panel else ""
+    return (
+        f'<div>{head}<div class="frame"><div class="plot" data-panel="{escape(panel)}" tabindex="0" role="img" '
+        f'aria-label="{escape(describe_chart(plot, panel))}">'
+        f'{"".join(frames)}</div><div class="xs" aria-hidden="true">{x_labels}</div></div></div>'
     )
-    return Markup(html), _values(plot, across, scales)
 
 
 def draw_svg(plot: Chart) -> str:
@@ -180,17 +198,18 @@ def draw_bars(title: str, unit: str, bars: Sequence[tuple[str, float, str]], not
     )
 
 
-def describe_chart(plot: Chart) -> str:
-    """Describe the chart in words, for screen readers."""
+def describe_chart(plot: Chart, panel: str = "") -> str:
+    """Describe a panel of the chart in words, for screen readers."""
     parts = []
     for line in plot.lines:
         finite = line.y_N[np.isfinite(line.y_N)]
-        if len(finite):
+        if len(finite) and line.panel == panel:
             extremes = f"least {format_number(float(finite.min()))}, greatest {format_number(float(finite.max()))}"
             parts.append(
                 f"{line.name}: from {format_number(float(finite[0]))} to {format_number(float(finite[-1]))}, {extremes}"
             )
-    return f"{plot.title}{f', {plot.unit}' if plot.unit else ''}, by {plot.x_name}. {'; '.join(parts)}"
+    title = ", ".join(filter(None, [plot.title, panel, plot.unit]))
+    return f"{title}, by {plot.x_name}. {'; '.join(parts)}"
 
 
 def _horizontal(plot: Chart) -> AxisScale:
@@ -288,9 +307,9 @@ def _y(share: float) -> int:
     return round(HEIGHT * (1.0 - min(1.0, max(0.0, share))))
 
 
-def _labels(scale: AxisScale, side: str, is_share: bool = False) -> str:
+def _labels(scale: AxisScale, side: str, is_share: bool = False, max_ticks: int = 6) -> str:
     """Return tick labels, positioned from ``side``: ``left`` or ``bottom``."""
-    spans, values = [], scale.ticks()
+    spans, values = [], scale.ticks(max_ticks)
     for value in values:
         value = 0.0 if abs(value) < 1e-12 * max(map(abs, values)) else value
         end = ' class="end"' if side == "left" and scale.to_unit(value) > 0.98 else ""
@@ -322,10 +341,7 @@ def _legend(plot: Chart) -> str:
     for line in plot.lines:
         if has_many and len(line.x_N) == 1 and line.error_N is not None:
             continue  # final values of several runs stand in the table
-        values_N = line.smooth_N if line.smooth_N is not None else line.y_N
-        finite = np.flatnonzero(np.isfinite(values_N))
-        has_last = line.has_line and not plot.x_is_share and len(finite)
-        last = _with_error(line, values_N, int(finite[-1])) if has_last else ""
+        last = _last_value(line) if line.has_line and not plot.x_is_share else ""
         dot = " dot" * (len(line.x_N) == 1 or not line.has_line)
         swatch = f'<i class="{style_classes(line.color, line.dash)}{dot}"></i>'
         entries.append(f"<li>{swatch}<bdi>{escape(line.name)}</bdi> <b>{last}</b></li>")
@@ -335,10 +351,23 @@ def _legend(plot: Chart) -> str:
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
-def _with_error(line: Curve, values_N: Floats, index: int) -> str:
-    text = format_number(float(values_N[index]), 4)
-    if line.error_N is not None and math.isfinite(line.error_N[index]):
-        text += f" ± {format_number(float(line.error_N[index]), 2)}"
+def _last_values(plot: Chart, panels: Sequence[str]) -> str:
+    """Return a table of the last values, with a row for each panel and a column for each color of its curves."""
+    colors = {line.name: line.color for line in plot.lines}
+    swatches = [Markup('<i class="{}"></i>{}').format(style_classes(color), name) for name, color in colors.items()]
+    values = {(line.panel, line.name): _last_value(line) for line in plot.lines}
+    rows = [(panel, [values.get((panel, name), "") for name in colors]) for panel in panels]
+    return table(swatches, rows, first="Last value")
+
+
+def _last_value(line: Curve) -> str:
+    values_N = line.smooth_N if line.smooth_N is not None else line.y_N
+    finite = np.flatnonzero(np.isfinite(values_N))
+    if not len(finite):
+        return ""
+    text = format_number(float(values_N[finite[-1]]), 4)
+    if line.error_N is not None and math.isfinite(line.error_N[finite[-1]]):
+        text += f" ± {format_number(float(line.error_N[finite[-1]]), 2)}"
     return text
 
 
@@ -354,6 +383,7 @@ def _values(plot: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> dic
         "lines": [
             {
                 "name": line.name,
+                **({"panel": line.panel} if line.panel else {}),
                 "color": line.color % 8,
                 "x": [int(x) if x == int(x) else x for x in line.x_N.tolist()],
                 "y": _rounded(line.y_N),

@@ -158,7 +158,7 @@ def _validation(runs: Sequence[LoggedRun], metric: ValidationMetric) -> Chart:
         series = run.numbers.get(metric.key)
         if series is not None and not series.is_empty:
             errors = _aligned(run.numbers.get(metric.error_key), series.steps_N)
-            plot.lines.append(_build_curve(run.name, color, 0, series, None, len(runs), errors))
+            plot.lines.append(_build_curve(run.name, color, series, len(runs), error_N=errors))
     for color, run in enumerate(runs):
         value, error = (run.result("evaluation", key) for key in metric.summary_keys)
         if value is not None:
@@ -190,8 +190,8 @@ def _by_masked_share(runs: Sequence[LoggedRun]) -> Chart:
 
 
 def _build_chart(kind: ChartSpec, runs: Sequence[LoggedRun]) -> Chart:
-    """Build a chart. Color distinguishes runs, or metrics of a single run; dashes distinguish metrics of several
-    runs."""
+    """Build a chart. Color distinguishes runs, or metrics of a single run; several metrics of several runs have a panel
+    each."""
     keys = dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(kind.keys, key))
     plot = Chart(kind.title, kind.unit, [], log=kind.log, from_zero=kind.from_zero)
     chosen = [
@@ -203,10 +203,10 @@ def _build_chart(kind: ChartSpec, runs: Sequence[LoggedRun]) -> Chart:
     for run_index, key_index, run, key in chosen:
         series = Series(run.numbers[key].steps_N, run.numbers[key].values_N * kind.scale)
         member = _label_of_metric(kind, key)
-        name = ", ".join(part for part in (run.name if len(runs) > 1 or not member else "", member) if part)
-        color, dash = (key_index, 0) if len(runs) == 1 else (run_index, key_index)
+        name, color = (member or run.name, key_index) if len(runs) == 1 else (run.name, run_index)
+        panel = member if len(runs) > 1 and len(keys) > 1 else ""
         smooth = moving_average(series.values_N) if kind.is_smoothed else None
-        plot.lines.append(_build_curve(name, color, dash, series, smooth, len(chosen)))
+        plot.lines.append(_build_curve(name, color, series, len(chosen), smooth_N=smooth, panel=panel))
     plot.note = " ".join(filter(None, [kind.note, _missing_values_note([run.numbers[key] for *_, run, key in chosen])]))
     return plot
 
@@ -232,13 +232,14 @@ def _missing_values_note(series: Sequence[Series]) -> str:
 def _build_curve(
     name: str,
     color: int,
-    dash: int,
     series: Series,
-    smooth_N: Floats | None,
     num_curves: int,
+    *,
+    smooth_N: Floats | None = None,
     error_N: Floats | None = None,
+    panel: str = "",
 ) -> Curve:
     indices = downsample(series.values_N, max(40, MAX_POINTS_PER_CHART // (2 * num_curves)))
     smooth_N, error_N = (None if values_N is None else values_N[indices] for values_N in (smooth_N, error_N))
     steps_N, values_N = series.steps_N[indices], series.values_N[indices]
-    return Curve(name, color, dash, steps_N, values_N, smooth_N, error_N, has_dots=len(indices) <= 30)
+    return Curve(name, color, 0, steps_N, values_N, smooth_N, error_N, has_dots=len(indices) <= 30, panel=panel)

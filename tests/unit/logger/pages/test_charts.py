@@ -43,6 +43,23 @@ def test_bars_are_as_long_as_their_shares() -> None:
     assert "&lt;rate&gt;" in html and "of 4 runs" in html
 
 
+def test_panels_share_their_scales_and_have_a_table_of_last_values() -> None:
+    lines = [
+        Curve(name, color, 0, X_N, scale * Y_N, panel=panel)
+        for color, name in enumerate(("one", "<two>"))
+        for panel, scale in (("0% to 20%", 1.0), ("80% to 100%", 2.0))
+    ]
+    html, values = draw_chart(Chart("Loss", "nats", lines[:3]), 0)
+    assert re.findall(r'data-panel="(.*?)"', html) == ["0% to 20%", "80% to 100%"]
+    assert len(set(re.findall(r'<path class="grid" d="(.*?)"', html))) == 1
+    assert re.findall(r'<th scope="col"><i class="(.*?)"></i>(.*?)</th>', html) == [
+        ("c0 d0", "one"), ("c1 d0", "&lt;two&gt;"),
+    ]  # fmt: skip
+    assert re.findall("<td>(.*?)</td>", html) == ["2", "2", "4", "-"]
+    assert "Loss, 80% to 100%, nats, by step. one: from 8 to 4, least 4, greatest 8" in html
+    assert [line.get("panel") for line in values["lines"]] == ["0% to 20%", "80% to 100%", "0% to 20%"]
+
+
 def test_charts_are_numbered_on_over_a_page() -> None:
     values: list[dict[str, object]] = [{}]
     chart = Chart("Loss", "nats", [Curve("<one>", 9, 0, X_N, Y_N)])
