@@ -18,7 +18,7 @@ from tests.tiny_run import write_train_config
 
 pytestmark = pytest.mark.operate
 
-PHONE, DESK = (390, 844), (1280, 900)
+PHONE, DESK = (375, 812), (1280, 900)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,160 @@
+"""Pages of hostile content in a real browser: long words, many columns, text that would reorder its neighbors."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.infer.answers import build_answers
+from cli.infer.inputs import EncodedInput, Input
+from cli.infer.replay_page import ReplayRecorder, write_page
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
+from logger.report import write_report
+from tests.operate.chromium import Page, Picture, chromium
+from tokenizer import train_bpe
+
+pytestmark = pytest.mark.operate
+
+HOSTILE = "x\u202eevil\u202d<script>alert(1)</script>" + "W" * 300
+NUM_RUNS = 200
+
+
+def write_run(folder: Path) -> Path:
+    """A run whose names, values, events and samples are hostile."""
+    folder.mkdir(parents=True)
+    values = {
+        "given": f"{HOSTILE}[MASK:2]{HOSTILE}",
+        "tokens": [HOSTILE, HOSTILE, "b", HOSTILE],
+        "step_map": [None, 1, 2, None],
+        "logprobs": [None, -1.0, -1.0, None],
+    }
+    metrics = {"loss": 2.0, "loss_by_masked_fraction/0-0.5": 2.0, f"other/{HOSTILE}": 1.0, "text": HOSTILE}
+    records = [
+        {"step": 0, "event": "environment", "text": f"environment: {HOSTILE} {HOSTILE}"},
+        {"step": 1, "metrics": metrics},
+        {"step": 2, "metrics": {**metrics, "loss": 1.0, f"other/{HOSTILE}": 2.0, "loss_by_masked_fraction/0.5-1": 1.0}},
+        {"step": 2, "event": "sample", "text": HOSTILE, "values": values},
+        {"step": 2, "event": "sample", "text": HOSTILE},
+        {"step": 2, "event": "failed", "text": HOSTILE},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    text = json.dumps(HOSTILE)
+    config = f"[data]\n{text} = {text}\nname = {json.dumps(folder.name)}\n"
+    (folder / "config.toml").write_text(config, encoding="utf-8")
+    return folder
+
+
+def write_replay(path: Path) -> None:
+    """A replay of many prompts: each committed its tokens with probabilities of all levels, and left one masked."""
+    tokenizer = train_bpe(["the cat sat on the mat"] * 3, vocab_size=270)
+    text = f"\n{HOSTILE} \u05e9\u05dc\u05d5\u05dd"
+    ids = tuple(tokenizer.encode(text))
+    levels = (0.2, 0.4, 0.6, 0.8, 0.95)
+    logprobs = tuple(math.log(levels[index % 5]) for index in range(len(ids)))
+    requests = [
+        EncodedInput(Input("prompt", HOSTILE), number, HOSTILE, tuple(tokenizer.encode(HOSTILE)), frozenset(), 0, 5)
+        for number in range(1, 31)
+    ]
+    recorder = ReplayRecorder(requests)
+    given = requests[0].token_ids
+    for num_masked in (1, 0):
+        is_masked = (False,) * (len(given) + len(ids) - num_masked) + (True,) * num_masked
+        canvas = CanvasSnapshot((*given, *ids), is_masked, (math.nan,) * len(given) + logprobs)
+        recorder(DecodingStep(2 - num_masked, (canvas,) * len(requests)))
+    results = [Generation(ids, "length", 2, logprobs, (1,) * len(ids)) for _ in requests]
+    answers = build_answers(tokenizer, requests, results, 0.5)
+    params = {"remasking_strategy": HOSTILE, "cache": HOSTILE, HOSTILE: HOSTILE}
+    write_page(path, tokenizer, HOSTILE, params, list(zip(recorder.replays, answers, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The pages by name."""
+    folder = tmp_path_factory.mktemp("pages")
+    paths = {name: folder / f"{name}.html" for name in ("run", "runs", "replay")}
+    name = HOSTILE.replace("/", "")
+    runs = [write_run(folder / str(index) / f"{name[: 200 if index == 0 else 20]}{index}") for index in range(NUM_RUNS)]
+    write_report(runs[:1], paths["run"])
+    write_report(runs, paths["runs"])
+    write_replay(paths["replay"])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+OPEN_ALL = "document.querySelectorAll('details').forEach(each => { each.open = true; })"
+
+CUT = """[...document.querySelectorAll('body *')].filter(each => {
+  if (each.closest('.wide') && !each.matches('.wide') || each.closest('.plot, .xs, #tip')) return false;
+  const isScrolling = each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).overflowX !== 'visible';
+  return each.getBoundingClientRect().right > innerWidth + .5 || isScrolling && !each.matches('.wide, input, select');
+}).map(each => each.outerHTML.slice(0, 90))"""
+
+WIDE = "[...document.querySelectorAll('.wide')].filter(each => each.scrollWidth > each.clientWidth + 1)"
+
+
+@pytest.mark.parametrize("name", ["run", "runs", "replay"])
+@pytest.mark.parametrize("width", [375, 1280])
+def test_nothing_is_cut_without_a_hint(pages: dict[str, Path], browser: Page, name: str, width: int) -> None:
+    browser.open(pages[name], width, 812)
+    browser.evaluate(OPEN_ALL)
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    assert browser.evaluate(CUT) == []
+    assert browser.problems() == [] and len(browser.requests()) == 1
+    number = browser.evaluate(f"{WIDE}.length")
+    assert number > 0 or name == "run"
+    for index in range(min(number, 5)):
+        colors = [edge_color(browser, index, scroll_left) for scroll_left in (0, 10**9)]
+        assert max(abs(start - end) for start, end in zip(*colors, strict=True)) > 20, "a shadow, until the end"
+
+
+def edge_color(page: Page, index: int, scroll_left: int) -> bytes:
+    """The most frequent color at the right edge of a scrolling frame; text is less frequent."""
+    clip = page.evaluate(
+        f"(() => {{ const each = {WIDE}[{index}]; each.scrollIntoView(); each.scrollLeft = {scroll_left};"
+        "const box = each.getBoundingClientRect(); return { x: box.right + scrollX - 4, y: box.top + scrollY + 12,"
+        "width: 1, height: Math.min(innerHeight - box.top, box.height) - 24, scale: 1 }; })()"
+    )
+    answer = page.call("Page.captureScreenshot", format="png", clip=clip)
+    colors = Picture(base64.b64decode(answer["data"])).colours(every=1)
+    return max(colors, key=lambda color: colors[color])
+
+
+@pytest.mark.parametrize("name", ["run", "runs", "replay"])
+def test_text_does_not_reorder_its_neighbors_or_become_html(pages: dict[str, Path], browser: Page, name: str) -> None:
+    browser.open(pages[name], 375, 812)
+    spilling = """(() => { const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+      while (nodes.nextNode()) {
+        const element = nodes.currentNode.parentElement;
+        if (!/[\u202a-\u202e]/.test(nodes.currentNode.data) || element.closest('script')) continue;
+        if (getComputedStyle(element).unicodeBidi !== 'isolate') found.push(element.outerHTML.slice(0, 90));
+      }
+      return found; })()"""
+    assert browser.evaluate("/\u202e/.test(document.body.innerText)")
+    assert browser.evaluate(spilling) == []
+    assert browser.evaluate("document.querySelectorAll('script').length") == 2
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_states_of_the_replay_look_different(pages: dict[str, Path], browser: Page, dark: bool) -> None:
+    browser.open(pages["replay"], 375, 812, dark=dark)
+    browser.evaluate(
+        "(() => { const slider = document.querySelector('input'); slider.value = 1;"
+        "slider.dispatchEvent(new Event('input')); })()"
+    )
+    styles = browser.evaluate(
+        """['.token.p4', '.token.p5', '.mask', '.given'].map(name => {
+          const style = getComputedStyle(document.querySelector('.canvas ' + name));
+          return [style.backgroundColor, style.backgroundImage]; })"""
+    )
+    assert len({tuple(style) for style in styles}) == 4
+    assert [image != "none" for _, image in styles] == [False, False, True, False]
