@@ -212,7 +212,7 @@ def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_p
     assert [answer["text"]["prompt"] for answer in answers] == ["the cat", "the dög"]
     assert [answer["params"]["remasking_strategy"] for answer in answers] == ["random", "random"]
     html = page.read_text(encoding="utf-8")
-    assert html.count('<section class="request"') == 2
+    assert html.count('<section class="request card"') == 2
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["answers.jsonl", "prompts.txt", "replay.html"]
     assert "contains answers already" in failure(capsys, 2, *arguments)
 

@@ -59,7 +59,7 @@ def test_complete_batches_are_written_if_decoding_fails(
     assert calls.seeds == [[0, 1]]
     lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["params"]["seed"] for line in lines] == [0, 1]
-    assert (tmp_path / "a.html").read_text(encoding="utf-8").count('<section class="request"') == 2
+    assert (tmp_path / "a.html").read_text(encoding="utf-8").count('<section class="request card"') == 2
 
 
 def test_all_inputs_are_checked_before_the_first_is_decoded(
