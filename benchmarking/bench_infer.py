@@ -39,7 +39,8 @@ from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 from config.model import ModelConfig
 from config.runtime import AttentionBackend
-from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model, load_tokenizer
+from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model
+from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.inference.generate import DecodingStep, Generation, generate
 from diffusionlm.inference.settings import resolve_settings

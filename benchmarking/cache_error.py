@@ -22,7 +22,8 @@ import torch
 
 from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message
 from config.generation import GenerationConfig
-from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
+from diffusionlm.checkpoints.huggingface import load_model
+from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.inference.generate import decode
 from diffusionlm.inference.model_runner import ModelRunner
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message
 from config.generation import GenerationConfig
-from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
+from diffusionlm.checkpoints.huggingface import load_model
+from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.synthetic import EMPTY_CELL, find_solutions, is_shidoku, make_puzzle, shidoku_grids
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.generate import infill

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from config.generation import GenerationConfig
     from config.model import ModelConfig
-    from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer, save_model_directory
+    from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
+    from diffusionlm.checkpoints.model_files import load_tokenizer
     from diffusionlm.evaluation.nelbo import LikelihoodEstimate, NelboReport, conditional_likelihood, nelbo
     from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
     from diffusionlm.inference.generate import Generation, generate, infill
@@ -28,7 +29,7 @@ _MODULE_OF_NAME = {
     "GenerationConfig": "config.generation",
     "ModelConfig": "config.model",
     "load_model": "diffusionlm.checkpoints.huggingface",
-    "load_tokenizer": "diffusionlm.checkpoints.huggingface",
+    "load_tokenizer": "diffusionlm.checkpoints.model_files",
     "save_model_directory": "diffusionlm.checkpoints.huggingface",
     "LikelihoodEstimate": "diffusionlm.evaluation.nelbo",
     "NelboReport": "diffusionlm.evaluation.nelbo",

@@ -141,7 +141,8 @@ def _run(config: InferConfig, inputs: list[Input]) -> None:
     # Imported here, so that --help and config errors do not wait for torch.
     from cli.infer.conversation import run_chat
     from cli.infer.session import answer
-    from diffusionlm.checkpoints.huggingface import load_configured_model, load_tokenizer
+    from diffusionlm.checkpoints.huggingface import load_configured_model
+    from diffusionlm.checkpoints.model_files import load_tokenizer
 
     assert config.model.path is not None
     chats = config.input.interactive or any(item.kind == "chat" for item in inputs)

@@ -15,13 +15,9 @@ from config.convert import ConvertConfig, DiffusionSection
 from config.families.model_directory import read_model_config, resolve_model_directory
 from config.families.registry import FAMILIES, get_family, infer_model_type
 from config.model import ModelConfig
-from diffusionlm.checkpoints.huggingface import (
-    load_model_with_config,
-    load_tokenizer,
-    save_model_directory,
-    verify_model_files,
-)
+from diffusionlm.checkpoints.huggingface import load_model_with_config, save_model_directory
 from diffusionlm.checkpoints.manifest import write_directory_atomically
+from diffusionlm.checkpoints.model_files import load_tokenizer, verify_model_files
 from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
 from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from diffusionlm.models.transformer import Transformer

@@ -20,14 +20,13 @@ from config.families.registry import get_family
 from config.infer import InferModelConfig
 from config.model import ModelConfig
 from config.runtime import AttentionBackend
-from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.checkpoints.model_card import write_model_card
+from diffusionlm.checkpoints.model_files import verify_model_files
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
-from diffusionlm.checkpoints.weights import list_weight_files, open_weights, read_saved_dtype, save_weights
+from diffusionlm.checkpoints.weights import open_weights, read_saved_dtype, save_weights
 from diffusionlm.models.transformer import Transformer
 from profiling.torch_setup import select_device
 from tokenizer import Tokenizer, save_tokenizer
-from tokenizer import load_tokenizer as load_tokenizer_files
 
 DTYPES = {
     "float32": torch.float32,
@@ -81,16 +80,6 @@ def load_configured_model(config: InferModelConfig) -> Transformer:
     return load_model(config.path, device=device, dtype=config.dtype, attention_backend=config.attention_backend)
 
 
-def verify_model_files(directory: Path) -> None:
-    """Compare config.json, generation_config.json and the weights with the manifest, if there is one.
-
-    Raises:
-        ValueError: there are no weights, or a file is missing, truncated or changed; names it.
-    """
-    file_names = {"config.json", GENERATION_CONFIG_FILE, *(file.name for file in list_weight_files(directory))}
-    verify_directory(directory, file_names=file_names)
-
-
 def load_model_with_config(
     config: ModelConfig,
     directory: Path,
@@ -130,13 +119,6 @@ def _allocate_parameters(model: Transformer, dtype: torch.dtype, device: str) ->
             setattr(module, name, torch.nn.Parameter(values))
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model directory, a checkpoint, a run directory or a model of the Hub (``org/name``)."""
-    directory = Path(path)
-    is_tokenizer = any((directory / name).is_file() for name in ("vocab.json", "tokenizer.json"))
-    return load_tokenizer_files(directory if is_tokenizer else resolve_model_directory(path, needs_weights=False))
 
 
 def save_model(

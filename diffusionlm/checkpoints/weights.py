@@ -10,7 +10,7 @@ import functools
 import json
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,8 @@ from torch import Tensor, nn
 
 from config.families.registry import parameter_name
 from config.model import ModelConfig
-from files.json_files import read_json_object
+from diffusionlm.checkpoints.model_files import INDEX, WEIGHTS, join_problems, list_weight_files, read_weight_index
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-MAX_LISTED_PROBLEMS = 20
-"""Problems that an error lists; it counts the others."""
 HEAD_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.embed_tokens.weight"
 COMPARE_CHUNK_ELEMENTS = 1 << 24
 """Values of a tensor that are compared at the same time."""
@@ -51,36 +46,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     """Returns the values, in the mapped file."""
-
-
-def list_weight_files(directory: Path) -> list[Path]:
-    """List the files with a directory's weights: the index first, if there is one.
-
-    Raises:
-        ValueError: there are no weights, the index is damaged, or a shard is missing; names the files.
-    """
-    for single, index in ((WEIGHTS, INDEX), (PICKLE, PICKLE_INDEX)):
-        if (directory / single).is_file():
-            return [directory / single]
-        if (directory / index).is_file():
-            shards = sorted(set(_read_index(directory / index).values()))
-            missing = [name for name in shards if not (directory / name).is_file()]
-            if missing:
-                raise ValueError(f"{directory / index}: missing shards: {join_problems(missing)}; download them again")
-            return [directory / index, *(directory / name for name in shards)]
-    raise ValueError(f"{directory} has no weights: none of {', '.join((WEIGHTS, INDEX, PICKLE, PICKLE_INDEX))}")
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map = read_json_object(path)["weight_map"]
-        file_of = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: damaged index, it has no readable weight_map: {error!r}") from error
-    outside = sorted({file for file in file_of.values() if Path(file).name != file})
-    if outside or not file_of:
-        raise ValueError(f"{path}: weight_map must name files beside it, not {join_problems(outside) or 'none'}")
-    return file_of
 
 
 @dataclass(frozen=True)
@@ -214,7 +179,7 @@ def _open_stored_tensors(files: list[Path], stack: ExitStack) -> tuple[dict[str,
                     problems.append(f"{name} is in {entries[name].file.name} and in {file.name}")
                 entries[name] = entry
     if files[0].name.endswith(".json"):
-        index = _read_index(files[0])
+        index = read_weight_index(files[0])
         problems += [f"{name} is not in {file}" for name, file in index.items() if file_of.get(name) != file]
         problems += [f"{name} is in {file_of[name]}, but not in the index" for name in file_of.keys() - index.keys()]
     return entries, problems
@@ -302,12 +267,6 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     return all(
         torch.equal(x.float(), y.float()) for x, y in zip(torch.split(a, rows), torch.split(b, rows), strict=True)
     )
-
-
-def join_problems(problems: Sequence[str], limit: int = MAX_LISTED_PROBLEMS) -> str:
-    """Join the first ``limit`` problems for an error, and count the others."""
-    more = [f"and {len(problems) - limit:,} more"] if len(problems) > limit else []
-    return "; ".join([*problems[:limit], *more])
 
 
 def parse_byte_size(size: int | str) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from config.data import DataConfig, LocalFiles
 from config.eval import EvalConfig, EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
 from config.model import ModelConfig
-from diffusionlm.checkpoints.huggingface import load_configured_model, load_tokenizer
+from diffusionlm.checkpoints.huggingface import load_configured_model
+from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import build_row_reader, open_components

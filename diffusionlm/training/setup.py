@@ -21,8 +21,9 @@ from config.training import RunConfig, TrainingConfig
 from ddp.buckets import ParameterUnit
 from ddp.parallelism import Parallelism, apply_parallelism
 from ddp.process_group import World
-from diffusionlm.checkpoints.huggingface import build_config_json, load_model_with_config, load_tokenizer
+from diffusionlm.checkpoints.huggingface import build_config_json, load_model_with_config
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
+from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments

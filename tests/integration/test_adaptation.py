@@ -105,7 +105,7 @@ def test_training_starts_from_the_converted_model(qwen3: Path, tmp_path: Path) -
 def test_shifted_outputs_with_block_length_one_match_the_source_loss(qwen3: Path, tmp_path: Path) -> None:
     import transformers
 
-    from diffusionlm.checkpoints.huggingface import load_tokenizer
+    from diffusionlm.checkpoints.model_files import load_tokenizer
     from diffusionlm.data.pipeline import build_row_reader, open_components
 
     config = recipe(qwen3, tmp_path, "shifted", block_length=1)

@@ -15,7 +15,8 @@ from cli.train_summary import render_summary
 from config.generation import GenerationConfig
 from config.load import load_config
 from config.train import TrainConfig
-from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
+from diffusionlm.checkpoints.huggingface import load_model
+from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.loader import Loader
 from diffusionlm.data.pipeline import open_components
 from diffusionlm.diffusion.noised_batch import NoisedBatch

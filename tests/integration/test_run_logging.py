@@ -16,7 +16,8 @@ import torch
 from cli.train import train_as_rank
 from config.generation import GenerationConfig
 from config.train import TrainConfig
-from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer
+from diffusionlm.checkpoints.huggingface import load_model
+from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.inference.generate import infill
 from diffusionlm.inference.text import parse_infill
 from diffusionlm.training import loop

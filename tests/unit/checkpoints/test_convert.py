@@ -15,7 +15,8 @@ from config.families.hub import download_description, download_model
 from config.model import ModelConfig
 from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.convert import convert, plan_conversion
-from diffusionlm.checkpoints.huggingface import load_model, load_tokenizer, save_model_directory
+from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
+from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional, Causal

@@ -1,0 +1,71 @@
+"""What a model directory contains, without its values: weight files, tokenizer, manifest. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from config.families.model_directory import GENERATION_CONFIG_FILE, resolve_model_directory
+from diffusionlm.checkpoints.manifest import verify_directory
+from files.json_files import read_json_object
+from tokenizer import Tokenizer
+from tokenizer import load_tokenizer as load_tokenizer_files
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+MAX_LISTED_PROBLEMS = 20
+"""Problems that an error lists; it counts the others."""
+
+
+def list_weight_files(directory: Path) -> list[Path]:
+    """List the files with a directory's weights: the index first, if there is one.
+
+    Raises:
+        ValueError: there are no weights, the index is damaged, or a shard is missing; names the files.
+    """
+    for single, index in ((WEIGHTS, INDEX), (PICKLE, PICKLE_INDEX)):
+        if (directory / single).is_file():
+            return [directory / single]
+        if (directory / index).is_file():
+            shards = sorted(set(read_weight_index(directory / index).values()))
+            missing = [name for name in shards if not (directory / name).is_file()]
+            if missing:
+                raise ValueError(f"{directory / index}: missing shards: {join_problems(missing)}; download them again")
+            return [directory / index, *(directory / name for name in shards)]
+    raise ValueError(f"{directory} has no weights: none of {', '.join((WEIGHTS, INDEX, PICKLE, PICKLE_INDEX))}")
+
+
+def read_weight_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = read_json_object(path)["weight_map"]
+        file_of = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: damaged index, it has no readable weight_map: {error!r}") from error
+    outside = sorted({file for file in file_of.values() if Path(file).name != file})
+    if outside or not file_of:
+        raise ValueError(f"{path}: weight_map must name files beside it, not {join_problems(outside) or 'none'}")
+    return file_of
+
+
+def verify_model_files(directory: Path) -> None:
+    """Compare config.json, generation_config.json and the weights with the manifest, if there is one.
+
+    Raises:
+        ValueError: there are no weights, or a file is missing, truncated or changed; names it.
+    """
+    file_names = {"config.json", GENERATION_CONFIG_FILE, *(file.name for file in list_weight_files(directory))}
+    verify_directory(directory, file_names=file_names)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load the tokenizer of a model directory, a checkpoint, a run directory or a model of the Hub (``org/name``)."""
+    directory = Path(path)
+    is_tokenizer = any((directory / name).is_file() for name in ("vocab.json", "tokenizer.json"))
+    return load_tokenizer_files(directory if is_tokenizer else resolve_model_directory(path, needs_weights=False))
+
+
+def join_problems(problems: Sequence[str], limit: int = MAX_LISTED_PROBLEMS) -> str:
+    """Join the first ``limit`` problems for an error, and count the others."""
+    more = [f"and {len(problems) - limit:,} more"] if len(problems) > limit else []
+    return "; ".join([*problems[:limit], *more])
