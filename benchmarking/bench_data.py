@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message, run_in_turns
+from benchmarking.harness import Benchmark, Report, Settings, Table, main, run_in_turns
 from benchmarking.implementations.training import TrainCase, build_ours
 from config.benchmark import BenchShape
 from config.data import DataConfig, PythonStdlib, Shards, TextSource
@@ -26,6 +26,7 @@ from diffusionlm.data.loader import LoaderSpec, WorkerLoader, collate_rows
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.shards import ShardDocuments
+from files.terminal_text import print_message
 from tokenizer import Tokenizer, load_tokenizer
 
 MODEL = BenchShape(

@@ -36,7 +36,6 @@ from benchmarking.harness import (
     describe_model,
     is_installed,
     main,
-    print_message,
 )
 from benchmarking.implementations.decoding import (
     DecodeCall,
@@ -48,6 +47,7 @@ from benchmarking.implementations.decoding import (
 )
 from config.model import ModelConfig
 from diffusionlm.models.transformer import Transformer
+from files.terminal_text import print_message
 
 SHAPE = ModelConfig(
     hidden_size=512,

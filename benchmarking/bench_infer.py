@@ -30,7 +30,6 @@ from benchmarking.harness import (
     compare,
     describe_accelerator,
     describe_model,
-    print_message,
     run_in_fresh_process,
 )
 from config.bench_infer import BenchCell, BenchInferConfig, BenchInferSection, BenchModel, BenchValidationSection
@@ -47,6 +46,7 @@ from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.init import OUTPUT_PROJECTIONS, init_weights
 from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic
+from files.terminal_text import print_message
 from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth, release_freed_memory
 from profiling.torch_setup import select_device

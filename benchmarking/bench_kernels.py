@@ -32,10 +32,10 @@ from benchmarking.harness import (
     describe_accelerator,
     is_installed,
     main,
-    print_message,
     run_in_fresh_process,
 )
 from diffusionlm.kernels.cross_entropy import LossInputs, linear_cross_entropy
+from files.terminal_text import print_message
 from profiling.memory import PeakGrowth
 
 OURS = "diffusionlm"

@@ -31,7 +31,6 @@ from benchmarking.harness import (
     Settings,
     Table,
     main,
-    print_message,
     run_in_fresh_process,
     run_in_turns,
     speedup,
@@ -39,6 +38,7 @@ from benchmarking.harness import (
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.models.transformer import Transformer
+from files.terminal_text import print_message
 
 OURS, THEIRS = "diffusionlm", "transformers"
 STATUS = Path("/proc/self/status")

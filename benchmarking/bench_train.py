@@ -28,7 +28,6 @@ from benchmarking.harness import (
     describe_accelerator,
     describe_model,
     is_installed,
-    print_message,
     run_in_fresh_process,
 )
 from benchmarking.implementations.matrix_products import StepProducts
@@ -43,6 +42,7 @@ from benchmarking.implementations.training import (
 )
 from config.benchmark import BenchShape, BenchTrainConfig, BenchTrainSection
 from config.runtime import RuntimeConfig
+from files.terminal_text import print_message
 from profiling.cores import usable_cores
 from profiling.flops import peak_flops
 from profiling.memory import PeakGrowth, count_tensor_bytes, keep_freed_memory, release_freed_memory

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message
+from benchmarking.harness import Benchmark, Report, Settings, Table, main
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
@@ -30,6 +30,7 @@ from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.sampling import TokenSampler
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
+from files.terminal_text import print_message
 
 CACHES = ("prefix", "dual")
 

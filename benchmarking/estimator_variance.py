@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message
+from benchmarking.harness import Benchmark, Report, Settings, Table, main
 from config.model import ModelConfig
 from config.objective import BlockDiffusionConfig, Estimator, FixedCountMasking, IndependentMasking
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
+from files.terminal_text import print_message
 
 SYMBOLS, LENGTH, STAY_PROBABILITY, BATCH_SIZE = 8, 32, 0.8, 16
 BLOCK_LENGTHS = (1, 2, 4, 8, 16, 32)

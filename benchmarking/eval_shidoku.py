@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarking.harness import Benchmark, Report, Settings, Table, main, print_message
+from benchmarking.harness import Benchmark, Report, Settings, Table, main
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
@@ -18,6 +18,7 @@ from diffusionlm.data.synthetic import EMPTY_CELL, find_solutions, is_shidoku, m
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.generate import infill
 from diffusionlm.models.transformer import Transformer
+from files.terminal_text import print_message
 from tokenizer import Tokenizer
 
 ORDERS = ("low_confidence", "random")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from config.model import Architecture
+from files.terminal_text import print_message
 from profiling.cores import usable_cores
 from profiling.machine import read_processor
 
@@ -327,11 +328,6 @@ def collect_environment(*, threads: int, packages: Iterable[str]) -> dict[str, s
         "threads": f"{threads} of torch; the process may use {usable_cores()} cores; load average at the start {load}",
         "software": ", ".join([f"Python {platform.python_version()}", *versions, platform.platform(terse=True)]),
     }
-
-
-def print_message(text: str) -> None:
-    """Print a line of progress on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from cli.arguments import add_shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors
 from cli.tables import align_columns
 from config.convert import AnalyzeConfig
+from files.terminal_text import print_line
 
 if TYPE_CHECKING:
     from diffusionlm.checkpoints.analyze import Analysis, TensorInfo, TensorPair
@@ -40,10 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from diffusionlm.checkpoints.analyze import analyze
 
     if config.b is None:
-        print(format_directory(config.a, config.max_rows))
+        print_line(format_directory(config.a, config.max_rows))
         return
     analysis = analyze(config.a, config.b, values=config.values)
-    print(analysis.to_json() if config.format == "json" else format_analysis(analysis, config.max_rows))
+    if config.format == "json":
+        print(analysis.to_json())
+    else:
+        print_line(format_analysis(analysis, config.max_rows))
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:

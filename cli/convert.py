@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cli.arguments import add_shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors
 from config.convert import ConvertConfig
+from files.terminal_text import print_line
 
 if TYPE_CHECKING:
     from diffusionlm.checkpoints.convert import ConversionPlan
@@ -37,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from diffusionlm.checkpoints.convert import convert, plan_conversion
 
     plan = plan_conversion(config)
-    print("\n".join(describe_plan(plan)))
+    print_line("\n".join(describe_plan(plan)))
     if arguments.dry_run:
         return
     convert(plan)
-    print(f"next: uv run diffusionlm-analyze {plan.source} {plan.target}")
+    print_line(f"next: uv run diffusionlm-analyze {plan.source} {plan.target}")
 
 
 def describe_plan(plan: ConversionPlan) -> list[str]:

@@ -17,6 +17,7 @@ from typing import IO, NoReturn, cast
 
 import diffusionlm
 from files.resilient_stream import NamedStream, discard_pending_output, resilient
+from files.terminal_text import escape_control_characters, print_message
 
 TRACEBACK_VARIABLE = "DIFFUSIONLM_TRACEBACK"
 INTERRUPTED = 130
@@ -27,7 +28,7 @@ _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 
 def build_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
     """Build a parser with `--version`, whose `--help` ends with an example."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=name,
         description=description,
         epilog=f"example:\n{example}",
@@ -39,6 +40,11 @@ def build_parser(name: str, description: str, example: str) -> argparse.Argument
     return parser
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(escape_control_characters(message))
+
+
 class _PrintVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"{parser.prog} {diffusionlm.__version__}")
@@ -47,7 +53,7 @@ class _PrintVersion(argparse.Action):
 
 def print_error(name: str, problem: str) -> None:
     """Print a problem as ``NAME: error: PROBLEM``."""
-    print(f"{name}: error: {problem}", file=sys.stderr)
+    print_message(f"{name}: error: {problem}")
 
 
 def exit_with_usage_error(name: str, problem: str) -> NoReturn:

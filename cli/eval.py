@@ -15,6 +15,7 @@ from cli.arguments import add_shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors
 from cli.tables import align_columns
 from config.eval import EvalConfig
+from files.terminal_text import print_line
 
 if TYPE_CHECKING:
     from diffusionlm.evaluation.text_likelihood import LikelihoodResult
@@ -46,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.data.source is None:
         exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config")
     result = _evaluate(config)
-    print(format_json(result) if config.output.format == "json" else format_table(result))
+    if config.output.format == "json":
+        print(format_json(result))
+    else:
+        print_line(format_table(result))
 
 
 def format_json(result: LikelihoodResult) -> str:

@@ -13,6 +13,7 @@ from cli.arguments import parse_command
 from cli.entry import friendly_errors
 from cli.tables import align_columns
 from config.make_data import MakeDataConfig
+from files.terminal_text import print_line
 
 if TYPE_CHECKING:
     from diffusionlm.data.shard_index import ShardIndex
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             meter.set(text_bytes)
 
         index = make_data(config, meter.log, show_progress)
-    print(format_summary(index, config.output.directory))
+    print_line(format_summary(index, config.output.directory))
 
 
 def format_summary(index: ShardIndex, directory: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cli.entry import build_parser, exit_with_usage_error, friendly_errors
+from files.terminal_text import print_line
 from logger.report import write_report
 
 NAME = "diffusionlm-report"
@@ -38,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_with_usage_error(NAME, str(error))
     for run in runs:
         for note in run.notes:
-            print(f"{run.name}: {note}")
-    print(f"{output} shows {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}")
+            print_line(f"{run.name}: {note}")
+    print_line(f"{output} shows {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}")
 
 
 if __name__ == "__main__":

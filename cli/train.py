@@ -15,6 +15,7 @@ from cli.entry import friendly_errors
 from cli.tables import align_columns
 from config.train import KEY_HINTS, TrainConfig
 from files.resilient_stream import resilient
+from files.terminal_text import print_line
 from profiling.estimate import estimate_run, parallel_strategy
 
 NAME = "diffusionlm-train"
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if arguments.dry_run:
             if is_first_rank():
-                print(format_run_estimate(config))
+                print_line(format_run_estimate(config))
             return 0
         with _report_error_once():
             code = train_as_rank(config)
@@ -66,7 +67,7 @@ def train_as_rank(config: TrainConfig) -> int:
             # With logging.console = "json" standard output is for programs.
             output = sys.stderr if config.logging.console == "json" else resilient(sys.stdout)
             table = render_summary(result.summary, config.run.directory, result.example_input)
-            print(table, file=output, flush=True)
+            print_line(table, output)
     return 0 if result.stop_signal is None else 128 + result.stop_signal
 
 

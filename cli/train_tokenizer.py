@@ -11,6 +11,7 @@ from cli.arguments import parse_command
 from cli.entry import friendly_errors
 from config.data import PythonStdlib
 from config.tokenizer import TrainTokenizerConfig
+from files.terminal_text import print_line
 
 if TYPE_CHECKING:
     from cli.tokenizer_training import TokenizerResult
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Imported here so that --help and config errors answer at once.
     from cli.tokenizer_training import train_tokenizer
 
-    print(format_result(train_tokenizer(config, sys.stderr)))
+    print_line(format_result(train_tokenizer(config, sys.stderr)))
 
 
 def format_result(result: TokenizerResult) -> str:

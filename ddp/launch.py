@@ -31,6 +31,7 @@ from urllib.parse import quote
 
 from config.parallel import MultiProcessOptions
 from files.atomic import write_text_atomic
+from files.terminal_text import print_message
 from profiling.cores import usable_cores
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -110,12 +111,12 @@ def launch(
     is_user_error = any(failure.is_user_error for failure in last)
     exit_code = shared_exit_code.value
     if exit_code > 128 and not is_user_error:
-        print(f"{name}: ended by {signal.Signals(exit_code - 128).name}, before it could save", file=sys.stderr)
+        print_message(f"{name}: ended by {signal.Signals(exit_code - 128).name}, before it could save")
         return exit_code
     messages = [format_failures(name, last)] if last else []
     if isinstance(outcome, str) and not is_user_error:
         messages.append(f"{name}: {outcome}")
-    print("\n".join(messages), file=sys.stderr, flush=True)
+    print_message("\n".join(messages))
     return 1
 
 
@@ -137,7 +138,7 @@ def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder
         before = [failure for failure in read_failures(Path(folder)) if failure.attempt == attempt - 1]
         why = format_failures(name, before) or f"{name}: a rank died without an error message"
         max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        print(f"{why}\n{name}: restarting all ranks, {attempt} of {max_restarts} times", file=sys.stderr, flush=True)
+        print_message(f"{why}\n{name}: restarting all ranks, {attempt} of {max_restarts} times")
     try:
         code = function()
         if os.getppid() != launcher:  # the launcher is gone, and torch would wait for it

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Literal, TextIO
 
 from files.resilient_stream import discard_pending_output
+from files.terminal_text import print_line
 from logger.jsonl import format_metrics_line
 from logger.progress import ProgressMeter
 from logger.run_logger import Metrics, RunLogger
@@ -48,7 +49,7 @@ class ConsoleLogger(RunLogger):
         if self._meter is not None:
             self._meter.log(text)
         elif self._style == "lines":
-            print(text, file=self._stream, flush=True)
+            print_line(text, self._stream)
 
 
 class JsonConsole(RunLogger):

@@ -7,6 +7,8 @@ from typing import Literal, TextIO
 
 from tqdm import tqdm
 
+from files.terminal_text import escape_control_characters, print_line
+
 SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -81,9 +83,9 @@ class ProgressMeter:
     def log(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+            self._bar.write(escape_control_characters(text), file=self._stream)
         else:
-            print(text, file=self._stream, flush=True)
+            print_line(text, self._stream)
 
     def close(self) -> None:
         """End the current phase, if there is one."""

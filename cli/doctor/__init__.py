@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cli.doctor.report import examine, render
 from cli.entry import build_parser, friendly_errors
+from files.terminal_text import print_line
 
 NAME = "diffusionlm-doctor"
 
@@ -25,8 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the report. Returns 1 if something is broken."""
     arguments = _parser().parse_args(argv)
     report = examine(arguments.directory, is_quick=arguments.quick, check_kernel=_check_kernel)
-    text = report.to_json() if arguments.json else render(report, shutil.get_terminal_size((110, 24)).columns)
-    print(text)
+    if arguments.json:
+        print(report.to_json())
+    else:
+        print_line(render(report, shutil.get_terminal_size((110, 24)).columns))
     return 1 if report.is_broken else 0
 
 

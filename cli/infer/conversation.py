@@ -13,6 +13,7 @@ from config.infer import InferConfig
 from diffusionlm.inference.streaming import stream
 from diffusionlm.inference.text import suppress_ids_without_text
 from diffusionlm.models.transformer import Transformer
+from files.terminal_text import print_line
 from tokenizer import ChatTemplate, Tokenizer, encode_chat
 
 
@@ -40,7 +41,7 @@ def run_chat(model: Transformer, tokenizer: Tokenizer, config: InferConfig, temp
             ids = encode_chat(tokenizer, template, turn_messages, add_generation_prompt=True)
             answer = _print_answer(stream(model, tokenizer, ids, generation, config.input.seed + number))
         except ValueError as error:
-            print(f"failed; the conversation continues without this turn: {error}")
+            print_line(f"failed; the conversation continues without this turn: {error}")
             continue
         messages = [*turn_messages, {"role": "assistant", "content": answer}]
 

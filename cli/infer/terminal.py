@@ -15,6 +15,7 @@ from cli.infer.answers import Answer
 from cli.infer.inputs import EncodedInput
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
 from diffusionlm.inference.text import decode_continuation
+from files.terminal_text import escape_control_characters, print_line
 from tokenizer import Tokenizer
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
@@ -42,25 +43,16 @@ def _final_pieces(tokenizer: Tokenizer, answer: Answer) -> list[tuple[str, bool]
 
 
 def style_text(text: str, style: str) -> str:
-    """In a terminal, apply a style and replace control characters; elsewhere return the text unchanged."""
+    """In a terminal, apply a style and escape control characters; elsewhere return the text unchanged."""
     if not sys.stdout.isatty():
         return text
-    text = _replace_control_characters(text)
+    text = _format_for_terminal(text)
     return f"{style}{text}{RESET}" if style and text and "NO_COLOR" not in os.environ else text
 
 
-def _replace_control_characters(text: str) -> str:
-    """Replace tabs by spaces, and other control and bidirectional characters except newlines by U+FFFD."""
-    text = text.replace("\t", "    ")
-    return "".join("\ufffd" if _is_control_character(char) else char for char in text)
-
-
-def _is_control_character(char: str) -> bool:
-    return (
-        (unicodedata.category(char) == "Cc" and char != "\n")
-        or "\u202a" <= char <= "\u202e"
-        or ("\u2066" <= char <= "\u2069")
-    )
+def _format_for_terminal(text: str) -> str:
+    """Replace tabs by spaces, and other control characters except newlines by their escapes."""
+    return escape_control_characters(text.replace("\t", "    "))
 
 
 class LiveView:
@@ -95,7 +87,7 @@ class LiveView:
                 continue
             ids, is_masked = canvas.token_ids[request.num_hidden :], canvas.is_masked[request.num_hidden :]
             text = json.dumps(render_canvas(ids, is_masked, self._tokenizer), ensure_ascii=False)
-            self._stream.write(f"{request.name}, forward {step.num_forwards}: {text}\n")
+            print_line(f"{request.name}, forward {step.num_forwards}: {text}", self._stream)
 
     def _redraw(self, step: DecodingStep) -> None:
         width, height = shutil.get_terminal_size()
@@ -127,7 +119,7 @@ def wrap_pieces(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
     rows: list[list[tuple[str, bool]]] = [[]]
     column = 0
     for text, new in pieces:
-        for char in _replace_control_characters(text):
+        for char in _format_for_terminal(text):
             wide = _display_width(char)
             # In a terminal of one column a wide character has a line of its own.
             if char == "\n" or (column and column + wide > width):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from diffusionlm.optim import eight_bit
 from diffusionlm.optim.adamw import AdamW
 from diffusionlm.optim.lion import Lion
 from diffusionlm.optim.muon import Muon, select_product_dtype
+from files.terminal_text import print_message
 
 OptimizerState = dict[str, torch.Tensor]
 Group = dict[str, Any]
@@ -124,14 +124,10 @@ def _truncate(problems: list[str], limit: int = 4) -> list[str]:
     return problems[:limit] + ([f"and {len(problems) - limit:,} more"] if len(problems) > limit else [])
 
 
-def _log_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def build_optimizers(
     config: AdamWConfig | LionConfig | MuonConfig,
     named: Mapping[str, nn.Parameter],
-    log: Callable[[str], None] = _log_to_stderr,
+    log: Callable[[str], None] = print_message,
     row_exchange: AllToAllRows | None = None,
 ) -> Optimizers:
     """Build optimizers for the parameters that require gradients.

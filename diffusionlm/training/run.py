@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import StepSettings, TrainState, autocast
 from diffusionlm.training.step_metrics import ThroughputMeter, TrainingProgress
+from files.terminal_text import print_message
 from tokenizer import Tokenizer
 
 
@@ -90,16 +90,18 @@ class Run:
 
     def log(self, text: str) -> None:
         """Print a message on the first rank."""
-        only_on_first_rank(self.world, log)(text)
+        only_on_first_rank(self.world, print_message)(text)
 
 
 def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGLE_PROCESS) -> Run:
     """Build tokenizer, model, parallelism, optimizers and loader, in this order, and what observes them."""
-    log_once = only_on_first_rank(world, log)
+    log_once = only_on_first_rank(world, print_message)
     device = set_up_device(config.run, config.runtime.keep_freed_memory)
     components = open_components(config.data, "train")
     tokenizer = world.run_on_first(
-        lambda: prepare_tokenizer(config.tokenizer, config.model.init_from, components, directory.tokenizer, log)
+        lambda: prepare_tokenizer(
+            config.tokenizer, config.model.init_from, components, directory.tokenizer, print_message
+        )
     )
     precision = choose_precision(config.training, device)
     model_builder = create_model_builder(config, tokenizer)
@@ -151,7 +153,10 @@ def build_train_state(
     parallel = parallelize(model, config, world, device, precision)
     parallel.materialize(builder.values)
     optimizers = build_optimizers(
-        config.optimizer, parallel.trainable_parameters(), only_on_first_rank(world, log), parallel.row_exchange
+        config.optimizer,
+        parallel.trainable_parameters(),
+        only_on_first_rank(world, print_message),
+        parallel.row_exchange,
     )
     with master_weights.as_float32():
         ema = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
@@ -196,7 +201,7 @@ def build_loader_spec(config: TrainConfig, tokenizer: Tokenizer, model: Transfor
 
 
 def _count_epoch_steps(config: TrainConfig, spec: LoaderSpec, components: list[MixtureComponent]) -> int:
-    log("counting the rows of an epoch ...")
+    print_message("counting the rows of an epoch ...")
     assert config.training.epochs is not None
     return max(1, config.training.epochs * count_rows(spec.open(components).rows) // spec.batch_size)
 
@@ -208,8 +213,3 @@ def _describe_run(model: Transformer, settings: StepSettings, world: World) -> s
         f"{num_parameters:,} parameters on {settings.device} in {str(settings.precision).removeprefix('torch.')}, "
         f"{torch.get_num_threads()} threads{ranks}; {settings.max_steps:,} steps"
     )
-
-
-def log(text: str) -> None:
-    """Print a message on standard error."""
-    print(text, file=sys.stderr, flush=True)

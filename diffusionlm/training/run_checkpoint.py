@@ -25,11 +25,12 @@ from diffusionlm.data.pipeline import MixtureComponent, compute_data_identity
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint, to_shards
 from diffusionlm.training.checkpointing.store import LoadedCheckpoint
-from diffusionlm.training.run import Run, log
+from diffusionlm.training.run import Run
 from diffusionlm.training.setup import only_on_first_rank
 from diffusionlm.training.step import TrainState
 from diffusionlm.training.step_metrics import TrainingProgress
 from files.portable_path import portable_path
+from files.terminal_text import print_message
 from logger import RunLogger
 from tokenizer import save_tokenizer
 
@@ -95,7 +96,7 @@ def resume_run(run: Run) -> None:
     Raises:
         ValueError: the checkpoint is from other data or another tokenizer.
     """
-    checkpoint = run.directory.store.load_newest(only_on_first_rank(run.world, log), run.world)
+    checkpoint = run.directory.store.load_newest(only_on_first_rank(run.world, print_message), run.world)
     if checkpoint is None:
         return
     _check_same_data(run, checkpoint)

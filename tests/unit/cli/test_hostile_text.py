@@ -1,0 +1,62 @@
+"""Keys, paths and arguments with control characters: every command shows them as escapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.commands import COMMANDS
+
+TITLE, CLEAR = "\x1b]0;x\x07", "\x1b[2J"
+WITH_CONFIG = [name for name in COMMANDS if name not in ("report", "doctor", "sweep")]
+
+
+def error_of(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        COMMANDS[name](arguments)
+    assert caught.value.code in (1, 2)
+    captured = capsys.readouterr()
+    assert not captured.out
+    return captured.err
+
+
+@pytest.mark.parametrize("name", WITH_CONFIG)
+def test_keys_and_paths_of_configs(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('"[red]\\u001b]0;x\\u0007" = 1', encoding="utf-8")
+    for arguments, escaped in (
+        (["--config", str(config)], r"[red]\x1b]0;x\x07"),
+        (["--config", str(config), "--set", f"[red]{TITLE}=1"], r"[red]\x1b]0;x\x07"),
+        (["--config", f"{CLEAR}.toml"], r"\x1b[2J.toml"),
+        (["--config", str(config), f"--{CLEAR}"], r"--\x1b[2J"),
+    ):
+        error = error_of(capsys, name, *arguments)
+        assert escaped in error and "\x1b" not in error and "\x07" not in error
+
+
+def test_paths_of_models_and_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = str(tmp_path / f"run{CLEAR}")
+    for name, arguments in (
+        ("doctor", [missing]),
+        ("report", [missing]),
+        ("sweep", [f"--run{CLEAR}"]),
+        ("analyze", [missing]),
+        ("infer", ["--model", missing, "--prompt", "a"]),
+        ("eval", ["--model", missing, "--data", missing]),
+        ("convert", ["--source", missing, "--target", str(tmp_path / "target")]),
+    ):
+        error = error_of(capsys, name, *arguments)
+        assert r"run\x1b[2J" in error and "\x1b" not in error, name
+
+
+def test_doctor_shows_escapes_and_writes_exact_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", f"/cache{TITLE}\x7f")
+    COMMANDS["doctor"](["--quick"])
+    assert r"/cache\x1b]0;x\x07\x7f" in capsys.readouterr().out
+    COMMANDS["doctor"](["--quick", "--json"])
+    services = json.loads(capsys.readouterr().out)["facts"]["services"]
+    assert services["Hugging Face cache"].startswith(f"/cache{TITLE}\x7f")
