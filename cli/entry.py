@@ -63,6 +63,20 @@ def exit_with_usage_error(name: str, problem: str) -> NoReturn:
 
 
 @contextmanager
+def usage_errors(name: str) -> Iterator[None]:
+    """End the command with exit code 2 at a ValueError or an OSError: for the checks before its work begins.
+
+    With DIFFUSIONLM_TRACEBACK=1 in the environment, errors keep their traceback.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if _wants_traceback():
+            raise
+        exit_with_usage_error(name, _format_error(error))
+
+
+@contextmanager
 def friendly_errors(name: str) -> Iterator[None]:
     """End the command with a message instead of a traceback, for errors of the user or the system.
 

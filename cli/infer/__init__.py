@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cli.arguments import add_overrides, add_shorthand, parse_command, toml_string
-from cli.entry import exit_with_usage_error, friendly_errors
+from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.infer import InferConfig
 from diffusionlm.inference.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from cli.infer.inputs import Input
-    from tokenizer import ChatTemplate
+    from cli.infer.preparation import PreparedRun
 
 NAME = "diffusionlm-infer"
 
@@ -66,24 +65,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         add_arguments=_add_shorthands,
         argv=argv,
     )
-    _run(config, _load_inputs(config))
+    _run(config, _prepare(config))
 
 
-def _load_inputs(config: InferConfig) -> list[Input]:
-    """Read the inputs and check the output paths, before the model is loaded. Exits with 2 on an error."""
-    from cli.infer.answers import check_output_paths
-    from cli.infer.inputs import read_inputs
+def _prepare(config: InferConfig) -> PreparedRun:
+    """Check what needs no torch. Exits with 2 on an error."""
+    if config.model.path is None:
+        exit_with_usage_error(NAME, "no model given: add --model DIR, or path to [model] of the config")
+    # Imported here, so that --help and config errors do not wait for numpy and regex.
+    from cli.infer.preparation import prepare_run
 
-    try:
-        if config.model.path is None:
-            raise ValueError("no model given: add --model DIR, or path to [model] of the config")
-        check_output_paths(config.output)
-        return read_inputs(config.input)
-    except ValueError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
-    exit_with_usage_error(NAME, problem)
+    with usage_errors(NAME):
+        return prepare_run(config)
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
@@ -137,31 +130,14 @@ def _unescape(text: str) -> str:
     return _ESCAPE.sub(lambda match: _ESCAPED_CHARACTERS[match[1]], text)
 
 
-def _run(config: InferConfig, inputs: list[Input]) -> None:
-    # Imported here, so that --help and config errors do not wait for torch.
+def _run(config: InferConfig, prepared: PreparedRun) -> None:
+    # Imported here, so that no error above waits for torch.
     from cli.infer.conversation import run_chat
     from cli.infer.session import answer
     from diffusionlm.checkpoints.huggingface import load_configured_model
-    from diffusionlm.checkpoints.model_files import load_tokenizer
 
-    assert config.model.path is not None
-    chats = config.input.interactive or any(item.kind == "chat" for item in inputs)
-    template = _load_template(config) if chats else None
-    tokenizer = load_tokenizer(config.model.path)
     model = load_configured_model(config.model)
     if config.input.interactive:
-        run_chat(model, tokenizer, config, template)
+        run_chat(model, prepared, config)
     else:
-        answer(model, tokenizer, inputs, config, template)
-
-
-def _load_template(config: InferConfig) -> ChatTemplate | None:
-    """The chat template of the config, else of the checkpoint; None: there is none."""
-    from config.families.model_directory import resolve_model_directory
-    from tokenizer import CHAT_TEMPLATES, load_chat_template
-
-    assert config.model.path is not None
-    if config.input.chat_template is not None:
-        return CHAT_TEMPLATES[config.input.chat_template]
-    directory = resolve_model_directory(config.model.path, needs_weights=False)
-    return load_chat_template(config.model.path) or load_chat_template(directory)
+        answer(model, prepared, config)

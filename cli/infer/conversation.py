@@ -7,27 +7,23 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 
-from cli.infer.inputs import require_template
+from cli.infer.preparation import PreparedRun
 from cli.infer.terminal import style_text
 from config.infer import InferConfig
 from diffusionlm.inference.streaming import stream
-from diffusionlm.inference.text import suppress_ids_without_text
 from diffusionlm.models.transformer import Transformer
 from files.terminal_text import print_line
-from tokenizer import ChatTemplate, Tokenizer, encode_chat
+from tokenizer import encode_chat
 
 
-def run_chat(model: Transformer, tokenizer: Tokenizer, config: InferConfig, template: ChatTemplate | None) -> None:
+def run_chat(model: Transformer, prepared: PreparedRun, config: InferConfig) -> None:
     """Read questions and print answers until the input ends (Ctrl-D). Ctrl-C ends an answer or, between answers, the
     chat.
 
     A turn that fails, for example because the chat exceeds the model's context, is reported and dropped.
-
-    Raises:
-        ValueError: there is no chat template.
     """
-    template = require_template(template)
-    generation = suppress_ids_without_text(config.generation, tokenizer, model.config.vocab_size)
+    tokenizer, template, generation = prepared.tokenizer, prepared.template, prepared.settings.config
+    assert template is not None
     messages = [] if config.input.system is None else [{"role": "system", "content": config.input.system}]
     with suppress(ImportError):
         importlib.import_module("readline")  # lets input() edit lines

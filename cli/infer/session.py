@@ -11,58 +11,36 @@ from itertools import groupby
 from typing import Any
 
 from cli.infer.answers import Answer, answer_record, append_json_lines, build_answers
-from cli.infer.inputs import EncodedInput, Input, encode_inputs
+from cli.infer.inputs import EncodedInput
+from cli.infer.preparation import PreparedRun
 from cli.infer.replay_page import ReplayRecorder, RequestReplay, write_page
 from cli.infer.terminal import LiveView, print_answer
 from config.infer import InferConfig
 from diffusionlm.inference.generate import DecodingStep, Generation, StepCallback, decode
-from diffusionlm.inference.requests import PreparedRequest, prepare_infill, prepare_prompt
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.text import suppress_ids_without_text
+from diffusionlm.inference.requests import PreparedRequest
 from diffusionlm.models.transformer import Transformer
 from logger.progress import ProgressMeter
-from tokenizer import ChatTemplate, Tokenizer
 
 
-def answer(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    inputs: Sequence[Input],
-    config: InferConfig,
-    template: ChatTemplate | None = None,
-) -> None:
+def answer(model: Transformer, prepared: PreparedRun, config: InferConfig) -> None:
     """Decode every input, and print and write the answers in order, after each batch.
 
-    All inputs are checked before the first one is decoded. If decoding fails, the replay page is written with the
-    batches that are complete.
-
-    Args:
-        template: of chats; None: the checkpoint has none.
+    If decoding fails, the replay page is written with the batches that are complete.
 
     Raises:
-        ValueError: an input does not fit the model, a masked span cannot be parsed, the template rejects a chat, or the
-            settings do not fit the model.
+        ValueError: the model's probabilities are not finite.
         OSError: a file cannot be written.
     """
-    generation = suppress_ids_without_text(config.generation, tokenizer, model.config.vocab_size)
-    settings = resolve_settings(generation, model.config)
-    encoded_inputs = encode_inputs(inputs, tokenizer, model.config, template, config.input.seed)
-    requests = [_prepare(settings, encoded, len(inputs)) for encoded in encoded_inputs]
+    inputs, requests = prepared.inputs, prepared.requests
     # A bar and the canvases of --show would overwrite each other.
     meter = ProgressMeter(sys.stderr, style="lines" if config.output.show else "auto")
-    run = _InferenceRun(model, tokenizer, config, settings, len(inputs), meter)
+    run = _InferenceRun(model, prepared, config, meter)
     try:
         with closing(meter):
-            for batch in _split_into_batches(encoded_inputs, config.input.batch_size):
+            for batch in _split_into_batches(inputs, config.input.batch_size):
                 run.decode_batch(batch, requests[run.num_done : run.num_done + len(batch)])
     finally:
         run.write_replay_page()
-
-
-def _prepare(settings: DecodingSettings, encoded: EncodedInput, num_inputs: int) -> PreparedRequest:
-    prepare = prepare_infill if encoded.source.kind == "infill" else prepare_prompt
-    label = encoded.source.location or f"{encoded.name} of {num_inputs}"
-    return prepare(settings, encoded.token_ids, encoded.seed, label)
 
 
 def _split_into_batches(encoded_inputs: Sequence[EncodedInput], size: int) -> Iterator[list[EncodedInput]]:
@@ -79,18 +57,16 @@ class _InferenceRun:
     def __init__(
         self,
         model: Transformer,
-        tokenizer: Tokenizer,
+        prepared: PreparedRun,
         config: InferConfig,
-        settings: DecodingSettings,
-        num_inputs: int,
         meter: ProgressMeter,
     ) -> None:
         self.num_done = 0
         self._model = model
-        self._tokenizer = tokenizer
+        self._tokenizer = prepared.tokenizer
         self._config = config
-        self._settings = settings
-        self._num_inputs = num_inputs
+        self._settings = settings = prepared.settings
+        self._num_inputs = num_inputs = len(prepared.inputs)
         self._meter = meter
         if config.output.file is not None:
             meter.begin("decoding", "inputs", num_inputs)

@@ -70,8 +70,7 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     if config.model_type is not None:
         target_config = _change_family(target_config, config.model_type)
     get_family(target_config).to_config_json(target_config)
-    ordinary_tokens = {token_id: token.decode(errors="replace") for token, token_id in tokenizer.vocab.items()}
-    check_vocabulary(Vocabulary(ordinary_tokens, tokenizer.vocab_size), target_config, source)
+    check_vocabulary(Vocabulary.from_tokenizer(tokenizer), target_config, source)
     return ConversionPlan(source, config.target, config, source_config, target_config, tokenizer, mean_row)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from config.families.model_directory import GENERATION_CONFIG_FILE, resolve_model_directory
+from config.families.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
+from config.model import ModelConfig
 from diffusionlm.checkpoints.manifest import verify_directory
+from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
 from files.json_files import read_json_object
 from tokenizer import Tokenizer
 from tokenizer import load_tokenizer as load_tokenizer_files
@@ -16,6 +19,27 @@ INDEX = "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MAX_LISTED_PROBLEMS = 20
 """Problems that an error lists; it counts the others."""
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model directory without its weights."""
+
+    directory: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def read_model_description(path: str | Path) -> ModelDescription:
+    """Read config and tokenizer of a model directory, a checkpoint, a run directory or a model of the Hub.
+
+    Raises:
+        ValueError: there is no model, config.json is not supported, there is no tokenizer, or it does not fit.
+    """
+    directory = resolve_model_directory(path, needs_weights=False)
+    config, tokenizer = read_model_config(directory), load_tokenizer(path)
+    check_vocabulary(Vocabulary.from_tokenizer(tokenizer), config, directory)
+    return ModelDescription(directory, config, tokenizer)
 
 
 def list_weight_files(directory: Path) -> list[Path]:
@@ -46,6 +70,15 @@ def read_weight_index(path: Path) -> dict[str, str]:
     if outside or not file_of:
         raise ValueError(f"{path}: weight_map must name files beside it, not {join_problems(outside) or 'none'}")
     return file_of
+
+
+def check_weight_files(path: str | Path) -> None:
+    """Check that all files with a model's weights exist. Those of a model on the Hub are downloaded.
+
+    Raises:
+        ValueError: there is no model, or a file is missing; names it.
+    """
+    list_weight_files(resolve_model_directory(path))
 
 
 def verify_model_files(directory: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from config.model import ModelConfig
 from files.json_files import read_json_object
+from tokenizer import Tokenizer
 
 SPECIAL_TOKENS_FILE, VOCAB_FILE = "special_tokens.json", "vocab.json"
 """Files that this project writes; transformers' slow tokenizers have the second one too."""
@@ -23,6 +24,11 @@ class Vocabulary:
     """Id -> token as spelled in the file, of the tokens that are not special."""
     size: int
     """Largest id + 1, with special tokens."""
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> Vocabulary:
+        ordinary_tokens = {token_id: token.decode(errors="replace") for token, token_id in tokenizer.vocab.items()}
+        return cls(ordinary_tokens, tokenizer.vocab_size)
 
 
 def read_vocabulary(directory: Path) -> Vocabulary | None:

@@ -137,7 +137,7 @@ def test_chats_are_answered_through_the_template(
     capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path
 ) -> None:
     arguments = ("--model", model_dir, "--max-new-tokens", 3, "--json")
-    message = failure(capsys, 1, *arguments, "--chat", "hi")
+    message = failure(capsys, 2, *arguments, "--chat", "hi")
     assert "the model has no chat template: set one with --set input.chat_template=chatml" in message
     (tmp_path / "chats.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "<|endoftext|>"}], "id": 7}\n', encoding="utf-8"
@@ -160,7 +160,7 @@ def test_chats_are_answered_through_the_template(
     finally:
         template.unlink()
     written = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"  # too long for this model
-    message = failure(capsys, 1, *arguments, "--chat", "hi", "--set", "input.chat_template=chatml")
+    message = failure(capsys, 2, *arguments, "--chat", "hi", "--set", "input.chat_template=chatml")
     assert f"chat 1 of 1 ({len(load_tokenizer(model_dir).encode(written))} tokens)" in message
 
 
@@ -172,7 +172,7 @@ def test_a_chat_in_the_terminal(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert "[output] has no effect on an interactive chat" in failure(capsys, 2, *arguments, "--json")
     assert "interactive takes no prompts" in failure(capsys, 2, *arguments, "--prompt", "a")
-    assert "the model has no chat template" in failure(capsys, 1, *arguments)
+    assert "the model has no chat template" in failure(capsys, 2, *arguments)
 
     own = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
     template = model_dir / "chat_template.jinja"
@@ -326,13 +326,15 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str], model_dir:
     assert "steps = 2 (over all blocks) and denoising_steps = 2 (per block)" in message
 
 
-def test_errors_of_the_run_exit_with_1(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
-    assert "no model at" in failure(capsys, 1, "--model", tmp_path / "none", "--prompt", "a")
-    assert "[MASK:0] is not a masked span" in failure(capsys, 1, "--model", model_dir, "--infill", "a [MASK:0]")
-    assert "has no masked span" in failure(capsys, 1, "--model", model_dir, "--infill", "a")
-    message = failure(capsys, 1, "--model", model_dir, "--prompt", "", "--prompt", "a")
+def test_errors_of_model_and_inputs_exit_with_2(
+    capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path
+) -> None:
+    assert "no model at" in failure(capsys, 2, "--model", tmp_path / "none", "--prompt", "a")
+    assert "[MASK:0] is not a masked span" in failure(capsys, 2, "--model", model_dir, "--infill", "a [MASK:0]")
+    assert "has no masked span" in failure(capsys, 2, "--model", model_dir, "--infill", "a")
+    message = failure(capsys, 2, "--model", model_dir, "--prompt", "", "--prompt", "a")
     assert "prompt 1 of 2 (0 tokens) and max_new_tokens = 64: 64 tokens are more than the model's context" in message
-    message = failure(capsys, 1, "--model", model_dir, "--prompt", "a")
+    message = failure(capsys, 2, "--model", model_dir, "--prompt", "a")
     assert "max_new_tokens = 64: 65 tokens are more than the model's context, max_position_embeddings = 48" in message
 
 

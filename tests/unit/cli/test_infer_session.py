@@ -11,6 +11,7 @@ import pytest
 
 from cli.infer import session
 from cli.infer.inputs import Input
+from cli.infer.preparation import prepare_inputs
 from cli.infer.session import answer
 from config.generation import GenerationConfig
 from config.infer import InferConfig, InferInputConfig, InferOutputConfig
@@ -55,26 +56,21 @@ def test_complete_batches_are_written_if_decoding_fails(
     calls = DecodeCalls(monkeypatch, failing=1)
     config = settings(file=tmp_path / "a.jsonl", html=tmp_path / "a.html")
     with pytest.raises(ValueError, match="not finite"):
-        answer(model, words, [Input("prompt")] * 3, config)
+        answer(model, prepare_inputs([Input("prompt")] * 3, words, model.config, config), config)
     assert calls.seeds == [[0, 1]]
     lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["params"]["seed"] for line in lines] == [0, 1]
     assert (tmp_path / "a.html").read_text(encoding="utf-8").count('<section class="request card"') == 2
 
 
-def test_all_inputs_are_checked_before_the_first_is_decoded(
-    model: Transformer, words: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls = DecodeCalls(monkeypatch)
-    config = settings(html=tmp_path / "a.html")
+def test_all_inputs_are_checked_at_once(model: Transformer, words: Tokenizer) -> None:
+    config = settings()
     long = Input("prompt", "a" * 38, location="prompts.txt:7")
     message = r"^prompts.txt:7 \(38 tokens\) and max_new_tokens = 3: 41 tokens are more than the model's context"
     with pytest.raises(ValueError, match=message):
-        answer(model, words, [Input("prompt"), Input("prompt"), long], config)
+        prepare_inputs([Input("prompt"), Input("prompt"), long], words, model.config, config)
     whole = config.model_copy(update={"generation": GenerationConfig(total_length=38)})
     with pytest.raises(ValueError, match=r"prompts.txt:7: 38 tokens.*total_length = 38"):
-        answer(model, words, [Input("prompt"), long], whole)
+        prepare_inputs([Input("prompt"), long], words, model.config, whole)
     with pytest.raises(ValueError, match="has no masked span"):
-        answer(model, words, [Input("prompt"), Input("infill", "x")], config)
-    assert calls.seeds == []
-    assert not list(tmp_path.iterdir())
+        prepare_inputs([Input("prompt"), Input("infill", "x")], words, model.config, config)

@@ -1,0 +1,82 @@
+"""Everything of a call that is checked before the model is loaded. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cli.infer.answers import check_output_paths
+from cli.infer.inputs import EncodedInput, Input, encode_inputs, read_inputs, require_template
+from config.infer import InferConfig
+from config.model import ModelConfig
+from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
+from diffusionlm.inference.requests import PreparedRequest, prepare_infill, prepare_prompt
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.inference.text import suppress_ids_without_text
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, load_chat_template
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A call whose inputs fit the model and the settings."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """Of chats; None: there is none, and no chat."""
+    settings: DecodingSettings
+    inputs: tuple[EncodedInput, ...] = ()
+    """Empty for an interactive chat."""
+    requests: tuple[PreparedRequest, ...] = ()
+    """One for each input."""
+
+
+def prepare_run(config: InferConfig) -> PreparedRun:
+    """Check the output paths, the inputs, the files of the model, and that inputs and settings fit it.
+
+    Raises:
+        ValueError: one of them is wrong; names the key, the argument, or the file and line.
+        OSError: the file of inputs cannot be read.
+    """
+    assert config.model.path is not None
+    check_output_paths(config.output)
+    inputs = read_inputs(config.input)
+    model = read_model_description(config.model.path)
+    has_chats = config.input.interactive or any(item.kind == "chat" for item in inputs)
+    template = require_template(_find_template(config, model)) if has_chats else None
+    run = prepare_inputs(inputs, model.tokenizer, model.config, config, template)
+    check_weight_files(config.model.path)
+    return run
+
+
+def _find_template(config: InferConfig, model: ModelDescription) -> ChatTemplate | None:
+    """The chat template of the config, else of the given directory, else of its checkpoint."""
+    if config.input.chat_template is not None:
+        return CHAT_TEMPLATES[config.input.chat_template]
+    assert config.model.path is not None
+    return load_chat_template(config.model.path) or load_chat_template(model.directory)
+
+
+def prepare_inputs(
+    inputs: Sequence[Input],
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    config: InferConfig,
+    template: ChatTemplate | None = None,
+) -> PreparedRun:
+    """Encode the inputs and check them against the model and the settings.
+
+    Raises:
+        ValueError: an input does not fit the model, a masked span cannot be parsed, the template rejects a chat, or the
+            settings do not fit the model.
+    """
+    generation = suppress_ids_without_text(config.generation, tokenizer, model.vocab_size)
+    settings = resolve_settings(generation, model)
+    encoded_inputs = encode_inputs(inputs, tokenizer, model, template, config.input.seed)
+    requests = tuple(_prepare(settings, encoded, len(inputs)) for encoded in encoded_inputs)
+    return PreparedRun(tokenizer, template, settings, tuple(encoded_inputs), requests)
+
+
+def _prepare(settings: DecodingSettings, encoded: EncodedInput, num_inputs: int) -> PreparedRequest:
+    prepare = prepare_infill if encoded.source.kind == "infill" else prepare_prompt
+    label = encoded.source.location or f"{encoded.name} of {num_inputs}"
+    return prepare(settings, encoded.token_ids, encoded.seed, label)
