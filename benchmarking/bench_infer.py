@@ -40,6 +40,7 @@ from config.model import ModelConfig
 from config.runtime import AttentionBackend
 from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
+from diffusionlm.evaluation.plan import plan_evaluation
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.inference.generate import DecodingStep, Generation, generate
 from diffusionlm.inference.settings import resolve_settings
@@ -271,7 +272,7 @@ def measure_bounds(config: BenchModel, validation: BenchValidationSection, cells
                 num_mc_samples=validation.num_mc_samples,
                 batch_size=validation.batch_size,
             )
-            result = evaluate_likelihood(EvalConfig(model=model, data=data, likelihood=likelihood))
+            result = evaluate_likelihood(plan_evaluation(EvalConfig(model=model, data=data, likelihood=likelihood)))
             bounds[attention, length] = result.bits_per_byte
     return [bounds[_attention_pattern(cell)] for cell in cells]
 

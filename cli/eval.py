@@ -12,12 +12,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from cli.arguments import add_shorthand, parse_command
-from cli.entry import exit_with_usage_error, friendly_errors
+from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from cli.tables import align_columns
 from config.eval import EvalConfig
 from files.terminal_text import print_line
 
 if TYPE_CHECKING:
+    from diffusionlm.evaluation.plan import EvaluationPlan
     from diffusionlm.evaluation.text_likelihood import LikelihoodResult
 
 NAME = "diffusionlm-eval"
@@ -46,7 +47,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_with_usage_error(NAME, "no model: add --model DIR, or path to [model] of the config")
     if config.data.source is None:
         exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config")
-    result = _evaluate(config)
+    # Imported here, so that --help and config errors do not wait for numpy and regex.
+    from diffusionlm.evaluation.plan import plan_evaluation
+
+    with usage_errors(NAME):
+        plan = plan_evaluation(config)
+    result = _evaluate(plan)
     if config.output.format == "json":
         print(format_json(result))
     else:
@@ -89,8 +95,8 @@ def format_table(result: LikelihoodResult) -> str:
     return "\n".join(align_columns(lines))
 
 
-def _evaluate(config: EvalConfig) -> LikelihoodResult:
-    # Imported here so that --help and config errors do not wait for torch.
+def _evaluate(plan: EvaluationPlan) -> LikelihoodResult:
+    # Imported here, so that no error before waits for torch.
     from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
     from logger.progress import ProgressMeter
 
@@ -101,7 +107,7 @@ def _evaluate(config: EvalConfig) -> LikelihoodResult:
                 meter.begin(phase, UNITS_OF_PHASES[phase], total)
             meter.set(done)
 
-        return evaluate_likelihood(config, show_progress)
+        return evaluate_likelihood(plan, show_progress)
 
 
 def _format_with_error(value: float, error: float) -> str:

@@ -17,12 +17,12 @@ from torch import Tensor
 from config.generation import GenerationConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
+from diffusionlm.evaluation.plan import check_exact_likelihood
 from diffusionlm.evaluation.statistics import ratio_with_standard_error
 from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
 from diffusionlm.inference.model_runner import masked_position_logits
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.strategy import DecodeState, Strategy
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
@@ -86,7 +86,7 @@ def sampler_likelihood(
             1), or it changes the model's distributions (top_k, top_p, suppressed or deferred tokens, guidance, ...).
     """
     settings = resolve_settings(GenerationConfig() if config is None else config, model.config)
-    _check_settings(settings)
+    check_exact_likelihood(settings)
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size} must be at least 1")
     documents = list(_split_into_documents(model, tokens_BL, loss_mask_BL, document_BL, settings))
@@ -192,34 +192,6 @@ class _LogitReader:
         tokens_N, measure = probs_NV.argmax(dim=1), self.strategy.measure
         confidence_N = torch.zeros_like(probs_NV[:, 0]) if measure is None else measure.compute(probs_NV, tokens_N)
         return torch.stack([confidence_N, -logprobs_NV.gather(1, targets_N[:, None])[:, 0]])
-
-
-def _check_settings(settings: DecodingSettings) -> None:
-    config, strategy = settings.config, settings.strategy
-    if not strategy.has_exact_likelihood:
-        names = [name for name, strategy_class in STRATEGIES.items() if strategy_class().has_exact_likelihood]
-        default_options = type(strategy)().model_dump()
-        options = [f"{key} = {value}" for key, value in strategy.model_dump().items() if value != default_options[key]]
-        cause = " with ".join([f'remasking_strategy = "{strategy.name}"', *options])
-        raise ValueError(
-            f"{cause} has no exact likelihood: its order depends on randomness or it remasks; choose one of "
-            f"{', '.join(names)}, with default options"
-        )
-    if config.temperature not in (0.0, 1.0):
-        raise ValueError(f"temperature = {config.temperature}: the likelihood is defined for temperature 1: remove it")
-    defaults = GenerationConfig()
-    for name in ("top_k", "top_p", "suppress_token_ids", "defer_token_ids", "cfg_scale", "canvas"):
-        value = getattr(config, name)
-        if value != getattr(defaults, name):
-            raise ValueError(
-                f"{name} = {value} changes the sampler's distributions, but the likelihood is that of the model: "
-                "remove it"
-            )
-    if config.cache in ("prefix", "dual"):
-        raise ValueError(
-            f'cache = "{config.cache}" approximates the distributions, but the likelihood is that of the model: '
-            "remove it"
-        )
 
 
 def _split_into_documents(

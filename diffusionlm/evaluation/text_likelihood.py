@@ -10,24 +10,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from config.data import DataConfig, LocalFiles
-from config.eval import EvalConfig, EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
+from config.eval import EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_configured_model
-from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.reader import ReaderPosition, ResumableReader
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
+from diffusionlm.evaluation.plan import EvaluationPlan
 from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
-from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 
-MAX_DEFAULT_ROW_LENGTH = 1_024
 ROWS_PER_READ = 64
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -70,24 +66,17 @@ class LikelihoodResult:
     seconds: float
 
 
-def evaluate_likelihood(config: EvalConfig, on_progress: OnProgress | None = None) -> LikelihoodResult:
+def evaluate_likelihood(plan: EvaluationPlan, on_progress: OnProgress | None = None) -> LikelihoodResult:
     """Load the model, read the rows and score them.
 
     Raises:
-        ValueError: the model, its tokenizer or the text is missing, the rows do not fit the model, the model does not
-            support this kind of likelihood, or its probabilities are not finite.
+        ValueError: the weights do not fit, there is no text, or the model's probabilities are not finite.
     """
     started_at = time.perf_counter()
-    if config.model.path is None or config.data.source is None:
-        raise ValueError("model.path and data.source are required")
-    tokenizer = load_tokenizer(config.model.path)
+    config, row_length = plan.config, plan.row_length
     model = load_configured_model(config.model)
-    layout, method = _resolve_layout(config.likelihood, model.config)
-    data_config = _build_data_config(config.data, model.config)
-    components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
-    row_length = _resolve_row_length(config.data, model.config)
-    reader = build_row_reader(components, data_config, tokenizer, row_length, config.data.seed, repeat=False)
-    rows = _read_rows(config.data, reader, on_progress)
+    layout = InputLayout.from_config(model.config, plan.block_length)
+    rows = _read_rows(config.data, plan.reader, on_progress)
     _check_vocabulary(rows, model.config)
     batch = collate_rows(rows)
     maskable_BL = layout.maskable(batch)
@@ -97,13 +86,13 @@ def evaluate_likelihood(config: EvalConfig, on_progress: OnProgress | None = Non
             "token of a document; set data.begin_with_eos = true, or raise data.row_length"
         )
     report = _score(config.likelihood, layout, model, batch, on_progress)
-    bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), maskable_BL)
+    bytes_B = count_row_bytes(plan.model.tokenizer, batch.tokens_BL.numpy(), maskable_BL)
     bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
     perplexity = math.exp(report.nats_per_token) if report.nats_per_token < 700.0 else math.inf
     is_exact = isinstance(report, SamplerReport) or layout.block_length == 1
     return LikelihoodResult(
         model=str(config.model.path),
-        method=method,
+        method=plan.method,
         is_exact=is_exact,
         block_length=layout.block_length,
         nats_per_token=report.nats_per_token,
@@ -118,66 +107,10 @@ def evaluate_likelihood(config: EvalConfig, on_progress: OnProgress | None = Non
         num_rows=len(rows),
         row_length=row_length,
         num_forwards=report.num_forwards if isinstance(report, SamplerReport) else None,
-        skipped_documents=dict(components[0].skipped),
+        skipped_documents=dict(plan.components[0].skipped),
         by_masked_fraction=() if isinstance(report, SamplerReport) or is_exact else report.by_masked_fraction,
         seconds=round(time.perf_counter() - started_at, 3),
     )
-
-
-def _resolve_layout(config: NelboConfig | SamplerLikelihoodConfig, model: ModelConfig) -> tuple[InputLayout, str]:
-    """The layout of the scored tokens, and the name of the method.
-
-    Raises:
-        ValueError: the model is autoregressive and the config is not, or the model needs a mask token and has none.
-    """
-    match config:
-        case SamplerLikelihoodConfig():
-            key = "likelihood.generation"
-            settings = resolve_settings(config.generation, model)
-            block_length = settings.block_causal_length
-            method = f"exact, {settings.strategy.name} sampler"
-        case NelboConfig():
-            key = "likelihood"
-            block_length = None if config.bidirectional else config.block_length or model.block_length
-            method = "bound, bidirectional" if block_length is None else f"bound, blocks of {block_length}"
-            if block_length == 1:
-                method = f"exact, {'next token' if model.logit_alignment == 'shifted' else 'block length 1'}"
-    if model.is_autoregressive and block_length != 1:
-        problem = "bidirectional attention" if block_length is None else f"block_length = {block_length}"
-        raise ValueError(
-            f"{key}: {problem} does not fit an autoregressive model, which predicts the next token: remove "
-            f"block_length and attention from [{key}]"
-        )
-    return InputLayout.from_config(model, block_length), method
-
-
-def _build_data_config(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
-    """The ``[data]`` section of a training run with these rows."""
-    source = config.source
-    if config.split == "all":
-        assert isinstance(source, LocalFiles)
-        # With validation files of its own, a source uses all of its `paths` for training.
-        source = source.model_copy(update={"validation_paths": source.paths})
-    return DataConfig(
-        source=source,
-        rows=config.rows,
-        begin_with_eos=model.begin_with_eos if config.begin_with_eos is None else config.begin_with_eos,
-        end_with_eos=config.end_with_eos,
-        document_shuffle_window=config.shuffle_window,
-        row_shuffle_window=0,
-    )
-
-
-def _resolve_row_length(config: EvalDataConfig, model: ModelConfig) -> int:
-    context = model.max_position_embeddings
-    if config.row_length is None:
-        return min(context, MAX_DEFAULT_ROW_LENGTH)
-    if config.row_length > context:
-        raise ValueError(
-            f"data.row_length = {config.row_length} is longer than the model's context, max_position_embeddings = "
-            f"{context}: lower it"
-        )
-    return config.row_length
 
 
 def _read_rows(config: EvalDataConfig, reader: ResumableReader[Row], on_progress: OnProgress | None) -> list[Row]:

@@ -203,6 +203,7 @@ def test_a_bound_is_measured_once_for_each_attention_pattern(monkeypatch: pytest
         configs.append(config)
         return type("Result", (), {"bits_per_byte": float(len(configs))})
 
+    monkeypatch.setattr(module, "plan_evaluation", lambda config: config)
     monkeypatch.setattr(module, "evaluate_likelihood", evaluate)
     cells = load_config(BenchInferConfig, RESOURCE).cells()
     validation = BenchValidationSection.model_validate({"source": "python-stdlib", "num_mc_samples": 2})

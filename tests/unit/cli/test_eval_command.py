@@ -25,6 +25,7 @@ from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.evaluation.nelbo import nelbo
+from diffusionlm.evaluation.plan import plan_evaluation
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
@@ -99,7 +100,7 @@ def run(*argv: object) -> None:
     main([str(item) for item in argv])
 
 
-def failure(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 1) -> str:
+def failure(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 2) -> str:
     with pytest.raises(SystemExit) as caught:
         run(*argv)
     assert caught.value.code == code
@@ -344,12 +345,14 @@ def test_splits_of_a_source(make_dir: MakeDirectory, data: Path) -> None:
     bytes_of = {}
     for split in ("train", "validation", "all"):
         config = EvalConfig.model_validate({**values, "data": {"source": source, "split": split}})
-        result = evaluate_likelihood(config)
+        result = evaluate_likelihood(plan_evaluation(config))
         bytes_of[split] = result.num_bytes
         assert result.num_unscored_tokens == 0
     assert 0 < bytes_of["validation"] < bytes_of["all"] == bytes_of["train"] + bytes_of["validation"]
     markov = {"source": "markov", "rows": "padded", "row_length": 32, "end_with_eos": False, "begin_with_eos": False}
-    result = evaluate_likelihood(EvalConfig.model_validate({**values, "data": {**markov, "max_rows": 4}}))
+    result = evaluate_likelihood(
+        plan_evaluation(EvalConfig.model_validate({**values, "data": {**markov, "max_rows": 4}}))
+    )
     assert (result.num_tokens, result.num_bytes) == (128, 128)
 
 
@@ -367,7 +370,7 @@ def test_errors(
     (tmp_path / "empty.txt").touch()
     assert "empty file" in failure(capsys, "--model", model_dir, "--data", tmp_path / "empty.txt")
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
-    message = failure(capsys, "--model", model_dir, "--data", tmp_path / "blank.jsonl")
+    message = failure(capsys, "--model", model_dir, "--data", tmp_path / "blank.jsonl", code=1)
     assert 'data.source has no text for split = "all"' in message
     message = failure(capsys, "--model", model_dir, "--data", data, "--set", "data.row_length=99")
     assert "data.row_length = 99 is longer than the model's context, max_position_embeddings = 32" in message
@@ -375,7 +378,7 @@ def test_errors(
     begins = ("--set", "data.begin_with_eos=true")
     assert "rows of at least 2 tokens" in failure(capsys, "--model", model_dir, *short, *begins)
     shifted = make_dir(logit_alignment="shifted")
-    message = failure(capsys, "--model", shifted, *short)
+    message = failure(capsys, "--model", shifted, *short, code=1)
     assert "nothing to score" in message
     assert "set data.begin_with_eos = true, or raise data.row_length" in message
     small = make_dir(vocab_size=200, mask_token_id=199, eos_token_id=None)
@@ -406,7 +409,7 @@ def test_damaged_weights_are_reported(
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     save_model_directory(model, load_tokenizer(folder), folder)
-    assert "probabilities are not finite" in failure(capsys, "--model", folder, "--data", data)
+    assert "probabilities are not finite" in failure(capsys, "--model", folder, "--data", data, code=1)
 
 
 def test_the_config() -> None:
