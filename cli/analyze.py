@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import add_shorthand, parse_command
-from cli.entry import exit_with_usage_error, friendly_errors
+from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from cli.tables import align_columns
 from config.convert import AnalyzeConfig
+from files.json_files import read_json_object
 from files.terminal_text import print_line
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if config.a is None:
         exit_with_usage_error(NAME, "no model: name one or two model directories")
-    # Imported here so that --help and config errors do not wait for torch.
+    with usage_errors(NAME):
+        for path in (config.a,) if config.b is None else (config.a, config.b):
+            _check_model(path)
+    # Imported here, so that no error before waits for torch.
     from diffusionlm.checkpoints.analyze import analyze
 
     if config.b is None:
@@ -48,6 +52,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(analysis.to_json())
     else:
         print_line(format_analysis(analysis, config.max_rows))
+
+
+def _check_model(path: Path) -> None:
+    """Check that there is a model of any kind, with a readable config.json.
+
+    Raises:
+        ValueError: there is not; names the directory or the file.
+    """
+    from config.families.model_directory import resolve_model_directory
+    from diffusionlm.checkpoints.model_files import list_safetensors_files
+
+    directory = resolve_model_directory(path)
+    read_json_object(directory / "config.json")
+    list_safetensors_files(directory)
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:

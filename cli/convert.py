@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cli.arguments import add_shorthand, parse_command
-from cli.entry import exit_with_usage_error, friendly_errors
+from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.convert import ConvertConfig
 from files.terminal_text import print_line
 
 if TYPE_CHECKING:
-    from diffusionlm.checkpoints.convert import ConversionPlan
+    from diffusionlm.checkpoints.conversion_plan import ConversionPlan
 
 NAME = "diffusionlm-convert"
 
@@ -31,16 +31,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         add_arguments=_add_arguments,
         argv=argv,
     )
-    missing = next((name for name in ("source", "target") if getattr(config, name) is None), None)
-    if missing is not None:
+    if config.source is None or config.target is None:
+        missing = "source" if config.source is None else "target"
         exit_with_usage_error(NAME, f"{missing} is missing: add --{missing} DIR")
-    # Imported here so that --help and config errors do not wait for torch.
-    from diffusionlm.checkpoints.convert import convert, plan_conversion
+    # Imported here, so that --help and config errors do not wait for regex.
+    from diffusionlm.checkpoints.conversion_plan import plan_conversion
+    from diffusionlm.checkpoints.model_files import check_weight_files
 
-    plan = plan_conversion(config)
+    with usage_errors(NAME):
+        plan = plan_conversion(config)
+        if not arguments.dry_run:
+            check_weight_files(config.source)
     print_line("\n".join(describe_plan(plan)))
     if arguments.dry_run:
         return
+    # Imported here, so that no error before waits for torch.
+    from diffusionlm.checkpoints.convert import convert
+
     convert(plan)
     print_line(f"next: uv run diffusionlm-analyze {plan.source} {plan.target}")
 

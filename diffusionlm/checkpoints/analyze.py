@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from config.families.model_directory import resolve_model_directory
+from diffusionlm.checkpoints.model_files import list_safetensors_files
 from diffusionlm.checkpoints.weights import COMPARE_CHUNK_ELEMENTS
 from files.json_files import read_json_object
 
@@ -104,12 +105,8 @@ def list_tensors(directory: Path) -> dict[str, TensorInfo]:
     Raises:
         ValueError: there are no such files, a file is damaged, or two files hold a tensor of the same name.
     """
-    files = sorted(directory.glob("*.safetensors"))
-    files = [path for path in files if path.name.startswith("model")] or files
-    if not files:
-        raise ValueError(f"{directory} has no *.safetensors files: convert it with diffusionlm-convert first")
     tensors: dict[str, TensorInfo] = {}
-    for path in files:
+    for path in list_safetensors_files(directory):
         for info in _read_headers(path):
             if info.name in tensors:
                 raise ValueError(f"{directory}: {info.name} is in {tensors[info.name].file} and in {info.file}")

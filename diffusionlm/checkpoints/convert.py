@@ -1,131 +1,23 @@
-"""Convert a model directory: dtype, shard size, family, and an autoregressive model to a diffusion model.
+"""Carry out the conversion of a model directory.
 
 Shapes: V rows of the embedding, D hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from config.convert import ConvertConfig, DiffusionSection
-from config.families.model_directory import read_model_config, resolve_model_directory
-from config.families.registry import FAMILIES, get_family, infer_model_type
-from config.model import ModelConfig
+from config.families.model_directory import resolve_model_directory
+from diffusionlm.checkpoints.conversion_plan import ConversionPlan
 from diffusionlm.checkpoints.huggingface import load_model_with_config, save_model_directory
 from diffusionlm.checkpoints.manifest import write_directory_atomically
-from diffusionlm.checkpoints.model_files import load_tokenizer, verify_model_files
-from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
+from diffusionlm.checkpoints.model_files import verify_model_files
 from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from diffusionlm.models.transformer import Transformer
-from tokenizer import SentencePieceTokenizer, Tokenizer, load_chat_template, save_chat_template
-
-MAX_LISTED_TOKENS = 20
-"""Special tokens that an error names."""
-
-
-@dataclass(frozen=True)
-class ConversionPlan:
-    """A conversion that was checked, but not carried out."""
-
-    source: Path
-    """Directory with config.json."""
-    target: Path
-    config: ConvertConfig
-    source_config: ModelConfig
-    target_config: ModelConfig
-    tokenizer: Tokenizer
-    """Tokenizer of the target."""
-    mean_row: int | None
-    """Row of the embedding and of the head that is set to the mean of the other rows, because no token was trained
-    on it. None: no row."""
-
-    @property
-    def unties_head(self) -> bool:
-        """The target's head is a copy of the embedding that the source's head is tied to."""
-        return self.source_config.tie_word_embeddings and not self.target_config.tie_word_embeddings
-
-
-def plan_conversion(config: ConvertConfig) -> ConversionPlan:
-    """Check a conversion, without reading weights or writing anything.
-
-    Raises:
-        ValueError: source or target is missing, the target exists, the mask token cannot be added, the family has no
-            such model, or the tokenizer does not fit the model; names the key.
-    """
-    if config.source is None or config.target is None:
-        raise ValueError("source and target are both required: a model directory, and a directory to write")
-    if config.target.exists():
-        raise ValueError(f"target = {config.target} exists: name another directory, or remove it")
-    source = resolve_model_directory(config.source, needs_weights=False)
-    source_config, tokenizer = read_model_config(source), load_tokenizer(source)
-    target_config, mean_row = source_config, None
-    if config.diffusion is not None:
-        token_id, mean_row = _choose_mask_row(config.diffusion, source_config, tokenizer)
-        tokenizer = _add_mask_token(tokenizer, config.diffusion.mask_token, token_id)
-        target_config = _to_diffusion_config(source_config, config.diffusion, token_id)
-    if config.model_type is not None:
-        target_config = _change_family(target_config, config.model_type)
-    get_family(target_config).to_config_json(target_config)
-    check_vocabulary(Vocabulary.from_tokenizer(tokenizer), target_config, source)
-    return ConversionPlan(source, config.target, config, source_config, target_config, tokenizer, mean_row)
-
-
-def _choose_mask_row(section: DiffusionSection, config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, int | None]:
-    """Return the mask token's id, and the same id if its row has to be set to the mean of the others."""
-    name, tokenizer_id = section.mask_token, tokenizer.special_tokens.get(section.mask_token)
-    num_rows, token_id = config.vocab_size, section.mask_token_id
-    if tokenizer_id is not None:
-        if token_id not in (None, tokenizer_id):
-            raise ValueError(
-                f"diffusion.mask_token_id = {token_id}, but {name!r} has the id {tokenizer_id} in the tokenizer: "
-                "remove it, or choose another mask_token"
-            )
-        return tokenizer_id, tokenizer_id if tokenizer_id >= num_rows else None
-    used_ids = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
-    if token_id is None:
-        token_id = next((row for row in range(num_rows) if row not in used_ids), num_rows)
-    elif token_id in used_ids:
-        raise ValueError(
-            f"diffusion.mask_token_id = {token_id} is the id of {tokenizer.decode([token_id])!r}: name an id that no "
-            "token has"
-        )
-    elif token_id > num_rows:
-        raise ValueError(
-            f"diffusion.mask_token_id = {token_id} would leave rows of the embedding without tokens: it has "
-            f"{num_rows} rows, so the next id is {num_rows}"
-        )
-    return token_id, token_id
-
-
-def _add_mask_token(tokenizer: Tokenizer, mask_token: str, token_id: int) -> Tokenizer:
-    if mask_token not in tokenizer.special_tokens and isinstance(tokenizer, SentencePieceTokenizer):
-        names = sorted(tokenizer.special_tokens)[:MAX_LISTED_TOKENS]
-        raise ValueError(
-            f"diffusion.mask_token = {mask_token!r} cannot be added to a SentencePiece tokenizer: choose one of its "
-            f"special tokens, such as an unused one: {names}"
-        )
-    return tokenizer.with_mask_token(mask_token, token_id)
-
-
-def _to_diffusion_config(config: ModelConfig, section: DiffusionSection, mask_token_id: int) -> ModelConfig:
-    changes = {
-        "vocab_size": max(config.vocab_size, mask_token_id + 1),
-        "mask_token_id": mask_token_id,
-        "block_length": section.block_length,
-        "logit_alignment": config.logit_alignment if section.logit_alignment == "keep" else section.logit_alignment,
-        "tie_word_embeddings": config.tie_word_embeddings and not section.untie_head,
-    }
-    return ModelConfig.model_validate(config.model_dump() | changes)
-
-
-def _change_family(config: ModelConfig, model_type: str) -> ModelConfig:
-    FAMILIES[model_type].check_diffusion(config)
-    is_inferable = infer_model_type(config) == model_type
-    return config.model_copy(update={"model_type": None if is_inferable else model_type})
+from tokenizer import load_chat_template, save_chat_template
 
 
 def convert(plan: ConversionPlan) -> None:

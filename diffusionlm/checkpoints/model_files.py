@@ -60,6 +60,19 @@ def list_weight_files(directory: Path) -> list[Path]:
     raise ValueError(f"{directory} has no weights: none of {', '.join((WEIGHTS, INDEX, PICKLE, PICKLE_INDEX))}")
 
 
+def list_safetensors_files(directory: Path) -> list[Path]:
+    """List a directory's safetensors files: those of a model, else all.
+
+    Raises:
+        ValueError: there are none.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    files = [path for path in files if path.name.startswith("model")] or files
+    if not files:
+        raise ValueError(f"{directory} has no *.safetensors files: convert it with diffusionlm-convert first")
+    return files
+
+
 def read_weight_index(path: Path) -> dict[str, str]:
     try:
         weight_map = read_json_object(path)["weight_map"]

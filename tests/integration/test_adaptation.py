@@ -13,7 +13,8 @@ import torch
 from config.convert import ConvertConfig
 from config.load import load_config
 from config.train import TrainConfig
-from diffusionlm.checkpoints.convert import convert, plan_conversion
+from diffusionlm.checkpoints.conversion_plan import plan_conversion
+from diffusionlm.checkpoints.convert import convert
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.training.loop import train
 from tokenizer import Tokenizer, save_tokenizer, train_bpe

@@ -14,7 +14,8 @@ from config.convert import ConvertConfig
 from config.families.hub import download_description, download_model
 from config.model import ModelConfig
 from diffusionlm.checkpoints.analyze import analyze
-from diffusionlm.checkpoints.convert import convert, plan_conversion
+from diffusionlm.checkpoints.conversion_plan import plan_conversion
+from diffusionlm.checkpoints.convert import convert
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.evaluation.nelbo import nelbo
@@ -200,26 +201,24 @@ def test_a_tokenizer_that_does_not_fit(tokenizer: Tokenizer, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "code", "message"),
+    ("overrides", "message"),
     [
-        (["diffusion.mask_token_id=5"], 1, "diffusion.mask_token_id = 5"),
-        (["diffusion.mask_token_id=400"], 1, "diffusion.mask_token_id = 400"),
-        (['diffusion={mask_token="<|endoftext|>", mask_token_id=3}'], 1, "'<|endoftext|>' has the id"),
-        (["dtype=float8"], 2, "dtype=float8"),
-        (["model_type=bert"], 2, "must be one of qwen3, qwen2, llama"),
-        (["model_type=llama"], 1, "qk_norm = True (it has False)"),
-        (["model_type=sdar"], 1, "no mask_token_id (add [diffusion])"),
-        (["model_type=sdar", "diffusion={}"], 1, "logit_alignment = 'shifted' (it has 'same_position'"),
+        (["diffusion.mask_token_id=5"], "diffusion.mask_token_id = 5"),
+        (["diffusion.mask_token_id=400"], "diffusion.mask_token_id = 400"),
+        (['diffusion={mask_token="<|endoftext|>", mask_token_id=3}'], "'<|endoftext|>' has the id"),
+        (["dtype=float8"], "dtype=float8"),
+        (["model_type=bert"], "must be one of qwen3, qwen2, llama"),
+        (["model_type=llama"], "qk_norm = True (it has False)"),
+        (["model_type=sdar"], "no mask_token_id (add [diffusion])"),
+        (["model_type=sdar", "diffusion={}"], "logit_alignment = 'shifted' (it has 'same_position'"),
         (
             ["model_type=sdar", "diffusion.logit_alignment=same_position"],
-            1,
             "no block_length (set diffusion.block_length)",
         ),
     ],
 )
 def test_unsupported_conversions_are_rejected(
     overrides: list[str],
-    code: int,
     message: str,
     tokenizer: Tokenizer,
     tmp_path: Path,
@@ -229,7 +228,7 @@ def test_unsupported_conversions_are_rejected(
     arguments = ["--source", str(path), "--target", str(tmp_path / "new")]
     with pytest.raises(SystemExit) as caught:
         main([*arguments, *[part for override in overrides for part in ("--set", override)]])
-    assert caught.value.code == code and message in capsys.readouterr().err
+    assert caught.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -244,6 +243,48 @@ def test_the_command(tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.Captur
     main(arguments)
     assert capsys.readouterr().out.startswith(steps) and (tmp_path / "new/config.json").is_file()
     for wrong, message in (([*arguments], "target = "), (arguments[:2], "add --target DIR")):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as caught:
             main(wrong)
-        assert message in capsys.readouterr().err
+        assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_target_that_overlaps_the_source(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run/checkpoints/step-1"
+    source(checkpoint, tokenizer, 260)
+    (tmp_path / "run/checkpoints/latest").symlink_to("step-1")
+    (tmp_path / "link").symlink_to(checkpoint)
+    relations = {
+        "run/checkpoints/step-1": "is",
+        "run/checkpoints/../checkpoints/latest/": "is",
+        "link": "is",
+        "run/checkpoints/step-1/bfloat16": "lies in",
+        "link/bfloat16": "lies in",
+        "run": "contains",
+        "run/checkpoints": "contains",
+    }
+    of_run = dict.fromkeys(relations, "lies in") | {"run": "is"}
+    of_source = {
+        "run/checkpoints/step-1": relations,
+        "link": relations,
+        "run/checkpoints/latest": relations,
+        "run": of_run,
+    }
+    for source_name, of_target in of_source.items():
+        for target_name, relation in of_target.items():
+            config = ConvertConfig(source=tmp_path / source_name, target=tmp_path / target_name)
+            message = rf"^target = {config.target} {relation} the source, .*: name a directory apart"
+            with pytest.raises(ValueError, match=message):
+                plan_conversion(config)
+
+
+def test_a_target_that_cannot_be_written(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = source(tmp_path / "ar", tokenizer, 260)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for target, remedy in (
+        (path.parent / "file" / "new", "file is not a directory; choose another path"),
+        (Path("/proc/new"), "/proc: .*; choose another directory"),
+        (tmp_path / "dangling", "exists: name another directory"),
+    ):
+        (path.parent / "file").touch()
+        with pytest.raises(ValueError, match=f"^target = {target} .*{remedy}"):
+            plan_conversion(ConvertConfig(source=path, target=target))

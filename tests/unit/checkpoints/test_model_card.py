@@ -16,7 +16,8 @@ import yaml
 from cli.infer import main
 from config.convert import ConvertConfig
 from diffusionlm.checkpoints import model_card
-from diffusionlm.checkpoints.convert import convert, plan_conversion
+from diffusionlm.checkpoints.conversion_plan import plan_conversion
+from diffusionlm.checkpoints.convert import convert
 from diffusionlm.checkpoints.huggingface import save_model, save_model_directory
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
 from diffusionlm.checkpoints.model_card import (
