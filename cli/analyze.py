@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import add_shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
-from cli.tables import align_columns
+from cli.tables import make_table, print_parts
 from config.convert import AnalyzeConfig
 from files.json_files import read_json_object
-from files.terminal_text import print_line
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from diffusionlm.checkpoints.analyze import Analysis, TensorInfo, TensorPair
 
 NAME = "diffusionlm-analyze"
@@ -45,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from diffusionlm.checkpoints.analyze import analyze
 
     if config.b is None:
-        print_line(format_directory(config.a, config.max_rows))
+        print_parts(format_directory(config.a, config.max_rows))
         return
     analysis = analyze(config.a, config.b, values=config.values)
     if config.format == "json":
         print(analysis.to_json())
     else:
-        print_line(format_analysis(analysis, config.max_rows))
+        print_parts(format_analysis(analysis, config.max_rows))
 
 
 def _check_model(path: Path) -> None:
@@ -78,7 +79,7 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     add_shorthand(parser, "--json", 'format="json"', help="print one JSON object")
 
 
-def format_directory(directory: Path, max_rows: int) -> str:
+def format_directory(directory: Path, max_rows: int) -> list[RenderableType]:
     """Format a table of a directory's tensors. ``max_rows`` 0: all of them."""
     from config.families.model_directory import resolve_model_directory
     from diffusionlm.checkpoints.analyze import list_tensors
@@ -86,26 +87,26 @@ def format_directory(directory: Path, max_rows: int) -> str:
     tensors = list(list_tensors(resolve_model_directory(directory)).values())
     num_values = sum(info.num_elements for info in tensors)
     rows = [[info.name, _format_shape(info), info.dtype, info.file] for info in tensors]
-    return f"{directory}: {len(tensors)} tensors, {num_values:,} values\n\n{_format_table(rows, max_rows)}"
+    return [f"{directory}: {len(tensors)} tensors, {num_values:,} values", "", *_format_table(rows, max_rows)]
 
 
-def format_analysis(analysis: Analysis, max_rows: int) -> str:
+def format_analysis(analysis: Analysis, max_rows: int) -> list[RenderableType]:
     """Format tables of the differences. ``max_rows`` 0: all rows of each table."""
-    lines: list[str] = []
+    parts: list[RenderableType] = []
     if analysis.config_differences:
         rows = [[key, json.dumps(a), json.dumps(b)] for key, a, b in analysis.config_differences]
-        lines += ["config.json differs in", "", _format_table(rows, max_rows), ""]
+        parts += ["config.json differs in", "", *_format_table(rows, max_rows), ""]
     equal = [pair for pair in analysis.pairs if pair.match == "name" and pair.max_difference == 0.0]
-    lines.append(f"{len(equal)} tensors are equal")
+    parts.append(f"{len(equal)} tensors are equal")
     different = [pair for pair in analysis.pairs if pair not in equal]
     if different:
-        lines += ["", "other pairs (largest difference, relative root mean square):", ""]
-        lines.append(_format_table([_format_pair(pair) for pair in different], max_rows))
+        parts += ["", "other pairs (largest difference, relative root mean square):", ""]
+        parts += _format_table([_format_pair(pair) for pair in different], max_rows)
     for name, infos in (("a", analysis.only_a), ("b", analysis.only_b)):
         if infos:
             rows = [[info.name, _format_shape(info), info.dtype] for info in infos]
-            lines += ["", f"only in {name}:", "", _format_table(rows, max_rows)]
-    return "\n".join(lines)
+            parts += ["", f"only in {name}:", "", *_format_table(rows, max_rows)]
+    return parts
 
 
 def _format_pair(pair: TensorPair) -> list[str]:
@@ -121,12 +122,12 @@ def _format_shape(info: TensorInfo) -> str:
     return "x".join(map(str, info.shape)) or "scalar"
 
 
-def _format_table(rows: Sequence[Sequence[str]], max_rows: int) -> str:
+def _format_table(rows: Sequence[Sequence[str]], max_rows: int) -> list[RenderableType]:
     visible = rows[:max_rows] if max_rows else rows
-    lines = [f"  {line}" for line in align_columns(visible)]
-    if len(visible) < len(rows):
-        lines.append(f"  ... and {len(rows) - len(visible)} more; set max_rows = 0 to see all")
-    return "\n".join(lines)
+    table = make_table([["", *row] for row in visible])  # the empty cell indents
+    if len(visible) == len(rows):
+        return [table]
+    return [table, f"  ... and {len(rows) - len(visible)} more; set max_rows = 0 to see all"]
 
 
 if __name__ == "__main__":

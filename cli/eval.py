@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import add_shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
-from cli.tables import align_columns
+from cli.tables import make_table, print_parts
 from config.eval import EvalConfig
-from files.terminal_text import print_line
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from diffusionlm.evaluation.plan import EvaluationPlan
     from diffusionlm.evaluation.text_likelihood import LikelihoodResult
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.output.format == "json":
         print(format_json(result))
     else:
-        print_line(format_table(result))
+        print_parts([format_table(result)])
 
 
 def format_json(result: LikelihoodResult) -> str:
@@ -68,7 +69,7 @@ def format_json(result: LikelihoodResult) -> str:
     return json.dumps(values, allow_nan=False)
 
 
-def format_table(result: LikelihoodResult) -> str:
+def format_table(result: LikelihoodResult) -> RenderableType:
     sign = "" if result.is_exact else "<= "
     nats = _format_with_error(result.nats_per_token, result.nats_per_token_standard_error)
     perplexity = _format_with_error(result.perplexity, result.perplexity_standard_error)
@@ -92,7 +93,7 @@ def format_table(result: LikelihoodResult) -> str:
         group = "row" if result.block_length is None else "block"
         lines.append(("cross-entropy by", f"masked fraction of the {group}, nats per masked token"))
     lines += [(f"  {low:.0%} - {high:.0%}", f"{value:.3f}") for low, high, value in result.by_masked_fraction]
-    return "\n".join(align_columns(lines))
+    return make_table(lines)
 
 
 def _evaluate(plan: EvaluationPlan) -> LikelihoodResult:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors
-from cli.tables import align_columns
+from cli.tables import make_table, print_parts
 from config.make_data import MakeDataConfig
-from files.terminal_text import print_line
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from diffusionlm.data.shard_index import ShardIndex
 
 NAME = "diffusionlm-make-data"
@@ -48,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             meter.set(text_bytes)
 
         index = make_data(config, meter.log, show_progress)
-    print_line(format_summary(index, config.output.directory))
+    print_parts(format_summary(index, config.output.directory))
 
 
-def format_summary(index: ShardIndex, directory: Path) -> str:
+def format_summary(index: ShardIndex, directory: Path) -> list[RenderableType]:
     """Format a table of the splits, and the command that trains on them."""
     from diffusionlm.data.make_data import format_skip_counts
     from diffusionlm.data.shard_index import INDEX_FILE
@@ -63,17 +64,15 @@ def format_summary(index: ShardIndex, directory: Path) -> str:
         counts = (f"{count:,}" for count in (split.documents, split.tokens, split.text_bytes))
         rows.append([name, *counts, ratio, str(len(split.file_sizes)), f"{split.bytes_on_disk / 2**20:,.1f}"])
         skipped.append(f"left out or mended, {name}: {format_skip_counts(split.skipped)}")
-    return "\n".join(
-        [
-            *align_columns(rows, right=range(1, len(rows[0]))),
-            *skipped,
-            f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists "
-            "the files",
-            "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
-            f"    --set {shlex.quote(f'data.source.path={directory}')} "
-            f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",
-        ]
-    )
+    return [
+        make_table(rows, right=range(1, len(rows[0])), has_header=True),
+        *skipped,
+        f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists "
+        "the files",
+        "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
+        f"    --set {shlex.quote(f'data.source.path={directory}')} "
+        f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",
+    ]
 
 
 if __name__ == "__main__":

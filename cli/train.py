@@ -9,14 +9,17 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
+from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors
-from cli.tables import align_columns
+from cli.tables import make_table, print_parts
 from config.train import KEY_HINTS, TrainConfig
 from files.resilient_stream import resilient
-from files.terminal_text import print_line
 from profiling.estimate import estimate_run, parallel_strategy
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 NAME = "diffusionlm-train"
 
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if arguments.dry_run:
             if is_first_rank():
-                print_line(format_run_estimate(config))
+                print_parts([format_run_estimate(config)])
             return 0
         with _report_error_once():
             code = train_as_rank(config)
@@ -58,7 +61,7 @@ def train_as_rank(config: TrainConfig) -> int:
     A run goes on, and succeeds, if the readers of its output go away: its directory has everything.
     """
     # Imported here, so that --help and config errors do not wait for torch.
-    from cli.train_summary import render_summary
+    from cli.train_summary import format_summary
     from diffusionlm.training.loop import train
 
     with redirect_stderr(resilient(sys.stderr)):
@@ -66,8 +69,7 @@ def train_as_rank(config: TrainConfig) -> int:
         if result.summary is not None and is_first_rank():
             # With logging.console = "json" standard output is for programs.
             output = sys.stderr if config.logging.console == "json" else resilient(sys.stdout)
-            table = render_summary(result.summary, config.run.directory, result.example_input)
-            print_line(table, output)
+            print_parts(format_summary(result.summary, config.run.directory, result.example_input), output)
     return 0 if result.stop_signal is None else 128 + result.stop_signal
 
 
@@ -87,7 +89,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def format_run_estimate(config: TrainConfig, ranks: int = 1) -> str:
+def format_run_estimate(config: TrainConfig, ranks: int = 1) -> RenderableType:
     """Format a table of parameters, tokens, FLOPs and memory for ``--dry-run``.
 
     Raises:
@@ -118,7 +120,7 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> str:
         ("memory, together", estimate.bytes_total, " (estimate)"),
     ):
         lines.append((name, f"{size / 2**20:,.1f} MiB{note}"))
-    return "\n".join(align_columns(lines))
+    return make_table(lines)
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors
+from cli.tables import print_parts
 from cli.train import add_arguments, format_run_estimate, train_as_rank
 from config.train import KEY_HINTS, DistributedTrainConfig
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.dry_run:
         # Two, where only torch knows how many GPUs there are.
         local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
-        print(format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes))
+        print_parts([format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes)])
         return 0
     # Only now, so that --help and config errors do not wait for torch.
     from ddp.launch import Nodes, count_local_ranks, launch

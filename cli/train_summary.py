@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cli.tables import align_columns
+from cli.tables import make_table
 from diffusionlm.evaluation.evaluate import EvaluationResult
 from diffusionlm.training.reporting import RunSummary
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
-def render_summary(summary: RunSummary, directory: Path, example_input: str = "") -> str:
+
+def format_summary(summary: RunSummary, directory: Path, example_input: str = "") -> list[RenderableType]:
     """The table, and the command that tries the model with ``example_input``."""
     result = summary.evaluation
     lines = [
@@ -39,7 +43,7 @@ def render_summary(summary: RunSummary, directory: Path, example_input: str = ""
         ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps{_format_padding(summary.padding_share)}"),
         ("time", f"{summary.seconds:,.0f} s"),
     ]
-    return "\n".join([*align_columns(lines), "", f"next: {suggest_next_command(directory, example_input)}"])
+    return [make_table(lines), "", f"next: {suggest_next_command(directory, example_input)}"]
 
 
 def suggest_next_command(directory: Path, example_input: str) -> str:

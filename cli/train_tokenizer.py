@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors
+from cli.tables import make_table, print_parts
 from config.data import PythonStdlib
 from config.tokenizer import TrainTokenizerConfig
-from files.terminal_text import print_line
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from cli.tokenizer_training import TokenizerResult
 
 NAME = "diffusionlm-train-tokenizer"
@@ -36,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Imported here so that --help and config errors answer at once.
     from cli.tokenizer_training import train_tokenizer
 
-    print_line(format_result(train_tokenizer(config, sys.stderr)))
+    print_parts(format_result(train_tokenizer(config, sys.stderr)))
 
 
-def format_result(result: TokenizerResult) -> str:
+def format_result(result: TokenizerResult) -> list[RenderableType]:
     """Format as a table with the next command."""
     options, tokenizer = result.config.tokenizer, result.tokenizer
     size = f"{tokenizer.vocab_size:,} tokens: 256 bytes, {len(tokenizer.merges):,} merges"
@@ -53,9 +55,8 @@ def format_result(result: TokenizerResult) -> str:
     lines += [
         ("held out", _format_compression(result)),
         ("written to", str(result.config.output.directory)),
-        ("next", _next_command(result.config)),
     ]
-    return "\n".join(f"{name:<12}  {value}" for name, value in lines)
+    return [make_table(lines), f"next: {_next_command(result.config)}"]
 
 
 def _format_compression(result: TokenizerResult) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 PACKAGES = (
     "datasets", "huggingface-hub", "jinja2", "numpy", "pyarrow", "pydantic", "regex", "safetensors", "tomli-w", "torch",
+    "rich",
     "tqdm",
 )  # fmt: skip
 """Required packages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from cli.train_summary import render_summary
+from cli.tables import render
+from cli.train_summary import format_summary
 from config.generation import GenerationConfig
 from config.load import load_config
 from config.train import TrainConfig
@@ -197,7 +199,7 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     saved = json.loads((config.run.directory / "summary.json").read_text(encoding="utf-8"))
     assert RunSummary.from_json(saved) == summary
     assert not summary.evaluation.fills
-    text = render_summary(summary, config.run.directory)
+    text = render(format_summary(summary, config.run.directory), StringIO())
     for part in (
         "validation bound, blocks of 16",
         "loss, token by token",
@@ -245,7 +247,7 @@ def test_next_token_from_a_tokenizer_without_mask_token(config: TrainConfig, tmp
     config = with_objective(config, NEXT, tokenizer={"path": str(tmp_path / "bare")}, validation={"every_steps": 4})
     summary = train(config).summary
     assert summary is not None and summary.evaluation.block_length == 1
-    text = render_summary(summary, config.run.directory)
+    text = render(format_summary(summary, config.run.directory), StringIO())
     assert "validation loss, token by token" in text and "cross-entropy by" not in text and "masked" not in text
     model = load_model(config.run.directory)
     assert model.config.is_autoregressive and model.config.mask_token_id is None

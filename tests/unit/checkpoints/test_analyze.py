@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cli.analyze import format_analysis, main
+from cli.tables import render
 from diffusionlm.checkpoints.analyze import analyze, list_tensors
 
 Tensors = dict[str, Tensor]
@@ -43,7 +45,7 @@ def test_equal_directories_are_equal_however_they_are_sharded(tensors: Tensors, 
     assert result.is_equal and len(result.pairs) == 4 and not result.only_a + result.only_b
     assert result.config_differences == (("b", 2, 3), ("c", None, 4))
     assert {info.file for info in list_tensors(two).values()} == set(shards)
-    assert "4 tensors are equal" in format_analysis(result, 40)
+    assert "4 tensors are equal" in render(format_analysis(result, 40), StringIO())
 
 
 def test_differences_are_measured(tensors: Tensors, tmp_path: Path) -> None:
@@ -66,7 +68,8 @@ def test_renamed_tensors_are_matched_by_value(tensors: Tensors, tmp_path: Path) 
         (name, f"other.{name}", "values") for name in ("embed", "layer.q", "layer.k")
     }
     assert [info.name for info in result.only_a] == ["norm"] and [info.name for info in result.only_b] == ["new"]
-    assert "layer.q = other.layer.q" in format_analysis(result, 40) and "only in b:" in format_analysis(result, 40)
+    text = render(format_analysis(result, 40), StringIO())
+    assert "layer.q = other.layer.q" in text and "only in b:" in text
     without = analyze(one, two, values=False)
     assert len(without.only_a) == 4 and not without.pairs
 
@@ -77,7 +80,7 @@ def test_shape_mismatches_are_listed_without_comparison(tensors: Tensors, tmp_pa
     result = analyze(one, directory(tmp_path / "two", {"model.safetensors": grown}))
     [pair] = [pair for pair in result.pairs if pair.max_difference is None]
     assert (pair.a.shape, pair.b.shape) == ((5, 4), (6, 4)) and not result.is_equal
-    assert "5x4 / 6x4" in format_analysis(result, 40)
+    assert "5x4 / 6x4" in render(format_analysis(result, 40), StringIO())
 
 
 def test_lossless_dtype_change_is_no_difference(tensors: Tensors, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def options(texts: Path, directory: Path, **more: object) -> list[str]:
 
 
 def lines_of(text: str) -> dict[str, str]:
-    return dict(re.split(r"\s{2,}", line, maxsplit=1) for line in text.splitlines())
+    return dict(re.split(r"\s{2,}|: (?=uv)", line, maxsplit=1) for line in text.splitlines())
 
 
 def failure(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 1) -> str:

@@ -1,0 +1,57 @@
+"""Tables and text in a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from cli.tables import align_columns, make_table, print_parts, render
+
+ROWS = [["name", "count"], ["[red]a[/red] \x1b[2J :smile:", "1"], ["日本", "1,234"], ["  b " + "c" * 200, ""]]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def test_a_file_has_the_complete_plain_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_parts(["path \x1b[2J " + "word " * 60 + "\nend", "", make_table(ROWS, right=[1], has_header=True)])
+    assert capsys.readouterr().out.splitlines() == [
+        r"path \x1b[2J " + ("word " * 60).rstrip(),
+        "end",
+        "",
+        "name" + " " * 202 + "count",
+        r"[red]a[/red] \x1b[2J :smile:" + " " * 182 + "1",
+        "日本" + " " * 202 + "1,234",  # each character takes two columns
+        "  b " + "c" * 200,
+    ]
+
+
+def test_a_terminal_folds_cells_and_leaves_lines_to_copy() -> None:
+    command = "next: " + "word " * 20 + "end"
+    lines = render([make_table(ROWS, right=[1], has_header=True), command], Terminal()).split("\n")
+    assert lines[0].startswith("\x1b[1mname") and lines[-1] == command
+    assert all(len(line) <= 40 for line in lines[1:-1])
+    assert sum(line.count("c") for line in lines[1:-1]) == 200, "nothing is cut"
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_no_escapes_where_none_are_wanted(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert "\x1b" not in render([make_table(ROWS, has_header=True)], Terminal())
+
+
+def test_columns_are_two_spaces_apart() -> None:
+    assert align_columns([["a", "b", "c"], ["long", "", "5"]], right=[2]) == ["a     b  c", "long     5"]
