@@ -7,7 +7,7 @@ forwards, and leaves the batch when it is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,13 @@ import torch
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.model_runner import ModelRunner
-from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, prepare_infill, prepare_prompt
+from diffusionlm.inference.requests import (
+    ActiveRequest,
+    AllowedTokens,
+    PreparedRequest,
+    prepare_infill,
+    prepare_prompt,
+)
 from diffusionlm.inference.sampling import TokenSampler
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.transformer import Transformer
@@ -33,7 +39,8 @@ class Generation:
     """Forwards that this request took part in."""
     logprobs: tuple[float, ...]
     """Log-probability in nats of each new token (infill: of each filled position, in order) when it was committed,
-    under the model's own distribution: temperature 1, no top-k or top-p, without the mask and the suppressed tokens."""
+    under the model's own distribution: temperature 1, no top-k or top-p, without the mask, the suppressed tokens and,
+    where ``allowed_token_ids`` names the position, all others."""
     step_map: tuple[int, ...]
     """The request's forward, from 1 on, in which each of these was committed."""
 
@@ -74,6 +81,7 @@ def generate(
     config: GenerationConfig,
     seeds: Sequence[int] | None = None,
     on_step: StepCallback | None = None,
+    allowed_token_ids: Sequence[AllowedTokens] | None = None,
 ) -> list[Generation]:
     """Continue each prompt by ``config.max_new_tokens`` tokens, or up to a stop token.
 
@@ -85,17 +93,19 @@ def generate(
         seeds: of each request's randomness; None: 0, 1, 2, ... A request's answer depends on its prompt, the config and
             its seed, not on the batch around it (up to rounding in the model).
         on_step: called after each forward.
+        allowed_token_ids: for each request the tokens that some positions may hold, counted from the start of the
+            prompt: of a text by `TokenHealer`, for example. All other tokens have probability zero there.
 
     Raises:
         ValueError: a prompt and the new tokens do not fit the model's context, an id is outside the vocabulary, the
-            number of seeds differs, there are fewer ``steps`` than blocks, the config does not fit the model, or the
-            model's probabilities are not finite.
+            number of seeds or of ``allowed_token_ids`` differs, or they name a position that is not masked or leave it
+            no token, there are fewer ``steps`` than blocks, the config does not fit the model, or the model's
+            probabilities are not finite.
     """
     settings = resolve_settings(config, model.config)
-    seeds = _check_seeds(seeds, len(prompts))
     requests = [
-        prepare_prompt(settings, token_ids, seed, label=f"prompt {index}")
-        for index, (token_ids, seed) in enumerate(zip(prompts, seeds, strict=True))
+        prepare_prompt(settings, token_ids, seed, f"prompt {index}", allowed)
+        for index, (token_ids, seed, allowed) in enumerate(_zip_requests(prompts, seeds, allowed_token_ids))
     ]
     return decode(model, settings, requests, on_step)
 
@@ -106,6 +116,7 @@ def infill(
     config: GenerationConfig,
     seeds: Sequence[int] | None = None,
     on_step: StepCallback | None = None,
+    allowed_token_ids: Sequence[AllowedTokens] | None = None,
 ) -> list[Generation]:
     """Fill every mask token of each canvas; all other tokens stay as they are.
 
@@ -117,10 +128,9 @@ def infill(
         ValueError: like `generate`.
     """
     settings = resolve_settings(config, model.config)
-    seeds = _check_seeds(seeds, len(canvases))
     requests = [
-        prepare_infill(settings, token_ids, seed, label=f"canvas {index}")
-        for index, (token_ids, seed) in enumerate(zip(canvases, seeds, strict=True))
+        prepare_infill(settings, token_ids, seed, f"canvas {index}", allowed)
+        for index, (token_ids, seed, allowed) in enumerate(_zip_requests(canvases, seeds, allowed_token_ids))
     ]
     return decode(model, settings, requests, on_step)
 
@@ -155,12 +165,16 @@ def decode(
             on_step(DecodingStep(num_forwards, tuple(_take_snapshot(request) for request in requests)))
 
 
-def _check_seeds(seeds: Sequence[int] | None, num_requests: int) -> Sequence[int]:
-    if seeds is None:
-        return range(num_requests)
-    if len(seeds) != num_requests:
-        raise ValueError(f"seeds: {len(seeds)} for {num_requests} requests: pass one per request, or None")
-    return seeds
+def _zip_requests(
+    texts: Sequence[Sequence[int]], seeds: Sequence[int] | None, allowed_token_ids: Sequence[AllowedTokens] | None
+) -> Iterator[tuple[Sequence[int], int, AllowedTokens]]:
+    """Token ids, seed and allowed tokens of each request, with their defaults."""
+    seeds = range(len(texts)) if seeds is None else seeds
+    allowed_token_ids = [{}] * len(texts) if allowed_token_ids is None else allowed_token_ids
+    for name, values in (("seeds", seeds), ("allowed_token_ids", allowed_token_ids)):
+        if len(values) != len(texts):
+            raise ValueError(f"{name}: {len(values)} for {len(texts)} requests: pass one per request, or None")
+    return zip(texts, seeds, allowed_token_ids, strict=True)
 
 
 def _take_snapshot(request: ActiveRequest) -> CanvasSnapshot:

@@ -6,7 +6,7 @@ forward computes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,9 @@ from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids
 from diffusionlm.inference.strategy import DecodeState
+
+AllowedTokens = Mapping[int, Sequence[int] | NDArray[np.int64]]
+"""Position of a canvas -> the tokens that it may hold; all other positions may hold any."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,16 @@ class PreparedRequest:
     """Positions of the text; the last block may be decoded beyond it."""
     seed: int
     is_infill: bool
+    allowed_token_ids: Mapping[int, NDArray[np.int64]]
+    """Masked position -> the tokens that it may hold."""
 
 
 def prepare_prompt(
-    settings: DecodingSettings, token_ids: Sequence[int], seed: int = 0, label: str = "prompt 0"
+    settings: DecodingSettings,
+    token_ids: Sequence[int],
+    seed: int = 0,
+    label: str = "prompt 0",
+    allowed_token_ids: AllowedTokens | None = None,
 ) -> PreparedRequest:
     """Append masks to a prompt and check it.
 
@@ -43,7 +52,8 @@ def prepare_prompt(
 
     Raises:
         ValueError: the prompt and the new tokens do not fit the model's context, ``total_length`` leaves no new token,
-            a token id is outside the vocabulary, the seed is negative, or there are fewer ``steps`` than blocks.
+            a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks, or
+            ``allowed_token_ids`` names a position that is not masked or leaves one no token.
     """
     context = settings.model.max_position_embeddings
     text_length = _resolve_text_length(settings, len(token_ids), label)
@@ -55,11 +65,17 @@ def prepare_prompt(
     num_masked = canvas_length - len(token_ids)
     canvas_L = np.array([*token_ids, *[settings.placeholder_token_id] * num_masked], dtype=np.int64)
     masked_positions = np.arange(len(token_ids), canvas_length)
-    return _prepare(settings, canvas_L, masked_positions, text_length, seed, label, is_infill=False)
+    return _prepare(
+        settings, canvas_L, masked_positions, text_length, seed, label, allowed_token_ids or {}, is_infill=False
+    )
 
 
 def prepare_infill(
-    settings: DecodingSettings, canvas_ids: Sequence[int], seed: int = 0, label: str = "canvas 0"
+    settings: DecodingSettings,
+    canvas_ids: Sequence[int],
+    seed: int = 0,
+    label: str = "canvas 0",
+    allowed_token_ids: AllowedTokens | None = None,
 ) -> PreparedRequest:
     """Find the mask tokens of a canvas and check it.
 
@@ -69,7 +85,9 @@ def prepare_infill(
     _check_length(len(canvas_ids), settings, label, "shorten the text or its masked spans")
     canvas_L = np.array(canvas_ids, dtype=np.int64)
     masked_positions = np.flatnonzero(canvas_L == settings.model.required_mask_token_id)
-    return _prepare(settings, canvas_L, masked_positions, len(canvas_L), seed, label, is_infill=True)
+    return _prepare(
+        settings, canvas_L, masked_positions, len(canvas_L), seed, label, allowed_token_ids or {}, is_infill=True
+    )
 
 
 def _prepare(
@@ -79,6 +97,7 @@ def _prepare(
     text_length: int,
     seed: int,
     label: str,
+    allowed_token_ids: AllowedTokens,
     *,
     is_infill: bool,
 ) -> PreparedRequest:
@@ -94,7 +113,25 @@ def _prepare(
         blocks = tuple(split_into_blocks(masked_positions, settings))
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from None
-    return PreparedRequest(canvas_L, masked_positions, blocks, text_length, seed, is_infill)
+    allowed_arrays = {position: np.asarray(ids, dtype=np.int64) for position, ids in allowed_token_ids.items()}
+    _check_allowed_tokens(settings, allowed_arrays, masked_positions, label)
+    return PreparedRequest(canvas_L, masked_positions, blocks, text_length, seed, is_infill, allowed_arrays)
+
+
+def _check_allowed_tokens(
+    settings: DecodingSettings,
+    allowed_token_ids: Mapping[int, NDArray[np.int64]],
+    masked_positions: NDArray[np.int64],
+    label: str,
+) -> None:
+    for position, ids in allowed_token_ids.items():
+        if position not in masked_positions:
+            raise ValueError(f"{label}: allowed_token_ids names position {position}, which is not masked: remove it")
+        if np.isin(ids, settings.forbidden_token_ids).all():
+            raise ValueError(
+                f"{label}: allowed_token_ids leaves no token at position {position}: add one that is not suppressed"
+            )
+        check_token_ids((int(ids.min()), int(ids.max())), settings.model, f"{label}: allowed_token_ids")
 
 
 def _resolve_text_length(settings: DecodingSettings, prompt_length: int, label: str) -> int:
@@ -142,6 +179,7 @@ class ActiveRequest:
         self.text_length = request.text_length
         self.is_infill = request.is_infill
         self.masked_positions = masked_positions
+        self.allowed_token_ids = request.allowed_token_ids
         self.answer_positions = masked_positions[masked_positions < request.text_length]
         self.tokens_L = request.canvas_L.copy()
         """Placeholders at masked positions."""

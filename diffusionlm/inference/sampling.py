@@ -5,7 +5,7 @@ Shapes: N positions of a forward, V vocabulary, C candidates of a nucleus.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -68,9 +68,10 @@ class TokenSampler:
                 for request, positions in zip(requests, output_positions, strict=True)
             ]
             committed_N = torch.from_numpy(np.concatenate(committed)).to(logits_NV.device)
+        allowed_tokens = find_allowed_tokens(requests)
         samples = [
             self._sample_chunk(
-                logits_NV[chunk],
+                self._copy_logits(logits_NV, chunk, allowed_tokens),
                 None if uniforms_N is None else uniforms_N[chunk],
                 None if committed_N is None else committed_N[chunk],
             )
@@ -84,17 +85,33 @@ class TokenSampler:
             for start, end in pairwise(ends)
         ]
 
+    def _copy_logits(self, logits_NV: Tensor, chunk: slice, allowed_tokens: Mapping[int, NDArray[np.int64]]) -> Tensor:
+        """Copy the logits of a chunk, with -inf at forbidden tokens and at all but the allowed ones; in fp64, on the
+        fast path in at least fp32.
+
+        Args:
+            allowed_tokens: row of ``logits_NV`` -> the tokens that its position may hold.
+        """
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32) if self._has_fast_path else torch.float64
+        copy_NV = logits_NV[chunk].to(dtype, copy=True)
+        for row, token_ids in allowed_tokens.items():
+            if chunk.start <= row < chunk.stop:
+                ids = torch.from_numpy(token_ids).to(copy_NV.device)
+                logits_V = copy_NV[row - chunk.start]
+                copy_NV[row - chunk.start] = torch.full_like(logits_V, float("-inf")).index_copy_(0, ids, logits_V[ids])
+        return copy_NV.index_fill_(1, self._forbidden_token_ids, float("-inf"))
+
     def _sample_chunk(self, logits_NV: Tensor, uniforms_N: Tensor | None, committed_N: Tensor | None) -> Tensor:
         """Token, confidence and log-probability of each position, [3, N] in fp64 (which holds token ids exactly).
 
         Args:
+            logits_NV: a copy, which the fast path overwrites.
             uniforms_N: uniforms of token sampling; None: greedy.
             committed_N: tokens of committed positions, -1 at masked ones; None: all are masked.
         """
         if self._has_fast_path:
-            return _sample_greedily(logits_NV, self._forbidden_token_ids)
+            return _sample_greedily(logits_NV)
         config = self._config
-        logits_NV = logits_NV.to(torch.float64, copy=True).index_fill_(1, self._forbidden_token_ids, float("-inf"))
         logprobs_NV = logits_NV.log_softmax(dim=1)
         unfiltered_probs_NV = logprobs_NV.exp()
         filtered_NV = filter_logits(logits_NV, temperature=self._temperature, top_k=config.top_k, top_p=config.top_p)
@@ -111,14 +128,24 @@ class TokenSampler:
         return torch.stack([tokens_N.double(), confidence_N, logprobs_N])
 
 
-def _sample_greedily(logits_NV: Tensor, forbidden_token_ids: Tensor) -> Tensor:
+def find_allowed_tokens(requests: Sequence[ActiveRequest]) -> dict[int, NDArray[np.int64]]:
+    """Row of the logits of all output positions -> the tokens that its position may hold."""
+    allowed_tokens: dict[int, NDArray[np.int64]] = {}
+    start = 0
+    for request in requests:
+        for position, token_ids in request.allowed_token_ids.items():
+            for index in np.flatnonzero(request.output_positions == position).tolist():
+                allowed_tokens[start + index] = token_ids
+        start += len(request.output_positions)
+    return allowed_tokens
+
+
+def _sample_greedily(logits_NV: Tensor) -> Tensor:
     """Most probable token, its probability and log-probability, [3, N] in fp64, without fp64 logits.
 
     The probability is 1 / (1 + r), where r sums exp(logit - highest logit) over the other tokens: however near 1 it is,
     its distance from 1 is as exact as r in fp32.
     """
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32), copy=True)
-    logits_NV.index_fill_(1, forbidden_token_ids, float("-inf"))
     tokens_N1 = logits_NV.argmax(dim=1, keepdim=True)
     odds_NV = logits_NV.sub_(logits_NV.gather(1, tokens_N1)).exp_().scatter_(1, tokens_N1, 0.0)
     other_odds_N = odds_NV.sum(dim=1, dtype=torch.float64)
