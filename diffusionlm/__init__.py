@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from diffusionlm.evaluation.nelbo import LikelihoodEstimate, NelboReport, conditional_likelihood, nelbo
     from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
     from diffusionlm.inference.generate import Generation, generate, infill
+    from diffusionlm.inference.healing import HealedText, TokenHealer
     from diffusionlm.inference.streaming import stream
     from diffusionlm.models.init import init_weights
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
@@ -38,6 +39,8 @@ _MODULE_OF_NAME = {
     "Generation": "diffusionlm.inference.generate",
     "generate": "diffusionlm.inference.generate",
     "infill": "diffusionlm.inference.generate",
+    "HealedText": "diffusionlm.inference.healing",
+    "TokenHealer": "diffusionlm.inference.healing",
     "SamplerReport": "diffusionlm.evaluation.sampler_likelihood",
     "sampler_likelihood": "diffusionlm.evaluation.sampler_likelihood",
     "stream": "diffusionlm.inference.streaming",
@@ -57,10 +60,12 @@ __all__ = [
     "Causal",
     "Generation",
     "GenerationConfig",
+    "HealedText",
     "LikelihoodEstimate",
     "ModelConfig",
     "NelboReport",
     "SamplerReport",
+    "TokenHealer",
     "Transformer",
     "conditional_likelihood",
     "encode_chat",

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, decode
+from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.requests import PreparedRequest, prepare_prompt
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.transformer import Transformer
@@ -23,11 +24,13 @@ from tokenizer import Tokenizer
 def stream(
     model: Transformer,
     tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
+    prompt: Sequence[int] | HealedText,
     config: GenerationConfig,
     seed: int = 0,
 ) -> Iterator[str]:
     """Iterate over the pieces of text by which `generate` continues a prompt; none is empty or splits a character.
+
+    Pieces do not repeat the text that a `HealedText` has taken back.
 
     Decoding runs in a thread of its own. It starts with the request for the first piece, and stops at its next forward
     when the iterator is closed.
@@ -35,13 +38,14 @@ def stream(
     Raises:
         ValueError: like `generate`, when a piece is requested.
     """
+    healed = prompt if isinstance(prompt, HealedText) else HealedText(tuple(prompt))
     settings = resolve_settings(config, model.config)
-    request = prepare_prompt(settings, prompt_ids, seed, label="the prompt")
+    request = prepare_prompt(settings, healed.token_ids, seed, "the prompt", healed.allowed_token_ids)
     updates: SimpleQueue[Sequence[int] | Exception | None] = SimpleQueue()
     is_closed = threading.Event()
     thread = threading.Thread(
         target=_decode_into_queue,
-        args=(model, settings, request, len(prompt_ids), updates, is_closed),
+        args=(model, settings, request, len(healed.token_ids), updates, is_closed),
         name="diffusionlm-stream",
         daemon=True,
     )
@@ -52,7 +56,8 @@ def stream(
         while (final_ids := updates.get()) is not None:
             if isinstance(final_ids, Exception):
                 raise final_ids
-            piece = decoder.decode(tokenizer.decode_bytes(final_ids[num_decoded:]))
+            skipped = healed.num_repeated_bytes if num_decoded == 0 else 0
+            piece = decoder.decode(tokenizer.decode_bytes(final_ids[num_decoded:])[skipped:])
             num_decoded = len(final_ids)
             if piece:
                 yield piece

@@ -26,18 +26,40 @@ def parse_infill(text: str, tokenizer: Tokenizer, mask_token_id: int | None = No
     Raises:
         ValueError: no masked span, n is not a number from 1 to `MAX_SPAN_LENGTH`, or no mask token.
     """
+    mask = required_mask_token_id(tokenizer, mask_token_id)
+    ids: list[int] = []
+    for piece, num_masked in split_infill(text):
+        ids += tokenizer.encode(piece)
+        ids += [mask] * num_masked
+    return ids
+
+
+def required_mask_token_id(tokenizer: Tokenizer, mask_token_id: int | None) -> int:
+    """Return the id, or the tokenizer's if it is None.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
     mask = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
     if mask is None:
         raise ValueError("the tokenizer has no mask token: pass the model's mask_token_id")
-    ids: list[int] = []
+    return mask
+
+
+def split_infill(text: str) -> list[tuple[str, int]]:
+    """Split a text into pieces, each with the number of masked tokens after it: 0 after the last one.
+
+    Raises:
+        ValueError: no masked span, or n is not a number from 1 to `MAX_SPAN_LENGTH`.
+    """
+    pieces = []
     end = 0
     for match in _MASKED_SPAN.finditer(text):
-        ids += tokenizer.encode(text[end : match.start()])
-        ids += [mask] * _span_length(match)
+        pieces.append((text[end : match.start()], _span_length(match)))
         end = match.end()
-    if end == 0:
+    if not pieces:
         raise ValueError(f"{text!r} has no masked span: write [MASK:n] for n tokens to fill in")
-    return ids + tokenizer.encode(text[end:])
+    return [*pieces, (text[end:], 0)]
 
 
 def _span_length(match: re.Match[str]) -> int:

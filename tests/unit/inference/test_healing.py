@@ -1,0 +1,293 @@
+"""Token healing, against lists of tokens made by brute force and distributions computed in NumPy."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from config.generation import GenerationConfig
+from config.model import ModelConfig
+from diffusionlm.inference.generate import generate, infill
+from diffusionlm.inference.healing import HealedText, TokenHealer
+from diffusionlm.inference.requests import prepare_infill, prepare_prompt
+from diffusionlm.inference.sampling import TokenSampler
+from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.inference.strategies import STRATEGIES
+from diffusionlm.inference.streaming import stream
+from diffusionlm.inference.text import parse_infill
+from diffusionlm.models.transformer import Transformer
+from tokenizer import Tokenizer, train_bpe
+
+CODE = """def name(self, names):
+    for i in range(10):
+        if i is not None:
+            return name in names
+    return äöü
+"""
+
+
+@pytest.fixture(scope="module")
+def code() -> Tokenizer:
+    return train_bpe([CODE] * 3, vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Transformer], code: Tokenizer) -> Transformer:
+    return tiny_model(
+        vocab_size=code.vocab_size,
+        mask_token_id=code.mask_token_id,
+        eos_token_id=code.eos_token_id,
+        max_position_embeddings=64,
+    )
+
+
+def tokens_from(tokenizer: Tokenizer, start: bytes) -> set[int]:
+    return {token for text, token in tokenizer.vocab.items() if text.startswith(start)}
+
+
+def random_texts(count: int) -> list[str]:
+    rng = random.Random(0)
+    starts = [rng.randrange(len(CODE)) for _ in range(count)]
+    return [CODE[start : start + rng.randrange(1, 30)] + rng.choice(["", " ", "  ", "\n    "]) for start in starts]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "start"),
+    [
+        ("for i in ", "for i in", " "),
+        ("def name(", "def name", "("),
+        ("def name.", "def name.", ""),  # no longer token begins with a dot
+        ("for i in nam", "for i in", " nam"),
+        ("def name(self):\n    ", "def name(self):\n   ", " "),  # of several spaces the last one
+        ("def\n", "def\n", ""),
+        ("de", "de", ""),  # the only token
+        ("", "", ""),
+    ],
+)
+def test_what_is_taken_back(code: Tokenizer, text: str, kept: str, start: str) -> None:
+    healed = TokenHealer(code).heal_prompt(text)
+    assert list(healed.token_ids) == code.encode(kept)
+    assert healed.num_repeated_bytes == len(start)
+    allowed = {position: set(ids.tolist()) for position, ids in healed.allowed_token_ids.items()}
+    assert allowed == ({len(healed.token_ids): tokens_from(code, start.encode())} if start else {})
+
+
+def test_a_first_token_is_taken_back_after_a_prefix(code: Tokenizer) -> None:
+    healed = TokenHealer(code).heal_prompt("de", [3])
+    assert healed.token_ids == (3,)
+    assert set(healed.allowed_token_ids[1].tolist()) == tokens_from(code, b"de")
+
+
+def test_a_single_new_token_adds_text(code: Tokenizer) -> None:
+    healer = TokenHealer(code, max_new_tokens=1)
+    assert not healer.heal_prompt("for i in nam").allowed_token_ids, "it might repeat the text and add nothing"
+    healed = healer.heal_prompt("def name ")
+    assert set(healed.allowed_token_ids[2].tolist()) == tokens_from(code, b" ") - {code.vocab[b" "]}
+
+
+def test_excluded_tokens(code: Tokenizer) -> None:
+    name = code.vocab[b" name"]
+    assert name not in TokenHealer(code, [name]).heal_prompt("def ").allowed_token_ids[1]
+    assert not TokenHealer(code, [code.vocab[b" "]]).heal_prompt("def ").allowed_token_ids, "the text may not change"
+    settings = resolve_settings(
+        GenerationConfig(suppress_token_ids=(1,), stop_token_ids=(2,), max_new_tokens=1), model_config(code)
+    )
+    healer = TokenHealer.from_settings(code, settings)
+    expected = TokenHealer(code, [1, 2], max_new_tokens=1).heal_prompt("def ")
+    assert healer.heal_prompt("def ").allowed_token_ids[1].tolist() == expected.allowed_token_ids[1].tolist()
+
+
+def model_config(tokenizer: Tokenizer) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        max_position_embeddings=16,
+        vocab_size=tokenizer.vocab_size,
+        mask_token_id=tokenizer.mask_token_id,
+    )
+
+
+def test_prompts_keep_their_text(code: Tokenizer) -> None:
+    healer, num_healed = TokenHealer(code), 0
+    for text in random_texts(300):
+        healed = healer.heal_prompt(text)
+        kept, data = code.decode_bytes(healed.token_ids), text.encode()
+        start = data[len(kept) :]
+        assert kept + start == data and len(start) == healed.num_repeated_bytes
+        for position, ids in healed.allowed_token_ids.items():
+            num_healed += 1
+            assert position == len(healed.token_ids)
+            assert set(ids.tolist()) == tokens_from(code, start) and len(set(ids.tolist())) == len(ids) > 1
+    assert num_healed > 100
+
+
+def test_the_space_before_a_span_is_taken_back(code: Tokenizer) -> None:
+    mask, space = code.mask_token_id, code.vocab[b" "]
+    healed = TokenHealer(code).heal_infill("if i is [MASK:1] None: return [MASK:2][MASK:1]in[MASK:1]\n    [MASK:2]")
+    pieces = ["if i is", " None: return", "in", "\n   "]
+    spans = [1, 3, 1, 2]
+    expected = [token for piece, n in zip(pieces, spans, strict=True) for token in [*code.encode(piece), *[mask] * n]]
+    assert list(healed.token_ids) == expected
+    starts = [position for position in range(1, len(expected)) if expected[position - 1] != mask == expected[position]]
+    allowed = {position: set(ids.tolist()) for position, ids in healed.allowed_token_ids.items()}
+    with_space = tokens_from(code, b" ")
+    assert allowed == {starts[0]: with_space - {space}, starts[1]: with_space, starts[3]: with_space}
+    assert healed.num_repeated_bytes == 0
+
+
+@pytest.mark.parametrize("text", ["[MASK:2] name", "in[MASK:1](10)", "na[MASK:1]"])
+def test_spans_without_a_space_before_them_are_not_healed(code: Tokenizer, text: str) -> None:
+    healed = TokenHealer(code).heal_infill(text, [3])
+    assert list(healed.token_ids) == [3, *parse_infill(text, code)] and not healed.allowed_token_ids
+
+
+def test_bad_spans_are_rejected_as_without_healing(code: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"\[MASK:0\] is not a masked span"):
+        TokenHealer(code).heal_infill("a [MASK:0]")
+    with pytest.raises(ValueError, match="has no masked span"):
+        TokenHealer(code).heal_infill("a ")
+
+
+CASES: list[dict[str, Any]] = [
+    *({"remasking_strategy": name} for name in STRATEGIES),
+    *({"remasking_strategy": "low_confidence", "temperature": t, "top_k": 3, "top_p": 0.9} for t in (0.0, 1.0)),
+    *({"cache": cache, "block_length": 3} for cache in ("none", "prefix", "dual")),
+    *({"attention": "block_causal", "block_length": block_length} for block_length in (1, 4)),
+    {"cfg_scale": 1.5, "temperature": 1.0},
+    {"canvas": "growing", "block_length": 4, "temperature": 1.0},
+    {"total_length": 40, "max_new_tokens": None},
+]
+
+
+@pytest.mark.parametrize("keys", CASES, ids=str)
+def test_texts_stay_whatever_the_decoding(model: Transformer, code: Tokenizer, keys: dict[str, Any]) -> None:
+    """In batches of texts of different lengths."""
+    config = GenerationConfig(**{"max_new_tokens": 7, **keys})
+    healer = TokenHealer.from_settings(code, resolve_settings(config, model.config))
+    texts = [text for text in random_texts(40) if len(text) > 3][:6]
+    healed = [healer.heal_prompt(text) for text in texts]
+    assert sum(bool(item.allowed_token_ids) for item in healed) >= 3
+    allowed = [item.allowed_token_ids for item in healed]
+    results = generate(model, [item.token_ids for item in healed], config, allowed_token_ids=allowed)
+    for text, item, result in zip(texts, healed, results, strict=True):
+        whole = code.decode_bytes([*item.token_ids, *result.token_ids])
+        assert whole.startswith(text.encode())
+        assert all(np.isfinite(result.logprobs))
+    spans = ["in [MASK:1](10)", "    return [MASK:3] in [MASK:2]\n"]
+    canvases = [healer.heal_infill(text) for text in spans]
+    assert [len(item.allowed_token_ids) for item in canvases] == [1, 2]
+    allowed = [item.allowed_token_ids for item in canvases]
+    filled = infill(model, [item.token_ids for item in canvases], config, allowed_token_ids=allowed)
+    for text, result in zip(spans, filled, strict=True):
+        pattern = b".+".join(map(re.escape, (piece.encode() for piece in re.split(r"\[MASK:.\]", text))))
+        assert re.fullmatch(pattern, code.decode_bytes(result.token_ids), re.DOTALL)
+
+
+def test_a_shifted_model_continues_a_text_of_one_token(tiny_model: Callable[..., Transformer], code: Tokenizer) -> None:
+    """It cannot predict the first token, so that one is not taken back."""
+    size, mask = code.vocab_size, code.mask_token_id
+    model = tiny_model(vocab_size=size, mask_token_id=mask, logit_alignment="shifted", max_position_embeddings=64)
+    healer = TokenHealer(code)
+    healed = [healer.heal_prompt(text) for text in ("de", "de ")]
+    config = GenerationConfig(max_new_tokens=3)
+    allowed = [item.allowed_token_ids for item in healed]
+    results = generate(model, [item.token_ids for item in healed], config, allowed_token_ids=allowed)
+    assert code.token_bytes(results[1].token_ids[0]).startswith(b" ")
+
+
+@pytest.mark.parametrize("remasking_strategy", ["low_confidence", "p2"])
+def test_streams_do_not_repeat_the_prompt(model: Transformer, code: Tokenizer, remasking_strategy: str) -> None:
+    config = GenerationConfig(
+        max_new_tokens=8, block_length=2, temperature=1.0, remasking_strategy=remasking_strategy, stop_token_ids=()
+    )
+    healed = TokenHealer(code).heal_prompt("return i not i")
+    assert healed.num_repeated_bytes > 1
+    allowed = [healed.allowed_token_ids]
+    [whole] = generate(model, [healed.token_ids], config, [3], allowed_token_ids=allowed)
+    expected = code.decode_bytes(whole.token_ids)[healed.num_repeated_bytes :].decode(errors="replace")
+    assert "".join(stream(model, code, healed, config, 3)) == expected
+    assert "".join(stream(model, code, HealedText(healed.token_ids), config, 3)) == "".join(
+        stream(model, code, healed.token_ids, config, 3)
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("remasking_strategy", ["low_confidence", "entropy", "p2"])
+def test_samples_follow_the_renormalized_distribution(
+    code: Tokenizer, temperature: float, remasking_strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where chunks begin between requests."""
+    monkeypatch.setattr("diffusionlm.inference.sampling.PROBABILITY_CHUNK_BYTES", 8 * code.vocab_size * 2)
+    config = GenerationConfig(
+        remasking_strategy=remasking_strategy, temperature=temperature, suppress_token_ids=(5,), steps=8
+    )
+    settings = resolve_settings(config, model_config(code))
+    allowed = [{}, {4: np.array([5, 7, 300])}, {2: np.array([9]), 3: np.arange(50)}]
+    rng = np.random.default_rng(0)
+    uniforms = rng.random((3, 3))
+    requests: Any = [
+        SimpleNamespace(
+            output_positions=np.array([2, 3, 4]),
+            allowed_token_ids=allowed_ids,
+            draw_uniforms=lambda _, positions, row=row: uniforms[row],
+            is_masked_L=np.ones(5, dtype=np.bool_),
+            tokens_L=np.zeros(5, dtype=np.int64),
+        )
+        for row, allowed_ids in enumerate(allowed)
+    ]
+    logits_NV = rng.normal(size=(9, code.vocab_size)) * 3
+    sampler = TokenSampler(settings, torch.device("cpu"))
+    given_NV = torch.from_numpy(logits_NV.copy())
+    predictions = sampler.sample_predictions(given_NV, requests)
+    assert np.array_equal(given_NV.numpy(), logits_NV), "the logits stay as they are"
+    for row, allowed_ids in enumerate(allowed):
+        for index, position in enumerate((2, 3, 4)):
+            candidates = set(allowed_ids.get(position, np.arange(code.vocab_size)).tolist())
+            ids = np.array(sorted(candidates - {5, code.mask_token_id}))
+            probs = np.exp(logits_NV[row * 3 + index, ids])
+            probs /= probs.sum()
+            chosen = np.searchsorted(probs.cumsum(), uniforms[row, index]) if temperature else probs.argmax()
+            assert predictions[row].tokens_N[index] == ids[chosen]
+            assert predictions[row].logprobs_N[index] == pytest.approx(np.log(probs[chosen]), abs=1e-9)
+            if remasking_strategy != "entropy":
+                assert predictions[row].confidence_N[index] == pytest.approx(probs[chosen], abs=1e-9)
+            else:
+                assert predictions[row].confidence_N[index] == pytest.approx((probs * np.log(probs)).sum(), abs=1e-9)
+
+
+def test_allowed_tokens_are_checked(model: Transformer) -> None:
+    settings = resolve_settings(GenerationConfig(max_new_tokens=4, suppress_token_ids=(5, 6)), model.config)
+    mask = model.config.required_mask_token_id
+    with pytest.raises(ValueError, match=r"prompt 0: allowed_token_ids names position 1, which is not masked"):
+        prepare_prompt(settings, [1, 2], allowed_token_ids={1: [3]})
+    with pytest.raises(ValueError, match=r"canvas 0: allowed_token_ids leaves no token at position 1.*suppressed"):
+        prepare_infill(settings, [1, mask], allowed_token_ids={1: [5, 6, mask]})
+    with pytest.raises(ValueError, match="leaves no token at position 2"):
+        prepare_prompt(settings, [1, 2], allowed_token_ids={2: []})
+    with pytest.raises(ValueError, match="allowed_token_ids: token 9999 is outside the model's vocabulary"):
+        prepare_prompt(settings, [1, 2], allowed_token_ids={2: [9999, 3]})
+    with pytest.raises(ValueError, match="allowed_token_ids: 1 for 2 requests"):
+        generate(model, [[1], [2]], GenerationConfig(), allowed_token_ids=[{}])
+
+
+def test_restricted_positions_hold_allowed_tokens(model: Transformer) -> None:
+    config = GenerationConfig(max_new_tokens=4, temperature=1.0)
+    mask = model.config.required_mask_token_id
+    [first, second] = generate(model, [[1, 2], [3]], config, allowed_token_ids=[{3: [7], 5: [8, 9]}, {}])
+    assert first.token_ids[1] == 7 and first.token_ids[3] in (8, 9)
+    assert first.logprobs[1] == 0.0
+    [alone] = generate(model, [[3]], config, [1])
+    assert second.token_ids == alone.token_ids
+    [filled] = infill(model, [[1, mask, 2]], config, allowed_token_ids=[{1: np.array([4])}])
+    assert filled.token_ids == (1, 4, 2)
