@@ -61,6 +61,9 @@ class InferInputConfig(Section):
     """Chat template. None: the checkpoint's own."""
     infills: StrTuple = ()
     """Texts with masked spans: [MASK:n] stands for n tokens to fill in."""
+    token_healing: bool = True
+    """Take back the last token of a prompt, or the space before a masked span, and let the first new token begin with
+    its text: "def " can go on with the token " main". The text stays as it is. Not for chats."""
     seed: NonNegativeInt = 0
     """Seed of the first input; each further one has the next. It has an effect with temperature > 0 or a random
     strategy."""

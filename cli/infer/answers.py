@@ -68,6 +68,9 @@ def build_answers(
 def _output_text(tokenizer: Tokenizer, request: EncodedInput, result: Generation) -> str:
     from diffusionlm.inference.text import decode_continuation
 
+    if request.num_repeated_bytes:
+        repeated_and_new = tokenizer.decode_bytes(result.token_ids)
+        return repeated_and_new[request.num_repeated_bytes :].decode("utf-8", errors="replace")
     if request.source.kind == "prompt" and len(request.token_ids) > request.num_hidden:
         return decode_continuation(tokenizer, result.token_ids)
     return tokenizer.decode(result.token_ids[request.num_hidden if request.source.kind == "infill" else 0 :])
@@ -101,6 +104,7 @@ def answer_record(answer: Answer, params: Mapping[str, Any]) -> dict[str, Any]:
             "token_ids": list(result.token_ids),
             "logprobs": [value if math.isfinite(value) else None for value in result.logprobs],
             "step_map": list(result.step_map),
+            "num_repeated_bytes": request.num_repeated_bytes,
         },
         **({"extra": dict(request.source.extra)} if request.source.extra else {}),
     }

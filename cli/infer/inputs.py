@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from config.infer import InferInputConfig
     from config.model import ModelConfig
+    from diffusionlm.inference.healing import HealedText, TokenHealer
     from tokenizer import ChatTemplate, Tokenizer
 
 InputKind = Literal["prompt", "chat", "infill"]
@@ -54,6 +58,10 @@ class EncodedInput:
     num_hidden: int
     """Prefix tokens of every text of the model, which are not displayed."""
     seed: int
+    allowed_token_ids: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
+    """Positions of token healing, and the tokens that they may hold."""
+    num_repeated_bytes: int = 0
+    """Bytes of a prompt that the first new token repeats."""
 
     @property
     def name(self) -> str:
@@ -100,6 +108,7 @@ def encode_inputs(
     model: ModelConfig,
     template: ChatTemplate | None,
     seed: int,
+    healer: TokenHealer | None = None,
 ) -> list[EncodedInput]:
     """Encode the inputs.
 
@@ -109,6 +118,7 @@ def encode_inputs(
     Args:
         template: of chats; None: the checkpoint has none.
         seed: of the first input; each further one has the next.
+        healer: of prompts and infills; None: no token healing.
 
     Raises:
         ValueError: a masked span is invalid, a chat has no template, or the template rejects it.
@@ -119,36 +129,57 @@ def encode_inputs(
     for index, source in enumerate(inputs):
         counts[source.kind] += 1
         with _prefix_errors(source.location):
-            text, ids, num_hidden = _encode(source, tokenizer, model, template, prefix_ids)
-        is_infill = source.kind == "infill"
-        masked_positions = frozenset(
-            position for position, token in enumerate(ids) if is_infill and token == model.mask_token_id
-        )
+            if source.kind == "chat":
+                text, encoded = _encode_chat(source, tokenizer, template)
+                num_hidden = 0
+            else:
+                text, encoded = source.text, _encode_text(source, tokenizer, model, prefix_ids, healer)
+                num_hidden = len(prefix_ids)
+        ids, is_infill = encoded.token_ids, source.kind == "infill"
         encoded_inputs.append(
-            EncodedInput(source, counts[source.kind], text, ids, masked_positions, num_hidden, seed + index)
+            EncodedInput(
+                source,
+                counts[source.kind],
+                text,
+                ids,
+                frozenset(position for position, token in enumerate(ids) if is_infill and token == model.mask_token_id),
+                num_hidden,
+                seed + index,
+                encoded.allowed_token_ids,
+                encoded.num_repeated_bytes,
+            )
         )
     return encoded_inputs
 
 
-def _encode(
+def _encode_text(
     source: Input,
     tokenizer: Tokenizer,
     model: ModelConfig,
-    template: ChatTemplate | None,
     prefix_ids: tuple[int, ...],
-) -> tuple[str, tuple[int, ...], int]:
-    """Text, token ids and the number of hidden tokens."""
+    healer: TokenHealer | None,
+) -> HealedText:
+    """Encode a prompt or an infill."""
+    from diffusionlm.inference.healing import HealedText
     from diffusionlm.inference.text import parse_infill
-    from tokenizer import encode_chat, render_chat
 
     if source.kind == "prompt":
-        return source.text, (*prefix_ids, *tokenizer.encode(source.text)), len(prefix_ids)
-    if source.kind == "infill":
-        return source.text, (*prefix_ids, *parse_infill(source.text, tokenizer, model.mask_token_id)), len(prefix_ids)
+        if healer is not None:
+            return healer.heal_prompt(source.text, prefix_ids)
+        return HealedText((*prefix_ids, *tokenizer.encode(source.text)))
+    if healer is not None:
+        return healer.heal_infill(source.text, prefix_ids, model.mask_token_id)
+    return HealedText((*prefix_ids, *parse_infill(source.text, tokenizer, model.mask_token_id)))
+
+
+def _encode_chat(source: Input, tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[str, HealedText]:
+    """Text of a chat and its encoding. Chats are not healed, because their templates end with a whole token."""
+    from diffusionlm.inference.healing import HealedText
+    from tokenizer import encode_chat, render_chat
+
     template = require_template(template)
     text = render_chat(template, source.messages, add_generation_prompt=True)
-    ids = encode_chat(tokenizer, template, source.messages, add_generation_prompt=True)
-    return text, tuple(ids), 0
+    return text, HealedText(tuple(encode_chat(tokenizer, template, source.messages, add_generation_prompt=True)))
 
 
 def require_template(template: ChatTemplate | None) -> ChatTemplate:

@@ -10,6 +10,7 @@ from cli.infer.inputs import EncodedInput, Input, encode_inputs, read_inputs, re
 from config.infer import InferConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
+from diffusionlm.inference.healing import TokenHealer
 from diffusionlm.inference.requests import PreparedRequest, prepare_infill, prepare_prompt
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.text import suppress_ids_without_text
@@ -71,7 +72,8 @@ def prepare_inputs(
     """
     generation = suppress_ids_without_text(config.generation, tokenizer, model.vocab_size)
     settings = resolve_settings(generation, model)
-    encoded_inputs = encode_inputs(inputs, tokenizer, model, template, config.input.seed)
+    healer = TokenHealer.from_settings(tokenizer, settings) if config.input.token_healing else None
+    encoded_inputs = encode_inputs(inputs, tokenizer, model, template, config.input.seed, healer)
     requests = tuple(_prepare(settings, encoded, len(inputs)) for encoded in encoded_inputs)
     return PreparedRun(tokenizer, template, settings, tuple(encoded_inputs), requests)
 
@@ -79,4 +81,4 @@ def prepare_inputs(
 def _prepare(settings: DecodingSettings, encoded: EncodedInput, num_inputs: int) -> PreparedRequest:
     prepare = prepare_infill if encoded.source.kind == "infill" else prepare_prompt
     label = encoded.source.location or f"{encoded.name} of {num_inputs}"
-    return prepare(settings, encoded.token_ids, encoded.seed, label)
+    return prepare(settings, encoded.token_ids, encoded.seed, label, encoded.allowed_token_ids)

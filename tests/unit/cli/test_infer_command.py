@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +15,15 @@ import pytest
 
 from cli.infer import main
 from config.dump import to_toml
+from config.generation import GenerationConfig
 from config.infer import InferConfig
 from config.load import load_config
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
-from diffusionlm.inference.generate import generate
+from diffusionlm.inference.generate import generate, infill
+from diffusionlm.inference.healing import TokenHealer
+from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.inference.text import parse_infill, suppress_ids_without_text
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from tokenizer import load_tokenizer, train_bpe
@@ -73,7 +79,7 @@ def test_prompts_and_infills_as_json(capsys: pytest.CaptureFixture[str], model_d
     first, second, hole = records(capsys)
     for answer in (first, hole):
         assert list(answer) == ["kind", "text", "params", "metrics", "tokens"]
-        assert list(answer["tokens"]) == ["token_ids", "logprobs", "step_map"]
+        assert list(answer["tokens"]) == ["token_ids", "logprobs", "step_map", "num_repeated_bytes"]
     assert [answer["kind"] for answer in (first, second, hole)] == ["prompt", "prompt", "infill"]
     assert [answer["text"]["prompt"] for answer in (first, second, hole)] == ["the cat", "", "the [MASK:2]\nsat"]
     assert [answer["params"]["seed"] for answer in (first, second, hole)] == [5, 6, 7]
@@ -92,6 +98,43 @@ def test_prompts_and_infills_as_json(capsys: pytest.CaptureFixture[str], model_d
     assert hole["text"]["output"].endswith("\nsat")
     assert (hole["metrics"]["num_tokens"], hole["metrics"]["num_forwards"]) == (2, 2)
     assert (hole["metrics"]["finish_reason"], hole["metrics"]["tokens_per_forward"]) == ("length", 1.0)
+
+
+def test_token_healing(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    texts = ("--prompt", "the cat ", "--prompt", "the c", "--infill", "the [MASK:2] sat", "--max-new-tokens", 5)
+    arguments = ("--model", model_dir, *texts, "--temperature", 1.0)
+    run(*arguments, "--json", "--html", page)
+    healed = records(capsys)
+    tokenizer, model = load_tokenizer(model_dir), load_model(model_dir)
+    settings = resolve_settings(
+        suppress_ids_without_text(
+            GenerationConfig(max_new_tokens=5, temperature=1.0), tokenizer, model.config.vocab_size
+        ),
+        model.config,
+    )
+    healer = TokenHealer.from_settings(tokenizer, settings)
+    canvas = healer.heal_infill("the [MASK:2] sat")
+    [filled] = infill(model, [canvas.token_ids], settings.config, [2], allowed_token_ids=[canvas.allowed_token_ids])
+    assert healed[2]["tokens"]["token_ids"] == list(filled.token_ids)
+    prompts = [healer.heal_prompt(text) for text in ("the cat ", "the c")]
+    allowed = [prompt.allowed_token_ids for prompt in prompts]
+    results = generate(model, [p.token_ids for p in prompts], settings.config, [0, 1], allowed_token_ids=allowed)
+    assert [record["tokens"]["num_repeated_bytes"] for record in healed] == [1, 1, 0]
+    for record, prompt, result in zip(healed, prompts, results, strict=False):
+        assert record["tokens"]["token_ids"] == list(result.token_ids)
+        whole = tokenizer.decode([*prompt.token_ids, *result.token_ids])
+        assert record["text"]["prompt"] + record["text"]["output"] == whole
+        assert html.escape(whole.partition("\n")[0]) in re.sub("<[^>]*>", "", page.read_text(encoding="utf-8"))
+    run(*arguments)
+    assert healed[0]["text"]["prompt"] + healed[0]["text"]["output"] in capsys.readouterr().out
+
+    run(*arguments, "--json", "--set", "input.token_healing=false")
+    plain = records(capsys)
+    results = generate(model, [tokenizer.encode(text) for text in ("the cat ", "the c")], settings.config, [0, 1])
+    results += infill(model, [parse_infill("the [MASK:2] sat", tokenizer)], settings.config, [2])
+    assert [record["tokens"]["token_ids"] for record in plain] == [list(result.token_ids) for result in results]
+    assert [record["tokens"]["num_repeated_bytes"] for record in plain] == [0, 0, 0]
 
 
 def test_json_output_has_the_effective_settings(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
@@ -262,7 +305,7 @@ def test_show_redraws_in_a_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     run("--model", model_dir, "--infill", "the [MASK:2] sat", "--show")
     output = capsys.readouterr().out
-    assert output.startswith("forward 1\n\x1b[2mthe \x1b[0m")
+    assert output.startswith("forward 1\n\x1b[2mthe\x1b[0m"), "the space belongs to the first masked position"
     assert output.count("\x1b[2A\r\x1b[J") == 2
     assert output.endswith("\x1b[2m sat\x1b[0m\n")
 
