@@ -16,6 +16,7 @@ from config.model import ModelConfig
 from config.train import TrainConfig
 from diffusionlm.data.packing import Row
 from diffusionlm.inference.generate import Generation, decode
+from diffusionlm.inference.healing import TokenHealer
 from diffusionlm.inference.requests import PreparedRequest, prepare_infill
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.text import parse_infill, token_texts
@@ -23,10 +24,10 @@ from diffusionlm.models.transformer import Transformer
 from logger import RunLogger
 from tokenizer import Tokenizer
 
-PYTHON_INFILLS = (  # tokens carry the space before a word, so a masked span takes its place
-    "for i in[MASK:1](10):\n    print(i)\n",
-    "def __init__([MASK:1], name):\n    self.name =[MASK:1]\n",
-    "if x is[MASK:1] None:\n    return[MASK:2]\n",
+PYTHON_INFILLS = (
+    "for i in [MASK:1](10):\n    print(i)\n",
+    "def __init__([MASK:1], name):\n    self.name = [MASK:1]\n",
+    "if x is [MASK:1] None:\n    return [MASK:2]\n",
 )
 
 NUM_PASSAGES = 3
@@ -130,9 +131,11 @@ class SampleInfills:
             # The default cache of a block-causal model is "block", and these backends have no cached form.
             cache = "none" if model.attention_backend in ("tiled", "flex") else None
             settings = resolve_settings(GenerationConfig(cache=cache), model.config)
+            healer = TokenHealer.from_settings(tokenizer, settings)
+            healed_texts = [healer.heal_infill(text, prefix_ids) for text in texts]
             requests = [
-                prepare_infill(settings, [*prefix_ids, *parse_infill(text, tokenizer)], seed, label=repr(text))
-                for seed, text in enumerate(texts)
+                prepare_infill(settings, healed.token_ids, seed, repr(text), healed.allowed_token_ids)
+                for seed, (text, healed) in enumerate(zip(texts, healed_texts, strict=True))
             ]
         except ValueError as error:
             raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
