@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +27,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tour")
     (folder / PICTURE).parent.mkdir(parents=True)
     program = "".join(f"{code}print('---')\n" for code, _ in SNIPPET.findall(TOUR))
-    result = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=280)
+    # One thread: those of several processes wait for each other at every operator of so small a model.
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert result.returncode == 0, result.stderr
     (folder / "output.txt").write_text(result.stdout, encoding="utf-8")
     return folder
