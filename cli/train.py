@@ -12,9 +12,10 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
-from cli.entry import friendly_errors
+from cli.entry import friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.train import KEY_HINTS, TrainConfig
+from files.output_paths import check_can_write
 from files.resilient_stream import resilient
 from profiling.estimate import estimate_run, parallel_strategy
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NAME = "diffusionlm-train"
+
+LOCAL_SOURCES = ("files", "shards")
+"""Kinds of sources that are opened before torch is loaded; others need a network or seconds."""
 
 RANK_ZERO_HEAD_START_SECONDS = 2.0
 """Time that other ranks wait for rank 0 to report an error that all have."""
@@ -48,10 +52,47 @@ def main(argv: Sequence[str] | None = None) -> int:
             if is_first_rank():
                 print_parts([format_run_estimate(config)])
             return 0
+        if is_first_rank():
+            with usage_errors(NAME):
+                check_files(config)
         with _report_error_once():
             code = train_as_rank(config)
             return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
     return 1
+
+
+def check_files(config: TrainConfig) -> None:
+    """Check what a run reads and writes, before torch is loaded: the run directory, the model and the tokenizer to
+    start from, the local text.
+
+    Raises:
+        ValueError: a file is missing or unreadable, or the run directory cannot be written; names the key.
+    """
+    # Imported here, so that --help and config errors do not wait for numpy and regex.
+    from diffusionlm.checkpoints.model_files import check_weight_files, load_tokenizer
+    from diffusionlm.data.pipeline import open_components
+
+    directory, init_from, tokenizer = config.run.directory, config.model.init_from, config.tokenizer.path
+    check_can_write(directory, f"run.directory = {directory}")
+    is_new = not (directory / "tokenizer").is_dir()
+    if init_from is not None:
+        with _errors_name(f"model.init_from = {init_from}"):
+            check_weight_files(init_from)
+            if tokenizer is None and is_new:
+                load_tokenizer(init_from)
+    if tokenizer is not None and is_new:
+        with _errors_name(f"tokenizer.path = {tokenizer}"):
+            load_tokenizer(tokenizer)
+    open_components(config.data, "train", LOCAL_SOURCES)
+
+
+@contextmanager
+def _errors_name(setting: str) -> Iterator[None]:
+    """Prefix the message of a ValueError with a key and its value."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from error
 
 
 def train_as_rank(config: TrainConfig) -> int:

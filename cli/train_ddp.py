@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from cli.arguments import parse_command
-from cli.entry import friendly_errors
+from cli.entry import friendly_errors, usage_errors
 from cli.tables import print_parts
-from cli.train import add_arguments, format_run_estimate, train_as_rank
+from cli.train import add_arguments, check_files, format_run_estimate, train_as_rank
 from config.train import KEY_HINTS, DistributedTrainConfig
 
 NAME = "diffusionlm-train-ddp"
@@ -32,18 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_arguments=_add_arguments,
         argv=argv,
     )
-    check_nodes(arguments)
+    with usage_errors(NAME):
+        check_nodes(arguments)
     if arguments.dry_run:
         # Two, where only torch knows how many GPUs there are.
         local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
         print_parts([format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes)])
         return 0
-    # Only now, so that --help and config errors do not wait for torch.
+    with usage_errors(NAME):
+        check_files(config.to_train_config())
+    # Only now, so that no error before waits for torch.
     from ddp.launch import Nodes, count_local_ranks, launch
 
     nodes = Nodes(arguments.nodes, arguments.rendezvous or "localhost:0", str(config.run.directory))
-    local_ranks = count_local_ranks(config.parallel, config.run.device)
-    config.sequences_per_rank(local_ranks * nodes.count)
+    with usage_errors(NAME):
+        local_ranks = count_local_ranks(config.parallel, config.run.device)
+        config.sequences_per_rank(local_ranks * nodes.count)
     restarts = config.parallel.max_restarts
     act = partial(train_as_rank, config.to_train_config())
     return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)

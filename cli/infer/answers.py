@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.infer.inputs import EncodedInput
 from config.infer import InferOutputConfig
+from files.output_paths import check_can_write
 
 if TYPE_CHECKING:
     from diffusionlm.inference.generate import Generation
@@ -134,8 +134,7 @@ def check_output_paths(config: InferOutputConfig) -> None:
             )
         if path.is_dir():
             raise ValueError(f'output.{key} = "{path}" is a directory: set the path of a file')
-        if not os.access(parent, os.W_OK):
-            raise ValueError(f'output.{key} = "{path}": {parent} is not writable: set a path in another directory')
+        check_can_write(parent, f'output.{key} = "{path}"')
     if config.file is not None and config.file.exists() and config.file.stat().st_size > 0:
         raise ValueError(f'output.file = "{config.file}" contains answers already: set a new path or remove the file')
     if config.file is not None and config.file == config.html:

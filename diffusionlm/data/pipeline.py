@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,8 +49,11 @@ class MixtureComponent:
         return sum(count for reason, count in self.skipped.items() if not reason.startswith(REPAIRED_PREFIX))
 
 
-def open_components(config: DataConfig, split: Split) -> list[MixtureComponent]:
+def open_components(config: DataConfig, split: Split, kinds: Collection[str] | None = None) -> list[MixtureComponent]:
     """Open the sources of a split.
+
+    Args:
+        kinds: only sources of these kinds. None: all.
 
     Raises:
         ValueError: a path or dataset cannot be read or holds no documents, or two components have one name.
@@ -58,6 +61,8 @@ def open_components(config: DataConfig, split: Split) -> list[MixtureComponent]:
     components = []
     for index, entry in enumerate(config.components):
         section = entry.source
+        if kinds is not None and section.kind not in kinds:
+            continue
         key = f"data.mixture.{index}.source" if config.mixture else "data.source"
         source = (
             ShardDocuments.open(section, split, key)

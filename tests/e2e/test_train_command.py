@@ -201,15 +201,15 @@ def test_incompatible_warm_start_lists_the_differences(config: Path, uninterrupt
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "code", "message"),
     [
-        ("data.source.paths=nothing/*.jsonl", "matches no file"),
-        ("data.source.text_field=body", "no field 'body': its fields are 'text'"),
+        ("data.source.paths=nothing/*.jsonl", 2, "matches no file"),
+        ("data.source.text_field=body", 1, "no field 'body': its fields are 'text'"),
     ],
 )
-def test_bad_data_is_named(config: Path, tmp_path: Path, override: str, message: str) -> None:
+def test_bad_data_is_named(config: Path, tmp_path: Path, override: str, code: int, message: str) -> None:
     result = run_here("--config", config, "--set", f"run.directory={tmp_path / 'bad'}", "--set", override)
-    assert result.returncode == 1
+    assert result.returncode == code
     assert message in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -1,0 +1,175 @@
+"""What is wrong with files and arguments is reported on one line, with exit code 2, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diffusionlm.checkpoints.huggingface import save_model_directory
+from diffusionlm.models.transformer import Transformer
+from tokenizer import train_bpe
+
+ROOT = Path(__file__).parents[3]
+
+RUN_CALLS = """
+import contextlib, importlib, io, json, sys
+
+class TorchRefusal:
+    def find_spec(self, name, path=None, target=None):
+        assert name.partition(".")[0] != "torch", "torch was imported"
+
+sys.meta_path.insert(0, TorchRefusal())
+answers = []
+for module, arguments in json.load(sys.stdin):
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            code = importlib.import_module(module).main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    except Exception as error:
+        code = repr(error)
+    answers.append((code, errors.getvalue()))
+json.dump(answers, sys.__stdout__)
+"""
+
+Call = tuple[str, list[str], list[str]]
+"""Module of the command, arguments, texts of the message."""
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Transformer], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, copies of it that are damaged, a text and a file of prompts."""
+    folder = tmp_path_factory.mktemp("cases")
+    words = train_bpe(["a"], vocab_size=258)
+    model = tiny_model(vocab_size=258, mask_token_id=words.mask_token_id, eos_token_id=words.eos_token_id)
+    save_model_directory(model, words, folder / "model")
+    (folder / "model/MANIFEST.json").unlink(missing_ok=True)
+    for name in ("no-config", "no-weights", "no-tokenizer", "broken", "bert"):
+        shutil.copytree(folder / "model", folder / name)
+    (folder / "no-config/config.json").unlink()
+    (folder / "no-weights/model.safetensors").unlink()
+    for name in ("vocab.json", "tokenizer.json", "special_tokens.json"):
+        (folder / "no-tokenizer" / name).unlink()
+    (folder / "broken/config.json").write_text("{", encoding="utf-8")
+    config = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
+    (folder / "bert/config.json").write_text(json.dumps({**config, "model_type": "bert"}), encoding="utf-8")
+    (folder / "text.txt").write_text("a b c\n" * 99, encoding="utf-8")
+    (folder / "holes.jsonl").write_text('"a"\n{"infill": "a[MASK:x]"}\n', encoding="utf-8")
+    (folder / "answers.jsonl").write_text("{}\n", encoding="utf-8")
+    return folder
+
+
+def calls_of_models(folder: Path) -> list[Call]:
+    """Each command that reads a model, with each kind of damage that concerns it."""
+    damages = {
+        "none": ["none", "no such directory"],
+        "no-config": ["no-config", "config.json"],
+        "no-weights": ["no-weights"],
+        "broken": ["broken/config.json", "JSON"],
+        "bert": ["bert/config.json", "model_type = 'bert'"],
+        "no-tokenizer": ["no-tokenizer", "tokenizer.json"],
+    }
+    calls: list[Call] = []
+    for name, texts in damages.items():
+        path = str(folder / name)
+        calls.append(("cli.infer", ["--model", path, "--prompt", "a", "--max-new-tokens", "4"], texts))
+        calls.append(("cli.eval", ["--model", path, "--data", str(folder / "text.txt")], texts))
+        calls.append(("cli.convert", ["--source", path, "--target", str(folder / "new")], texts))
+        calls.append(("cli.train", [*train(folder), "--set", f'model={{init_from="{path}"}}'], [*texts, "init_from"]))
+        if name not in ("bert", "no-tokenizer"):  # analyze reads tensors of any model
+            calls.append(("cli.analyze", [path], texts))
+            calls.append(("cli.analyze", [str(folder / "model"), path], texts))
+    return calls
+
+
+def train(folder: Path) -> list[str]:
+    return [
+        *(
+            "--config",
+            str(ROOT / "config/resources/train.toml"),
+            "--set",
+            f"run.directory={folder}/run",
+            "--set",
+            "data.row_length=16",
+        ),
+        *("--set", 'data.source={kind="files", paths=["' + str(folder / "text.txt") + '"]}'),
+    ]
+
+
+def calls_of_inputs(folder: Path) -> list[Call]:
+    infer = ["--model", str(folder / "model")]
+    evaluate = [*infer, "--data", str(folder / "text.txt")]
+    file, proc = str(folder / "text.txt"), "/proc/new"
+    return [
+        ("cli.infer", [*infer, "--infill", "a [MASK:0]"], ["[MASK:0]", "n from 1"]),
+        ("cli.infer", [*infer, "--infill", "a"], ["no masked span", "write [MASK:n]"]),
+        ("cli.infer", [*infer, "--prompts", str(folder / "holes.jsonl")], ["holes.jsonl:2", "[MASK:x]"]),
+        ("cli.infer", [*infer, "--prompts", str(folder / "none.txt")], ["none.txt"]),
+        ("cli.infer", [*infer, "--prompts", str(folder)], [str(folder), "directory"]),
+        ("cli.infer", [*infer, "--chat", "a"], ["no chat template", "input.chat_template"]),
+        ("cli.infer", [*infer, "--set", 'input.chats=["a"]'], ["no chat template", "input.chat_template"]),
+        ("cli.infer", [*infer, "--prompt", "a", "--max-new-tokens", "999"], ["max_new_tokens = 999", "lower"]),
+        ("cli.infer", [*infer, "--prompt", "a", "--block-length", "999"], ["block_length = 999", "lower it"]),
+        (
+            "cli.infer",
+            [*infer, "--prompt", "a", "--output", str(folder / "answers.jsonl")],
+            ["output.file", "new path"],
+        ),
+        ("cli.infer", [*infer, "--prompt", "a", "--output", f"{file}/a"], ["output.file", "set another path"]),
+        (
+            "cli.infer",
+            [*infer, "--prompt", "a", "--max-new-tokens", "4", "--html", proc],
+            ["output.html", "choose another"],
+        ),
+        ("cli.eval", [*infer, "--data", str(folder / "none*.txt")], ["data.source.paths", "matches no file"]),
+        ("cli.eval", [*evaluate, "--set", "data.row_length=9999"], ["data.row_length = 9999", "lower it"]),
+        (
+            "cli.eval",
+            [*evaluate, "--set", 'likelihood={kind="sampler", generation={remasking_strategy="random"}}'],
+            ['"random" has no exact likelihood', "choose one of"],
+        ),
+        ("cli.convert", ["--source", infer[1], "--target", infer[1]], ["target = ", "is the source", "name a"]),
+        ("cli.convert", ["--source", infer[1], "--target", proc], ["target = ", "choose another"]),
+        ("cli.train", [*train(folder), "--set", f"run.directory={file}/run"], ["run.directory", "choose another"]),
+        ("cli.train", [*train(folder), "--set", f"run.directory={proc}/run"], ["run.directory", "choose another"]),
+        (
+            "cli.train",
+            [*train(folder), "--set", f'tokenizer={{path="{folder}"}}'],
+            ["tokenizer.path", "no model at"],
+        ),
+        ("cli.train", [*train(folder), "--set", "data.source.paths=/none/*"], ["data.source.paths", "matches no file"]),
+        (
+            "cli.train_ddp",
+            [*train(folder), "--set", f"run.directory={file}/run", "--set", "parallel.local_ranks=2"],
+            ["run.directory", "choose another"],
+        ),
+        ("cli.train_ddp", [*train(folder), "--nodes", "2"], ["--nodes 2", "add --rendezvous"]),
+    ]
+
+
+def test_errors_before_torch(folder: Path) -> None:
+    before = sorted(path for path in folder.rglob("*"))
+    calls = [*calls_of_models(folder), *calls_of_inputs(folder)]
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_CALLS],
+        input=json.dumps([call[:2] for call in calls]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    problems = []
+    for (module, arguments, texts), (code, message) in zip(calls, json.loads(result.stdout), strict=True):
+        num_lines = 2 if "is not a valid TrainConfig" in message else 1
+        is_short = message.count("\n") == num_lines and message.startswith("diffusionlm-")
+        if code != 2 or not is_short or any(text not in message for text in texts):
+            problems.append((module, arguments, texts, code, message))
+    assert not problems, "\n".join(map(str, problems))
+    assert sorted(path for path in folder.rglob("*")) == before, "nothing is written"
