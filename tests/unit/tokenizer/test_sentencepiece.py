@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from diffusionlm.inference.healing import TokenHealer
 from tokenizer import (
     ChatTemplate,
     IncrementalDecoder,
@@ -169,6 +170,21 @@ def test_round_trip_of_all_planes(pair: Pair) -> None:
         ids = ours.encode(text)
         assert ours.decode(ids) == text
         assert ours.num_bytes(ids) == len(text.encode()) + ours.strips_first_space
+
+
+def test_token_healing_keeps_the_text(pair: Pair) -> None:
+    ours, _ = pair
+    healer, num_healed = TokenHealer(ours), 0
+    for text in random_texts(3, 300):
+        healed = healer.heal_prompt(text)
+        kept, whole = ours.decode_bytes(healed.token_ids), ours.decode_bytes(ours.encode(text))
+        start = whole[len(kept) :]
+        assert kept + start == whole and len(start) == healed.num_repeated_bytes
+        for ids in healed.allowed_token_ids.values():
+            expected = {token for token in ours.vocab.values() if ours.token_bytes(token).startswith(start)}
+            assert set(ids.tolist()) == expected
+            num_healed += 1
+    assert num_healed > 100
 
 
 def test_streaming_matches_decode(pair: Pair) -> None:
