@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 _Item = TypeVar("_Item")
 
@@ -64,10 +64,18 @@ HalfOpenFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
 """0 < x <= 1, for example a share that must not be empty."""
 
+
+def _check_path_is_not_empty(value: Any) -> Any:
+    """Reject the empty text, which `Path` takes for the working directory."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError('is empty: name a path; "." is the working directory')
+    return value
+
+
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 
 # `strict=False` below applies to the container; its items are strict, as the section is.
-ConfigPath = Annotated[Path, Field(strict=False)]
+ConfigPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path_is_not_empty)]
 """A path, written as a string in TOML."""
 
 TupleOf = Annotated[tuple[_Item, ...], Field(strict=False)]

@@ -16,7 +16,6 @@ from config.base import (
     PositiveInt,
     Probability,
     Section,
-    StrTuple,
     TupleOf,
     expand_kind,
 )
@@ -50,7 +49,7 @@ class LocalFiles(RecordSourceOptions):
     """Local files: JSON, plain text or Parquet, optionally compressed, read as a stream."""
 
     kind: Literal["files"] = "files"
-    paths: Annotated[StrTuple, Field(min_length=1)]
+    paths: Annotated[TupleOf[NonEmptyStr], Field(min_length=1)]
     """Files, directories or glob patterns; files are read in sorted order."""
     format: Literal["auto", "json", "text", "parquet"] = "auto"
     """auto: by the extension of each file (.jsonl, .json, .txt, .md, .py, ..., also followed by .gz, .zst, .bz2 or .xz;
@@ -61,7 +60,7 @@ class LocalFiles(RecordSourceOptions):
     sample_by: SampleBy = "document"
     """A document of a plain-text file is the whole file, a paragraph (between blank lines) or a line. Windows line
     breaks become plain ones."""
-    validation_paths: StrTuple = ()
+    validation_paths: TupleOf[NonEmptyStr] = ()
     """Files for validation. Empty: `validation_fraction` of the text in `paths` is held out."""
     validation_fraction: Fraction = 0.05
     """Share of the documents that is held out, selected by a hash of their text, if there are no `validation_paths`. If

@@ -28,7 +28,7 @@ class ModelSection(Architecture):
         """Fill in missing options from the checkpoint. A complete section, as in a run directory, does not read it."""
         start = values.get("init_from") if isinstance(values, dict) else None
         has_value = {name for name, field in Architecture.model_fields.items() if field.get_default() is not None}
-        if not isinstance(start, str | Path) or has_value <= values.keys():
+        if not isinstance(start, str | Path) or not str(start).strip() or has_value <= values.keys():
             return handler(values)
         try:
             checkpoint_config = read_model_config(resolve_model_directory(start, needs_weights=False))

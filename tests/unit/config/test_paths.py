@@ -1,0 +1,65 @@
+"""An empty path would be the working directory: no key takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from config.base import Section, union_members
+from config.bench_infer import BenchInferConfig
+from config.convert import AnalyzeConfig, ConvertConfig
+from config.data import LocalFiles, Shards
+from config.eval import EvalConfig
+from config.infer import InferConfig
+from config.load import ConfigError, load_config
+from config.make_data import MakeDataConfig
+from config.tokenizer import TrainTokenizerConfig
+from config.train import TrainConfig
+
+ROOT = Path(__file__).parents[3]
+SECTIONS: tuple[type[Section], ...] = (
+    AnalyzeConfig, BenchInferConfig, ConvertConfig, EvalConfig, InferConfig, MakeDataConfig, Shards, TrainConfig,
+    TrainTokenizerConfig,
+)  # fmt: skip
+
+
+def find_path_keys(section: type[Section], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Name and type of each key that takes one path."""
+    for name, field in section.model_fields.items():
+        members = union_members(field.annotation)
+        for member in members:
+            if isinstance(member, type) and issubclass(member, Section):
+                yield from find_path_keys(member, f"{prefix}.{name}")
+        if Path in members:
+            yield f"{prefix}.{name}", Annotated[field.annotation, name, *field.metadata]
+
+
+def test_no_path_may_be_empty() -> None:
+    types = dict(pair for section in SECTIONS for pair in find_path_keys(section, section.__name__))
+    outputs = {"TrainConfig.run", "MakeDataConfig.output", "TrainTokenizerConfig.output"}
+    inputs = {"InferConfig.model.path", "EvalConfig.model.path", "TrainConfig.model.init_from", "Shards.path"}
+    others = {"ConvertConfig.source", "ConvertConfig.target", "InferConfig.output.file", "InferConfig.output.html"}
+    assert {f"{section}.directory" for section in outputs} | inputs | others <= types.keys()
+    for path_type in types.values():
+        adapter: TypeAdapter[Any] = TypeAdapter(path_type)
+        for text in ("", " "):
+            with pytest.raises(ValidationError, match="is empty: name a path"):
+                adapter.validate_python(text)
+        assert adapter.validate_python(".", strict=False) == Path()
+
+
+@pytest.mark.parametrize("key", ["paths", "validation_paths"])
+def test_no_pattern_may_be_empty(key: str) -> None:
+    with pytest.raises(ValidationError, match=key):
+        LocalFiles.model_validate({"paths": ["a.txt"], key: ["a.txt", ""]})
+
+
+@pytest.mark.parametrize("key", ["run.directory", "model.init_from", "tokenizer.path"])
+def test_the_message_names_the_key(key: str) -> None:
+    overrides = ["model={}", "tokenizer={}", f"{key}="]
+    with pytest.raises(ConfigError, match=f"{key}=?: .*empty"):
+        load_config(TrainConfig, ROOT / "config/resources/train.toml", overrides)
