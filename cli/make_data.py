@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
-from cli.entry import friendly_errors
+from cli.entry import friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.make_data import MakeDataConfig
+from files.output_paths import check_can_write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=EXAMPLE,
         argv=argv,
     )
+    with usage_errors(NAME):
+        check_can_write(config.output.directory, f"output.directory = {config.output.directory}")
     # Imported here so that --help and config errors do not wait.
     from diffusionlm.data.make_data import make_data
     from logger.progress import ProgressMeter

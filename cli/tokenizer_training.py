@@ -15,6 +15,7 @@ from config.tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import write_directory_atomically
 from diffusionlm.data.reader import DocumentSource, read_first_documents
 from diffusionlm.data.sources import open_source
+from files.output_paths import check_can_write
 from logger.progress import ProgressMeter
 from profiling.cores import usable_cores
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
@@ -64,9 +65,8 @@ def train_tokenizer(config: TrainTokenizerConfig, stream: TextIO) -> TokenizerRe
     """Train the tokenizer, measure it on validation documents, and write its directory. Progress goes to ``stream``.
 
     Raises:
-        ValueError: there is no text, or the output directory is not empty or cannot be written.
+        ValueError: there is no text, or the output directory cannot be written.
     """
-    check_output_directory(config.output.directory)
     source = open_source(config.source, "train", "source")
     held_out = open_source(config.source, "validation", "source")
     training_text, measured = TextVolume(), TextVolume()
@@ -88,7 +88,7 @@ def check_output_directory(directory: Path) -> None:
     """Check that writing overwrites nothing, before any work is done.
 
     Raises:
-        ValueError: the path is a file, or a directory that is not empty.
+        ValueError: the path is a file or a directory that is not empty, or it cannot be written.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"output.directory = {directory} is a file: choose another directory")
@@ -102,6 +102,7 @@ def check_output_directory(directory: Path) -> None:
     if names:
         listing = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
         raise ValueError(f"output.directory = {directory} is not empty ({listing}): {remedy}")
+    check_can_write(directory, f"output.directory = {directory}")
 
 
 def _train_on_documents(

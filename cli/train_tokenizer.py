@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
-from cli.entry import friendly_errors
+from cli.entry import friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.data import PythonStdlib
 from config.tokenizer import TrainTokenizerConfig
@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv=argv,
     )
     # Imported here so that --help and config errors answer at once.
-    from cli.tokenizer_training import train_tokenizer
+    from cli.tokenizer_training import check_output_directory, train_tokenizer
+
+    with usage_errors(NAME):
+        check_output_directory(config.output.directory)
 
     print_parts(format_result(train_tokenizer(config, sys.stderr)))
 

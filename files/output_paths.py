@@ -7,8 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""Errors that room on the disk cures."""
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
+"""Errors that no room on the disk cures."""
 
 
 def check_can_write(directory: Path, setting: str) -> None:
@@ -31,5 +31,6 @@ def check_can_write(directory: Path, setting: str) -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".diffusionlm-", dir=existing))
     except OSError as error:
-        remedy = "make room" if error.errno in NO_SPACE else "choose another directory, or make this one writable"
+        is_full = error.errno not in UNWRITABLE
+        remedy = "make room" if is_full else "choose another directory, or make this one writable"
         raise ValueError(f"{setting} cannot be written: {existing}: {error.strerror}; {remedy}") from error

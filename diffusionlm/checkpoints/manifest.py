@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from files.atomic import sync_to_disk, temporary_path
 from files.json_files import read_json_object
+from files.output_paths import UNWRITABLE
 
 MANIFEST = "MANIFEST.json"
 WRITE_ERRORS = (OSError, SafetensorError)
@@ -75,9 +76,11 @@ def format_manifest(entries: ManifestEntries) -> str:
 
 
 def format_write_error(error: Exception, target: Path) -> str:
-    """Format an error of writing ``target``, with the free space of its disk."""
+    """Format an error of writing ``target``, with the remedy: the free space of its disk, or another directory."""
     if not isinstance(error, WRITE_ERRORS):
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return f"{error}; choose another directory, or make this one writable"
     free = shutil.disk_usage(next(folder for folder in target.parents if folder.exists())).free / 2**20
     return f"{error} ({free:,.0f} MiB are free there; make room)"
 

@@ -109,11 +109,8 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         (["output.workers=-1"], 2, "output.workers=-1"),
         (["tokenizer.path=nowhere"], 1, "nowhere: "),
         (["source.kind=files", "source.paths=none/*.jsonl"], 1, "source.paths: "),
-        (
-            ["output.directory=cli/make_data.py"],
-            1,
-            "output.directory = cli/make_data.py cannot be written: File exists",
-        ),
+        (["output.directory=cli/make_data.py"], 2, "cli/make_data.py is not a directory; choose another path"),
+        (["output.directory=/proc/new"], 2, "output.directory = /proc/new cannot be written"),
     ],
 )
 def test_errors(

@@ -145,13 +145,23 @@ def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.Capt
     main(options(texts, directory))  # an empty one does
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
     capsys.readouterr()
-    message = failure(capsys, options(texts, directory, **{"tokenizer.vocab_size": 270}))
+    message = failure(capsys, options(texts, directory, **{"tokenizer.vocab_size": 270}), code=2)
     assert f"output.directory = {directory} already holds a tokenizer" in message
     assert f"(rm -r '{directory}')" in message
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
-    message = failure(capsys, options(texts, tmp_path))
+    message = failure(capsys, options(texts, tmp_path), code=2)
     assert "is not empty (a b, texts.jsonl)" in message and "rm -r" not in message
-    assert f"{texts} is a file" in failure(capsys, options(texts, texts))
+    assert f"{texts} is a file" in failure(capsys, options(texts, texts), code=2)
+
+
+@pytest.mark.parametrize(("directory", "cause"), [("texts.jsonl/t", "is not a directory"), ("/proc/t", "/proc: ")])
+def test_a_place_that_cannot_be_written_is_refused_before_training(
+    directory: str, cause: str, texts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(texts.parent)
+    message = failure(capsys, options(texts, Path(directory)), code=2)
+    assert f"output.directory = {directory} cannot be written: " in message and cause in message
+    assert "choose another" in message and "make room" not in message
 
 
 def test_sources_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
