@@ -46,7 +46,7 @@ def render(parts: Sequence[RenderableType], stream: IO[str]) -> str:
     console = make_console(stream)
     with console.capture() as capture:
         for part in parts:
-            console.print(Text(escape_control_characters(part)) if isinstance(part, str) else part)
+            console.print(Text(escape_control_characters(part)) if isinstance(part, str) else part, soft_wrap=True)
     return "\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n"))
 
 

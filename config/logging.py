@@ -45,7 +45,7 @@ class LoggingConfig(Section):
     norms_every_steps: NonNegativeInt = 0
     """Steps between lines with norms of weights and activations; 0: none."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """Progress on standard error. auto: a bar in a terminal, else lines."""
+    """Progress on standard error. auto: a bar in a terminal, else lines; also with NO_COLOR or TERM=dumb."""
     console: Literal["none", "json"] = "none"
     """Metrics on standard output. json: one JSON object per line, for ``jq`` and other programs; the final table then
     goes to standard error. none: only the final table."""

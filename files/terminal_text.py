@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import IO
@@ -13,6 +14,11 @@ _CONTROL_CHARACTER = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066
 def escape_control_characters(text: str) -> str:
     """Replace each control character by its escape, such as ``\\x1b``, so that no text can command the terminal."""
     return _CONTROL_CHARACTER.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def accepts_escapes(stream: IO[str]) -> bool:
+    """Return whether escape sequences may be written to a stream: a terminal, not a dumb one, and no NO_COLOR."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def print_line(text: str, stream: IO[str] | None = None) -> None:

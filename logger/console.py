@@ -20,7 +20,7 @@ class ConsoleLogger(RunLogger):
         self._meter: ProgressMeter | None = None
         if style == "bar":
             self._meter = ProgressMeter(stream, style="bar")
-            self._meter.begin("", "step", total_steps, done)
+            self._meter.begin("training", "steps", total_steps, done)
 
     def metrics(self, step: int, values: Metrics) -> None:
         """Print loss, speed and remaining time, unless there is a bar."""

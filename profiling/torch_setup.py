@@ -14,9 +14,8 @@ from importlib import metadata
 from typing import Any
 
 PACKAGES = (
-    "datasets", "huggingface-hub", "jinja2", "numpy", "pyarrow", "pydantic", "regex", "safetensors", "tomli-w", "torch",
-    "rich",
-    "tqdm",
+    "datasets", "huggingface-hub", "jinja2", "numpy", "pyarrow", "pydantic", "regex", "rich", "safetensors", "tomli-w",
+    "torch",
 )  # fmt: skip
 """Required packages."""
 _DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")

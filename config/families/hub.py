@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 from pathlib import Path
 
 from files.portable_path import portable_path
+from files.terminal_text import accepts_escapes
 
 DESCRIPTION_FILES = (
     "config.json",
@@ -86,7 +88,8 @@ def _download(name: str, repository: str, revision: str | None, patterns: tuple[
     from huggingface_hub import snapshot_download  # importing it takes a second
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # set by torchrun; one bar per machine is enough
+    # LOCAL_RANK is set by torchrun: one bar per machine is enough.
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not accepts_escapes(sys.stderr):
         disable_progress_bars()
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))

@@ -177,14 +177,17 @@ def test_paths_that_are_no_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert is_hub_name("a/b@refs/pr/1") and not is_hub_name("a/b@")
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_one_rank_of_a_machine_shows_progress(rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rank", "is_terminal"), [("0", True), ("1", True), ("0", False)])
+def test_one_rank_of_a_machine_shows_progress_in_a_terminal(
+    rank: str, is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(hub, "accepts_escapes", lambda stream: is_terminal)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
     enable_progress_bars()
     try:
         assert hub.download_description.__wrapped__("org/tiny") == tmp_path
-        assert are_progress_bars_disabled() == (rank == "1")
+        assert are_progress_bars_disabled() == (rank == "1" or not is_terminal)
     finally:
         enable_progress_bars()
 

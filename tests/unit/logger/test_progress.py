@@ -3,46 +3,174 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TextIO
 
 import pytest
 
-from logger.progress import ProgressMeter
+from logger import ConsoleLogger
+from logger.progress import ProgressMeter, console_style
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def run_phase(meter: ProgressMeter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 units in 40 seconds, starting at second 1."""
-    now = 1.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    meter.begin("learning", "merges", 200)
-    for done in range(1, 201):
-        now += 0.2
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+class PseudoTerminal:
+    """A terminal of 80 columns whose output can be read."""
+
+    def __init__(self) -> None:
+        self._master, slave = os.openpty()
+        self.stream: TextIO = os.fdopen(slave, "w", encoding="utf-8")
+
+    def read(self) -> str:
+        """What was written since the last call, without the color of text."""
+        self.stream.write("\0")  # the end of what is to be read
+        self.stream.flush()
+        data = b""
+        while not data.endswith(b"\0"):
+            data += os.read(self._master, 65536)
+        return re.sub("\x1b\\[[0-9;]*m", "", data[:-1].decode("utf-8"))
+
+    def close(self) -> None:
+        self.stream.close()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[PseudoTerminal]:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with closing(PseudoTerminal()) as terminal:
+        yield terminal
+
+
+def run_phase(meter: ProgressMeter, clock: Clock) -> None:
+    """200 units in 40 seconds."""
+    meter.begin("training", "merges", 200)
+    for done in range(10, 201, 10):
+        clock.now += 2.0
         meter.set_postfix(f"{done} learnt")
         meter.set(done)
     meter.close()
     meter.close()
 
 
-def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Terminal()
-    run_phase(ProgressMeter(stream), monkeypatch)
-    assert "learning" in stream.getvalue() and "200/200" in stream.getvalue() and "200 learnt" in stream.getvalue()
+LINES = [f"training: {done} of 200 merges, 5.00 merges/s, {done} learnt" for done in (80, 160, 200)]
 
 
-def test_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, terminal = io.StringIO(), Terminal()
-    run_phase(ProgressMeter(stream), monkeypatch)
-    run_phase(ProgressMeter(terminal, style="lines"), monkeypatch)
-    expected = [f"learning: {done} of 200 merges, 5.00 merges/s, {done} learnt" for done in (76, 152, 200)]
-    assert terminal.getvalue().splitlines() == stream.getvalue().splitlines() == expected
+def test_a_bar_in_a_terminal(terminal: PseudoTerminal, clock: Clock) -> None:
+    meter = ProgressMeter(terminal.stream)
+    meter.begin("training", "steps", 200, initial=100)
+    for done in (110, 120):
+        clock.now += 2.0
+        meter.set_postfix("loss \x1b[2J")
+        meter.set(done)
+    bar = terminal.read().rpartition("\r\x1b[2K")[2]
+    assert re.fullmatch(r"training [━╸╺]+ 0:00:16 120 of 200 steps, 5\.00 steps/s, loss \\x1b\[2J", bar)
+    meter.set(121)
+    assert terminal.read() == "", "drawn at most ten times in a second"
+    meter.log("[red]event[/red] \x1b[2J " + "word " * 20)
+    event, bar = terminal.read().removeprefix("\r\x1b[2K").split("\r\n")
+    assert event == r"[red]event[/red] \x1b[2J " + "word " * 20 and "120 of 200" in bar
+    meter.close()
+    assert "121 of 200 steps" in terminal.read()
 
 
-def test_a_transient_phase_prints_no_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_that_end_soon_show_nothing(terminal: PseudoTerminal, clock: Clock) -> None:
+    meter = ProgressMeter(terminal.stream, delay_seconds=3.0, leave=False)
+    meter.begin("reading", "rows", 10)
+    meter.set(10)
+    meter.begin("scoring", "forwards")
+    assert terminal.read() == ""
+    clock.now += 4.0
+    meter.set(8)
+    assert "scoring 8 forwards, 2.00 forwards/s" in terminal.read()
+    meter.close()
+    assert terminal.read().rpartition(SHOW)[2].endswith("\x1b[2K"), "the bar is erased"
+
+
+def test_a_killed_process_leaves_a_visible_cursor(terminal: PseudoTerminal) -> None:
+    meter = ProgressMeter(terminal.stream)
+    meter.begin("training", "steps", 10)
+    assert HIDE + SHOW in (output := terminal.read()) and output.count(HIDE) == output.count(SHOW) == 1
+    meter.close()
+
+
+def test_an_exception_ends_the_bar(terminal: PseudoTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+
+    def work() -> None:
+        with closing(ProgressMeter(sys.stderr)) as meter:
+            meter.begin("training", "steps", 10)
+            print("a message", file=sys.stderr)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert sys.stderr is terminal.stream
+    output = terminal.read()
+    assert "\r\x1b[2Ka message\r\n" in output, "messages of others stand above the bar"
+    assert output.endswith(f"\r\n{SHOW}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_lines_without_escapes_if_wanted(
+    name: str, value: str, terminal: PseudoTerminal, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert console_style("auto", terminal.stream) == "lines" and console_style("bar", terminal.stream) == "bar"
+    run_phase(ProgressMeter(terminal.stream), clock)
+    assert terminal.read().split("\r\n")[:-1] == LINES
+
+
+def test_lines_elsewhere(terminal: PseudoTerminal, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
     stream = io.StringIO()
-    run_phase(ProgressMeter(stream, leave=False), monkeypatch)
-    assert len(stream.getvalue().splitlines()) == 2
+    run_phase(ProgressMeter(stream), clock)
+    run_phase(ProgressMeter(terminal.stream, style="lines"), clock)
+    assert terminal.read().split("\r\n")[:-1] == stream.getvalue().splitlines() == LINES
+
+
+def test_a_transient_phase_prints_no_last_line(clock: Clock) -> None:
+    stream = io.StringIO()
+    run_phase(ProgressMeter(stream, leave=False), clock)
+    assert stream.getvalue().splitlines() == LINES[:2]
+
+
+@pytest.mark.parametrize("style", ["bar", "lines"])
+def test_a_training_run(style: str, terminal: PseudoTerminal, clock: Clock) -> None:
+    values = {"loss": 2.5, "tokens_per_second": 12345.6, "seconds_left": 61.0}
+    console = ConsoleLogger(20, 10, "bar" if style == "bar" else "lines", terminal.stream)
+    clock.now += 1.0
+    console.progress(11, values)
+    console.metrics(11, values)
+    console.event(11, "sample", "text \x1b]0;x\x07")
+    console.close()
+    output = terminal.read()
+    assert "text \\x1b]0;x\\x07\r\n" in output and "\x07" not in output
+    if style == "bar":
+        assert "11 of 20 steps, 1.00 steps/s, loss 2.500, 12,346 tokens/s" in output
+    else:
+        assert output.split("\r\n")[0] == "step 11/20  loss 2.5000  12,346 tokens/s  1:01 left"
