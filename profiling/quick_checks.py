@@ -14,9 +14,20 @@ from typing import Any
 
 SECONDS = 0.25
 """Duration of one measurement, the median over rounds."""
-_SIZE = 768
-_BYTES = 1 << 28
+_SIZE, _SMALL_SIZE = 768, 192
+"""Rows and columns of the matrices; the small ones are for bfloat16 where a processor without instructions for it takes
+a second for a product of large ones."""
+_BYTES = 1 << 27
+"""Bytes of a copy: more than the caches hold."""
 _SYNCS = 9
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call whose speed is measured, and the FLOPs or bytes of one call."""
+
+    call: Callable[[], object]
+    amount: float
 
 
 @dataclass(frozen=True)
@@ -50,43 +61,49 @@ def measure_speeds(runs: Path, threads: int, with_torch: bool) -> MeasuredSpeeds
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        single = measure_rates(
-            [_matrix_product(torch, torch.float32), _matrix_product(torch, torch.bfloat16)], 2.0 * _SIZE**3
-        )
+        float32 = _matrix_product(torch, torch.float32, _SIZE)
+        single = measure_rates([float32, _bfloat16_product(torch)])
         torch.set_num_threads(threads)
-        [together] = measure_rates([_matrix_product(torch, torch.float32)], 2.0 * _SIZE**3)
-        [bandwidth] = measure_rates([_copy(torch)], 2.0 * _BYTES)
+        [together] = measure_rates([float32])
+        [bandwidth] = measure_rates([_copy(torch)])
     finally:
         torch.set_num_threads(before)
     return MeasuredSpeeds(single[0], single[1], together, threads, bandwidth, fsync)
 
 
-def measure_rates(
-    works: Sequence[Callable[[], object]], amount: float, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """Return ``amount`` divided by the median time of each function. They alternate, so other load affects all
-    alike."""
+def measure_rates(works: Sequence[Work], clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Return the amount of each work divided by its median time. They alternate, so other load affects all alike."""
     for work in works:
-        work()
+        work.call()
     times: list[list[float]] = [[] for _ in works]
     end = clock() + SECONDS * len(works)
     while not times[0] or clock() < end:
         for work, durations in zip(works, times, strict=True):
             begin = clock()
-            work()
+            work.call()
             durations.append(clock() - begin)
-    return [amount / max(1e-9, statistics.median(durations)) for durations in times]
+    return [work.amount / max(1e-9, statistics.median(durations)) for work, durations in zip(works, times, strict=True)]
 
 
-def _matrix_product(torch: Any, dtype: Any) -> Callable[[], object]:
-    left, right = (torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in range(2))
-    return lambda: torch.mm(left, right)
+def _matrix_product(torch: Any, dtype: Any, size: int) -> Work:
+    left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+    return Work(lambda: torch.mm(left, right), 2.0 * size**3)
 
 
-def _copy(torch: Any) -> Callable[[], object]:
+def _bfloat16_product(torch: Any, clock: Callable[[], float] = time.perf_counter) -> Work:
+    """A product of large matrices, or of small ones if a large product would take longer than a measurement."""
+    small = _matrix_product(torch, torch.bfloat16, _SMALL_SIZE)
+    small.call()  # the first call also initializes
+    begin = clock()
+    small.call()
+    is_slow = (clock() - begin) * (_SIZE / _SMALL_SIZE) ** 3 > SECONDS
+    return small if is_slow else _matrix_product(torch, torch.bfloat16, _SIZE)
+
+
+def _copy(torch: Any) -> Work:
     source = torch.zeros(_BYTES, dtype=torch.uint8)
     target = torch.ones_like(source)
-    return lambda: target.copy_(source)
+    return Work(lambda: target.copy_(source), 2.0 * _BYTES)
 
 
 def fsync_seconds(directory: Path) -> float | None:

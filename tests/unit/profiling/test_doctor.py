@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,13 +249,22 @@ def test_rates_take_turns_by_a_clock() -> None:
     """Two works, of 1 s and 4 s by a clock of our own."""
     now = [0.0]
 
-    def work(seconds: float) -> Any:
+    def work(seconds: float, amount: float) -> quick_checks.Work:
         def run() -> None:
             now[0] += seconds
 
-        return run
+        return quick_checks.Work(run, amount)
 
-    assert quick_checks.measure_rates([work(1.0), work(4.0)], 8.0, lambda: now[0]) == [8.0, 2.0]
+    assert quick_checks.measure_rates([work(1.0, 8.0), work(4.0, 4.0)], lambda: now[0]) == [8.0, 1.0]
+
+
+@pytest.mark.parametrize(("seconds", "size"), [(0.0001, 768), (0.01, 192)])
+def test_a_slow_bfloat16_product_is_measured_on_small_matrices(seconds: float, size: int) -> None:
+    """By a clock of our own: 0.01 s for matrices of 192 would be 0.64 s for those of 768."""
+    times = iter([0.0, seconds])
+    sizes = SimpleNamespace(bfloat16=None, ones=lambda rows, columns, dtype: rows, mm=lambda left, right: left)
+    work = quick_checks._bfloat16_product(sizes, lambda: next(times))
+    assert (work.call(), work.amount) == (size, 2.0 * size**3)
 
 
 def test_fsync_probe_in_an_unwritable_folder(tmp_path: Path) -> None:
