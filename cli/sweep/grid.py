@@ -1,4 +1,4 @@
-"""The grid of ``--set key=a,b`` arguments: its points, their configs and their names.
+"""The ``--set key=a,b`` arguments of a sweep: lists and ranges of values, their points and the configs of these.
 
 All errors are raised as GridError before a run starts.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,26 @@ from cli.sweep.commands import SweepCommand
 from config.base import Section
 from config.load import ConfigError, load_config
 
-_VALUE_LENGTH = 24
 _NAME_LENGTH = 96
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.+-]+")
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+_RANGE = re.compile(rf"(log:)?{_NUMBER}\.\.{_NUMBER}(?::{_NUMBER})?")
+_RANGE_FORMS = "expected LOW..HIGH, LOW..HIGH:STEP or log:LOW..HIGH"
 
 
 class GridError(ValueError):
-    """The grid cannot be run; the message may have several lines."""
+    """The sweep cannot be run; the message may have several lines."""
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """The numbers from ``low`` to ``high``; integers if its ends and its step are written without a point."""
+
+    low: float
+    high: float
+    step: float | None
+    is_log: bool
+    is_integer: bool
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,8 @@ class Setting:
 
     key: str
     values: tuple[str, ...]
-    """Values as written; each is the right side of an override of a config."""
+    """Values as written, each the right side of an override of a config; of a range its two ends."""
+    range: ValueRange | None = None
 
     @property
     def is_axis(self) -> bool:
@@ -43,18 +57,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class GridPoint:
-    """A run of the grid."""
+    """A valid combination of values."""
 
-    name: str
-    """Name of its directory."""
     values: Mapping[str, str]
     """Its value of each axis, as written."""
     config: Section
-    """The whole config, with the paths of its files."""
-
-    @property
-    def label(self) -> str:
-        return format_values(self.values)
+    digest: str
+    """Equal for equal runs: the hash of the config without the paths of its files."""
 
 
 def format_values(values: Mapping[str, str]) -> str:
@@ -95,6 +104,31 @@ def split_values(text: str) -> list[str]:
     return values
 
 
+def parse_range(text: str) -> ValueRange | None:
+    """Parse ``LOW..HIGH``, ``LOW..HIGH:STEP`` or ``log:LOW..HIGH``; None: other text, which is a value.
+
+    Raises:
+        GridError: the ends or the step are not those of a range.
+    """
+    parts = _RANGE.fullmatch(text.strip())
+    if parts is None:
+        if text.startswith("log:") and ".." in text:
+            raise GridError(f"{text}: {_RANGE_FORMS}, in numbers")
+        return None
+    is_log, numbers = parts[1] is not None, [number for number in parts.groups()[1:] if number is not None]
+    low, high, *steps = map(float, numbers)
+    step = steps[0] if steps else None
+    if low >= high:
+        raise GridError(f"{text}: the lower end comes first: {_RANGE_FORMS}")
+    if is_log and (low <= 0 or step is not None):
+        raise GridError(f"{text}: a logarithmic range begins above 0 and has no step")
+    if step is not None and not 0 < step <= high - low:
+        raise GridError(f"{text}: the step must be greater than 0 and at most {high - low:g}")
+    if step is not None:
+        high = low + step * math.floor((high - low) / step + 1e-9)
+    return ValueRange(low, high, step, is_log, all(re.fullmatch(r"[-+]?\d+", number) for number in numbers))
+
+
 def read_settings(texts: Sequence[str], sweep_command: SweepCommand) -> list[Setting]:
     """Parse the ``--set`` arguments of a sweep.
 
@@ -113,98 +147,91 @@ def read_settings(texts: Sequence[str], sweep_command: SweepCommand) -> list[Set
             raise GridError(f"--set {text}: {key} is set twice; write its values with commas: {key}=a,b")
         try:
             values = split_values(value)
+            value_range = parse_range(value)
         except GridError as error:
             raise GridError(f"--set {key}={error}") from None
-        settings[key] = Setting(key, tuple(values))
+        if value_range is not None:
+            values = [format_number(value_range, end) for end in (value_range.low, value_range.high)]
+        settings[key] = Setting(key, tuple(values), value_range)
     if not any(setting.is_axis for setting in settings.values()):
         raise GridError("nothing to sweep: give a key several values, as in --set optimizer.learning_rate=1e-3,3e-3")
     return list(settings.values())
 
 
+def format_number(value_range: ValueRange, value: float) -> str:
+    """Format a number of a range; one without a step with four digits, but within the range."""
+    if value_range.is_integer:
+        return str(int(value))
+    if value_range.step is None and value not in (value_range.low, value_range.high):
+        value = min(max(float(f"{value:.4g}"), value_range.low), value_range.high)
+    return repr(float(f"{value:.12g}"))
+
+
 def iterate_grid(settings: Sequence[Setting]) -> Iterator[dict[str, str]]:
-    """Yield the values of each point by axis; the last axis changes fastest."""
+    """Yield the values of each point by axis, of ranges the ends; the last axis changes fastest."""
     axes = [setting for setting in settings if setting.is_axis]
     for values in itertools.product(*(axis.values for axis in axes)):
         yield dict(zip((axis.key for axis in axes), values, strict=True))
 
 
-def build_overrides(settings: Sequence[Setting], values: Mapping[str, str]) -> list[str]:
-    """Build the overrides of a point for `load_config`: the shared settings, then its own values."""
-    shared = [
-        f"{setting.key}={setting.values[0]}"
-        for setting in settings
-        if not setting.is_axis and setting.key not in values
-    ]
-    return [*shared, *(f"{key}={value}" for key, value in values.items())]
+@dataclass(frozen=True)
+class PointLoader:
+    """Loads the config of a point: the config file that all share, the shared settings, then its own values."""
 
+    sweep_command: SweepCommand
+    path: Path | None
+    """The config file; None: the defaults."""
+    settings: Sequence[Setting]
 
-def load_point(sweep_command: SweepCommand, path: Path | None, overrides: Sequence[str], directory: Path) -> Section:
-    """Load the config of a point whose files are in ``directory``.
+    def __call__(self, values: Mapping[str, str], directory: Path = Path("run")) -> GridPoint:
+        """Load and validate the point of these values, whose files are in ``directory``.
 
-    Raises:
-        ConfigError: it is invalid, or cannot be swept.
-    """
-    config = load_config(
-        sweep_command.config, path, [*overrides, *sweep_command.overrides(directory)], key_hints=sweep_command.key_hints
-    )
-    problem = sweep_command.find_problem(config)
-    if problem is not None:
-        raise ConfigError(problem)
-    return config
+        Raises:
+            ConfigError: the config is invalid, or cannot be swept.
+        """
+        fixed = [f"{setting.key}={setting.values[0]}" for setting in self.settings if not setting.is_axis]
+        own = [f"{key}={value}" for key, value in values.items()]
+        paths = self.sweep_command.overrides(directory)
+        hints = self.sweep_command.key_hints
+        config = load_config(self.sweep_command.config, self.path, [*fixed, *own, *paths], key_hints=hints)
+        problem = self.sweep_command.find_problem(config)
+        if problem is not None:
+            raise ConfigError(problem)
+        return GridPoint(values, config, self._digest(config))
 
+    def load_all(self) -> list[GridPoint]:
+        """Load and validate all points of the grid, of ranges their ends.
 
-def load_points(
-    sweep_command: SweepCommand,
-    path: Path | None,
-    settings: Sequence[Setting],
-    directory: Path,
-    existing: Sequence[GridPoint] = (),
-) -> list[GridPoint]:
-    """Load and validate all points.
+        Raises:
+            GridError: configs are invalid (names each point and its problem), or two points are equal.
+        """
+        grid = list(iterate_grid(self.settings))
+        points: dict[str, GridPoint] = {}
+        problems: dict[str, list[str]] = {}
+        for values in grid:
+            try:
+                point = self(values)
+            except ConfigError as error:
+                lines = str(error).splitlines()
+                problems.setdefault("\n  ".join(lines[1:] or lines), []).append(format_values(values))
+                continue
+            equal = points.setdefault(point.digest, point)
+            if equal is not point:
+                labels = f"{format_values(equal.values)} and {format_values(values)}"
+                raise GridError(f"{labels} are the same run; remove one of them")
+        if problems:
+            raise GridError(_format_problems(problems, len(grid)))
+        return list(points.values())
 
-    Args:
-        sweep_command: the command that runs.
-        path: the config that all points share; None: the defaults.
-        settings: the result of `read_settings`.
-        directory: parent of the directories of the runs.
-        existing: runs of the record, which keep their names; a point with the same config is that run.
-
-    Raises:
-        GridError: configs are invalid (names each point and its problem), or two points are equal.
-    """
-    grid = list(iterate_grid(settings))
-    names = name_points(grid, {point.name: point.values for point in existing})
-    runs = {run_identity(sweep_command, point.config): point for point in existing}
-    points: dict[str, GridPoint] = {}
-    problems: dict[str, list[str]] = {}
-    for name, values in zip(names, grid, strict=True):
-        try:
-            config = load_point(sweep_command, path, build_overrides(settings, values), directory / name)
-        except ConfigError as error:
-            lines = str(error).splitlines()
-            problems.setdefault("\n  ".join(lines[1:] or lines), []).append(format_values(values))
-            continue
-        identity = run_identity(sweep_command, config)
-        if identity in points:
-            raise GridError(
-                f"{points[identity].label} and {format_values(values)} are the same run; remove one of them"
-            )
-        points[identity] = runs.get(identity) or GridPoint(name, values, config)
-    if problems:
-        raise GridError(_format_problems(problems, len(grid)))
-    return list(points.values())
-
-
-def run_identity(sweep_command: SweepCommand, config: Section) -> str:
-    """Return a string that is equal for equal runs: the config without the paths of its files."""
-    values: dict[str, Any] = config.model_dump(mode="json")
-    for name in sweep_command.managed_keys:
-        section, _, key = name.partition(".")
-        if key:
-            values[section].pop(key)
-        else:
-            values.pop(section)
-    return json.dumps(values, sort_keys=True)
+    def _digest(self, config: Section) -> str:
+        values: dict[str, Any] = config.model_dump(mode="json")
+        for name in self.sweep_command.managed_keys:
+            section, _, key = name.partition(".")
+            if key:
+                values[section].pop(key)
+            else:
+                values.pop(section)
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:
@@ -217,24 +244,13 @@ def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:
     return "\n".join([f"{invalid} of {count} runs have an invalid config; nothing was started", *lines])
 
 
-def name_points(grid: Sequence[Mapping[str, str]], existing: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Build names of shortened keys and their values, with characters that every file system supports.
-
-    Args:
-        grid: values of each point by key.
-        existing: values of runs that keep their names.
-    """
-    keys = [*grid[0]] if grid else []
-    short = short_keys(keys)
-    names: list[str] = []
-    used_names = {name.lower() for name in existing}
-    for values in grid:
-        name = next((name for name, run_values in existing.items() if dict(run_values) == dict(values)), None)
-        if name is None:
-            name = _unique_name(values, short, used_names)
-            used_names.add(name.lower())
-        names.append(name)
-    return names
+def name_run(values: Mapping[str, str], existing: Collection[str]) -> str:
+    """Build a name of shortened keys and their values, with characters that every file system supports."""
+    short = short_keys(values)
+    full_name = "_".join(f"{_sanitize(short[key])}-{_sanitize(value)}" for key, value in values.items())
+    if len(full_name) <= _NAME_LENGTH and full_name.lower() not in {name.lower() for name in existing}:
+        return full_name
+    return f"{full_name[:_NAME_LENGTH]}-{hashlib.sha256(format_values(values).encode()).hexdigest()[:6]}"
 
 
 def short_keys(keys: Collection[str]) -> dict[str, str]:
@@ -242,27 +258,10 @@ def short_keys(keys: Collection[str]) -> dict[str, str]:
     short = {}
     for key in keys:
         parts = key.split(".")
-        candidates = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        ends = [tuple(other_key.split(".")) for other_key in keys if other_key != key]
-        short[key] = next(
-            (
-                candidate
-                for candidate in candidates
-                if not any(end[-len(candidate.split(".")) :] == tuple(candidate.split(".")) for end in ends)
-            ),
-            key,
-        )
+        ends = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        others = [f".{other}" for other in keys if other != key]
+        short[key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
     return short
-
-
-def _unique_name(values: Mapping[str, str], short: Mapping[str, str], used_names: Collection[str]) -> str:
-    full_name = "_".join(f"{_sanitize(short[key])}-{_sanitize(_unquote(value))}" for key, value in values.items())
-    parts = [f"{_sanitize(short[key])}-{_sanitize(_unquote(value))[:_VALUE_LENGTH]}" for key, value in values.items()]
-    name = "_".join(parts)
-    if name != full_name or len(name) > _NAME_LENGTH or name.lower() in used_names:
-        suffix = hashlib.sha256(format_values(values).encode()).hexdigest()[:6]
-        name = f"{name[:_NAME_LENGTH]}-{suffix}"
-    return name
 
 
 def _sanitize(text: str) -> str:
@@ -270,10 +269,14 @@ def _sanitize(text: str) -> str:
     return sign + (_UNSAFE.sub("-", text).strip("-.") or "empty")
 
 
-def _unquote(text: str) -> str:
-    """Return the value of a TOML string; other text is returned as it is."""
+def parse_numbers(texts: Sequence[str]) -> list[float] | None:
+    """Return values as numbers; None: one is something else."""
     try:
-        value = tomllib.loads(f"v={text}").get("v")
+        return [float(text) for text in texts]
     except ValueError:
-        return text
-    return value if isinstance(value, str) else text
+        return None
+
+
+def is_logarithmic(numbers: Sequence[float]) -> bool:
+    """Return whether numbers are better spread on a logarithmic scale: they are positive, and differ by a decade."""
+    return min(numbers) > 0 and max(numbers) >= 10 * min(numbers)

@@ -1,194 +1,178 @@
-"""The HTML page of a sweep: the table, the loss curves and the texts of its runs, without external resources.
-
-The template is `gallery.html`; its script only sorts the table.
-"""
+"""The HTML page of a sweep: the table, the history, the loss curves and the texts of its runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from cli.sweep.commands import REPLAY_FILE
-from cli.sweep.grid import short_keys
-from cli.sweep.results import Measurement
-from cli.sweep.table import SweepTable, SweepTableRow, format_cells
-from logger.report.template import fill_template
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
 
-_WIDTH, _HEIGHT = 240.0, 64.0
-_UNSCALED_FRACTION = 0.1
-"""First part of a curve that the vertical scale ignores, because initial losses are much higher."""
+from cli.sweep.commands import REPLAY_FILE
+from cli.sweep.grid import is_logarithmic, parse_numbers, short_keys
+from cli.sweep.plan import SweepPlan, objective
+from cli.sweep.results import TRAIN_COLUMNS
+from cli.sweep.table import SweepTable, SweepTableRow, format_cells
+from logger.pages.axes import Floats
+from logger.pages.charts import Chart, Curve, draw_bars, draw_charts
+from logger.pages.page import fill_page
+from logger.pages.tables import join, scrolling_table
+from logger.report.samples import render_fills, render_masked_spans
+from logger.report.series import downsample
+
 _TEXT_LENGTH = 4_000
 """Maximum length of a text on the page; the files contain all of it."""
+MAX_CURVES = 8
+"""Loss curves on the page: of the first runs of the table."""
+CURVE_BUCKETS = 100
 
 
-def render_page(table: SweepTable, title: str, directory: Path) -> str:
+def render_page(sweep: SweepTable, title: str, plan: SweepPlan, importances: Mapping[str, float]) -> str:
     """Render the page.
 
     Args:
-        table: the runs in display order.
+        sweep: the runs in display order.
         title: title of the page.
-        directory: directory of the sweep; existing files of runs are linked relative to it.
+        plan: of the sweep; existing files of runs are linked.
+        importances: of the axes, by key; they sum to 1, or there are none.
     """
-    done = sum(row.status == "done" for row in table.rows)
-    parts = {
-        "title": escape(title),
-        "lead": escape(f"{_pluralize(len(table.rows), f'{_COMMAND_NOUNS[table.command]} run')}, {done} done"),
-        "notes": "".join(f"<p>{escape(note)}</p>" for note in table.notes),
-        "table": _render_table(table),
-        "texts": _render_texts(table),
-        "runs": "".join(_render_run(table, row, directory) for row in table.rows),
+    data: list[dict[str, Any]] = []
+    short = short_keys(sweep.keys)
+    bars = [(short[key], share, f"{share:.0%}") for key, share in importances.items()]
+    note = "Share of each key in what the best tenth of the runs has in common (PED-ANOVA); few runs say little."
+    importance = draw_bars("Importance", "share", bars, note) if bars else Markup("")
+    statuses = [row.run.status for row in sweep.rows]
+    states = [f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses)]
+    sections = {
+        "Runs": _render_runs(sweep, plan.directory),
+        "History": draw_charts(_history(sweep), data, importance),
+        "Training loss": draw_charts(_loss_curves(sweep), data),
+        "Samples" if sweep.command == "train" else "Outputs": _render_texts(sweep),
     }
-    return fill_template("cli.sweep", "gallery.html", parts)
+    return fill_page((title, title), sections, data, list(sweep.notes), states)
 
 
-_COMMAND_NOUNS = {"train": "training", "infer": "inference"}
-
-
-def _pluralize(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
-
-
-def _render_table(table: SweepTable) -> str:
-    heads = "".join(
-        f'<th scope="col"{_sort_attribute(table, heading)}><button type="button">{escape(heading)}</button></th>'
-        for heading in table.headings
-    )
-    body = "".join(_render_table_row(table, row) for row in table.rows)
-    return f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody>"
-
-
-def _sort_attribute(table: SweepTable, heading: str) -> str:
-    """Mark the heading of the column that the rows are sorted by."""
-    by_bytes = any("bits per byte" in note for note in table.notes)
-    column = table.columns["bits_per_byte" if by_bytes else "bound"] if table.command == "train" else None
-    return ' aria-sort="ascending"' if heading == column else ""
-
-
-def _render_table_row(table: SweepTable, row: SweepTableRow) -> str:
-    texts = format_cells(table, row)
-    numbers: list[Measurement | None] = [None] * len(table.keys)
-    numbers += [row.result.numbers.get(name) for name in table.columns]
-    numbers += [Measurement(row.seconds) if row.seconds else None, None]
-    cells = []
-    for column, (text, number) in enumerate(zip(texts, numbers, strict=True)):
-        key = _sort_key(text) if column < len(table.keys) else ("" if number is None else repr(number.value))
-        if column == len(texts) - 1:
-            key = text
-            text = f'<a href="#{_anchor(row)}">{escape(row.status)}</a>' + ' <b class="tag">best</b>' * row.is_best
-        else:
-            text = escape(text).replace("+-", "&plusmn;")
-        cells.append(f'<td data-key="{escape(key)}">{text}</td>')
-    best = ' class="best"' * row.is_best
-    return f"<tr{best}>{''.join(cells)}</tr>"
-
-
-def _sort_key(text: str) -> str:
-    """Format a numeric value for the script; other text is returned as it is."""
-    try:
-        return repr(float(text.replace("_", "")))
-    except ValueError:
-        return text
-
-
-def _anchor(row: SweepTableRow) -> str:
-    return f"run-{quote(row.name)}"
-
-
-def _render_texts(table: SweepTable) -> str:
-    """Render the outputs of all runs side by side, for each prompt."""
-    longest = max((len(row.result.texts) for row in table.rows), default=0)
-    sections = []
-    for index in range(longest):
-        rows = [row for row in table.rows if index < len(row.result.texts)]
-        prompts = list(dict.fromkeys(row.result.texts[index][0] for row in rows))
-        is_shared = len(prompts) == 1
-        prompt = _truncate(prompts[0]) if is_shared else ""
-        figures = "".join(_render_text(table, row, index, with_prompt=not is_shared) for row in rows)
-        head = f'<pre class="given">{escape(prompt)}</pre>' if prompt else '<p class="given">Without a prompt</p>'
-        sections.append(
-            f'<section class="card" aria-label="text {index + 1}">{head if is_shared else ""}'
-            f'<div class="side">{figures}</div></section>'
+def _render_runs(sweep: SweepTable, directory: Path) -> Markup:
+    sorted_by = TRAIN_COLUMNS[objective(sweep.keys)] if sweep.command == "train" else None
+    heads = join(
+        Markup('<th scope="col"{}><button type="button">{}</button></th>').format(
+            Markup(' aria-sort="ascending"' * (heading == sorted_by)), heading
         )
-    if not sections:
-        return ""
-    heading = "Samples" if table.command == "train" else "Outputs"
-    return f"<h2>{heading}, side by side</h2>{''.join(sections)}"
-
-
-def _render_text(table: SweepTable, row: SweepTableRow, index: int, with_prompt: bool) -> str:
-    prompt, output = row.result.texts[index]
-    head = f'<pre class="given">{escape(_truncate(prompt))}</pre>' if with_prompt and prompt else ""
-    best = ' <b class="tag">best</b>' * row.is_best
-    body = (
-        f'<pre lang="">{escape(_truncate(output))}</pre>' if output.strip() else '<p class="given">only whitespace</p>'
+        for heading in sweep.headings
     )
-    return (
-        f'<figure><figcaption><a href="#{_anchor(row)}">{escape(_format_run_values(table, row))}</a>{best}</figcaption>'
-        f"{head}{body}</figure>"
+    body = join(_render_row(sweep, row, directory) for row in sweep.rows)
+    content = Markup("<thead><tr>{}</tr></thead><tbody>{}</tbody>").format(heads, body)
+    errors = join(
+        Markup('<pre class="errors">{}</pre>').format("\n".join([f"{row.run.name}:", *row.run.error]))
+        for row in sweep.rows
+        if row.run.error
     )
+    return scrolling_table(content, "runs") + errors
 
 
-def _format_run_values(table: SweepTable, row: SweepTableRow) -> str:
-    short = short_keys(table.keys)
-    return ", ".join(f"{short[key]} {row.values[key]}" for key in table.keys)
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= _TEXT_LENGTH else f"{text[:_TEXT_LENGTH]} ..."
-
-
-def _render_run(table: SweepTable, row: SweepTableRow, directory: Path) -> str:
-    """Render the card of a run: values, status, links, loss curve and error."""
-    error = f'<pre class="error">{escape(chr(10).join(row.error))}</pre>' if row.error else ""
-    status = f"{row.status}, best" if row.is_best else row.status
-    kind = " best" * row.is_best
-    return (
-        f'<article class="card{kind}" id="{_anchor(row)}"><h3>{escape(_format_run_values(table, row))}</h3>'
-        f'<p class="status">{escape(status)}{_render_links(row, directory)}</p>'
-        f"{_render_curve(table, row)}{error}</article>"
-    )
-
-
-def _render_links(row: SweepTableRow, directory: Path) -> str:
-    """Render links to the existing files of a run."""
-    candidates = {
-        "report": Path("runs") / row.name / "report.html",
-        "replay": Path("runs") / row.name / REPLAY_FILE,
-        "config": Path("configs") / f"{row.name}.toml",
-        "log": Path("logs") / f"{row.name}.log",
-    }
-    links = [
-        f'<a href="{quote(path.as_posix())}">{name}</a>'
-        for name, path in candidates.items()
-        if (directory / path).is_file()
+def _render_row(sweep: SweepTable, row: SweepTableRow, directory: Path) -> Markup:
+    *texts, _ = format_cells(sweep, row)
+    numbers = [row.result.numbers.get(name) for name in sweep.columns]
+    keys = [
+        *(row.values[key] for key in sweep.keys),
+        *("" if number is None else repr(number.value) for number in numbers),
     ]
-    return "".join(f" &middot; {link}" for link in links)
-
-
-def _render_curve(table: SweepTable, row: SweepTableRow) -> str:
-    """Draw the loss curve of a run and of the first run of the table as inline SVG; all cards have one scale."""
-    if len(row.result.curve) < 2:
-        return ""
-    curves = [table_row.result.curve for table_row in table.rows if len(table_row.result.curve) > 1]
-    losses = [loss for curve in curves for _, loss in curve[int(len(curve) * _UNSCALED_FRACTION) :]]
-    low, high = min(losses), max(losses)
-    last = max(step for curve in curves for step, _ in curve)
-
-    def line(curve: Sequence[tuple[int, float]], name: str) -> str:
-        scale = (_HEIGHT - 4.0) / (high - low or 1.0)
-        points = " ".join(
-            f"{step / last * _WIDTH:.1f},{2.0 + (high - min(loss, high)) * scale:.1f}" for step, loss in curve
-        )
-        return f'<polyline class="{name}" points="{points}" vector-effect="non-scaling-stroke"/>'
-
-    first = table.rows[0]
-    reference = line(first.result.curve, "first") if row is not first and len(first.result.curve) > 1 else ""
-    step, loss = row.result.curve[-1]
-    return (
-        f'<figure class="curve"><svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none" role="img" '
-        f'aria-label="Training loss">{reference}{line(row.result.curve, "own")}</svg>'
-        f"<figcaption>training loss {loss:.3f} at step {step:,}; {low:.2f} to {high:.2f}"
-        f"{', gray: the first run of the table' if reference else ''}</figcaption></figure>"
+    cells = join(
+        Markup('<td data-key="{}">{}</td>').format(key, text.replace("+-", "±"))
+        for key, text in zip([*keys, repr(row.run.seconds)], texts, strict=True)
     )
+    best = Markup(' <b class="tag">best</b>' * row.is_best)
+    status = Markup('<td data-key="{0}">{0}{1}{2}</td>').format(row.status, best, _render_links(row, directory))
+    return Markup("<tr{}>{}{}</tr>").format(Markup(' class="best"' * row.is_best), cells, status)
+
+
+def _render_links(row: SweepTableRow, directory: Path) -> Markup:
+    """Render links to the existing files of a run."""
+    name = row.run.name
+    files = {
+        "report": f"runs/{name}/report.html",
+        "replay": f"runs/{name}/{REPLAY_FILE}",
+        "config": f"configs/{name}.toml",
+        "log": f"logs/{name}.log",
+    }
+    links = [(quote(file), label) for label, file in files.items() if (directory / file).is_file()]
+    return join(Markup(' · <a href="{}">{}</a>').format(*link) for link in links)
+
+
+def _label(sweep: SweepTable, row: SweepTableRow) -> str:
+    short = short_keys(sweep.keys)
+    return ", ".join(f"{short[key]} {row.values[key]}" for key in sweep.keys)
+
+
+def _history(sweep: SweepTable) -> list[Chart]:
+    """Build the charts of the objective: by the order of the runs, and by each key."""
+    if sweep.command != "train":
+        return []
+    number = objective(sweep.keys)
+    rows = sorted(sweep.rows, key=lambda row: row.run.number)
+    rows = [row for row in rows if row.run.status in ("done", "pruned") and number in row.result.numbers]
+    values_N = np.array([row.result.numbers[number].value for row in rows])
+    is_done_N = np.array([row.run.status == "done" for row in rows], dtype=bool)
+    if not is_done_N.any():
+        return []
+    order_N = np.arange(1.0, len(rows) + 1)
+    best_N = np.minimum.accumulate(np.where(is_done_N, values_N, np.inf))
+    best = Curve("best so far", 1, 0, order_N[np.isfinite(best_N)], best_N[np.isfinite(best_N)])
+    unit = TRAIN_COLUMNS[number]
+    charts = [Chart("History", unit, [*_dots(order_N, values_N, is_done_N), best], x_name="run")]
+    for key, name in short_keys(sweep.keys).items():
+        texts = [row.values[key] for row in rows]
+        numbers = parse_numbers(texts)
+        labels = () if numbers is not None else tuple(dict.fromkeys(texts))
+        at_N = np.array([float(labels.index(text)) for text in texts] if numbers is None else numbers)
+        is_log = numbers is not None and is_logarithmic(numbers)
+        dots = _dots(at_N, values_N, is_done_N)
+        charts.append(Chart(f"By {name}", unit, dots, x_name=name, x_is_log=is_log, x_labels=labels))
+    return charts
+
+
+def _dots(x_N: Floats, y_N: Floats, is_done_N: NDArray[np.bool_]) -> list[Curve]:
+    groups = {"done": is_done_N, "pruned, at the last validation": ~is_done_N}
+    order_N = np.argsort(x_N, kind="stable")
+    return [
+        Curve(
+            name, 2 * color, 0, x_N[order_N][is_N[order_N]], y_N[order_N][is_N[order_N]], has_dots=True, has_line=False
+        )
+        for color, (name, is_N) in enumerate(groups.items())
+        if is_N.any()
+    ]
+
+
+def _loss_curves(sweep: SweepTable) -> list[Chart]:
+    curves: list[Curve] = []
+    for row in sweep.rows:
+        if row.result.curve is not None and len(curves) < MAX_CURVES:
+            series = row.result.curve
+            indices = downsample(series.values_N, CURVE_BUCKETS)
+            curve = Curve(_label(sweep, row), len(curves), 0, series.steps_N[indices], series.values_N[indices])
+            curves.append(curve)
+    note = f"The first {MAX_CURVES} runs of the table." if len(sweep.rows) > MAX_CURVES else ""
+    return [Chart("Smoothed training loss", "nats per token", curves, note, log=False)] if curves else []
+
+
+def _render_texts(sweep: SweepTable) -> Markup:
+    """Render the outputs of all runs for each prompt; spans that the model filled are marked."""
+    texts: dict[str, list[Markup]] = {}
+    for row in sweep.rows:
+        for prompt, output in row.result.texts:
+            line = Markup('<tr><th scope="row">{}</th><td><pre dir="auto">{}</pre></td></tr>')
+            output = output if output.strip() else "(only whitespace)"
+            filled = render_fills(prompt, output) if len(output) <= _TEXT_LENGTH else f"{output[:_TEXT_LENGTH]} ..."
+            texts.setdefault(prompt, []).append(line.format(_label(sweep, row), filled))
+    article = Markup('<article class="sample card"><pre class="given" dir="auto">{}</pre>{}</article>')
+    cards = join(
+        article.format(
+            render_masked_spans(prompt[:_TEXT_LENGTH]) or "Without a prompt",
+            scrolling_table(Markup("<tbody>{}</tbody>").format(join(lines))),
+        )
+        for prompt, lines in texts.items()
+    )
+    return Markup('<div class="samples">{}</div>').format(cards) if cards else cards

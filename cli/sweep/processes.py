@@ -9,14 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import config
 from profiling.torch_setup import drivers
 
-ERROR_LINES = 5
+VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _LINE_LENGTH = 300
 _TAIL_BYTES = 65_536
 
@@ -34,70 +33,61 @@ def build_environment() -> Mapping[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-@dataclass
 class RunProcess:
-    """A running process in its own session: Ctrl-C does not reach it directly, only through `send_signal`."""
+    """A process in its own session: Ctrl-C does not reach it directly, only through `send_signal`.
 
-    name: str
-    log: Path
-    log_start: int
-    """Size of the log when the process started."""
-    popen: subprocess.Popen[bytes]
-    started: float
-    gpu: str | None = None
-    """The GPU of the process; None: all GPUs."""
+    Args:
+        command: its command line.
+        log: receives its output, behind that of earlier processes of the run.
+        gpu: the GPU that it uses; None: all.
+
+    Raises:
+        OSError: the log cannot be written, or the process cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, gpu: str | None = None) -> None:
+        self.gpu, self._log, self._started = gpu, log, time.monotonic()
+        with log.open("ab") as file:
+            self._log_start = file.tell()
+            file.write(f"$ {shlex.join(command)}\n".encode())
+            file.flush()
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**build_environment(), **({} if gpu is None else {VISIBLE_DEVICES_VARIABLE: gpu})},
+                start_new_session=True,
+            )
 
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self.started
+        return time.monotonic() - self._started
 
-    def send_signal(self, number: int = signal.SIGINT) -> None:
-        """Send a signal to the process group if the process is still running."""
-        if self.popen.poll() is None:
+    def poll(self) -> int | None:
+        """Return the exit code (negative: the signal that ended it); None while the process is active."""
+        return self._popen.poll()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process group if the process is still active."""
+        if self.poll() is None:
             try:
-                os.killpg(self.popen.pid, number)
+                os.killpg(self._popen.pid, number)
             except ProcessLookupError:
                 return
 
     def wait_or_kill(self, seconds: float) -> None:
         """Wait for the end of the process, and kill it after ``seconds``."""
         try:
-            self.popen.wait(seconds)
+            self._popen.wait(seconds)
         except subprocess.TimeoutExpired:
             self.send_signal(signal.SIGKILL)
-            self.popen.wait()
+            self._popen.wait()
 
-    def last_lines(self, count: int = ERROR_LINES) -> list[str]:
+    def last_lines(self, count: int) -> list[str]:
         """Read the last lines that this process wrote."""
-        return last_lines(self.log, count, self.log_start)
-
-
-def start(name: str, command: Sequence[str], log: Path, extra_environment: Mapping[str, str]) -> RunProcess:
-    """Start a run; its output is appended to a log.
-
-    Args:
-        name: name of the run.
-        command: command line of the process.
-        log: log file, which earlier processes of the run may have written to.
-        extra_environment: variables added to `build_environment`.
-
-    Raises:
-        OSError: the log cannot be written, or the process cannot be started.
-    """
-    with log.open("ab") as file:
-        log_start = file.tell()
-        file.write(f"$ {shlex.join(command)}\n".encode())
-        file.flush()
-        popen = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**build_environment(), **extra_environment},
-            start_new_session=True,
-        )
-    return RunProcess(name, log, log_start, popen, time.monotonic(), extra_environment.get(VISIBLE_DEVICES_VARIABLE))
+        return last_lines(self._log, count, self._log_start)
 
 
 def last_lines(log: Path, count: int, begin: int = 0) -> list[str]:
@@ -118,9 +108,6 @@ def visible_gpus() -> list[str]:
     """List the GPUs as in CUDA_VISIBLE_DEVICES."""
     devices = os.environ.get(VISIBLE_DEVICES_VARIABLE)
     return [str(index) for index in range(len(drivers()))] if devices is None else [*filter(None, devices.split(","))]
-
-
-VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 class SignalQueue:

@@ -1,22 +1,34 @@
-"""Read the results of a run from its files.
-
-Missing files and truncated lines are ignored, because the run may still be active.
-"""
+"""Read the results of a run from its files; those that are missing or damaged are ignored, because it may be active."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from cli.sweep.commands import ANSWERS_FILE
+from logger.report.reading import LoggedRun, read_run
+from logger.report.series import Series
 
-_CURVE_POINTS = 200
-MAX_TAIL_BYTES = 16_384
-"""Bytes at the end of metrics.jsonl that hold its last lines."""
+EVALUATION_KEYS = {
+    "bound": ("nats_per_token", "standard_error"),
+    "bits_per_byte": ("bits_per_byte", "bits_per_byte_standard_error"),
+}
+"""Measurement -> its key, and that of its standard error, in an evaluation; metrics have them after ``val_``."""
+TRAIN_COLUMNS = {
+    "bound": "bound, nats per token",
+    "bits_per_byte": "bits per byte",
+    "tokens_per_second": "tokens/s",
+}
+INFER_COLUMNS = {
+    "tokens_per_second": "tokens/s",
+    "tokens_per_forward": "tokens per forward",
+    "forwards": "forwards",
+    "mean_logprob": "mean log-probability",
+}
 
 
 @dataclass(frozen=True)
@@ -34,25 +46,12 @@ class RunResult:
     numbers: dict[str, Measurement] = field(default_factory=dict)
     """Measurements by column."""
     texts: tuple[tuple[str, str], ...] = ()
-    """Pairs of a prompt and the output of the model."""
-    curve: tuple[tuple[int, float], ...] = ()
-    """Pairs of a step and the smoothed training loss."""
+    """Pairs of a prompt, or a text with masked spans, and the output of the model."""
+    curve: Series | None = None
+    """The smoothed training loss by step."""
     step: int | None = None
     """The last step; None: an inference run, or no step yet."""
     is_final: bool = False
-
-
-TRAIN_COLUMNS = {
-    "bound": "bound, nats per token",
-    "bits_per_byte": "bits per byte",
-    "tokens_per_second": "tokens/s",
-}
-INFER_COLUMNS = {
-    "tokens_per_second": "tokens/s",
-    "tokens_per_forward": "tokens per forward",
-    "forwards": "forwards",
-    "mean_logprob": "mean log-probability",
-}
 
 
 def read_result(command: str, directory: Path) -> RunResult:
@@ -61,51 +60,35 @@ def read_result(command: str, directory: Path) -> RunResult:
 
 
 def read_training_result(directory: Path) -> RunResult:
-    """Read ``summary.json``, or ``metrics.jsonl`` while the run is active."""
-    curve: list[tuple[int, float]] = []
-    samples: dict[int, list[tuple[str, str]]] = {}
+    """Read ``summary.json``, or the last validation in ``metrics.jsonl`` while the run is active."""
+    try:
+        run = read_run(directory)
+    except ValueError:
+        return RunResult()
     numbers: dict[str, Measurement] = {}
-    step = None
-    for line in read_json_lines(directory / "metrics.jsonl"):
-        line_step, values = line.get("step"), line.get("metrics")
-        if not isinstance(line_step, int):
-            continue
-        if line.get("event") == "sample":
-            sample = line.get("values")
-            pair = (
-                (sample.get("given"), sample.get("filled")) if isinstance(sample, dict) else ("", line.get("text", ""))
-            )
-            samples.setdefault(line_step, []).append((str(pair[0]), str(pair[1])))
-        if not isinstance(values, dict):
-            continue
-        step = line_step
-        loss = values.get("loss_smooth", values.get("loss"))
-        if _is_number(loss):
-            curve.append((line_step, float(loss)))
-        _set_number(numbers, "bound", values.get("val_nats_per_token"), values.get("val_standard_error"))
-        _set_number(
-            numbers, "bits_per_byte", values.get("val_bits_per_byte"), values.get("val_bits_per_byte_standard_error")
-        )
-        _set_number(numbers, "tokens_per_second", values.get("tokens_per_second"), None)
-    summary = read_json(directory / "summary.json")
-    if summary:
-        step = summary.get("step", step)
-        _set_summary_numbers(numbers, summary)
-    texts = samples[max(samples)] if samples else []
-    return RunResult(numbers, tuple(texts), tuple(_thin_out(curve)), step, bool(summary))
+    for name, (key, error_key) in EVALUATION_KEYS.items():
+        if run.summary:
+            value, error = run.result("evaluation", key), run.result("evaluation", error_key)
+        else:
+            value, error = _last(run, f"val_{key}"), _last(run, f"val_{error_key}")
+        if value is not None:
+            numbers[name] = Measurement(value, error)
+    tokens, seconds = run.result("tokens_seen"), run.result("seconds")
+    rate = tokens / seconds if tokens and seconds else _last(run, "tokens_per_second")
+    if rate is not None:
+        numbers["tokens_per_second"] = Measurement(rate)
+    samples = run.events_of("sample")
+    pairs = [(event.values.get("given", ""), event.values.get("filled", event.text)) for event in samples
+             if event.step == samples[-1].step]  # fmt: skip
+    texts = tuple((str(given), str(filled)) for given, filled in pairs)
+    curve = run.numbers.get("loss_smooth", run.numbers.get("loss"))
+    step = run.last_step if run.numbers else None
+    return RunResult(numbers, texts, None if curve is None or curve.is_empty else curve, step, bool(run.summary))
 
 
-def _set_summary_numbers(numbers: dict[str, Measurement], summary: dict[str, Any]) -> None:
-    evaluation = summary.get("evaluation", {})
-    # Values of the last validation are dropped, because the final ones may be missing if they are not finite.
-    for name in ("bound", "bits_per_byte"):
-        numbers.pop(name, None)
-    _set_number(numbers, "bound", evaluation.get("nats_per_token"), evaluation.get("standard_error"))
-    error = evaluation.get("bits_per_byte_standard_error")
-    _set_number(numbers, "bits_per_byte", evaluation.get("bits_per_byte"), error)
-    tokens, seconds = summary.get("tokens_seen"), summary.get("seconds")
-    if _is_number(tokens) and _is_number(seconds) and seconds > 0:
-        numbers["tokens_per_second"] = Measurement(tokens / seconds)
+def _last(run: LoggedRun, key: str) -> float | None:
+    series = run.numbers.get(key)
+    return None if series is None or series.last is None else series.last[1]
 
 
 def read_inference_result(directory: Path) -> RunResult:
@@ -119,71 +102,35 @@ def read_inference_result(directory: Path) -> RunResult:
         forwards += metrics.get("num_forwards", 0)
         # Each answer of a batch states the seconds of the whole batch.
         seconds += metrics.get("seconds", 0.0) / max(1, metrics.get("batch_size", 1))
-        if _is_number(metrics.get("mean_logprob")):
+        if metrics.get("mean_logprob") is not None:
             logprobs.append((metrics["mean_logprob"], metrics.get("num_tokens", 0)))
-    numbers: dict[str, Measurement] = {}
-    if texts:
-        numbers["forwards"] = Measurement(forwards)
-        _set_number(numbers, "tokens_per_second", tokens / seconds if seconds else None, None)
-        _set_number(numbers, "tokens_per_forward", tokens / forwards if forwards else None, None)
-        weight = sum(count for _, count in logprobs)
-        _set_number(numbers, "mean_logprob", sum(a * b for a, b in logprobs) / weight if weight else None, None)
-    return RunResult(numbers, tuple(texts), is_final=bool(texts))
+    weight = sum(count for _, count in logprobs)
+    numbers = {
+        "forwards": forwards,
+        "tokens_per_second": tokens / seconds if seconds else math.nan,
+        "tokens_per_forward": tokens / forwards if forwards else math.nan,
+        "mean_logprob": sum(a * b for a, b in logprobs) / weight if weight else math.nan,
+    }
+    finite = {name: Measurement(value) for name, value in numbers.items() if texts and math.isfinite(value)}
+    return RunResult(finite, tuple(texts), is_final=bool(texts))
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON lines file, except invalid lines."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of a JSON lines file, except invalid lines; a missing file has none."""
+    values = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if there is no valid one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def last_metrics(path: Path) -> tuple[int, dict[str, Any]] | None:
-    """Read step and metrics of the last line with a loss, within the last `MAX_TAIL_BYTES` of the file."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - MAX_TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-            if "loss" in record["metrics"]:
-                return int(record["step"]), record["metrics"]
-        except (ValueError, KeyError, TypeError):
-            continue
-    return None
-
-
-def _set_number(numbers: dict[str, Measurement], name: str, value: Any, error: Any) -> None:
-    if _is_number(value):
-        numbers[name] = Measurement(float(value), float(error) if _is_number(error) else None)
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _thin_out(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Reduce a curve to `_CURVE_POINTS` points at most; the last one stays."""
-    stride = max(1, -(-len(curve) // _CURVE_POINTS))
-    return curve[::-1][::stride][::-1]
+def format_measurement(name: str, measured: Measurement | None) -> str:
+    """Format a number and its standard error with a suitable number of digits."""
+    if measured is None:
+        return ""
+    if name in ("tokens_per_second", "forwards"):
+        return f"{measured.value:,.0f}"
+    digits = 2 if name == "tokens_per_forward" else 4
+    error = "" if measured.error is None else f" +- {measured.error:.{digits}f}"
+    return f"{measured.value:.{digits}f}{error}"

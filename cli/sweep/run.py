@@ -1,100 +1,101 @@
-"""Run a sweep: validate the grid, start the runs and write the results."""
+"""Run a sweep: validate its points, make the runs and write the results."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cli.sweep.commands import SWEEP_COMMANDS
-from cli.sweep.grid import GridPoint, format_values, load_points, read_settings
+from cli.sweep.grid import GridError, GridPoint, format_values
 from cli.sweep.page import render_page
-from cli.sweep.record import SweepDirectory, lock_sweep, read_record
-from cli.sweep.runner import SweepRunner
-from cli.sweep.table import build_table, render_json_lines, render_markdown, render_text
+from cli.sweep.plan import SweepPlan, SweepRun
+from cli.sweep.table import SweepTable, build_table, render_json_lines, render_markdown, render_text
 from cli.tables import align_columns
 from config.base import Section
 from config.train import TrainConfig
 from files.atomic import write_text_atomic
 from profiling.estimate import estimate_run
 
-SWEEPS = Path("runs/sweeps")
 PAGE, MARKDOWN, JSON_LINES = "sweep.html", "sweep.md", "sweep.jsonl"
 
 
-def run_sweep(
-    command: str,
-    config: Path | None,
-    settings: Sequence[str],
-    *,
-    directory: Path | None = None,
-    jobs: int = 1,
-    dry_run: bool = False,
-) -> int:
-    """Validate all points, run those that are not done, and write the table and the page.
+def run_sweep(plan: SweepPlan, dry_run: bool) -> int:
+    """Validate all points, make the runs that are not done, and write the table and the page.
 
     Args:
-        command: "train" or "infer".
-        config: config file that all runs share; None: the defaults.
-        settings: ``section.key=value`` or ``section.key=value,value``.
-        directory: directory of the sweep; None: named after the config.
-        jobs: number of concurrent runs.
-        dry_run: print the runs without starting them or writing files.
+        plan: of the sweep.
+        dry_run: print the points without starting them or writing files.
 
     Returns:
-        0, 1 if a run is not done, or 128 + the signal that ended the sweep.
+        0, 1 if a run failed or was interrupted, or 128 + the signal that ended the sweep.
 
     Raises:
         GridError: a point is invalid, or the directory is in use or contains another sweep; nothing was started.
         OSError: the directory cannot be written.
     """
-    sweep_command = SWEEP_COMMANDS[command]
-    grid_settings = read_settings(settings, sweep_command)
-    path = directory or SWEEPS / (config.stem if config is not None else command)
-    sweep = read_record(path, sweep_command)
-    points = load_points(
-        sweep_command, config, grid_settings, sweep.runs_path, sweep.reload_points(config, grid_settings)
-    )
-    if dry_run:
-        print(_render_dry_run(sweep, points))
+    points = plan.load_point.load_all()
+    plan.check(points)
+    has_begun = plan.has_begun()
+    if dry_run and not has_begun:
+        print(_render_dry_run(plan, points, ()))
         return 0
-    with lock_sweep(path):
-        # Read again, because another sweep may have written the record before the lock was taken.
-        sweep = read_record(path, sweep_command)
-        sweep.add(points)
-        write_results(sweep)
-        signal = SweepRunner(sweep, points, jobs, sys.stderr, lambda: write_results(sweep)).run()
-        write_results(sweep)
-    print(render_text(build_table(sweep)))
-    print(f"\n{path / PAGE}\n{path / MARKDOWN}\n{path / JSON_LINES}", flush=True)
+    try:
+        # Imported here so that --help and errors of configs do not wait for it.
+        from cli.sweep.runner import SweepRunner
+        from cli.sweep.study import importances, open_study
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "optuna":
+            raise
+        raise GridError(
+            "Optuna is not installed: add it with uv sync --extra sweep, or run uv run --extra sweep diffusionlm-sweep"
+        ) from None
+    configs = [point.config for point in points if isinstance(point.config, TrainConfig)]
+    first_validation = min((config.validation.every_steps for config in configs), default=0)
+    with open_study(plan, max(1, first_validation)) as study:
+        if dry_run:
+            print(_render_dry_run(plan, points, study.runs()))
+            return 0
+        wanted = study.add(points)
+
+        def write() -> SweepTable:
+            runs = study.runs()
+            return write_results(plan, runs, importances(runs))
+
+        write()
+        is_grid = plan.num_trials is None
+        done = [
+            run for run in study.runs() if run.status in ("done", "pruned") and (run.digest in wanted or not is_grid)
+        ]
+        signal = SweepRunner(study, sys.stderr, write).run(wanted, plan.num_trials or len(wanted), len(done))
+        table = write()
+        runs = [run for run in study.runs() if run.digest in wanted or not is_grid]
+    print(render_text(table))
+    print("\n".join(["", *(str(plan.directory / name) for name in (PAGE, MARKDOWN, JSON_LINES))]), flush=True)
     if signal is not None:
         return 128 + signal
-    return 0 if all(sweep.runs[point.name].status == "done" for point in points) else 1
+    return 1 if any(run.status in ("failed", "interrupted") for run in runs) else 0
 
 
-def write_results(sweep: SweepDirectory) -> None:
+def write_results(plan: SweepPlan, runs: Sequence[SweepRun], importances: Mapping[str, float]) -> SweepTable:
     """Write the table and the page of the current results."""
-    table = build_table(sweep)
-    title = f"Sweep {sweep.path.resolve().name}"
-    write_text_atomic(sweep.path / MARKDOWN, render_markdown(table, title))
-    write_text_atomic(sweep.path / JSON_LINES, render_json_lines(table))
-    write_text_atomic(sweep.path / PAGE, render_page(table, title, sweep.path))
+    table = build_table(plan, runs)
+    title = f"Sweep {plan.directory.resolve().name}"
+    write_text_atomic(plan.directory / MARKDOWN, render_markdown(table, title))
+    write_text_atomic(plan.directory / JSON_LINES, render_json_lines(table))
+    write_text_atomic(plan.directory / PAGE, render_page(table, title, plan, importances))
+    return table
 
 
-def _render_dry_run(sweep: SweepDirectory, points: Sequence[GridPoint]) -> str:
-    rows = [
-        [
-            "run",
-            "values",
-            "status",
-            *(["parameters", "tokens", "memory"] if sweep.sweep_command.name == "train" else []),
-        ]
-    ]
+def _render_dry_run(plan: SweepPlan, points: Sequence[GridPoint], runs: Sequence[SweepRun]) -> str:
+    existing = {run.digest: run for run in runs}
+    is_training = plan.sweep_command.name == "train"
+    rows = [["values", "status", *(["parameters", "tokens", "memory"] if is_training else [])]]
     for point in points:
-        status = sweep.runs[point.name].status if point.name in sweep.runs else "new"
-        rows.append([point.name, format_values(point.values), status, *_format_plan(point.config)])
-    return "\n".join([*align_columns(rows), f"{len(points)} runs in {sweep.path}; nothing was started"])
+        run = existing.get(point.digest)
+        status = "new" if run is None else run.status
+        rows.append([format_values(point.values), status, *_format_plan(point.config)])
+    count = f"{len(points)} runs" if plan.num_trials is None else f"{plan.num_trials} runs between these"
+    return "\n".join([*align_columns(rows), f"{count} in {plan.directory}; nothing was started"])
 
 
 def _format_plan(config: Section) -> list[str]:

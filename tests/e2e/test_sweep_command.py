@@ -1,4 +1,4 @@
-"""``diffusionlm-sweep`` with real runs: two that train, then two that decode with the better one."""
+"""``diffusionlm-sweep`` with real runs: two that train, two that decode with the better one, and a pruned one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_training_and_inference_are_swept(tmp_path: Path) -> None:
     assert best["is_best"]
     assert best["bound"] <= other["bound"]
     assert best["tokens_per_second"] > 0
-    assert "a [MASK:1]" in (directory / "sweep.html").read_text()
+    page = (directory / "sweep.html").read_text()
+    assert 'a <span class="hole">1</span>' in page and "<mark>" in page
     run = directory / "runs" / best["name"]
     command = ["--command", "infer", "--set", f"model.path={run}", "--set", 'input.prompts=["a"]']
     decoding = ["--set", "generation.max_new_tokens=4", "--set", "generation.denoising_steps=1,2"]
@@ -35,3 +36,19 @@ def test_training_and_inference_are_swept(tmp_path: Path) -> None:
     forwards = [json.loads(line)["forwards"] for line in (answers / "sweep.jsonl").read_text().splitlines()]
     assert forwards == [1.0, 2.0]
     assert (answers / "runs" / "denoising_steps-1" / "replay.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_training_that_does_not_learn_is_pruned(tmp_path: Path) -> None:
+    """The second run has 250 more steps when its first validation is compared."""
+    validation = {"every_steps": 50, "rows": 4, "final_rows": 4, "num_mc_samples": 1}
+    base = write_train_config(tmp_path, "base", training={"max_steps": 300}, validation=validation)
+    directory = tmp_path / "sweep"
+    command = ["--config", str(base), "--set", "optimizer.learning_rate=1e-2,1e-9", "--directory", str(directory)]
+    assert main([*command, "--prune"]) == 0
+    best, pruned = (json.loads(line) for line in (directory / "sweep.jsonl").read_text().splitlines())
+    assert (best["status"], best["step"]) == ("done", 300)
+    assert pruned["status"] == "pruned" and 50 <= pruned["step"] < 300
+    assert pruned["bound"] > best["bound"]
+    checkpoints = directory / "runs" / pruned["name"] / "checkpoints"
+    assert any(path.name.endswith(str(pruned["step"])) for path in checkpoints.iterdir())

@@ -9,10 +9,13 @@ import pytest
 from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.grid import (
     GridError,
+    PointLoader,
     Setting,
+    ValueRange,
+    format_number,
     iterate_grid,
-    load_points,
-    name_points,
+    name_run,
+    parse_range,
     read_settings,
     short_keys,
     split_values,
@@ -91,18 +94,62 @@ def test_keys_are_as_short_as_they_tell_apart() -> None:
 
 def test_names_are_safe_and_unique() -> None:
     points = [{"a.rate": "1e-3"}, {"a.rate": "-1"}, {"a.rate": '"x/../y z"'}, {"a.rate": '"x/../y:z"'}]
-    names = name_points(points, {})
+    names: list[str] = []
+    for values in points:
+        names.append(name_run(values, names))
     assert names[:3] == ["rate-1e-3", "rate--1", "rate-x-..-y-z"]
     assert names[3].startswith("rate-x-..-y-z-") and len(names[3]) == len("rate-x-..-y-z-") + 6
-    [long] = name_points([{"a.b": '"' + "w" * 300 + '"'}], {})
-    assert len(long) <= 110
-    assert name_points(points[:1], {"kept": {"a.rate": "1e-3"}}) == ["kept"]
-    assert name_points([{"a.rate": "2"}], {"RATE-2": {"b": "1"}}) != ["rate-2"]
+    assert len(name_run({"a.b": '"' + "w" * 300 + '"'}, [])) <= 110
+    assert name_run({"a.rate": "2"}, ["RATE-2"]) != "rate-2"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("log:1e-4..1e-1", ValueRange(1e-4, 0.1, None, is_log=True, is_integer=False)),
+        ("0.0..0.3", ValueRange(0.0, 0.3, None, is_log=False, is_integer=False)),
+        ("-1..1.", ValueRange(-1.0, 1.0, None, is_log=False, is_integer=False)),
+        ("64..250:32", ValueRange(64.0, 224.0, 32.0, is_log=False, is_integer=True)),
+        ("log:16..1024", ValueRange(16.0, 1024.0, None, is_log=True, is_integer=True)),
+        ("0..1:0.25", ValueRange(0.0, 1.0, 0.25, is_log=False, is_integer=False)),
+        ("../data", None),
+        ("a..b", None),
+        ("1e-3", None),
+    ],
+)
+def test_ranges(text: str, expected: ValueRange | None) -> None:
+    assert parse_range(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("3..1", "lower end comes first"),
+        ("1..1", "lower end comes first"),
+        ("log:0..1", "begins above 0"),
+        ("log:1..8:2", "has no step"),
+        ("1..8:0", "step must be greater than 0 and at most 7"),
+        ("1..8:9", "at most 7"),
+        ("log:a..b", "log:LOW..HIGH"),
+    ],
+)
+def test_invalid_ranges_name_the_key_and_the_form(text: str, problem: str) -> None:
+    with pytest.raises(GridError, match=problem) as caught:
+        read_settings([f"a.b={text}"], SWEEP_COMMANDS["train"])
+    assert f"--set a.b={text}" in str(caught.value)
+
+
+def test_numbers_of_a_range_stay_within_it() -> None:
+    narrow = ValueRange(0.123456, 0.123459, None, is_log=False, is_integer=False)
+    assert format_number(narrow, 0.1234571) == "0.123459"
+    assert format_number(ValueRange(0.0, 1.0, None, is_log=False, is_integer=False), 1 / 3) == "0.3333"
+    assert format_number(ValueRange(0.0, 1.0, 0.1, is_log=False, is_integer=False), 0.1 * 3) == "0.3"
+    assert format_number(ValueRange(0.0, 9.0, None, is_log=False, is_integer=True), 3.0) == "3"
 
 
 def points_of(base: Path, *texts: str) -> list[TrainConfig]:
-    kind = SWEEP_COMMANDS["train"]
-    points = load_points(kind, base, read_settings(texts, kind), Path("d"))
+    command = SWEEP_COMMANDS["train"]
+    points = PointLoader(command, base, read_settings(texts, command)).load_all()
     return [point.config for point in points]  # type: ignore[misc]
 
 
@@ -115,10 +162,22 @@ def test_configs_of_the_points(base: Path) -> None:
         (0.5, 4),
     ]
     assert {config.training.max_steps for config in configs} == {7}
-    assert [str(config.run.directory) for config in configs[:2]] == [
-        "d/learning_rate-1e-3_batch_size-2",
-        "d/learning_rate-1e-3_batch_size-4",
-    ]
+
+
+def test_both_ends_of_ranges_are_validated(base: Path) -> None:
+    configs = points_of(base, "optimizer.learning_rate=log:1e-3..0.5", "training.batch_size=2..8:4")
+    rates = [(config.optimizer.learning_rate, config.training.batch_size) for config in configs]
+    assert rates == [(1e-3, 2), (1e-3, 6), (0.5, 2), (0.5, 6)]
+    with pytest.raises(GridError, match=r"2 of 4 runs .*\noptimizer.learning_rate=-1.0"):
+        points_of(base, "optimizer.learning_rate=-1.0..0.5", "training.batch_size=2,4")
+
+
+def test_the_digest_is_that_of_the_config_without_its_paths(base: Path) -> None:
+    command = SWEEP_COMMANDS["train"]
+    load = PointLoader(command, base, read_settings(["run.seed=0,1"], command))
+    points = [load({"run.seed": seed}, Path(folder)) for seed, folder in (("1", "a"), ("1", "b"), ("2", "a"))]
+    assert points[0].digest == points[1].digest != points[2].digest
+    assert str(points[1].config.run.directory) == "b"  # type: ignore[attr-defined]
 
 
 def test_texts_and_arrays_as_values(base: Path) -> None:
@@ -164,6 +223,6 @@ def test_equal_points_are_rejected(base: Path) -> None:
     ],
 )
 def test_inference_that_cannot_be_swept(texts: list[str], problem: str) -> None:
-    kind = SWEEP_COMMANDS["infer"]
+    command = SWEEP_COMMANDS["infer"]
     with pytest.raises(GridError, match=problem):
-        load_points(kind, None, read_settings([*texts, "input.seed=1,2"], kind), Path("d"))
+        PointLoader(command, None, read_settings([*texts, "input.seed=1,2"], command)).load_all()

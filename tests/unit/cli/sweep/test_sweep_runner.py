@@ -1,4 +1,4 @@
-"""The processes of a sweep; a small program replaces the runs, so that torch is not loaded."""
+"""The runs of a sweep; a small program replaces them, so that torch is not loaded."""
 
 from __future__ import annotations
 
@@ -6,36 +6,45 @@ import fcntl
 import json
 import os
 import signal
+import sqlite3
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import optuna
 import pytest
 
-from cli.sweep import main, processes, runner
-from cli.sweep.commands import SWEEP_COMMANDS
-from cli.sweep.record import read_record
+from cli.sweep import main, processes, runner, study
 
 RUN = """
-import json, os, pathlib, signal, sys, time, tomllib
+import json, math, os, pathlib, signal, sys, time, tomllib
 config = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
 directory = pathlib.Path(config["run"]["directory"])
 directory.mkdir(parents=True, exist_ok=True)
+(directory / "pid").write_text(str(os.getpid()))
 rate = config["optimizer"]["learning_rate"]
 print("rate", rate, *sys.argv[2:], "on", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 if rate == 3.0 and not os.environ.get("MENDED"):
     sys.exit("learning_rate is too high\\n\\n")
-if rate == 5.0 and not (directory / "checkpoints").exists():
+def log(step, **metrics):
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "metrics": metrics}) + "\\n")
+log(1, loss=9.0, val_nats_per_token=rate, val_standard_error=0.1)
+if rate in (5.0, 6.0) and not (directory / "checkpoints").exists():
     def stop(number, frame):
         (directory / "checkpoints").mkdir()
         sys.exit(128 + number)
     signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     print("ready", flush=True)
-    time.sleep(60)
+    while not (directory / "go").exists():
+        time.sleep(0.01)
 if rate != 7.0:
-    evaluation = {"nats_per_token": rate, "standard_error": 0.1, "bits_per_byte": rate / 2}
+    bound = rate if rate >= 1.0 else 1.0 + math.log10(rate / 0.01) ** 2
+    evaluation = {"nats_per_token": bound, "standard_error": 0.1, "bits_per_byte": rate / 2}
     (directory / "summary.json").write_text(json.dumps({"evaluation": evaluation, "step": 10}))
 """
 
@@ -66,11 +75,18 @@ def run(base: Path, rates: str, *more: str) -> int:
 
 
 def statuses(path: Path) -> dict[str, str]:
-    return {name: run.status for name, run in read_record(path, SWEEP_COMMANDS["train"]).runs.items()}
+    """Status by name, of the runs in the order of their first trials."""
+    rows = [json.loads(line) for line in (path / "sweep.jsonl").read_text().splitlines()]
+    names = dict.fromkeys(trial.user_attrs["name"] for trial in load_study(path).get_trials())
+    return {name: row["status"] for name in names for row in rows if row["name"] == name}
+
+
+def load_study(path: Path) -> optuna.Study:
+    return optuna.load_study(study_name="sweep", storage=f"sqlite:///{path / 'study.db'}")
 
 
 def starts(path: Path, name: str) -> int:
-    return (path / "logs" / f"{name}.log").read_text().count("\nrate ")
+    return f"\n{(path / 'logs' / f'{name}.log').read_text()}".count("\nrate ")
 
 
 def test_a_failure_is_recorded_and_the_sweep_continues(
@@ -89,8 +105,9 @@ def test_a_failure_is_recorded_and_the_sweep_continues(
     rows = [json.loads(line) for line in (directory / "sweep.jsonl").read_text().splitlines()]
     assert [row["name"] for row in rows[:2]] == ["learning_rate-1.0", "learning_rate-2.0"]
     assert rows[0]["is_best"]
-    assert rows[2]["error"] == ["rate 3.0 on None", "learning_rate is too high"]
-    assert rows[3]["error"] == ["rate 7.0 on None"]  # exit code 0, but no result
+    errors = {row["name"]: row["error"] for row in rows}
+    assert errors["learning_rate-3.0"] == ["rate 3.0 on None", "learning_rate is too high"]
+    assert errors["learning_rate-7.0"] == ["rate 7.0 on None"]  # exit code 0, but no result
     assert "done, best" in output.out
     assert (directory / "sweep.md").exists() and (directory / "sweep.html").exists()
 
@@ -100,13 +117,19 @@ def test_a_failure_is_recorded_and_the_sweep_continues(
     assert statuses(directory)["learning_rate-7.0"] == "failed"
 
 
+def wait_for(path: Path) -> None:
+    """Wait until a directory exists, or a run has printed "ready" to its log."""
+    end = time.monotonic() + 60.0
+    while not (path.is_dir() or (path.exists() and "ready" in path.read_text())):
+        assert time.monotonic() < end, path
+        time.sleep(0.01)
+
+
 def when_ready(log: Path, act: Callable[[], None]) -> threading.Thread:
     """Call ``act`` after the run has printed "ready"."""
 
     def wait() -> None:
-        end = time.monotonic() + 30.0
-        while time.monotonic() < end and not (log.exists() and "ready" in log.read_text()):
-            time.sleep(0.01)
+        wait_for(log)
         act()
 
     thread = threading.Thread(target=wait)
@@ -130,18 +153,20 @@ def test_an_interrupted_sweep_is_continued(base: Path) -> None:
     assert [starts(directory, f"learning_rate-{rate}") for rate in ("2.0", "5.0", "1.0")] == [1, 2, 1]
 
 
-def test_active_runs_save_when_the_record_cannot_be_written(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_active_runs_save_when_the_study_cannot_be_written(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = Path("runs/sweeps/base")
     log = directory / "logs" / "learning_rate-5.0.log"
 
-    def fail(self: runner.SweepRunner) -> None:
-        if log.exists() and "ready" in log.read_text():
-            raise OSError(28, "No space left on device", "sweep.json")
+    def fail(self: study.ClaimedRun, step: int, bound: float) -> bool:
+        while "ready" not in log.read_text():
+            time.sleep(0.01)
+        raise optuna.exceptions.StorageInternalError("database or disk is full")
 
-    monkeypatch.setattr(runner.SweepRunner, "_print_progress", fail)
-    with pytest.raises(SystemExit) as caught:
-        run(base, "5.0,2.0")
-    assert caught.value.code == 1
+    monkeypatch.setattr(study.ClaimedRun, "report", fail)
+    assert run(base, "5.0,2.0") == 2
+    assert "study.db: database or disk is full" in capsys.readouterr().err
     assert (directory / "runs" / "learning_rate-5.0" / "checkpoints").is_dir()
 
 
@@ -190,7 +215,12 @@ def test_only_values_extend_a_sweep(base: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert run(base, "1.0,2.0", "--set", "training.max_steps=11") == 2
     assert "training.max_steps: 10 -> 11" in capsys.readouterr().err
-    assert main(["--command", "infer", "--directory", str(directory), "--set", "input.seed=1,2"]) == 2
+    model = Path("model")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    settings = [f"model.path={model}", "input.prompts=[a]", "input.seed=1,2"]
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    assert main(["--command", "infer", "--directory", str(directory), *arguments]) == 2
     assert "--command train" in capsys.readouterr().err
 
 
@@ -199,41 +229,177 @@ def test_errors_are_found_before_a_run_starts(base: Path, capsys: pytest.Capture
     assert "optimizer.learning_rate=-2.0:\n  --set" in capsys.readouterr().err
     assert run(base, "1.0,2.0", "--jobs", "0") == 2
     assert run(base, "1.0,2.0", "--dry-run") == 0
-    assert "learning_rate-1.0" in capsys.readouterr().out
+    assert "learning_rate=1.0  new" in capsys.readouterr().out
     assert not Path("runs").exists()
     Path("foreign").mkdir()
     Path("foreign/thesis.tex").touch()
     assert run(base, "1.0,2.0", "--directory", "foreign") == 2
     assert "thesis.tex" in capsys.readouterr().err
-    Path("broken").mkdir()
-    Path("broken/sweep.json").write_text("{")
+    Path("broken/processes").mkdir(parents=True)
+    Path("broken/study.db").write_text("{" * 4096)
     assert run(base, "1.0,2.0", "--directory", "broken") == 2
-    assert "broken/sweep.json" in capsys.readouterr().err
+    assert "sqlite:///broken/study.db: " in capsys.readouterr().err
+    assert run(base, "1.0,2.0", "--storage", "postgresql://me:secret@nowhere/x") == 2
+    error = capsys.readouterr().err
+    assert "--storage postgresql://me:***@nowhere/x" in error and "secret" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "optimizer.learning_rate=0.1..0.2", "--sampler", "grid"], "optimizer.learning_rate: a grid"),
+        (["--set", "optimizer.learning_rate=0.1..0.2"], "--trials is missing"),
+        (["--set", "optimizer.learning_rate=0.1,0.2", "--trials", "3"], "--trials: a grid"),
+        (["--set", "optimizer.learning_rate=0.1..0.2", "--trials", "0"], "--trials 0"),
+        (["--set", "optimizer.learning_rate=0.1,0.2", "--prune", "--set", "validation.every_steps=0"],
+         "validation.every_steps = 0"),
+        (["--set", "optimizer.learning_rate=0.1,0.2", "--prune", "--set", "validation.every_steps=10"],
+         "validation.every_steps = 10"),
+        (["--set", "training.batch_size=3..8:2", "--sampler", "tpe", "--trials", "2", "--set", "training.max_steps=-1"],
+         "training.max_steps=-1"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit(
+    base: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["--config", str(base), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_the_missing_extra_is_named(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("cli.sweep.study", "cli.sweep.runner"):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert run(base, "1.0,2.0") == 2
+    assert "uv sync --extra sweep" in capsys.readouterr().err
+    assert run(base, "1.0,2.0", "--dry-run") == 0
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(
     ("lock", "message"),
     [(".lock", "base is in use"), ("runs/learning_rate-2.0/.lock", "learning_rate-2.0 is in use")],
 )
-def test_a_directory_in_use(base: Path, capsys: pytest.CaptureFixture[str], lock: str, message: str) -> None:
+def test_a_directory_in_use(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lock: str, message: str
+) -> None:
+    monkeypatch.setattr(study, "LOCK_SECONDS", 0.0)
     path = Path("runs/sweeps/base") / lock
     path.parent.mkdir(parents=True)
-    if lock != ".lock":
-        path.parents[2].joinpath("sweep.json").write_text('{"command": "train", "runs": []}')
+    Path("runs/sweeps/base/processes").mkdir()
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert run(base, "2.0,1.0") == 2, "nothing was started"
     assert message in capsys.readouterr().err
 
 
-def test_runs_of_a_killed_sweep_are_interrupted(base: Path) -> None:
+SWEEP = """
+import pathlib, sys
+from cli.sweep import main, runner
+runner.build_command = lambda module, config, overrides=(): [
+    sys.executable, "-I", "-S", "program.py", str(config), *overrides
+]
+runner.POLL_SECONDS = 0.01
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start_sweep(base: Path, rates: str, *more: str) -> subprocess.Popen[bytes]:
+    """Start a sweep of the program in a process of its own."""
+    arguments = ["--config", str(base), "--set", f"optimizer.learning_rate={rates}", *more]
+    environment = processes.build_environment()
+    return subprocess.Popen(
+        [sys.executable, "-c", SWEEP, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+
+def test_two_processes_share_a_sweep(base: Path) -> None:
+    directory = Path("runs/sweeps/base")
+    rates = ["1.0", "5.0", "1.5", "6.0", "2.0", "2.5"]
+    sweeps = [start_sweep(base, ",".join(rates)) for _ in range(2)]
+    logs = [directory / "logs" / f"learning_rate-{rate}.log" for rate in ("5.0", "6.0")]
+    for log in logs:  # each process has reached a run that waits for the other
+        wait_for(log)
+    for rate in ("5.0", "6.0"):
+        (directory / "runs" / f"learning_rate-{rate}" / "go").touch()
+    assert [sweep.wait(60) for sweep in sweeps] == [0, 0]
+    assert [starts(directory, f"learning_rate-{rate}") for rate in rates] == [1] * 6
+    assert set(statuses(directory).values()) == {"done"}
+    owners = {trial.user_attrs["owner"] for trial in load_study(directory).get_trials()}
+    assert len(owners) == 2
+    assert not [*(directory / "processes").iterdir()]
+
+
+def test_a_killed_sweep_is_continued(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = Path("runs/sweeps/base")
+    sweep = start_sweep(base, "1.0,5.0,2.0")
+    log = directory / "logs" / "learning_rate-5.0.log"
+    wait_for(log)
+    sweep.kill()
+    sweep.wait()
+    os.kill(int((directory / "runs" / "learning_rate-5.0" / "pid").read_text()), signal.SIGTERM)
+    wait_for(directory / "runs" / "learning_rate-5.0" / "checkpoints")
+    assert load_study(directory).get_trials()[1].state == optuna.trial.TrialState.RUNNING
+    assert run(base, "1.0,5.0,2.0") == 0
+    assert [starts(directory, f"learning_rate-{rate}") for rate in ("1.0", "5.0", "2.0")] == [1, 2, 1]
+    assert set(statuses(directory).values()) == {"done"}
+    assert "learning_rate-5.0 continues" in capsys.readouterr().err
+
+
+def test_a_run_of_another_machine_is_left_alone(base: Path) -> None:
     directory = Path("runs/sweeps/base")
     assert run(base, "1.0,2.0") == 0
-    record = json.loads((directory / "sweep.json").read_text())
-    record["runs"][0]["status"] = "running"
-    (directory / "sweep.json").write_text(json.dumps(record))
-    assert run(base, "2.0,4.0") == 0
-    assert statuses(directory)["learning_rate-1.0"] == "interrupted"
+    with sqlite3.connect(directory / "study.db") as connection:
+        connection.execute("UPDATE trials SET state = 'RUNNING' WHERE number = 1")
+    assert run(base, "1.0,2.0,4.0") == 0
+    assert statuses(directory) == {
+        "learning_rate-1.0": "done", "learning_rate-2.0": "running", "learning_rate-4.0": "done",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_samplers_draw_new_values_and_are_reproducible(base: Path, sampler: str) -> None:
+    drawn = []
+    for directory in ("one", "two"):
+        assert run(base, "log:1e-4..0.9", "--trials", "4", "--sampler", sampler, "--directory", directory) == 0
+        if directory == "two":  # the same command has nothing to do, and more trials extend the sweep
+            assert run(base, "log:1e-4..0.9", "--trials", "4", "--sampler", sampler, "--directory", directory) == 0
+        drawn.append(
+            [trial.user_attrs["values"]["optimizer.learning_rate"] for trial in load_study(Path(directory)).trials]
+        )
+    assert drawn[0] == drawn[1] and len({*drawn[0]}) == 4
+    assert all(1e-4 <= float(rate) <= 0.9 for rate in drawn[0])
+    assert run(base, "log:1e-4..0.9", "--trials", "5", "--sampler", sampler, "--directory", "two") == 0
+    assert list(statuses(Path("two")).values()) == ["done"] * 5
+
+
+def test_no_values_are_drawn_twice(base: Path) -> None:
+    more = ["--sampler", "random", "--trials", "9", "--set", "training.batch_size=2..4"]
+    assert run(base, "1.0,2.0", *more) == 0
+    points = [tuple(trial.user_attrs["values"].values()) for trial in load_study(Path("runs/sweeps/base")).trials
+              if "values" in trial.user_attrs]  # fmt: skip
+    assert len(points) == len({*points}) == 6  # all that there are
+
+
+def test_bad_runs_are_pruned_at_a_rung(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second run waits at its first validation, which is worse than that of the first run."""
+    more = ["--prune", "--set", "validation.every_steps=1"]
+    assert run(base, "2.0,6.0,1.0", *more) == 0
+    directory = Path("runs/sweeps/base")
+    assert statuses(directory) == {
+        "learning_rate-2.0": "done", "learning_rate-6.0": "pruned", "learning_rate-1.0": "done",
+    }  # fmt: skip
+    assert (directory / "runs" / "learning_rate-6.0" / "checkpoints").is_dir()
+    pruned = load_study(directory).get_trials()[1]
+    assert (pruned.value, pruned.intermediate_values) == (6.0, {1: 6.0})
+    captured = capsys.readouterr()
+    assert "learning_rate-6.0 is pruned at step 1" in captured.err and "pruned at step 1" in captured.out
+    assert "pruned, at the last validation" in (directory / "sweep.html").read_text()
+    assert run(base, "2.0,6.0,1.0", *more) == 0
+    assert starts(directory, "learning_rate-6.0") == 1
 
 
 def test_runs_use_the_code_of_this_project(monkeypatch: pytest.MonkeyPatch) -> None:

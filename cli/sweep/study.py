@@ -1,0 +1,336 @@
+"""The Optuna study of a sweep: its trials are the runs, which several processes share.
+
+The name, the values and the config's digest of a run are user attributes of its trial. A trial of a run that failed or
+was interrupted is a failed trial; when the run is continued, it gets another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import socket
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from cli.sweep.grid import (
+    GridError,
+    GridPoint,
+    Setting,
+    format_number,
+    format_values,
+    is_logarithmic,
+    name_run,
+    parse_numbers,
+)
+from cli.sweep.plan import Status, SweepPlan, SweepRun
+from config.base import Section
+from config.dump import list_differences
+from config.load import ConfigError, load_config
+from files.lock import DirectoryInUseError, is_locked, lock_directory
+
+LOCK_SECONDS = 60.0
+"""Longest wait for another process that adds or takes a run."""
+REDUCTION_FACTOR = 3
+"""Of successive halving: a third of the runs passes each rung."""
+MAX_DRAWS = 50
+"""Draws of values until a run is new and valid."""
+MIN_RUNS_FOR_IMPORTANCES = 6
+_STATUSES: dict[TrialState, Status] = {
+    TrialState.WAITING: "waiting",
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETE: "done",
+    TrialState.PRUNED: "pruned",
+}
+
+
+@dataclass(frozen=True)
+class ClaimedRun:
+    """A run that this process makes."""
+
+    run: SweepRun
+    config: Section
+    """With the paths of its files."""
+    trial: Trial
+    study: optuna.Study
+
+    def report(self, step: int, bound: float) -> bool:
+        """Record a validation. Returns whether the run is so much worse than the others that it should stop."""
+        self.trial.report(bound, step)
+        return self.trial.should_prune()
+
+    def finish(self, status: Status, seconds: float, error: Sequence[str], value: float | None) -> None:
+        """Record the end of a process.
+
+        Args:
+            status: of the run.
+            seconds: of all processes of the run.
+            error: last lines of its log, if it failed.
+            value: the objective of a run that is done; None: it has none, or it is not finite.
+        """
+        for key, attribute in {"status": status, "seconds": seconds, "error": list(error)}.items():
+            self.trial.set_user_attr(key, attribute)
+        state = next((state for state, name in _STATUSES.items() if name == status), TrialState.FAIL)
+        values = (math.inf if value is None else value) if status == "done" else None
+        self.study.tell(self.trial, values, state, skip_if_finished=True)
+
+
+@dataclass(frozen=True)
+class SweepStudy:
+    """A study, opened by one process (`open_study`)."""
+
+    plan: SweepPlan
+    storage: optuna.storages.BaseStorage
+    study: optuna.Study
+    owner: str
+    """Name of this process among those of the sweep."""
+
+    def runs(self) -> list[SweepRun]:
+        """Return the runs in the order of their first trials."""
+        return [*map(_read_run, self._trials().values())]
+
+    def add(self, points: Sequence[GridPoint]) -> set[str]:
+        """Queue the points that are new, and the runs that failed, were interrupted or left by a dead process.
+
+        Returns:
+            Digests of the runs that this command makes.
+
+        Raises:
+            GridError: a run has another config than the command line, or a process of a dead sweep still uses it.
+        """
+        with _lock(self.plan.directory):
+            trials = self._trials()
+            for trial in trials.values():
+                self._check_config(_read_run(trial))
+            points = points if self.plan.sampler == "grid" else []
+            drawn = {str(_digest(trial)) for trial in trials.values() if trial.params and self.plan.sampler != "grid"}
+            wanted = {point.digest for point in points} | drawn
+            ended = [trial for trial in trials.values() if trial.state == TrialState.FAIL or self._is_dead(trial)]
+            queue = [_copy_trial(trial) for trial in ended if _digest(trial) in wanted]
+            for point in points:
+                if point.digest not in map(_digest, trials.values()):
+                    name = name_run(point.values, [*trials, *(trial.user_attrs["name"] for trial in queue)])
+                    attributes = {"name": name, "values": dict(point.values), "digest": point.digest}
+                    queue.append(optuna.create_trial(state=TrialState.WAITING, user_attrs=attributes))
+            for trial in queue:
+                path = self.plan.run_path(trial.user_attrs["name"])
+                if is_locked(path):
+                    raise GridError(f"{path} is in use by a process of an earlier sweep; wait for it or stop it")
+            for trial in ended:
+                if trial.state == TrialState.RUNNING:
+                    self.storage.set_trial_user_attr(trial._trial_id, "status", "interrupted")
+                    self.study.tell(trial.number, state=TrialState.FAIL)
+            self.study.add_trials(queue)
+        return wanted
+
+    def claim(self, wanted: Collection[str], log: Callable[[str], None]) -> ClaimedRun | None:
+        """Take the next waiting run of these digests, which no other process takes, or draw the values of a new one.
+
+        Returns:
+            None: nothing is left to do.
+        """
+        with _lock(self.plan.directory):
+            seen: set[str | None] = {None}
+            for trial in self.study.get_trials(deepcopy=False):
+                digest = trial.user_attrs.get("digest")
+                if trial.state == TrialState.FAIL or digest in seen:
+                    continue  # of two machines that queued a run at the same time, the first trial counts
+                seen.add(digest)
+                if trial.state == TrialState.WAITING and digest in wanted and self._take(trial):
+                    return self._prepare(Trial(self.study, trial._trial_id))
+            return None if self.plan.num_trials is None else self._draw(self.plan.num_trials, log)
+
+    def _trials(self) -> dict[str, FrozenTrial]:
+        """Return the trial of each run by name: its first that did not fail, or else its last."""
+        trials: dict[str, FrozenTrial] = {}
+        for trial in self.study.get_trials(deepcopy=False):
+            name = trial.user_attrs.get("name")
+            if name is not None and (name not in trials or trials[name].state == TrialState.FAIL):
+                trials[name] = trial
+        return trials
+
+    def _is_dead(self, trial: FrozenTrial) -> bool:
+        """Return whether the process of a running trial is gone; one whose files are on another machine is not."""
+        lock = self.plan.processes_path / trial.user_attrs.get("owner", "")
+        return trial.state == TrialState.RUNNING and lock.is_dir() and not is_locked(lock)
+
+    def _check_config(self, run: SweepRun) -> None:
+        path = self.plan.config_path(run.name)
+        try:
+            point = self.plan.load_point(run.values, self.plan.run_path(run.name))
+            if point.digest == run.digest:
+                return
+            command = self.plan.sweep_command
+            recorded = load_config(command.config, path, key_hints=command.key_hints)
+            differences = list_differences(recorded, point.config)
+            lines = [line for line in differences if not line.startswith(command.managed_keys)]
+        except ConfigError as error:
+            lines = str(error).splitlines()[-1:]
+        listed = "\n  ".join(lines)
+        raise GridError(
+            f"{self.plan.directory} contains a sweep of another config; its run {format_values(run.values)} would "
+            f"change:\n  {listed}\nchoose another --directory; a sweep can only be extended by values of --set"
+        )
+
+    def _take(self, trial: FrozenTrial) -> bool:
+        try:
+            return self.storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
+        except optuna.exceptions.UpdateFinishedTrialError:
+            return False
+
+    def _prepare(self, trial: Trial) -> ClaimedRun:
+        trial.set_user_attr("owner", self.owner)
+        trial.set_user_attr("jobs", self.plan.jobs)
+        run = _read_run(self.storage.get_trial(trial._trial_id))
+        return ClaimedRun(run, self.plan.load_point(run.values, self.plan.run_path(run.name)).config, trial, self.study)
+
+    def _draw(self, num_trials: int, log: Callable[[str], None]) -> ClaimedRun | None:
+        """Draw the values of a new run; None: there are ``num_trials`` runs, or no other values."""
+        study_id = self.storage.get_study_id_from_name(self.study.study_name)
+        trials = self._trials()
+        for _ in range(MAX_DRAWS if len(trials) < num_trials else 0):
+            trial = Trial(self.study, self.storage.create_new_trial(study_id))
+            # Seeded by the trial, so that a sweep is reproducible and concurrent processes draw different values.
+            kinds = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
+            self.study.sampler = kinds[self.plan.sampler](seed=trial.number)
+            try:
+                values = {axis.key: _suggest(trial, axis) for axis in self.plan.axes}
+                point = self.plan.load_point(values)
+            except ConfigError as error:
+                log(f"{format_values(values)} is invalid, and not run: {str(error).splitlines()[-1].strip()}")
+                self.study.tell(trial, state=TrialState.FAIL)
+                continue
+            except ValueError as error:  # other choices than in the study
+                self.study.tell(trial, state=TrialState.FAIL)
+                raise GridError(f"--sampler {self.plan.sampler}: {error}; choose another --directory") from None
+            equal = next((other for other in trials.values() if _digest(other) == point.digest), None)
+            if equal is None:
+                attributes = {"name": name_run(values, trials), "values": values, "digest": point.digest}
+                for key, attribute in attributes.items():
+                    trial.set_user_attr(key, attribute)
+                return self._prepare(trial)
+            is_done = equal.state == TrialState.COMPLETE
+            self.study.tell(trial, equal.value if is_done else None, None if is_done else TrialState.FAIL)
+        return None
+
+
+@contextlib.contextmanager
+def open_study(plan: SweepPlan, min_resource: int = 1) -> Iterator[SweepStudy]:
+    """Open the study, or create it, and hold the lock of this process in the directory.
+
+    Args:
+        plan: of the sweep.
+        min_resource: first step at which runs are compared, if they are pruned.
+
+    Raises:
+        GridError: the study cannot be read or written; names its URL.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+    if plan.prune:
+        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource, REDUCTION_FACTOR)
+    owner = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    try:
+        with lock_directory(plan.processes_path / owner):
+            with _lock(plan.directory):
+                storage = optuna.storages.get_storage(plan.url)
+                study = optuna.create_study(
+                    storage=storage, study_name=plan.study_name, pruner=pruner, load_if_exists=True
+                )
+                name = plan.sweep_command.name
+                command = study.user_attrs.get("command", name)
+                study.set_user_attr("command", command)
+            if command != name:
+                raise GridError(f"{plan.directory} contains a sweep of --command {command}, not {name}")
+            yield SweepStudy(plan, storage, study, owner)
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError, ImportError) as error:
+        raise GridError(f"--storage {make_url(plan.url)}: {str(error).splitlines()[0]}") from None
+    shutil.rmtree(plan.processes_path / owner)
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """Lock the directory of a sweep, for a moment."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_directory(directory, LOCK_SECONDS))
+        except DirectoryInUseError as error:
+            raise GridError(f"{directory} is in use by another process; wait for it or stop it") from error
+        yield
+
+
+def importances(runs: Sequence[SweepRun]) -> dict[str, float]:
+    """Estimate how much each key decides whether a run is among the best (PED-ANOVA; Watanabe et al. 2023).
+
+    Returns:
+        Shares by key, which sum to 1; empty: too few runs are done.
+    """
+    done = [run for run in runs if run.status == "done" and run.value is not None]
+    keys = [key for key in (done[0].values if done else {}) if all(key in run.values for run in done)]
+    if len(done) < MIN_RUNS_FOR_IMPORTANCES:
+        return {}
+    study = optuna.create_study()
+    columns: dict[str, Sequence[Any]] = {}
+    space: dict[str, optuna.distributions.BaseDistribution] = {}
+    for key in keys:
+        texts = [run.values[key] for run in done]
+        numbers = parse_numbers(texts)
+        if numbers is None:
+            space[key], columns[key] = optuna.distributions.CategoricalDistribution(sorted({*texts})), texts
+        else:
+            low, high = min(numbers), max(numbers)
+            space[key] = optuna.distributions.FloatDistribution(low, high, log=is_logarithmic(numbers))
+            columns[key] = numbers
+    for index, run in enumerate(done):
+        params = {key: columns[key][index] for key in keys}
+        study.add_trial(optuna.create_trial(params=params, distributions=space, value=run.value))
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    return optuna.importance.get_param_importances(study, evaluator=evaluator)
+
+
+def _read_run(trial: FrozenTrial) -> SweepRun:
+    attributes = trial.user_attrs
+    return SweepRun(
+        name=attributes["name"],
+        values=attributes["values"],
+        status=_STATUSES.get(trial.state) or attributes.get("status", "failed"),
+        digest=attributes["digest"],
+        seconds=attributes.get("seconds", 0.0),
+        error=attributes.get("error", ()),
+        jobs=attributes.get("jobs", 1),
+        value=trial.value if trial.value is not None and math.isfinite(trial.value) else None,
+        number=trial.number,
+    )
+
+
+def _digest(trial: FrozenTrial) -> str | None:
+    return trial.user_attrs.get("digest")
+
+
+def _copy_trial(trial: FrozenTrial) -> FrozenTrial:
+    """Build a waiting trial that continues the run of another one."""
+    kept = ("name", "values", "digest", "seconds")
+    attributes = {key: value for key, value in trial.user_attrs.items() if key in kept}
+    return optuna.create_trial(
+        state=TrialState.WAITING, params=trial.params, distributions=trial.distributions, user_attrs=attributes
+    )
+
+
+def _suggest(trial: Trial, axis: Setting) -> str:
+    """Draw a value of an axis, as text."""
+    numbers = axis.range
+    if numbers is None:
+        return trial.suggest_categorical(axis.key, axis.values)
+    if numbers.is_integer:
+        low, high, step = int(numbers.low), int(numbers.high), int(numbers.step or 1)
+        return str(trial.suggest_int(axis.key, low, high, step=step, log=numbers.is_log))
+    number = trial.suggest_float(axis.key, numbers.low, numbers.high, step=numbers.step, log=numbers.is_log)
+    return format_number(numbers, number)
