@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from io import StringIO
 from typing import IO, TYPE_CHECKING
 
 from files.terminal_text import escape_control_characters
@@ -54,13 +53,3 @@ def print_parts(parts: Sequence[RenderableType], stream: IO[str] | None = None) 
     """Print tables and lines of text. None: on standard output."""
     output = sys.stdout if stream is None else stream
     print(render(parts, output), file=output, flush=True)
-
-
-def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """The lines of a table in a file."""
-    return render([make_table(rows, right=right)], StringIO()).split("\n")
-
-
-def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The width of the longest cell of each column."""
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]

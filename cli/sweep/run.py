@@ -9,8 +9,8 @@ from typing import Any
 from cli.sweep.grid import GridError, GridPoint, format_values
 from cli.sweep.page import render_page
 from cli.sweep.plan import SweepPlan, SweepRun
-from cli.sweep.table import SweepTable, build_table, render_json_lines, render_markdown, render_text
-from cli.tables import align_columns
+from cli.sweep.table import SweepTable, build_table, render_json_lines, render_markdown, text_parts
+from cli.tables import make_table, print_parts
 from config.base import Section
 from config.train import TrainConfig
 from files.atomic import write_text_atomic
@@ -37,7 +37,7 @@ def run_sweep(plan: SweepPlan, dry_run: bool) -> int:
     plan.check(points)
     has_begun = plan.has_begun()
     if dry_run and not has_begun:
-        print(_render_dry_run(plan, points, ()))
+        _print_dry_run(plan, points, ())
         return 0
     try:
         # Imported here so that --help and errors of configs do not wait for it.
@@ -53,7 +53,7 @@ def run_sweep(plan: SweepPlan, dry_run: bool) -> int:
     first_validation = min((config.validation.every_steps for config in configs), default=0)
     with open_study(plan, max(1, first_validation)) as study:
         if dry_run:
-            print(_render_dry_run(plan, points, study.runs()))
+            _print_dry_run(plan, points, study.runs())
             return 0
         wanted = study.add(points)
 
@@ -69,8 +69,7 @@ def run_sweep(plan: SweepPlan, dry_run: bool) -> int:
         signal = SweepRunner(study, sys.stderr, write).run(wanted, plan.num_trials or len(wanted), len(done))
         table = write()
         runs = [run for run in study.runs() if run.digest in wanted or not is_grid]
-    print(render_text(table))
-    print("\n".join(["", *(str(plan.directory / name) for name in (PAGE, MARKDOWN, JSON_LINES))]), flush=True)
+    print_parts([*text_parts(table), "", *(str(plan.directory / name) for name in (PAGE, MARKDOWN, JSON_LINES))])
     if signal is not None:
         return 128 + signal
     return 1 if any(run.status in ("failed", "interrupted") for run in runs) else 0
@@ -86,7 +85,7 @@ def write_results(plan: SweepPlan, runs: Sequence[SweepRun], importances: Mappin
     return table
 
 
-def _render_dry_run(plan: SweepPlan, points: Sequence[GridPoint], runs: Sequence[SweepRun]) -> str:
+def _print_dry_run(plan: SweepPlan, points: Sequence[GridPoint], runs: Sequence[SweepRun]) -> None:
     existing = {run.digest: run for run in runs}
     is_training = plan.sweep_command.name == "train"
     rows = [["values", "status", *(["parameters", "tokens", "memory"] if is_training else [])]]
@@ -95,7 +94,7 @@ def _render_dry_run(plan: SweepPlan, points: Sequence[GridPoint], runs: Sequence
         status = "new" if run is None else run.status
         rows.append([format_values(point.values), status, *_format_plan(point.config)])
     count = f"{len(points)} runs" if plan.num_trials is None else f"{plan.num_trials} runs between these"
-    return "\n".join([*align_columns(rows), f"{count} in {plan.directory}; nothing was started"])
+    print_parts([make_table(rows, has_header=True), f"{count} in {plan.directory}; nothing was started"])
 
 
 def _format_plan(config: Section) -> list[str]:

@@ -18,7 +18,7 @@ from cli.sweep.results import (
     format_measurement,
     read_result,
 )
-from cli.tables import align_columns, column_widths
+from cli.tables import make_table
 from files.json_files import read_text
 from files.toml_text import parse_toml
 from logger import format_duration
@@ -151,12 +151,11 @@ def format_cells(table: SweepTable, row: SweepTableRow) -> list[str]:
     ]
 
 
-def render_text(table: SweepTable) -> str:
-    """Format the table for a terminal."""
+def text_parts(table: SweepTable) -> list[Any]:
+    """Build the table and its notes, for `cli.tables.print_parts`."""
     rows = [table.headings, *(format_cells(table, row) for row in table.rows)]
-    lines = align_columns(rows, right=range(len(table.headings) - 1))
-    lines.insert(1, "  ".join("-" * width for width in column_widths(rows)))
-    return "\n".join([*lines, *(f"\n{note}" for note in table.notes)])
+    cells = make_table(rows, right=range(len(table.headings) - 1), has_header=True)
+    return [cells, *(f"\n{note}" for note in table.notes)]
 
 
 def render_markdown(table: SweepTable, title: str) -> str:

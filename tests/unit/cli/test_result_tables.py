@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from cli.tables import align_columns, make_table, print_parts, render
+from cli.tables import make_table, print_parts, render
 
 ROWS = [["name", "count"], ["[red]a[/red] \x1b[2J :smile:", "1"], ["日本", "1,234"], ["  b " + "c" * 200, ""]]
 
@@ -54,4 +54,5 @@ def test_no_escapes_where_none_are_wanted(name: str, value: str, monkeypatch: py
 
 
 def test_columns_are_two_spaces_apart() -> None:
-    assert align_columns([["a", "b", "c"], ["long", "", "5"]], right=[2]) == ["a     b  c", "long     5"]
+    table = make_table([["a", "b", "c"], ["long", "", "5"]], right=[2])
+    assert render([table], io.StringIO()) == "a     b  c\nlong     5"

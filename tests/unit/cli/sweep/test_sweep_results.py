@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from cli.sweep.page import render_page
 from cli.sweep.plan import SweepPlan, SweepRun
 from cli.sweep.results import Measurement, read_inference_result, read_training_result
 from cli.sweep.study import importances
-from cli.sweep.table import SweepTable, build_table, render_json_lines, render_markdown, render_text
+from cli.sweep.table import SweepTable, build_table, render_json_lines, render_markdown, text_parts
+from cli.tables import render
 
 
 def write_lines(path: Path, *records: Any, tail: str = "") -> None:
@@ -154,14 +156,14 @@ def test_the_table_is_sorted_by_the_bound(sweep: Sweep) -> None:
     table = sweep.table()
     assert [row.run.name for row in table.rows] == ["run-2", "run-0", "run-3", "run-4", "run-1"]
     assert [row.is_best for row in table.rows] == [True, False, False, False, False]
-    lines = render_text(table).splitlines()
+    lines = render(text_parts(table), StringIO()).splitlines()
     words = [" ".join(line.split()) for line in lines]
     assert words[0] == "learning_rate bound, nats per token bits per byte tokens/s time status"
-    assert words[2] == "2e-3 3.0100 +- 0.0100 1.5050 +- 0.0050 200 1:02 done, best"
-    assert words[4] == "3e-3 2.0000 +- 0.1000 1:03 interrupted at step 7"
-    assert words[5] == "4e-3 5.0000 +- 0.1000 1:04 pruned at step 7"
-    assert words[6] == "1e-3 1:01 failed"
-    assert len({line.index(" 1:0") + 5 for line in lines[2:7]}) == 1
+    assert words[1] == "2e-3 3.0100 +- 0.0100 1.5050 +- 0.0050 200 1:02 done, best"
+    assert words[3] == "3e-3 2.0000 +- 0.1000 1:03 interrupted at step 7"
+    assert words[4] == "4e-3 5.0000 +- 0.1000 1:04 pruned at step 7"
+    assert words[5] == "1e-3 1:01 failed"
+    assert len({line.index(" 1:0") + 5 for line in lines[1:6]}) == 1
     assert len(table.notes) == 2 and "1 other" in table.notes[0] and "run.seed" in table.notes[0]
 
 
