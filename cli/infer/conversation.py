@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 
 from cli.infer.preparation import PreparedRun
-from cli.infer.terminal import style_text
 from config.infer import InferConfig
 from diffusionlm.inference.streaming import stream
 from diffusionlm.models.transformer import Transformer
-from files.terminal_text import print_line
+from files.terminal_text import escape_control_characters, print_line
 from tokenizer import encode_chat
 
 
@@ -54,11 +54,11 @@ def _read_question() -> str | None:
 
 def _print_answer(pieces: Iterator[str]) -> str:
     """Print the pieces as they are decoded. Returns the answer, or its beginning if Ctrl-C interrupts it."""
-    answer = []
+    answer, is_terminal = [], sys.stdout.isatty()
     try:
         for piece in pieces:
             answer.append(piece)
-            print(style_text(piece, ""), end="", flush=True)
+            print(escape_control_characters(piece) if is_terminal else piece, end="", flush=True)
     except KeyboardInterrupt:
         print(" ...", end="")
     print()

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -88,10 +88,9 @@ class _InferenceRun:
         view = LiveView(self._tokenizer, encoded_inputs, stream) if output.show else None
         recorder = ReplayRecorder(encoded_inputs) if output.html is not None else None
         start = time.perf_counter()
-        results = decode(self._model, self._settings, requests, _combine_callbacks(view, recorder))
+        with nullcontext() if view is None else closing(view):
+            results = decode(self._model, self._settings, requests, _combine_callbacks(view, recorder))
         seconds = time.perf_counter() - start
-        if view is not None:
-            view.close()
         self._emit_answers(encoded_inputs, results, recorder, seconds)
 
     def _emit_answers(

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
-import unicodedata
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import TextIO
+
+from rich.cells import chop_cells
+from rich.live import Live
+from rich.text import Text
 
 from cli.infer.answers import Answer
 from cli.infer.inputs import EncodedInput
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
 from diffusionlm.inference.text import decode_continuation
-from files.terminal_text import escape_control_characters, print_line
+from files.terminal_text import accepts_escapes, escape_control_characters, print_line
+from logger.terminal import make_console
 from tokenizer import Tokenizer
-
-DIM, RESET = "\x1b[2m", "\x1b[0m"
 
 MASK_GLYPH = "░"
 """A masked position."""
 
 
 def print_answer(tokenizer: Tokenizer, answer: Answer, *, shows_name: bool) -> None:
-    """Print an answer; of prompts and infills with the given text, dimmed."""
-    if shows_name:
-        print(style_text(f"[{answer.request.name}]", DIM))
-    pieces = _final_pieces(tokenizer, answer)
-    print("".join(style_text(text, "" if new else DIM) for text, new in pieces), flush=True)
+    """Print an answer; of prompts and infills with the given text, dimmed. A pipe gets the exact text."""
+    pieces = [(f"[{answer.request.name}]\n", False)] if shows_name else []
+    pieces += _final_pieces(tokenizer, answer)
+    if sys.stdout.isatty():
+        make_console(sys.stdout).print(style_pieces(pieces), soft_wrap=True)
+    else:
+        print("".join(text for text, _ in pieces))
+    sys.stdout.flush()
 
 
 def _final_pieces(tokenizer: Tokenizer, answer: Answer) -> list[tuple[str, bool]]:
@@ -42,17 +45,10 @@ def _final_pieces(tokenizer: Tokenizer, answer: Answer) -> list[tuple[str, bool]
     return canvas_text_pieces(ids[request.num_hidden :], [False] * len(is_new), is_new, tokenizer)
 
 
-def style_text(text: str, style: str) -> str:
-    """In a terminal, apply a style and escape control characters; elsewhere return the text unchanged."""
-    if not sys.stdout.isatty():
-        return text
-    text = _format_for_terminal(text)
-    return f"{style}{text}{RESET}" if style and text and "NO_COLOR" not in os.environ else text
-
-
-def _format_for_terminal(text: str) -> str:
-    """Replace tabs by spaces, and other control characters except newlines by their escapes."""
-    return escape_control_characters(text.replace("\t", "    "))
+def style_pieces(pieces: Sequence[tuple[str, bool]]) -> Text:
+    """Join pieces for a terminal: those that are not new are dimmed, and control characters are escaped."""
+    styled = [(escape_control_characters(text.replace("\t", "    ")), "" if new else "dim") for text, new in pieces]
+    return Text.assemble(*styled)
 
 
 class LiveView:
@@ -62,23 +58,22 @@ class LiveView:
         self._tokenizer = tokenizer
         self._requests = requests
         self._stream = stream
-        self._is_terminal = stream.isatty()
-        self._num_lines_drawn = 0
         self._canvases: tuple[CanvasSnapshot, ...] = ()
+        self._console = make_console(stream)
+        self._live: Live | None = None
 
     def __call__(self, step: DecodingStep) -> None:
-        if self._is_terminal:
+        if accepts_escapes(self._stream):
             self._redraw(step)
         else:
             self._append(step)
         self._canvases = step.canvases
-        self._stream.flush()
 
     def close(self) -> None:
         """Erase the drawing, so that the final text replaces it."""
-        if self._num_lines_drawn:
-            self._stream.write(f"\x1b[{self._num_lines_drawn}A\r\x1b[J")
-            self._num_lines_drawn = 0
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _append(self, step: DecodingStep) -> None:
         for index, (request, canvas) in enumerate(zip(self._requests, step.canvases, strict=True)):
@@ -90,57 +85,47 @@ class LiveView:
             print_line(f"{request.name}, forward {step.num_forwards}: {text}", self._stream)
 
     def _redraw(self, step: DecodingStep) -> None:
-        width, height = shutil.get_terminal_size()
-        lines = [f"forward {step.num_forwards}"]
+        width, height = self._console.size
+        pieces = [(f"forward {step.num_forwards}\n", True)]
         for request, canvas in zip(self._requests, step.canvases, strict=True):
             if len(self._requests) > 1:
-                lines += wrap_pieces([(f"[{request.name}]", False)], width)
+                pieces.append((f"[{request.name}]\n", False))
             # Of a chat show the answer alone.
             first = len(request.token_ids) if request.source.kind == "chat" else request.num_hidden
             visible = slice(first, None)
             is_new = request.is_new(len(canvas.token_ids))
-            pieces = canvas_text_pieces(
+            pieces += canvas_text_pieces(
                 canvas.token_ids[visible], canvas.is_masked[visible], is_new[visible], self._tokenizer
             )
-            lines += wrap_pieces(pieces, width)
+            pieces.append(("\n", True))
+        lines = fold_lines(style_pieces(pieces[:-1]), width)
         # Show the last lines that fit: the cursor cannot move above the top line.
-        lines = lines[-max(height - 1, 1) :]
-        self.close()
-        self._stream.write("".join(f"{line}\n" for line in lines))
-        self._num_lines_drawn = len(lines)
+        drawing = Text("\n", no_wrap=True).join(lines[-max(height - 1, 1) :])
+        if self._live is None:
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                vertical_overflow="visible",
+            )
+            self._live.start()
+            self._console.show_cursor(True)  # a process that is killed would leave it hidden
+        self._live.update(drawing, refresh=True)
 
 
 def _visible_state(canvas: CanvasSnapshot) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     return canvas.token_ids, canvas.is_masked
 
 
-def wrap_pieces(pieces: Sequence[tuple[str, bool]], width: int) -> list[str]:
-    """Split pieces into lines of at most ``width`` columns; pieces that are not new are dimmed."""
-    rows: list[list[tuple[str, bool]]] = [[]]
-    column = 0
-    for text, new in pieces:
-        for char in _format_for_terminal(text):
-            wide = _display_width(char)
-            # In a terminal of one column a wide character has a line of its own.
-            if char == "\n" or (column and column + wide > width):
-                rows.append([])
-                column = 0
-            if char != "\n":
-                rows[-1].append((char, new))
-                column += wide
-    return ["".join(_dim_unless_new(run, new) for new, run in groupby(row, key=lambda item: item[1])) for row in rows]
-
-
-def _display_width(char: str) -> int:
-    """Columns that a character takes in a terminal."""
-    if unicodedata.category(char) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
-def _dim_unless_new(run: Iterable[tuple[str, bool]], new: bool) -> str:
-    text = "".join(char for char, _ in run)
-    return text if new or "NO_COLOR" in os.environ else f"{DIM}{text}{RESET}"
+def fold_lines(text: Text, width: int) -> list[Text]:
+    """Split a text into lines of at most ``width`` columns, at any character, so that committed tokens move nothing."""
+    lines: list[Text] = []
+    for line in text.split("\n", allow_blank=True):
+        ends = accumulate(map(len, chop_cells(line.plain, width)))
+        lines += line.divide(end for end in ends if 0 < end < len(line))
+    return lines
 
 
 def canvas_text_pieces(

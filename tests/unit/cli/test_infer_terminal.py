@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import sys
 
 import pytest
+from rich.text import Text
 
 from cli.infer.answers import build_answers
 from cli.infer.inputs import EncodedInput, Input, InputKind
-from cli.infer.terminal import MASK_GLYPH, LiveView, canvas_text_pieces, print_answer, render_canvas, wrap_pieces
+from cli.infer.terminal import (
+    MASK_GLYPH,
+    LiveView,
+    canvas_text_pieces,
+    fold_lines,
+    print_answer,
+    render_canvas,
+    style_pieces,
+)
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from diffusionlm.inference.text import parse_infill
 from tokenizer import Tokenizer, train_bpe
-
-ERASE = "\x1b[{}A\r\x1b[J"
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +32,33 @@ def words() -> Tokenizer:
 
 
 @pytest.fixture(autouse=True)
-def _without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("LINES", "9")
+    monkeypatch.delenv("NO_COLOR", raising=False)
 
 
 class Screen(io.StringIO):
+    """A terminal: `lines` are what it shows."""
+
     def isatty(self) -> bool:
         return True
+
+    @property
+    def lines(self) -> list[str]:
+        rows, row = [""], 0
+        for part in re.split(r"(\x1b\[[?0-9;]*[A-Za-z]|\r|\n)", self.getvalue()):
+            if part == "\n":
+                row += 1
+                rows += [""] * (row == len(rows))
+            elif part.endswith("A"):
+                row -= int(part[2:-1])
+            elif part == "\x1b[2K":
+                rows[row] = ""
+            elif part != "\r" and not part.startswith("\x1b["):
+                rows[row] += part
+        return "\n".join(rows).rstrip("\n").split("\n")
 
 
 def request_of(words: Tokenizer, text: str, kind: InputKind = "prompt", number: int = 1) -> EncodedInput:
@@ -60,39 +89,59 @@ def test_one_line_per_changed_canvas(words: Tokenizer) -> None:
 
 def test_a_drawing_takes_the_place_of_the_last(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "4")
-    monkeypatch.setenv("LINES", "9")
-    stream = Screen()
-    view = LiveView(words, [request_of(words, "ab")], stream)
+    screen = Screen()
+    screen.write("before\n")
+    view = LiveView(words, [request_of(words, "ab")], screen)
     view(DecodingStep(1, (canvas(words, "ab_xy_"),)))
+    assert screen.lines == ["before", "forw", "ard ", "1", "ab░x", "y░"]
     view(DecodingStep(2, (canvas(words, "ab__y"),)))
-    view.close()
-    assert stream.getvalue() == (f"forward 1\nab░x\ny░\n{ERASE.format(3)}forward 2\nab░░\ny\n{ERASE.format(3)}"), (
+    assert screen.lines == ["before", "forw", "ard ", "2", "ab░░", "y"], (
         "a token may be a mask again, and a canvas change its length"
     )
+    view.close()
+    assert screen.lines == ["before"]
+    assert screen.getvalue().count("\x1b[?25l\x1b[?25h") == screen.getvalue().count("\x1b[?25l") == 1
 
 
 def test_several_requests_are_named_and_the_end_is_shown(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
     requests = [request_of(words, "a"), request_of(words, "bc", "chat")]
     step = DecodingStep(7, (canvas(words, "a_"), canvas(words, "bcd_")))
-    for height, lines in ((30, ["forward 7", "[prompt 1]", "a░", "[chat 1]", "d░"]), (3, ["[chat 1]", "d░"])):
+    expected = ["forward 7", "[prompt 1]", "a░", "[chat 1]", "d░"]
+    for height, num_lines in ((30, 5), (3, 2), (1, 1)):
         monkeypatch.setenv("LINES", str(height))
-        stream = Screen()
-        LiveView(words, requests, stream)(step)
-        assert stream.getvalue().splitlines() == lines
-    monkeypatch.setenv("LINES", "1")
-    stream = Screen()
-    LiveView(words, requests, stream)(step)
-    assert stream.getvalue() == "d░\n"
+        screen = Screen()
+        LiveView(words, requests, screen)(step)
+        assert screen.lines == expected[-num_lines:]
 
 
-def test_wrapped_lines_fit() -> None:
-    assert wrap_pieces([("abcd", False), ("ef\ng", True)], 3) == ["abc", "def", "g"]
-    assert wrap_pieces([("日本a\x1b\t", True)], 4) == ["日本", "a\\x1", "b   ", " "]
-    assert wrap_pieces([], 4) == [""]
-    assert wrap_pieces([("日本", True)], 1) == ["日", "本"]
-    assert wrap_pieces([("e\u0301\u200du\u0308", True)], 2) == ["e\u0301\u200du\u0308"], "marks take no column"
-    assert wrap_pieces([("a\u202eb", True)], 9) == ["a\\u202eb"], "nothing turns the line round"
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_lines_without_escapes_if_wanted(
+    name: str, value: str, words: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    screen = Screen()
+    view = LiveView(words, [request_of(words, "a")], screen)
+    view(DecodingStep(1, (canvas(words, "a_"),)))
+    view.close()
+    assert screen.getvalue() == 'prompt 1, forward 1: "a░"\n'
+
+
+def folded(pieces: list[tuple[str, bool]], width: int) -> list[str]:
+    return [line.plain for line in fold_lines(style_pieces(pieces), width)]
+
+
+def test_folded_lines_fit() -> None:
+    assert folded([("abcd", False), ("ef\ng", True)], 3) == ["abc", "def", "g"]
+    assert folded([("日本a\x1b\t", True)], 4) == ["日本", "a\\x1", "b   ", " "]
+    assert folded([], 4) == [""]
+    assert folded([("日本", True)], 1) == ["日", "本"]
+    assert folded([("e\u0301\u200du\u0308", True)], 2) == ["e\u0301\u200du\u0308"], "marks take no column"
+    assert folded([("a\u202eb", True)], 9) == ["a\\u202eb"], "nothing turns the line round"
+    assert folded([("a b [red]c  ", True)], 4) == ["a b ", "[red", "]c  "], "spaces and brackets are text"
+
+
+def test_given_text_is_dimmed() -> None:
+    assert style_pieces([("given\x07", False), ("new", True)]) == Text.assemble(("given\\x07", "dim"), "new")
 
 
 @pytest.mark.parametrize(
@@ -107,6 +156,25 @@ def test_answers(
     [answer] = build_answers(words, [request_of(words, "a", kind)], [result], 1.0)
     print_answer(words, answer, shows_name=many)
     assert capsys.readouterr().out == expected
+
+
+def test_answers_in_a_terminal_are_harmless(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = tuple(words.encode("\x1b]0;x\x07[red]" + "b " * 30))
+    result = Generation(new, "length", 2, (-1.0,) * len(new), (1,) * len(new))
+    [answer] = build_answers(words, [request_of(words, "a\x1b[2J")], [result], 1.0)
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    print_answer(words, answer, shows_name=True)
+    assert screen.lines == ["[prompt 1]", r"a\x1b[2J\x1b]0;x\x07[red]" + "b " * 30], (
+        "the terminal wraps: nothing is cut"
+    )
+    assert "\x1b[2ma\\x1b[2J\x1b[0m" in screen.getvalue() and "\x07" not in screen.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    print_answer(words, answer, shows_name=False)
+    assert screen.getvalue() == r"a\x1b[2J\x1b]0;x\x07[red]" + "b " * 30 + "\n"
+    monkeypatch.setattr(sys, "stdout", pipe := io.StringIO())
+    print_answer(words, answer, shows_name=False)
+    assert pipe.getvalue() == "a\x1b[2J\x1b]0;x\x07[red]" + "b " * 30 + "\n", "a pipe gets the exact text"
 
 
 def test_rendering(words: Tokenizer) -> None:
