@@ -159,7 +159,7 @@ def train_steps(
             save_checkpoint(run, logger, must_succeed=due.is_end)
         profiler.step()
         garbage.collect_after_step(progress.step)
-        if stop.signal is not None:
+        if due.is_end:  # not the signal itself: one that came after the save ends the next step
             return
 
 

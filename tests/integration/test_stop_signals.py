@@ -13,7 +13,7 @@ from config.train import TrainConfig
 from diffusionlm.diffusion.objectives import DiffusionObjective
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.kernels.cross_entropy import LossInputs
-from diffusionlm.training import loop
+from diffusionlm.training import loop, run_checkpoint
 from diffusionlm.training.loop import train
 from logger.report import read_run
 
@@ -33,6 +33,24 @@ def test_signal_finishes_the_step_saves_and_allows_resume(config: TrainConfig, m
     assert (config.run.directory / "checkpoints/latest").resolve().name == "step-00000003"
     again = train(config)
     assert (again.step, again.stop_signal, calls[0]) == (8, None, 8)  # no step was made twice
+
+
+def test_a_signal_after_the_save_of_a_step_ends_the_next_step(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run says that it saved, and has not."""
+    original, calls = run_checkpoint.log_failed_saves, [0]
+
+    def log_failed_saves(*args: Any) -> None:
+        original(*args)
+        calls[0] += 1
+        if calls[0] == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(loop, "log_failed_saves", log_failed_saves)
+    ended = train(config)
+    assert (ended.step, ended.stop_signal) == (4, signal.SIGINT)
+    assert (config.run.directory / "checkpoints/latest").resolve().name == "step-00000004"
 
 
 def test_the_exit_code_is_128_and_the_signal(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
