@@ -160,19 +160,17 @@ def _loss_curves(sweep: SweepTable) -> list[Chart]:
 
 def _render_texts(sweep: SweepTable) -> Markup:
     """Render the outputs of all runs for each prompt; spans that the model filled are marked."""
-    texts: dict[str, list[Markup]] = {}
+    texts: dict[str, Markup] = {}
     for row in sweep.rows:
+        best = Markup(' <b class="tag">best</b>' * row.is_best)
         for prompt, output in row.result.texts:
-            line = Markup('<tr><th scope="row">{}</th><td><pre dir="auto">{}</pre></td></tr>')
-            output = output if output.strip() else "(only whitespace)"
             filled = render_fills(prompt, output) if len(output) <= _TEXT_LENGTH else f"{output[:_TEXT_LENGTH]} ..."
-            texts.setdefault(prompt, []).append(line.format(_label(sweep, row), filled))
+            text = filled if output.strip() else "(only whitespace)"
+            head = Markup("<h4>{}{}</h4>").format(_label(sweep, row), best)
+            texts[prompt] = texts.get(prompt, Markup("")) + head + Markup('<pre dir="auto">{}</pre>').format(text)
     article = Markup('<article class="sample card"><pre class="given" dir="auto">{}</pre>{}</article>')
     cards = join(
-        article.format(
-            render_masked_spans(prompt[:_TEXT_LENGTH]) or "Without a prompt",
-            scrolling_table(Markup("<tbody>{}</tbody>").format(join(lines))),
-        )
-        for prompt, lines in texts.items()
+        article.format(render_masked_spans(prompt[:_TEXT_LENGTH]) or "Without a prompt", outputs)
+        for prompt, outputs in texts.items()
     )
     return Markup('<div class="samples">{}</div>').format(cards) if cards else cards

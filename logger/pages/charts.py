@@ -320,7 +320,8 @@ def _labels(scale: AxisScale, side: str, is_share: bool = False, max_ticks: int 
 
 def _category_labels(plot: Chart, across: AxisScale) -> str:
     return "".join(
-        f'<span style="left:{100 * across.to_unit(float(index)):.4g}%">{escape(label)}</span>'
+        f'<span style="left:{100 * across.to_unit(float(index)):.4g}%;max-width:{100 / len(plot.x_labels):.4g}%">'
+        f"{escape(label)}</span>"
         for index, label in enumerate(plot.x_labels)
     )
 

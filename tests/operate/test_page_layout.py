@@ -13,6 +13,11 @@ import pytest
 from cli.infer.answers import build_answers
 from cli.infer.inputs import EncodedInput, Input
 from cli.infer.replay_page import ReplayRecorder, write_page
+from cli.sweep.commands import SWEEP_COMMANDS
+from cli.sweep.grid import PointLoader
+from cli.sweep.page import render_page
+from cli.sweep.plan import Status, SweepPlan, SweepRun
+from cli.sweep.table import build_table
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from logger.report import write_report
 from tests.operate.chromium import Page, Picture, chromium
@@ -72,16 +77,41 @@ def write_replay(path: Path) -> None:
     write_page(path, tokenizer, HOSTILE, params, list(zip(recorder.replays, answers, strict=True)))
 
 
+def write_sweep(path: Path, directory: Path, command: str) -> None:
+    """A sweep of hostile keys, values, errors and texts."""
+    keys = ["samples.infills", "run.seed", *(f"logging.{HOSTILE}{number}" for number in range(8))]
+    statuses: list[Status] = ["done", "pruned", "failed", "done", "waiting"] * 4
+    runs = [
+        SweepRun(
+            f"{number}",
+            dict.fromkeys(keys, f"{HOSTILE}{number % 3}"),
+            status,
+            error=(HOSTILE, HOSTILE),
+            value=1 / (number + 1),
+        )
+        for number, status in enumerate(statuses)
+    ]
+    plan = SweepPlan(PointLoader(SWEEP_COMMANDS[command], None, []), directory, "grid", None)
+    for run in runs:
+        write_run(plan.run_path(run.name))
+        text = {"prompt": f"{HOSTILE}[MASK:2]", "output": f"{HOSTILE} {HOSTILE}"}
+        (plan.run_path(run.name) / "answers.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+    page = render_page(build_table(plan, runs), HOSTILE, plan, dict.fromkeys(keys, 0.1))
+    path.write_text(page, encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The pages by name."""
     folder = tmp_path_factory.mktemp("pages")
-    paths = {name: folder / f"{name}.html" for name in ("run", "runs", "replay")}
+    paths = {name: folder / f"{name}.html" for name in ("run", "runs", "replay", "sweep", "answers")}
     name = HOSTILE.replace("/", "")
     runs = [write_run(folder / str(index) / f"{name[: 200 if index == 0 else 20]}{index}") for index in range(NUM_RUNS)]
     write_report(runs[:1], paths["run"])
     write_report(runs, paths["runs"])
     write_replay(paths["replay"])
+    write_sweep(paths["sweep"], folder / "sweep", "train")
+    write_sweep(paths["answers"], folder / "answers", "infer")
     return paths
 
 
@@ -102,7 +132,7 @@ CUT = """[...document.querySelectorAll('body *')].filter(each => {
 WIDE = "[...document.querySelectorAll('.wide')].filter(each => each.scrollWidth > each.clientWidth + 1)"
 
 
-@pytest.mark.parametrize("name", ["run", "runs", "replay"])
+@pytest.mark.parametrize("name", ["run", "runs", "replay", "sweep", "answers"])
 @pytest.mark.parametrize("width", [375, 1280])
 def test_nothing_is_cut_without_a_hint(pages: dict[str, Path], browser: Page, name: str, width: int) -> None:
     browser.open(pages[name], width, 812)
@@ -129,7 +159,7 @@ def edge_color(page: Page, index: int, scroll_left: int) -> bytes:
     return max(colors, key=lambda color: colors[color])
 
 
-@pytest.mark.parametrize("name", ["run", "runs", "replay"])
+@pytest.mark.parametrize("name", ["run", "runs", "replay", "sweep", "answers"])
 def test_text_does_not_reorder_its_neighbors_or_become_html(pages: dict[str, Path], browser: Page, name: str) -> None:
     browser.open(pages[name], 375, 812)
     spilling = """(() => { const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import signal
 import sqlite3
@@ -18,6 +19,9 @@ import optuna
 import pytest
 
 from cli.sweep import main, processes, runner, study
+from cli.sweep.commands import SWEEP_COMMANDS
+from cli.sweep.grid import PointLoader, read_settings
+from cli.sweep.plan import SweepPlan
 
 RUN = """
 import json, math, os, pathlib, signal, sys, time, tomllib
@@ -376,12 +380,28 @@ def test_samplers_draw_new_values_and_are_reproducible(base: Path, sampler: str)
     assert list(statuses(Path("two")).values()) == ["done"] * 5
 
 
-def test_no_values_are_drawn_twice(base: Path) -> None:
-    more = ["--sampler", "random", "--trials", "9", "--set", "training.batch_size=2..4"]
+def test_tpe_finds_the_minimum_of_a_function(base: Path) -> None:
+    """A parabola of the logarithm of the rate, and a better and a worse kind; the first ten draws are random."""
+    command = SWEEP_COMMANDS["train"]
+    settings = read_settings(["optimizer.learning_rate=log:1e-5..1.0", "optimizer.kind=adamw,muon"], command)
+    plan = SweepPlan(PointLoader(command, base, settings), Path("tpe"), "tpe", 25, storage="sqlite:///:memory:")
+    values = []
+    with study.open_study(plan) as opened:
+        while (claimed := opened.claim([], pytest.fail)) is not None:
+            rate, kind = claimed.run.values.values()
+            values.append((math.log10(float(rate)) + 2.0) ** 2 + (kind == "adamw"))
+            claimed.finish("done", 1.0, (), values[-1])
+        assert [run.value for run in opened.runs()] == values and len(values) == 25
+    assert min(values) < min(0.02, min(values[:10]))
+
+
+def test_no_values_are_drawn_twice(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "MAX_DRAWS", 20)
+    more = ["--sampler", "random", "--trials", "9", "--set", "training.batch_size=2..3"]
     assert run(base, "1.0,2.0", *more) == 0
     points = [tuple(trial.user_attrs["values"].values()) for trial in load_study(Path("runs/sweeps/base")).trials
               if "values" in trial.user_attrs]  # fmt: skip
-    assert len(points) == len({*points}) == 6  # all that there are
+    assert len(points) == len({*points}) == 4  # all that there are
 
 
 def test_bad_runs_are_pruned_at_a_rung(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,10 @@ def test_a_logarithmic_axis_spreads_powers_evenly() -> None:
 def test_categories_label_their_positions() -> None:
     chart = Chart("Kind", "", [points([0.0, 1.0], [1.0, 2.0])], x_labels=("<adamw>", "muon"))
     html, values = draw_chart(chart, 0)
-    assert '<span style="left:25%">&lt;adamw&gt;</span><span style="left:75%">muon</span>' in html
+    assert (
+        '<span style="left:25%;max-width:50%">&lt;adamw&gt;</span><span style="left:75%;max-width:50%">muon</span>'
+        in html
+    )
     assert values["xLabels"] == ("<adamw>", "muon")
 
 
