@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TextIO
+from typing import TextIO, cast
 
 import pytest
 
+from files.resilient_stream import resilient
 from logger import ConsoleLogger
 from logger.progress import ProgressMeter, console_style
 
@@ -52,9 +53,15 @@ class PseudoTerminal:
             data += os.read(self._master, 65536)
         return re.sub("\x1b\\[[0-9;]*m", "", data[:-1].decode("utf-8"))
 
+    def hang_up(self) -> None:
+        """End the terminal, as a lost connection does: writes fail from now on."""
+        os.close(self._master)
+        self._master = -1
+
     def close(self) -> None:
         self.stream.close()
-        os.close(self._master)
+        if self._master >= 0:
+            os.close(self._master)
 
 
 @pytest.fixture
@@ -133,6 +140,16 @@ def test_an_exception_ends_the_bar(terminal: PseudoTerminal, monkeypatch: pytest
     output = terminal.read()
     assert "\r\x1b[2Ka message\r\n" in output, "messages of others stand above the bar"
     assert output.endswith(f"\r\n{SHOW}")
+
+
+def test_a_lost_terminal_does_not_end_the_work(terminal: PseudoTerminal, clock: Clock) -> None:
+    meter = ProgressMeter(cast("TextIO", resilient(terminal.stream)))
+    meter.begin("training", "steps", 10)
+    terminal.hang_up()
+    clock.now += 2.0
+    meter.set(5)
+    meter.log("a message")
+    meter.close()
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
