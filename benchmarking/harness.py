@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from config.model import Architecture
-from files.terminal_text import print_message
+from files.terminal_text import print_line, print_message
 from profiling.cores import usable_cores
 from profiling.machine import read_processor
 
@@ -345,7 +345,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print_message(f"error: {error}")
         return 1
-    print(report.to_markdown(environment))
+    print_line(report.to_markdown(environment))
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cli.arguments import add_shorthand, parse_command
 from cli.entry import friendly_errors
 from config.bench_infer import BenchInferConfig
+from files.terminal_text import print_line
 
 NAME = "diffusionlm-bench-infer"
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Only now, so that --help and config errors do not wait for torch.
     from benchmarking.bench_infer import bench_infer
 
-    print(bench_infer(config).to_markdown())
+    print_line(bench_infer(config).to_markdown())
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cli.arguments import parse_command
 from cli.entry import friendly_errors
 from config.benchmark import BenchTokenizerConfig
+from files.terminal_text import print_line
 
 NAME = "diffusionlm-bench-tokenizer"
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Only now, so that --help and config errors do not wait for what it needs.
     from benchmarking.bench_tokenizer import bench_tokenizer
 
-    print(bench_tokenizer(config).to_markdown())
+    print_line(bench_tokenizer(config).to_markdown())
 
 
 if __name__ == "__main__":
