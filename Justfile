@@ -105,7 +105,7 @@ check:
 # The quickstart: train a small model and infill with it.
 quickstart:
     uv run diffusionlm-train --config config/resources/train.toml
-    uv run diffusionlm-infer --model runs/quickstart --infill 'def area(r):\n    return [MASK:6]\n'
+    uv run diffusionlm-infer --model runs/quickstart --infill 'for i in [MASK:1](10):\n    print(i)\n'
 
 # The quickstart on two ranks.
 quickstart-ddp *args:

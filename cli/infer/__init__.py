@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAME = "diffusionlm-infer"
 
 EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
-  {NAME} --model runs/quickstart --infill "def area(r):\\n    return [MASK:6]\\n" --html replay.html
+  {NAME} --model runs/quickstart --infill "for i in [MASK:1](10):\\n    print(i)\\n" --html replay.html
   {NAME} --model DIR --chat "Why is the sky blue?" --max-new-tokens 128
   {NAME} --model DIR --chat        # a chat in the terminal
   {NAME} --model DIR --prompts prompts.jsonl --output answers.jsonl --batch-size 32

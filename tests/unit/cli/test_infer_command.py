@@ -393,7 +393,7 @@ def test_help_and_config_errors_do_not_wait_for_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("set()\n")
-    assert '--infill "def area(r):\\n    return [MASK:6]\\n"' in result.stdout
+    assert '--infill "for i in [MASK:1](10):\\n    print(i)\\n"' in result.stdout
 
 
 def test_print_config_without_arguments_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
