@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,15 @@ def write_code_config(folder: Path, **changes: dict[str, Any]) -> Path:
         "checkpoint": {"every_steps": 9},
     }
     return write_train_config(folder, "train", **(code_changes | changes))
+
+
+def wait_for_gate(process: subprocess.Popen[Any], gate: Path) -> None:
+    """Wait until `tests.e2e.gated_train` is at its gate."""
+    deadline = time.monotonic() + 200
+    while not gate.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def build_changed_run(config: TrainConfig, directory: Path, **changes: dict[str, Any]) -> Run:

@@ -9,17 +9,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.train import main
-from tests.tiny_run import write_code_config
+from tests.tiny_run import wait_for_gate, write_code_config
 
 ROOT = Path(__file__).parents[2]
-STEPS = 80  # far beyond the interrupts, so that a slow watcher still comes in time
+STEPS = 80
 
 
 def command(*args: object) -> list[str]:
@@ -95,24 +94,21 @@ def numbers(directory: Path) -> list[dict[str, Any]]:
 
 
 def interrupt(config: Path, directory: Path, at_step: int, number: int, workers: int = 0) -> int:
-    """Start or go on, send a signal once a step is logged, and return the exit code."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """Start or go on, send a signal after a step, and return the exit code."""
+    gate = directory.with_name(f"gate-{at_step}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GATE": str(gate), "GATE_STEP": str(at_step)}
+    options = ["--config", config, "--set", f"run.directory={directory}", "--set", f"data.workers={workers}"]
     process = subprocess.Popen(
-        command("--config", config, "--set", f"run.directory={directory}", "--set", f"data.workers={workers}"),
+        [sys.executable, "-m", "tests.e2e.gated_train", "cli.train", *map(str, options)],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    metrics = directory / "metrics.jsonl"
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and f'{{"step": {at_step}, ' in metrics.read_text(encoding="utf-8"):
-            # A terminal or a batch system tells the whole group; what is killed is one process.
-            (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
-            break
-        time.sleep(0.002)
+    wait_for_gate(process, gate)
+    # A terminal or a batch system tells the whole group; what is killed is one process.
+    (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
     return process.wait(timeout=60)
 
 

@@ -7,17 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.tiny_run import write_code_config
+from tests.tiny_run import wait_for_gate, write_code_config
 
 ROOT = Path(__file__).parents[2]
-STEPS = 120
-"""Enough that a run is still going when a signal reaches it late, on a loaded machine."""
+STEPS = 40
 pytestmark = pytest.mark.slow
 
 
@@ -33,10 +31,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def start(module: str, config: Path, directory: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(
+    module: str, config: Path, directory: Path, *arguments: str, gate_step: int | None = None
+) -> subprocess.Popen[str]:
+    """Start a run, which stops at a gate after `gate_step`; None: there is no gate."""
+    gate = {} if gate_step is None else {"GATE": str(gate_of(directory, gate_step)), "GATE_STEP": str(gate_step)}
     command = [
         sys.executable,
         "-m",
+        *(["tests.e2e.gated_train"] if gate else []),
         module,
         "--config",
         str(config),
@@ -46,11 +49,23 @@ def start(module: str, config: Path, directory: Path, *arguments: str) -> subpro
     return subprocess.Popen(
         [*command, *arguments],
         cwd=ROOT,
+        env={**os.environ, **gate},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def start_and_wait(config: Path, directory: Path, step: int, *arguments: str) -> subprocess.Popen[str]:
+    """Start two ranks, or go on, and wait until they stop at a gate after a step."""
+    process = start("cli.train_ddp", config, directory, *arguments, gate_step=step)
+    wait_for_gate(process, gate_of(directory, step))
+    return process
+
+
+def gate_of(directory: Path, step: int) -> Path:
+    return directory.with_name(f"{directory.name}-gate-{step}")
 
 
 def losses(directory: Path) -> list[tuple[int, float]]:
@@ -66,16 +81,6 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     stderr = process.communicate(timeout=240)[1]
     return process.returncode, stderr
-
-
-def wait_for_step(process: subprocess.Popen[str], directory: Path, step: int) -> None:
-    metrics = directory / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and f'{{"step": {step}, ' in metrics.read_text(encoding="utf-8"):
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"step {step} did not come: {finish(process)}")
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -113,8 +118,7 @@ def test_signal_saves_and_the_command_resumes(config: Path, uninterrupted: Path)
     """From a terminal, which tells the whole group, and to the launcher alone; the rest is the same bit for bit."""
     directory = config.parent / "stopped"
     for step, number, to_all in ((4, signal.SIGINT, True), (15, signal.SIGUSR1, False), (24, signal.SIGTERM, False)):
-        process = start("cli.train_ddp", config, directory)
-        wait_for_step(process, directory, step)
+        process = start_and_wait(config, directory, step)
         (os.killpg if to_all else os.kill)(process.pid, number)
         code, stderr = finish(process)
         assert code == 128 + number, stderr
@@ -125,8 +129,7 @@ def test_signal_saves_and_the_command_resumes(config: Path, uninterrupted: Path)
 
 def test_a_rank_that_dies_is_replaced(config: Path, uninterrupted: Path) -> None:
     directory = config.parent / "killed"
-    process = start("cli.train_ddp", config, directory, "--set", "parallel.max_restarts=1")
-    wait_for_step(process, directory, 12)
+    process = start_and_wait(config, directory, 12, "--set", "parallel.max_restarts=1")
     ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
@@ -134,8 +137,7 @@ def test_a_rank_that_dies_is_replaced(config: Path, uninterrupted: Path) -> None
     assert code == 0, stderr
     assert "restarting all ranks, 1 of 1 times" in stderr and "going on from" in stderr
     assert losses(directory) == losses(uninterrupted)
-    process = start("cli.train_ddp", config, config.parent / "lost")
-    wait_for_step(process, config.parent / "lost", 2)
+    process = start_and_wait(config, config.parent / "lost", 2)
     os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
     code, stderr = finish(process)
     assert code == 1 and "rank" in stderr
@@ -143,8 +145,7 @@ def test_a_rank_that_dies_is_replaced(config: Path, uninterrupted: Path) -> None
 
 def test_ranks_outlive_their_launcher_until_they_have_saved(config: Path) -> None:
     directory = config.parent / "orphans"
-    process = start("cli.train_ddp", config, directory)
-    wait_for_step(process, directory, 3)
+    process = start_and_wait(config, directory, 3)
     process.kill()
     code, stderr = finish(process)  # waits for the ranks, who have the pipe as well
     assert code == -signal.SIGKILL and "stopped after step" in stderr
