@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarking.harness import Benchmark, Report, Settings, Table, main, run_in_turns
 from benchmarking.implementations.training import TrainCase, build_ours
-from config.benchmark import BenchShape
+from config.bench.training import BenchShape
 from config.data import DataConfig, PythonStdlib, Shards, TextSource
 from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from config.objective import MaskedDiffusionConfig

@@ -32,7 +32,7 @@ from benchmarking.harness import (
     describe_model,
     run_in_fresh_process,
 )
-from config.bench_infer import BenchCell, BenchInferConfig, BenchInferSection, BenchModel, BenchValidationSection
+from config.bench.inference import BenchCell, BenchInferConfig, BenchInferSection, BenchModel, BenchValidationSection
 from config.eval import EvalConfig, EvalDataConfig, NelboConfig
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig

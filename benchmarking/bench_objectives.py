@@ -18,7 +18,7 @@ from benchmarking.harness import (
     main,
 )
 from benchmarking.implementations.training import TrainCase, build_ours
-from config.benchmark import BenchShape, Precision
+from config.bench.training import BenchShape, Precision
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 
 SHAPE = BenchShape(

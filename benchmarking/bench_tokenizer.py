@@ -28,7 +28,7 @@ from benchmarking.harness import (
     compare,
     is_installed,
 )
-from config.benchmark import BenchTokenizerConfig, BenchTokenizerSection
+from config.bench.training import BenchTokenizerConfig, BenchTokenizerSection
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
 from tokenizer import PATTERNS, Tokenizer, train_bpe

@@ -40,7 +40,7 @@ from benchmarking.implementations.training import (
     TrainImplementation,
     build_ours,
 )
-from config.benchmark import BenchShape, BenchTrainConfig, BenchTrainSection
+from config.bench.training import BenchShape, BenchTrainConfig, BenchTrainSection
 from config.runtime import RuntimeConfig
 from files.terminal_text import print_message
 from profiling.cores import usable_cores

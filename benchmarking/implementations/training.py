@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config.benchmark import BenchShape, Precision
+from config.bench.training import BenchShape, Precision
 from config.data import DataConfig, PythonStdlib
 from config.model_section import ModelSection
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig

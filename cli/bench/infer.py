@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cli.arguments import add_shorthand, parse_command
 from cli.entry import friendly_errors
-from config.bench_infer import BenchInferConfig
+from config.bench.inference import BenchInferConfig
 from files.terminal_text import print_line
 
 NAME = "diffusionlm-bench-infer"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors
-from config.benchmark import BenchTrainConfig
+from config.bench.training import BenchTrainConfig
 from files.terminal_text import print_line
 
 NAME = "diffusionlm-bench-train"

@@ -12,7 +12,7 @@ import torch
 from benchmarking import bench_infer as module
 from benchmarking.bench_infer import MaskRatioRecorder, bench_infer, count, measure_bounds, random_model, random_prompts
 from benchmarking.implementations import decoding
-from config.bench_infer import BenchInferConfig, BenchModel, BenchValidationSection
+from config.bench.inference import BenchInferConfig, BenchModel, BenchValidationSection
 from config.eval import EvalConfig, NelboConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config

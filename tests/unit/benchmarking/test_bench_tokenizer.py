@@ -27,7 +27,7 @@ from benchmarking.bench_tokenizer import (
     train_tokenizers,
 )
 from benchmarking.harness import Comparison
-from config.benchmark import BenchOutputSection, BenchTokenizerConfig, BenchTokenizerSection, TokenizerPeer
+from config.bench.training import BenchOutputSection, BenchTokenizerConfig, BenchTokenizerSection, TokenizerPeer
 from config.data import PythonStdlib
 from config.load import ConfigError, load_config
 

@@ -21,7 +21,7 @@ from benchmarking.bench_train import (
     measure_memory_in_process,
 )
 from benchmarking.implementations.training import OURS, TrainCase
-from config.benchmark import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection
+from config.bench.training import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from diffusionlm.models.transformer import Transformer

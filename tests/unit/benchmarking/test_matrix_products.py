@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarking.implementations.matrix_products import MatrixProduct, MatrixSpec, StepProducts
 from benchmarking.implementations.training import TrainCase, build_ours
-from config.benchmark import BenchShape
+from config.bench.training import BenchShape
 
 TINY = BenchShape.model_validate(
     {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarking.implementations.training import TrainCase
-from config.benchmark import BenchShape, Precision
+from config.bench.training import BenchShape, Precision
 from config.objective import MaskedDiffusionConfig, ObjectiveConfig
 
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from config.base import Section, union_members
-from config.bench_infer import BenchInferConfig
+from config.bench.inference import BenchInferConfig
 from config.convert import AnalyzeConfig, ConvertConfig
 from config.data import LocalFiles, Shards
 from config.eval import EvalConfig

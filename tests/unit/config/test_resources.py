@@ -12,8 +12,8 @@ import pytest
 
 from cli.arguments import parse_command
 from config.base import Section
-from config.bench_infer import BenchInferConfig
-from config.benchmark import BenchTokenizerConfig, BenchTrainConfig
+from config.bench.inference import BenchInferConfig
+from config.bench.training import BenchTokenizerConfig, BenchTrainConfig
 from config.data import LocalFiles, PythonStdlib
 from config.dump import to_toml
 from config.eval import EvalConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from config.bench_infer import BenchInferConfig
+from config.bench.inference import BenchInferConfig
 from config.infer import InferConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_configured_model, save_model
