@@ -41,6 +41,10 @@ class Linear(nn.Linear):
         out = torch.mm(self.weight, x.flatten(0, -2).t()).t().contiguous().view(*x.shape[:-1], -1)
         return out if self.bias is None else out.add_(self.bias)
 
+    def effective_weight(self) -> Tensor:
+        """The whole weight [out_features, in_features]; subclasses compute it."""
+        return self.weight
+
     def _should_transpose_product(self, x: Tensor) -> bool:
         """True for a few rows in fp32 on a CPU, as in decoding: W x^T then takes half the time of x W^T."""
         if torch.is_grad_enabled() or x.device.type != "cpu" or not x.dtype == self.weight.dtype == torch.float32:

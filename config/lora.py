@@ -1,0 +1,121 @@
+"""``[lora]``: low-rank adapters on the projections of a frozen model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from config.base import (
+    HalfOpenFraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    StrTuple,
+    TupleOf,
+    check_distinct,
+)
+
+ALL_LINEAR = "all-linear"
+_Value = TypeVar("_Value", int, float)
+
+
+class LoraConfig(Section):
+    """Low-rank adaptation (Hu et al. 2021): ``W x + s B A dropout(x)`` with a trained A [rank, in] and B [out, rank].
+
+    Target names and patterns are those of PEFT's adapter_config.json, over the module names of the checkpoint's family.
+    """
+
+    rank: PositiveInt = 16
+    """Rank r of B A."""
+    alpha: PositiveFloat = 32.0
+    """s is alpha / rank, or with `rslora` alpha / sqrt(rank)."""
+    dropout: HalfOpenFraction = 0.0
+    """Probability that an input of A is zero in training."""
+    targets: str | TupleOf[str] = ALL_LINEAR
+    """Adapted projections: "all-linear" (all but the head), a list of module names such as `q_proj`, or a regular
+    expression that matches whole module names."""
+    exclude: StrTuple = ()
+    """Module names that are left out."""
+    rank_patterns: Mapping[str, PositiveInt] = Field(default_factory=dict)
+    """Regular expression for the end of a module name -> its rank; the first match counts."""
+    alpha_patterns: Mapping[str, PositiveFloat] = Field(default_factory=dict)
+    """The same for alpha."""
+    rslora: bool = False
+    """Divide by sqrt(rank), so that s B A does not shrink with the rank (Kalajdzievski 2023)."""
+    dora: bool = False
+    """Train the row norms of the weight apart from its directions (Liu et al. 2024)."""
+    trainable_tokens: TupleOf[NonNegativeInt] = ()
+    """Token ids whose rows of the embedding are trained, as the mask token's of a model that had none."""
+    trainable_head_rows: bool = True
+    """Train the same rows of the head too. A tied head always has the embedding's."""
+    init: Literal["default", "gaussian", "pissa", "olora"] = "default"
+    """`default`: A uniform, B zero. `gaussian`: A normal, B zero. `pissa`: the largest singular values of the weight
+    (Meng et al. 2024). `olora`: the first columns of its QR decomposition (Büyükakyüz 2024)."""
+    plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0
+    """Learning rate of B over that of A (LoRA+, Hayou et al. 2024)."""
+
+    @field_validator("targets")
+    @classmethod
+    def _check_targets(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not value:
+            raise ValueError(f'is empty: name projections such as "q_proj", or "{ALL_LINEAR}"')
+        if isinstance(value, str):
+            _check_pattern(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_lists(self) -> Self:
+        check_distinct({"trainable_tokens": self.trainable_tokens})
+        for key in ("rank_patterns", "alpha_patterns"):
+            for pattern in getattr(self, key):
+                try:
+                    _check_pattern(pattern)
+                except ValueError as error:
+                    raise ValueError(f"{key}: {error}") from error
+        return self
+
+    def selects(self, module_name: str) -> bool:
+        """Whether `targets` names a module; "all-linear" names all. `exclude` is not read."""
+        if self.targets == ALL_LINEAR:
+            return True
+        if isinstance(self.targets, str):
+            return re.fullmatch(self.targets, module_name) is not None
+        return any(is_module(module_name, name) for name in self.targets)
+
+    def excludes(self, module_name: str) -> bool:
+        """Whether `exclude` names a module."""
+        return any(is_module(module_name, name) for name in self.exclude)
+
+    def rank_of(self, module_name: str) -> int:
+        """Rank of a module's adapter."""
+        return _first_match(self.rank_patterns, module_name) or self.rank
+
+    def scale_of(self, module_name: str) -> float:
+        """The factor s of a module's adapter."""
+        alpha = _first_match(self.alpha_patterns, module_name) or self.alpha
+        rank = self.rank_of(module_name)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def is_module(module_name: str, name: str) -> bool:
+    """Whether a name is that of a module or the end of it, after a dot."""
+    return module_name == name or module_name.endswith(f".{name}")
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+
+
+def _first_match(patterns: Mapping[str, _Value], module_name: str) -> _Value | None:
+    """As in PEFT: a pattern matches the end of a name, after a dot."""
+    return next(
+        (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", module_name)), None
+    )

@@ -1,0 +1,228 @@
+"""Low-rank adapters: exact values, the base that stays as it is, and what the config selects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from config.lora import LoraConfig
+from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.models.layers import Linear
+from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter, list_targets, merge_adapter
+from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.models.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+TOKENS = torch.randint(0, 18, (2, 9), generator=torch.Generator().manual_seed(5))
+TWO_LAYERS_DENSE = 7 * 2
+
+
+def linear(weight: list[list[float]], dtype: torch.dtype = torch.float64) -> Linear:
+    module = Linear(len(weight[0]), len(weight))
+    module.weight = torch.nn.Parameter(torch.tensor(weight, dtype=dtype))
+    return module
+
+
+def adapt(base: Linear, A: list[list[float]], B: list[list[float]], scale: float, **options: Any) -> LoRALinear:
+    module = LoRALinear(base, len(A), scale, LoraConfig(**options))
+    module.initialize(torch.Generator())
+    with torch.no_grad():
+        module.lora_A.copy_(torch.tensor(A))
+        module.lora_B.copy_(torch.tensor(B))
+    return module
+
+
+def logits_of(model: Transformer) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS, pattern=Bidirectional())
+
+
+class TestExactValues:
+    X = torch.ones(1, 2, dtype=torch.float64)
+    IDENTITY = ([[1.0, 0.0], [0.0, 1.0]], [[1.0, 2.0]], [[3.0], [-1.0]])
+
+    def test_product(self) -> None:
+        """I + 2 B A = [[7, 12], [-2, -3]]."""
+        weight, A, B = self.IDENTITY
+        module = adapt(linear(weight), A, B, 2.0)
+        assert module(self.X).tolist() == [[19.0, -5.0]]
+        assert module.effective_weight().tolist() == [[7.0, 12.0], [-2.0, -3.0]]
+
+    def test_dora_divides_by_row_norms(self) -> None:
+        weight, A, B = self.IDENTITY
+        out = adapt(linear(weight), A, B, 2.0, dora=True)(self.X)[0]
+        assert out.tolist() == pytest.approx([19 / math.hypot(7, 12), -5 / math.hypot(2, 3)])
+
+    @pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
+    def test_scale(self, rslora: bool, scale: float) -> None:
+        assert LoraConfig(rank=4, alpha=8.0, rslora=rslora).scale_of("q_proj") == scale
+
+    def test_a_step_of_full_rank_is_a_scaled_full_step(self) -> None:
+        """With A^T A = I, A frozen, B = 0 and SGD, the weight moves by -lr s^2 dL/dW; dL/dA is zero."""
+        generator = torch.Generator().manual_seed(0)
+        weight, x = (torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+        A = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))[0]
+        module = adapt(linear(weight.tolist()), A.tolist(), [[0.0] * 3] * 3, 0.5)
+        (module(x) ** 3).sum().backward()
+        full = linear(weight.tolist())
+        (full(x) ** 3).sum().backward()
+        assert full.weight.grad is not None and module.lora_A.grad is not None and module.lora_B.grad is not None
+        assert not module.lora_A.grad.any()
+        change = 0.5 * (-0.1 * module.lora_B.grad) @ A
+        torch.testing.assert_close(change, -0.1 * 0.5**2 * full.weight.grad)
+
+    @pytest.mark.parametrize(("delta", "merged"), [(0.003, 1.0), (0.00391, 1.0078125)])
+    def test_merging_rounds_once(self, delta: float, merged: float, tiny_model: MakeModel) -> None:
+        """Casting 0.00391 to bfloat16 before the sum would give 1.0."""
+        model = tiny_model(dtype=torch.bfloat16)
+        add_adapter(model, LoraConfig(rank=1, alpha=1.0, targets=("q_proj",)))
+        module = model.get_submodule("model.layers.0.self_attn.q_proj")
+        assert isinstance(module, LoRALinear)
+        assert module.lora_A.dtype == torch.float32
+        with torch.no_grad():
+            module.weight.fill_(1.0)
+            module.lora_A.fill_(1.0)
+            module.lora_B.fill_(delta)
+        merge_adapter(model)
+        weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+        assert set(weight.flatten().tolist()) == {merged}
+
+
+@pytest.mark.parametrize("init", ["default", "gaussian", "pissa", "olora"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_new_adapter_changes_nothing(init: Any, dora: bool, tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    before, weights = logits_of(model), {name: value.clone() for name, value in model.named_parameters()}
+    add_adapter(model, LoraConfig(rank=3, init=init, dora=dora, trainable_tokens=(18, 2)))
+    after = logits_of(model)
+    if init in ("default", "gaussian") and not dora:
+        assert torch.equal(after, before)
+    torch.testing.assert_close(after, before, atol=2e-5, rtol=1e-4)
+    for name, value in weights.items():
+        assert torch.equal(dict(model.named_parameters())[name], value)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_the_adapter_is_trained(tied: bool, tiny_model: MakeModel) -> None:
+    """Number of trained values: r (in + out) of each projection, and the rows."""
+    model = tiny_model(tie_word_embeddings=tied)
+    sizes = [module.in_features + module.out_features for _, module in list_targets(model, LoraConfig())]
+    assert len(sizes) == TWO_LAYERS_DENSE
+    add_adapter(model, LoraConfig(rank=3, trainable_tokens=(18, 2)))
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    assert sum(value.numel() for value in trained.values()) == 3 * sum(sizes) + (2 if not tied else 1) * 2 * 24
+    positions = torch.arange(TOKENS.numel())
+    output = model(
+        TOKENS,
+        pattern=Bidirectional(),
+        output_positions=positions,
+        loss_inputs=LossInputs(TOKENS.flatten(), torch.ones(len(positions))),
+    )
+    output.total_loss.backward()
+    for name, value in model.named_parameters():
+        assert (value.grad is not None) == (name in trained)
+
+
+def test_dropout_only_in_training(tiny_model: MakeModel) -> None:
+    model = tiny_model().eval()
+    add_adapter(model, LoraConfig(rank=3, dropout=0.5))
+    with torch.no_grad():
+        for _, module in adapter_modules(model):
+            assert isinstance(module, LoRALinear)
+            module.lora_B.normal_(generator=torch.Generator().manual_seed(1))
+    assert torch.equal(logits_of(model.eval()), logits_of(model))
+    assert not torch.equal(logits_of(model.train()), logits_of(model))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("init", ["default", "pissa"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_merged_equals_adapter(dora: bool, init: Any, tied: bool, tiny_model: MakeModel) -> None:
+    model = tiny_model(tie_word_embeddings=tied)
+    add_adapter(model, LoraConfig(rank=3, dora=dora, init=init, trainable_tokens=(18,)))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.requires_grad:
+                value.add_(0.1 * torch.randn(value.shape, generator=generator))
+    expected = logits_of(model)
+    base = tiny_model(tie_word_embeddings=tied)
+    merge_adapter(model)
+    assert not list(adapter_modules(model))
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in base.named_parameters()]
+    torch.testing.assert_close(logits_of(model), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_experts_are_adapted_and_routers_are_not(tiny_model: MakeModel) -> None:
+    model = tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    names = [name for name, _ in list_targets(model, LoraConfig())]
+    assert "model.layers.0.mlp.experts.3.up_proj" in names
+    assert "model.layers.0.mlp.gate" not in names
+    before = logits_of(model)
+    add_adapter(model, LoraConfig(rank=2))
+    torch.testing.assert_close(logits_of(model), before, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"targets": ("q_proj", "v_proj")}, {"self_attn.q_proj", "self_attn.v_proj"}),
+        ({"targets": r"model\.layers\.\d+\.self_attn\.[qk]_proj"}, {"self_attn.q_proj", "self_attn.k_proj"}),
+        ({"targets": ("mlp.up_proj",), "exclude": ("down_proj",)}, {"mlp.up_proj"}),
+        (
+            {"exclude": ("self_attn.o_proj", "q_proj", "k_proj", "v_proj", "up_proj")},
+            {"mlp.gate_proj", "mlp.down_proj"},
+        ),
+    ],
+)
+def test_targets(options: dict[str, Any], expected: set[str], tiny_model: MakeModel) -> None:
+    names = [name for name, _ in list_targets(tiny_model(), LoraConfig(**options))]
+    assert {
+        name.removeprefix(f"model.layers.{layer}.") for layer in (0, 1) for name in names if f".{layer}." in name
+    } == (expected)
+
+
+def test_patterns_select_rank_and_alpha() -> None:
+    config = LoraConfig(
+        rank=4, alpha=8.0, rank_patterns={"layers.0.*": 2, r"v_proj": 8}, alpha_patterns={"self_attn.v_proj": 1.0}
+    )
+    ranks = {
+        name: config.rank_of(f"model.layers.{name}") for name in ("0.mlp.up_proj", "1.self_attn.v_proj", "1.o_proj")
+    }
+    assert ranks == {"0.mlp.up_proj": 2, "1.self_attn.v_proj": 8, "1.o_proj": 4}
+    assert config.scale_of("model.layers.1.self_attn.v_proj") == 1 / 8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rank": 25}, ("lora.rank = 25", "lora.exclude")),
+        ({"targets": ("qproj",)}, ("lora.targets", "q_proj")),
+        ({"targets": ("lm_head",)}, ("lora.targets", "lora.trainable_tokens")),
+        ({"rank": 2, "trainable_tokens": (19,)}, ("lora.trainable_tokens", "19")),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], words: tuple[str, ...], tiny_model: MakeModel) -> None:
+    with pytest.raises(ValueError, match="lora") as error:
+        add_adapter(tiny_model(), LoraConfig(**options))
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank": 0},
+        {"targets": "("},
+        {"targets": ()},
+        {"rank_patterns": {"(": 2}},
+        {"dropout": 1.0},
+        {"trainable_tokens": (3, 3)},
+    ],
+)
+def test_invalid_configs(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        LoraConfig(**options)
