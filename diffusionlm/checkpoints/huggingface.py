@@ -20,6 +20,7 @@ from config.families.registry import get_family
 from config.infer import InferModelConfig
 from config.model import ModelConfig
 from config.runtime import AttentionBackend
+from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.model_files import verify_model_files
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
@@ -42,6 +43,7 @@ def load_model(
     device: str = "cpu",
     dtype: str = "float32",
     attention_backend: AttentionBackend = "auto",
+    adapter: str | Path | None = None,
 ) -> Transformer:
     """Load a model directory, a checkpoint, the newest checkpoint of a run directory, or a model of the Hugging Face
     Hub, for inference.
@@ -51,6 +53,7 @@ def load_model(
         device: of the parameters. Tensors are copied there one by one.
         dtype: of the parameters. ``keep``: that of the files; of several, the narrowest that holds all of them.
         attention_backend: how attention is computed.
+        adapter: directory of a PEFT adapter (LoRA), which is put on the model.
 
     Raises:
         ValueError: there is no model, the dtype is unknown, config.json is not supported, the tokenizer does not fit
@@ -63,7 +66,10 @@ def load_model(
     config, vocabulary = read_model_config(directory), read_vocabulary(directory)
     if vocabulary is not None:
         check_vocabulary(vocabulary, config, directory)
-    return load_model_with_config(config, directory, device=device, dtype=dtype, attention_backend=attention_backend)
+    model = load_model_with_config(config, directory, device=device, dtype=dtype, attention_backend=attention_backend)
+    if adapter is not None:
+        load_adapter(model, Path(adapter))
+    return model
 
 
 def load_configured_model(config: InferModelConfig) -> Transformer:

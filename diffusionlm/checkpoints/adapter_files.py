@@ -1,0 +1,284 @@
+"""Adapters as PEFT's directories: adapter_config.json and adapter_model.safetensors.
+
+PEFT 0.21. What the model cannot compute is refused by key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from config.families.registry import get_family
+from config.lora import LoraConfig, is_module
+from diffusionlm.checkpoints.model_files import join_problems
+from diffusionlm.models.layers import Linear
+from diffusionlm.models.lora import (
+    LoRALinear,
+    TrainedRowsEmbedding,
+    TrainedRowsLinear,
+    adapter_modules,
+    add_adapter,
+)
+from diffusionlm.models.transformer import Transformer
+from files.json_files import read_json_object
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FINGERPRINT_KEY = "base_fingerprint"
+HEAD_NAMES = {"lm_head", "ff_out"}
+"""Names of the head in the families' checkpoints."""
+_PREFIX = "base_model.model."
+_SAMPLED_VALUES = 64
+"""Values of each tensor that a fingerprint covers."""
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "layers_pattern": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "megatron_config": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+}
+"""Keys that change the computation -> the values without effect."""
+_INITS_OF_THE_SAME_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Initial values that leave the base as it is. PEFT changes it for the others."""
+
+
+def read_adapter_config(directory: Path) -> LoraConfig:
+    """Read an adapter_config.json.
+
+    Raises:
+        ValueError: the file is missing or damaged, or a key has a value that is not supported; lists all of them.
+    """
+    path = directory / ADAPTER_CONFIG
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {ADAPTER_CONFIG}: name the directory of a PEFT adapter")
+    values = read_json_object(path)
+    problems = [
+        f"{key} = {json.dumps(values[key])} is not supported"
+        for key, neutral in _NEUTRAL_VALUES.items()
+        if key in values and values[key] not in neutral
+    ]
+    if values.get("peft_type") != "LORA":
+        problems.insert(0, f'peft_type = {json.dumps(values.get("peft_type"))} is not supported, only "LORA" is')
+    init = values.get("init_lora_weights", True)
+    if init not in _INITS_OF_THE_SAME_BASE:
+        problems.append(
+            f"init_lora_weights = {json.dumps(init)} changes the base: save the adapter in PEFT with "
+            "path_initial_model_for_weight_conversion"
+        )
+    exclude = values.get("exclude_modules") or []
+    if isinstance(exclude, str):
+        problems.append("exclude_modules is a regular expression, which is not supported: list the names")
+    if problems:
+        raise ValueError(f"{path}: {join_problems(problems)}")
+    try:
+        return LoraConfig.model_validate(
+            {
+                "rank": values.get("r", 8),
+                "alpha": float(values.get("lora_alpha", 8)),
+                "dropout": float(values.get("lora_dropout") or 0.0),
+                "targets": values.get("target_modules") or "",
+                "exclude": exclude,
+                "rank_patterns": values.get("rank_pattern") or {},
+                "alpha_patterns": {key: float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
+                "rslora": values.get("use_rslora", False),
+                "dora": values.get("use_dora", False),
+                **_read_trained_rows(values.get("trainable_token_indices"), path),
+            }
+        )
+    except ValidationError as error:
+        details = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        raise ValueError(f"{path}: {join_problems(details)}") from error
+
+
+def _read_trained_rows(value: object, path: Path) -> dict[str, Any]:
+    """The options of trained rows. A list means those of the embedding."""
+    ids_of_module = value if isinstance(value, dict) else {"embed_tokens": value or []}
+    lists = list(ids_of_module.values())
+    if not ids_of_module.keys() - HEAD_NAMES or any(ids != lists[0] for ids in lists):
+        raise ValueError(
+            f"{path}: trainable_token_indices = {json.dumps(value)} must have the same tokens for the embedding "
+            "and the head, or only for the embedding"
+        )
+    return {"trainable_tokens": lists[0], "trainable_head_rows": bool(ids_of_module.keys() & HEAD_NAMES)}
+
+
+def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
+    """Put the adapter of a directory on a model, in place.
+
+    Raises:
+        ValueError: the adapter is missing, damaged, not supported, or of another base; lists what is wrong.
+    """
+    config = read_adapter_config(directory)
+    names = stored_module_names(model)
+    tensors, fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
+    if fingerprint is not None and fingerprint != fingerprint_weights(model):
+        raise ValueError(
+            f"{directory} was trained on another base: the weights of the model are not those that it adapts; name the "
+            "base of its adapter_config.json"
+        )
+    add_adapter(model, config, names=names)
+    parameters = dict(stored_adapter_tensors(model))
+    problems = [f"{name} is missing" for name in parameters.keys() - tensors.keys()]
+    problems += [f"{name} is unexpected" for name in tensors.keys() - parameters.keys()]
+    problems += [
+        f"{name} is {list(tensors[name].shape)}, the model needs {list(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in tensors and tensors[name].shape != parameter.shape
+    ]
+    if problems:
+        raise ValueError(f"{directory / ADAPTER_WEIGHTS} does not fit the model: {join_problems(sorted(problems))}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    return config
+
+
+def save_adapter(model: Transformer, config: LoraConfig, directory: Path, *, base: str | None = None) -> None:
+    """Write the adapter of a model as PEFT does.
+
+    An adapter that began as a part of the weight (PiSSA, OLoRA) is written as a difference, with twice the rank.
+
+    Args:
+        config: of the adapter.
+        directory: must exist.
+        base: name or path of the base, for readers.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _exported_tensors(model)}
+    metadata = {"format": "pt", FINGERPRINT_KEY: fingerprint_weights(model)}
+    save_file(tensors, directory / ADAPTER_WEIGHTS, metadata)
+    values = _build_adapter_config(model, config, base)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def stored_module_names(model: Transformer) -> dict[str, str]:
+    """Module name of each projection -> its name in the checkpoints of the model's family."""
+    family = get_family(model.config)
+    return {
+        name: family.stored_name(f"{name}.weight").removesuffix(".weight")
+        for name, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+
+
+def stored_adapter_tensors(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a model's adapter by their names in a PEFT file."""
+    family = get_family(model.config)
+    for name, module in adapter_modules(model):
+        stem = _PREFIX + family.stored_name(f"{name}.weight").removesuffix(".weight")
+        if isinstance(module, LoRALinear):
+            yield f"{stem}.lora_A.weight", module.lora_A
+            yield f"{stem}.lora_B.weight", module.lora_B
+            if module.lora_magnitude is not None:
+                yield f"{stem}.lora_magnitude_vector", module.lora_magnitude
+        elif isinstance(module, TrainedRowsEmbedding) or not model.config.tie_word_embeddings:
+            yield f"{stem}.token_adapter.trainable_tokens_delta", module.trained_rows
+
+
+def _exported_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a PEFT file: of a LoRA module its whole factors, with the subtracted product."""
+    family = get_family(model.config)
+    factors = {
+        f"{_PREFIX}{family.stored_name(f'{name}.weight').removesuffix('.weight')}.lora_{letter}.weight": factor
+        for name, module in adapter_modules(model)
+        if isinstance(module, LoRALinear)
+        for letter, factor in zip("AB", module.factors(), strict=True)
+    }
+    for name, parameter in stored_adapter_tensors(model):
+        yield name, factors.get(name, parameter)
+
+
+def _build_adapter_config(model: Transformer, config: LoraConfig, base: str | None) -> dict[str, Any]:
+    names = stored_module_names(model)
+    modules = dict(adapter_modules(model))
+    adapted = {names[name] for name, module in modules.items() if isinstance(module, LoRALinear)}
+    endings = sorted({name.rpartition(".")[2] for name in adapted})
+    has_exact_endings = adapted == {name for name in names.values() if any(is_module(name, end) for end in endings)}
+    # A difference of two products has twice the rank at the same scale.
+    growth = 2 if config.init in ("pissa", "olora") else 1
+    alpha_growth = growth**0.5 if config.rslora else growth
+    rows = [name for name, module in modules.items() if isinstance(module, TrainedRowsEmbedding | TrainedRowsLinear)]
+    if model.config.tie_word_embeddings:
+        rows = rows[:1]
+    family = get_family(model.config)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": config.rank * growth,
+        "lora_alpha": _whole(config.alpha * alpha_growth),
+        "lora_dropout": config.dropout,
+        "target_modules": endings if has_exact_endings else sorted(adapted),
+        "exclude_modules": None,
+        "rank_pattern": {key: value * growth for key, value in config.rank_patterns.items()},
+        "alpha_pattern": {key: _whole(value * alpha_growth) for key, value in config.alpha_patterns.items()},
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "init_lora_weights": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "trainable_token_indices": {
+            family.stored_name(f"{name}.weight").removesuffix(".weight").rpartition(".")[2]: list(
+                config.trainable_tokens
+            )
+            for name in rows
+        }
+        or None,
+    }
+
+
+def _whole(value: float) -> int | float:
+    """An integer where the value is one: PEFT and vLLM expect it."""
+    return int(value) if value == int(value) else value
+
+
+def fingerprint_weights(model: nn.Module) -> str:
+    """SHA-256 over names, shapes and some values of the base's parameters, rounded to bfloat16.
+
+    So the copies of a model in fp32 and in bf16 have the same fingerprint, and another model has another one.
+    """
+    digest = hashlib.sha256()
+    adapter_names = {
+        f"{name}.{parameter}"
+        for name, module in adapter_modules(model)
+        for parameter in ("lora_A", "lora_B", "lora_magnitude", "trained_rows")
+        if getattr(module, parameter, None) is not None
+    }
+    for name, parameter in sorted(model.named_parameters()):
+        if name in adapter_names:
+            continue
+        values = parameter.detach().flatten()
+        indices = torch.linspace(0, len(values) - 1, min(_SAMPLED_VALUES, len(values)), dtype=torch.float64).long()
+        sample = values[indices.to(values.device)].to("cpu", torch.bfloat16).view(torch.int16)
+        digest.update(f"{name} {list(parameter.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read_tensors(path: Path) -> tuple[Mapping[str, Tensor], str | None]:
+    """The tensors of an adapter, and the fingerprint of its base; PEFT writes none."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {ADAPTER_WEIGHTS}: download the adapter again")
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            return {name: file.get_tensor(name) for name in names}, (file.metadata() or {}).get(FINGERPRINT_KEY)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read as safetensors: {error}; download or write it again") from error

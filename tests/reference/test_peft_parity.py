@@ -1,0 +1,192 @@
+"""Adapters go to PEFT and come from it: the same tensors, the same logits; what the model cannot compute is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from config.lora import LoraConfig
+from diffusionlm.checkpoints.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter, save_adapter
+from diffusionlm.checkpoints.huggingface import load_model, save_model
+from diffusionlm.models.lora import add_adapter
+from diffusionlm.models.patterns import Causal
+from diffusionlm.models.transformer import Transformer
+from tests.reference.family_cases import BOUNDS, difference
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+MakeModel = Callable[..., Transformer]
+TOKENS = torch.randint(0, 19, (2, 13), generator=torch.Generator().manual_seed(5))
+BASE: dict[str, Any] = {"qk_norm": True, "block_length": 1, "logit_alignment": "shifted"}
+
+CASES = [
+    pytest.param({"targets": ("q_proj", "v_proj")}, {}, id="names"),
+    pytest.param({}, {}, id="all-linear"),
+    pytest.param({"targets": r".*\.(up|down)_proj", "rslora": True}, {}, id="regex-rslora"),
+    pytest.param(
+        {"rank_patterns": {"self_attn.q_proj": 5}, "alpha_patterns": {r"layers\.0\.mlp\..*": 3.5}}, {}, id="patterns"
+    ),
+    pytest.param({"dora": True}, {}, id="dora"),
+    pytest.param({"trainable_tokens": (18, 3)}, {"tie_word_embeddings": False}, id="rows"),
+    pytest.param({"trainable_tokens": (18, 3)}, {"tie_word_embeddings": True}, id="rows-tied"),
+]
+
+
+def move_adapter(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Move every trained parameter, so that none is at its initial value."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def our_logits(model: Transformer) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS, pattern=Causal())
+
+
+def their_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(TOKENS).logits
+    return logits
+
+
+@pytest.mark.parametrize(("options", "model_options"), CASES)
+def test_peft_loads_our_adapter(
+    options: dict[str, Any], model_options: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    ours = tiny_model(**BASE, **model_options)
+    save_model(ours, tmp_path)
+    config = LoraConfig(rank=3, alpha=7.0, **options)
+    add_adapter(ours, config)
+    move_adapter(ours, torch.Generator().manual_seed(1))
+    adapter = tmp_path / "adapter"  # beside the base transformers would load it as well
+    adapter.mkdir()
+    save_adapter(ours, config, adapter)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, adapter)
+    assert difference(our_logits(ours), their_logits(theirs)) < BOUNDS["float32"]
+    again = load_model(tmp_path, adapter=adapter)
+    assert torch.equal(our_logits(again), our_logits(ours.eval()))
+
+
+@pytest.mark.parametrize(("options", "model_options"), CASES)
+def test_we_load_the_adapter_of_peft(
+    options: dict[str, Any], model_options: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    save_model(tiny_model(**BASE, **model_options), tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    targets = options.get("targets", "all-linear")
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=7,
+        target_modules=list(targets) if isinstance(targets, tuple) else targets,
+        rank_pattern=options.get("rank_patterns", {}),
+        alpha_pattern=options.get("alpha_patterns", {}),
+        use_rslora=options.get("rslora", False),
+        use_dora=options.get("dora", False),
+        trainable_token_indices=list(options["trainable_tokens"]) if "trainable_tokens" in options else None,
+        task_type="CAUSAL_LM",
+    )
+    theirs = peft.get_peft_model(base, config)
+    move_adapter(theirs, torch.Generator().manual_seed(1))
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = load_model(tmp_path, adapter=tmp_path / "adapter")
+    assert difference(our_logits(ours), their_logits(theirs)) < BOUNDS["float32"]
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_that_began_as_a_part_of_the_weight(
+    init: Any, rslora: bool, tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    """It is written as a difference, which PEFT adds to the same base."""
+    ours = tiny_model(**BASE)
+    save_model(ours, tmp_path)
+    config = LoraConfig(rank=3, alpha=7.0, init=init, rslora=rslora)
+    add_adapter(ours, config)
+    move_adapter(ours, torch.Generator().manual_seed(1))
+    adapter = tmp_path / "adapter"  # beside the base transformers would load it as well
+    adapter.mkdir()
+    save_adapter(ours, config, adapter)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, adapter)
+    assert difference(our_logits(ours), their_logits(theirs)) < BOUNDS["float32"]
+    assert json.loads((adapter / ADAPTER_CONFIG).read_text())["r"] == 6
+
+
+@pytest.fixture
+def adapter(tiny_model: MakeModel, tmp_path: Path) -> Path:
+    """A directory with an adapter of rank 2 on the default model."""
+    model, config = tiny_model(**BASE), LoraConfig(rank=2, targets=("q_proj",))
+    add_adapter(model, config)
+    save_adapter(model, config, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("layers_to_transform", [0]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("fan_in_fan_out", True),
+        ("lora_bias", True),
+        ("init_lora_weights", "pissa"),
+        ("exclude_modules", ".*q_proj"),
+        ("trainable_token_indices", {"embed_tokens": [1], "lm_head": [2]}),
+        ("r", 0),
+        ("target_modules", None),
+    ],
+)
+def test_what_the_model_cannot_compute_is_refused(key: str, value: Any, adapter: Path, tiny_model: MakeModel) -> None:
+    path = adapter / ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    names = {"r": "rank", "target_modules": "targets"}
+    with pytest.raises(ValueError, match=names.get(key, key)):
+        load_adapter(tiny_model(**BASE), adapter)
+
+
+def test_another_base_is_refused(adapter: Path, tiny_model: MakeModel) -> None:
+    """Also one that differs in a single layer; a copy in bfloat16 is the same base."""
+    load_adapter(tiny_model(**BASE, dtype=torch.bfloat16), adapter)
+    other = tiny_model(**BASE)
+    with torch.no_grad():
+        other.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.5)
+    with pytest.raises(ValueError, match="another base"):
+        load_adapter(other, adapter)
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
+def test_tensors_that_do_not_fit_are_listed(change: str, adapter: Path, tiny_model: MakeModel) -> None:
+    path = adapter / ADAPTER_WEIGHTS
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    if change == "missing":
+        del tensors[name]
+    elif change == "unexpected":
+        name = name.replace("q_proj", "o_proj")
+        tensors[name] = torch.zeros(2)
+    else:
+        tensors[name] = torch.zeros(5, 5)
+    save_file(tensors, path)
+    with pytest.raises(ValueError) as error:
+        load_adapter(tiny_model(**BASE), adapter)
+    assert name in str(error.value)
+    assert {"missing": "missing", "unexpected": "unexpected", "shape": "[5, 5]"}[change] in str(error.value)
+
+
+@pytest.mark.parametrize("name", [ADAPTER_CONFIG, ADAPTER_WEIGHTS])
+def test_missing_files_are_named(name: str, adapter: Path, tiny_model: MakeModel) -> None:
+    (adapter / name).unlink()
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        load_adapter(tiny_model(**BASE), adapter)
