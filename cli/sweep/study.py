@@ -1,7 +1,7 @@
 """The Optuna study of a sweep: its trials are the runs, which several processes share.
 
-The name, the values and the config's digest of a run are user attributes of its trial. A trial of a run that failed or
-was interrupted is a failed trial; when the run is continued, it gets another one.
+A trial has the user attributes ``run`` (name, values, digest of the config), ``process`` (who makes it) and ``end``. A
+trial of a run that failed or was interrupted is a failed trial; when the run is continued, it gets another one.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class ClaimedRun:
             error: last lines of its log, if it failed.
             value: the objective of a run that is done; None: it has none, or it is not finite.
         """
-        for key, attribute in {"status": status, "seconds": seconds, "error": list(error)}.items():
-            self.trial.set_user_attr(key, attribute)
+        self.trial.set_user_attr("end", {"status": status, "seconds": seconds, "error": list(error)})
         state = next((state for state, name in _STATUSES.items() if name == status), TrialState.FAIL)
         values = (math.inf if value is None else value) if status == "done" else None
         self.study.tell(self.trial, values, state, skip_if_finished=True)
@@ -117,16 +116,16 @@ class SweepStudy:
             queue = [_copy_trial(trial) for trial in ended if _digest(trial) in wanted]
             for point in points:
                 if point.digest not in map(_digest, trials.values()):
-                    name = name_run(point.values, [*trials, *(trial.user_attrs["name"] for trial in queue)])
-                    attributes = {"name": name, "values": dict(point.values), "digest": point.digest}
-                    queue.append(optuna.create_trial(state=TrialState.WAITING, user_attrs=attributes))
+                    name = name_run(point.values, [*trials, *(trial.user_attrs["run"]["name"] for trial in queue)])
+                    run = {"name": name, "values": dict(point.values), "digest": point.digest}
+                    queue.append(optuna.create_trial(state=TrialState.WAITING, user_attrs={"run": run}))
             for trial in queue:
-                path = self.plan.run_path(trial.user_attrs["name"])
+                path = self.plan.run_path(trial.user_attrs["run"]["name"])
                 if is_locked(path):
                     raise GridError(f"{path} is in use by a process of an earlier sweep; wait for it or stop it")
             for trial in ended:
                 if trial.state == TrialState.RUNNING:
-                    self.storage.set_trial_user_attr(trial._trial_id, "status", "interrupted")
+                    self.storage.set_trial_user_attr(trial._trial_id, "end", {"status": "interrupted"})
                     self.study.tell(trial.number, state=TrialState.FAIL)
             self.study.add_trials(queue)
         return wanted
@@ -140,7 +139,7 @@ class SweepStudy:
         with _lock(self.plan.directory):
             seen: set[str | None] = {None}
             for trial in self.study.get_trials(deepcopy=False):
-                digest = trial.user_attrs.get("digest")
+                digest = _digest(trial)
                 if trial.state == TrialState.FAIL or digest in seen:
                     continue  # of two machines that queued a run at the same time, the first trial counts
                 seen.add(digest)
@@ -152,14 +151,14 @@ class SweepStudy:
         """Return the trial of each run by name: its first that did not fail, or else its last."""
         trials: dict[str, FrozenTrial] = {}
         for trial in self.study.get_trials(deepcopy=False):
-            name = trial.user_attrs.get("name")
+            name = trial.user_attrs.get("run", {}).get("name")
             if name is not None and (name not in trials or trials[name].state == TrialState.FAIL):
                 trials[name] = trial
         return trials
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
         """Return whether the process of a running trial is gone; one whose files are on another machine is not."""
-        lock = self.plan.processes_path / trial.user_attrs.get("owner", "")
+        lock = self.plan.processes_path / trial.user_attrs.get("process", {}).get("owner", "")
         return trial.state == TrialState.RUNNING and lock.is_dir() and not is_locked(lock)
 
     def _check_config(self, run: SweepRun) -> None:
@@ -187,8 +186,7 @@ class SweepStudy:
             return False
 
     def _prepare(self, trial: Trial) -> ClaimedRun:
-        trial.set_user_attr("owner", self.owner)
-        trial.set_user_attr("jobs", self.plan.jobs)
+        trial.set_user_attr("process", {"owner": self.owner, "jobs": self.plan.jobs})
         run = _read_run(self.storage.get_trial(trial._trial_id))
         return ClaimedRun(run, self.plan.load_point(run.values, self.plan.run_path(run.name)).config, trial, self.study)
 
@@ -213,9 +211,8 @@ class SweepStudy:
                 raise GridError(f"--sampler {self.plan.sampler}: {error}; choose another --directory") from None
             equal = next((other for other in trials.values() if _digest(other) == point.digest), None)
             if equal is None:
-                attributes = {"name": name_run(values, trials), "values": values, "digest": point.digest}
-                for key, attribute in attributes.items():
-                    trial.set_user_attr(key, attribute)
+                run = {"name": name_run(values, trials), "values": values, "digest": point.digest}
+                trial.set_user_attr("run", run)
                 return self._prepare(trial)
             is_done = equal.state == TrialState.COMPLETE
             self.study.tell(trial, equal.value if is_done else None, None if is_done else TrialState.FAIL)
@@ -297,28 +294,28 @@ def importances(runs: Sequence[SweepRun]) -> dict[str, float]:
 
 
 def _read_run(trial: FrozenTrial) -> SweepRun:
-    attributes = trial.user_attrs
+    run, end = trial.user_attrs["run"], trial.user_attrs.get("end", {})
     return SweepRun(
-        name=attributes["name"],
-        values=attributes["values"],
-        status=_STATUSES.get(trial.state) or attributes.get("status", "failed"),
-        digest=attributes["digest"],
-        seconds=attributes.get("seconds", 0.0),
-        error=attributes.get("error", ()),
-        jobs=attributes.get("jobs", 1),
+        name=run["name"],
+        values=run["values"],
+        status=_STATUSES.get(trial.state) or end.get("status", "failed"),
+        digest=run["digest"],
+        seconds=end.get("seconds", 0.0),
+        error=end.get("error", ()),
+        jobs=trial.user_attrs.get("process", {}).get("jobs", 1),
         value=trial.value if trial.value is not None and math.isfinite(trial.value) else None,
         number=trial.number,
     )
 
 
 def _digest(trial: FrozenTrial) -> str | None:
-    return trial.user_attrs.get("digest")
+    return trial.user_attrs.get("run", {}).get("digest")
 
 
 def _copy_trial(trial: FrozenTrial) -> FrozenTrial:
     """Build a waiting trial that continues the run of another one."""
-    kept = ("name", "values", "digest", "seconds")
-    attributes = {key: value for key, value in trial.user_attrs.items() if key in kept}
+    seconds = trial.user_attrs.get("end", {}).get("seconds", 0.0)
+    attributes = {"run": trial.user_attrs["run"], "end": {"seconds": seconds}}
     return optuna.create_trial(
         state=TrialState.WAITING, params=trial.params, distributions=trial.distributions, user_attrs=attributes
     )

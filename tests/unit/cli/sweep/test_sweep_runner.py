@@ -81,7 +81,7 @@ def run(base: Path, rates: str, *more: str) -> int:
 def statuses(path: Path) -> dict[str, str]:
     """Status by name, of the runs in the order of their first trials."""
     rows = [json.loads(line) for line in (path / "sweep.jsonl").read_text().splitlines()]
-    names = dict.fromkeys(trial.user_attrs["name"] for trial in load_study(path).get_trials())
+    names = dict.fromkeys(trial.user_attrs["run"]["name"] for trial in load_study(path).get_trials())
     return {name: row["status"] for name in names for row in rows if row["name"] == name}
 
 
@@ -332,7 +332,7 @@ def test_two_processes_share_a_sweep(base: Path) -> None:
     assert [sweep.wait(60) for sweep in sweeps] == [0, 0]
     assert [starts(directory, f"learning_rate-{rate}") for rate in rates] == [1] * 6
     assert set(statuses(directory).values()) == {"done"}
-    owners = {trial.user_attrs["owner"] for trial in load_study(directory).get_trials()}
+    owners = {trial.user_attrs["process"]["owner"] for trial in load_study(directory).get_trials()}
     assert len(owners) == 2
     assert not [*(directory / "processes").iterdir()]
 
@@ -364,20 +364,26 @@ def test_a_run_of_another_machine_is_left_alone(base: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_samplers_draw_new_values_and_are_reproducible(base: Path, sampler: str) -> None:
+def test_machines_share_a_database_but_no_files(base: Path, tmp_path: Path) -> None:
+    storage = ["--storage", f"sqlite:///{tmp_path / 'shared.db'}"]
+    assert run(base, "1.0,2.0", *storage, "--directory", "one/rates") == 0
+    assert run(base, "1.0,2.0,4.0", *storage, "--directory", "two/rates") == 0
+    assert [path.name for path in Path("two/rates/logs").iterdir()] == ["learning_rate-4.0.log"]
+    rows = [json.loads(line) for line in Path("two/rates/sweep.jsonl").read_text().splitlines()]
+    assert [(row["bound"], row["status"]) for row in rows] == [(1.0, "done"), (2.0, "done"), (4.0, "done")]
+    assert run(base, "8.0,9.0", *storage, "--directory", "two/others") == 0  # another study of the database
+    assert len(Path("two/others/sweep.jsonl").read_text().splitlines()) == 2
+
+
+def test_drawn_values_are_reproducible_and_extend_a_sweep(base: Path) -> None:
     drawn = []
-    for directory in ("one", "two"):
-        assert run(base, "log:1e-4..0.9", "--trials", "4", "--sampler", sampler, "--directory", directory) == 0
-        if directory == "two":  # the same command has nothing to do, and more trials extend the sweep
-            assert run(base, "log:1e-4..0.9", "--trials", "4", "--sampler", sampler, "--directory", directory) == 0
-        drawn.append(
-            [trial.user_attrs["values"]["optimizer.learning_rate"] for trial in load_study(Path(directory)).trials]
-        )
-    assert drawn[0] == drawn[1] and len({*drawn[0]}) == 4
-    assert all(1e-4 <= float(rate) <= 0.9 for rate in drawn[0])
-    assert run(base, "log:1e-4..0.9", "--trials", "5", "--sampler", sampler, "--directory", "two") == 0
-    assert list(statuses(Path("two")).values()) == ["done"] * 5
+    for directory, trials in (("one", 3), ("two", 2), ("two", 2), ("two", 3)):
+        assert run(base, "log:1e-4..0.9", "--trials", str(trials), "--directory", directory) == 0
+        attributes = [trial.user_attrs["run"] for trial in load_study(Path(directory)).trials]
+        drawn.append([float(attribute["values"]["optimizer.learning_rate"]) for attribute in attributes])
+    assert len({*drawn[0]}) == 3 and all(1e-4 <= rate <= 0.9 for rate in drawn[0])
+    assert drawn == [drawn[0], drawn[0][:2], drawn[0][:2], drawn[0]]
+    assert list(statuses(Path("two")).values()) == ["done"] * 3
 
 
 def test_tpe_finds_the_minimum_of_a_function(base: Path) -> None:
@@ -399,8 +405,8 @@ def test_no_values_are_drawn_twice(base: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(study, "MAX_DRAWS", 20)
     more = ["--sampler", "random", "--trials", "9", "--set", "training.batch_size=2..3"]
     assert run(base, "1.0,2.0", *more) == 0
-    points = [tuple(trial.user_attrs["values"].values()) for trial in load_study(Path("runs/sweeps/base")).trials
-              if "values" in trial.user_attrs]  # fmt: skip
+    points = [tuple(trial.user_attrs["run"]["values"].values()) for trial in load_study(Path("runs/sweeps/base")).trials
+              if "run" in trial.user_attrs]  # fmt: skip
     assert len(points) == len({*points}) == 4  # all that there are
 
 
