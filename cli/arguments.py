@@ -6,10 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-from cli.entry import build_parser, exit_with_usage_error
+from cli.entry import build_parser, exit_with_usage_error, path_argument
 from config.base import Section
 from config.dump import to_toml
 from config.load import ConfigError, json_schema, load_config
@@ -44,7 +43,7 @@ def parse_command(
         The config and the parsed arguments. Exits with 2 and a message if the config is invalid.
     """
     parser = build_parser(name, description, example)
-    parser.add_argument("--config", metavar="FILE.toml", type=Path, help="TOML file of the config")
+    parser.add_argument("--config", metavar="FILE.toml", type=path_argument, help="TOML file of the config")
     parser.add_argument(
         "--set",
         dest="overrides",

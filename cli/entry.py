@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn, cast
 
@@ -43,6 +44,13 @@ def build_parser(name: str, description: str, example: str) -> argparse.Argument
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(escape_control_characters(message))
+
+
+def path_argument(text: str) -> Path:
+    """The path of an argument. An empty text, as of an unset shell variable, is an error: `Path` takes it for "."."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError('is empty: name a path; "." is the working directory')
+    return Path(text)
 
 
 class _PrintVersion(argparse.Action):

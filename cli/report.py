@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.entry import build_parser, exit_with_usage_error, friendly_errors
+from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path_argument
 from files.terminal_text import print_line
 from logger.report import write_report
 
@@ -20,11 +20,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, read the runs, write the page. A run that cannot be reported ends it with 2."""
     description = "Curves, results, config and samples of runs on one page, which needs no network."
     parser = build_parser(NAME, description, EXAMPLE)
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="directory of a run, such as runs/quickstart")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=path_argument, help="directory of a run, such as runs/quickstart"
+    )
     parser.add_argument(
         "--output",
         metavar="FILE.html",
-        type=Path,
+        type=path_argument,
         help="the page; without it report.html in the directory of the run, of several in the working directory",
     )
     arguments = parser.parse_args(argv)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cli.doctor.report import examine, render
-from cli.entry import build_parser, friendly_errors
+from cli.entry import build_parser, friendly_errors, path_argument
 from files.terminal_text import print_line
 
 NAME = "diffusionlm-doctor"
@@ -53,6 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--quick", action="store_true", help="measure nothing, and try no kernel")
     parser.add_argument(
-        "--directory", metavar="DIR", type=Path, default=Path("runs"), help="where runs are written (default: runs)"
+        "--directory",
+        metavar="DIR",
+        type=path_argument,
+        default=Path("runs"),
+        help="where runs are written (default: runs)",
     )
     return parser

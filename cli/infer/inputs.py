@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from tokenizer import ChatTemplate, Tokenizer
 
 InputKind = Literal["prompt", "chat", "infill"]
+
+MAX_LINE_BYTES = 1 << 24
+"""Longer lines of a file of prompts are refused: an endless one would fill the memory."""
+MAX_INPUTS = 1_000_000
+"""So are more inputs in a file."""
 
 _KEYS: dict[str, InputKind] = {"prompt": "prompt", "messages": "chat", "infill": "infill"}
 
@@ -208,25 +214,36 @@ def _prefix_errors(location: str) -> Iterator[None]:
 def _read_file(path: Path, file_format: str | None) -> list[Input]:
     is_standard = str(path) == "-"
     name = "standard input" if is_standard else str(path)
-    data = sys.stdin.buffer.read() if is_standard else path.read_bytes()
     is_json = path.suffix == ".jsonl" if file_format is None else file_format == "jsonl"
-    inputs = []
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        with _prefix_errors(f"{name}:{number}"):
-            text = _decode_utf8(line.removesuffix(b"\r"))
-            if text.strip():
-                location = f"{name}:{number}"
-                inputs.append(_parse_json_line(text, location) if is_json else Input("prompt", text, location=location))
+    inputs: list[Input] = []
+    with nullcontext(sys.stdin.buffer) if is_standard else path.open("rb") as file:
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
+            location = f"{name}:{number}"
+            with _prefix_errors(location):
+                text = _decode_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+                if text.strip():
+                    parse = _parse_json_line if is_json else _parse_text_line
+                    inputs.append(parse(text, location))
+                if len(inputs) > MAX_INPUTS:
+                    raise ValueError(f"has more than {MAX_INPUTS:,} inputs: divide them among several calls")
     if not inputs:
         raise ValueError(f"{name}: has no prompts: write one per line")
     return inputs
 
 
-def _decode_utf8(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
+    """The text of a line, without its end."""
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"is longer than {MAX_LINE_BYTES:,} bytes: is this a text file?")
     try:
-        return line.decode()
+        return line.removesuffix(b"\n").removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start + 1} of the line); convert the file") from None
+
+
+def _parse_text_line(line: str, location: str) -> Input:
+    """The input of a line of another file."""
+    return Input("prompt", line, location=location)
 
 
 def _parse_json_line(line: str, location: str) -> Input:

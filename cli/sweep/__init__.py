@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from cli.entry import build_parser, friendly_errors, print_error
+from cli.entry import build_parser, friendly_errors, path_argument, print_error
 from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.grid import GridError, PointLoader, read_settings
 from cli.sweep.plan import SWEEPS, SweepPlan
@@ -56,7 +55,7 @@ def _build_plan(arguments: argparse.Namespace) -> SweepPlan:
 
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser(NAME, "Run many configs, each in a process, and compare their results.", EXAMPLE)
-    parser.add_argument("--config", metavar="FILE.toml", type=Path, help="the config that all runs share")
+    parser.add_argument("--config", metavar="FILE.toml", type=path_argument, help="the config that all runs share")
     parser.add_argument(
         "--set",
         dest="settings",
@@ -72,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--directory",
         metavar="DIR",
-        type=Path,
+        type=path_argument,
         help="directory of the sweep (default: runs/sweeps/NAME, with the name of the config)",
     )
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="runs at the same time (default: 1)")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cli import commands
 from cli.entry import friendly_errors
 from files.resilient_stream import NamedStream
 
@@ -226,3 +227,12 @@ def test_ignored_interrupts_stay_ignored() -> None:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.parametrize(("command", "option"), [("report", ""), ("doctor", "--directory="), ("sweep", "--config=")])
+def test_an_empty_path_is_refused(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be the working directory."""
+    with pytest.raises(SystemExit) as exit_:
+        getattr(commands, command)([option])
+    assert exit_.value.code == 2
+    assert "is empty: name a path" in capsys.readouterr().err

@@ -6,10 +6,11 @@ import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
+from cli.infer import inputs as inputs_module
 from cli.infer.inputs import EncodedInput, Input, encode_inputs, read_inputs
 from config.infer import InferInputConfig
 from config.model import ModelConfig
@@ -104,6 +105,33 @@ def test_bad_lines_name_file_and_line(tmp_path: Path, line: bytes, message: str)
     with pytest.raises(ValueError) as caught:
         read_inputs(written(path, b'"good"\n' + line + b"\n"))
     assert str(caught.value).startswith(f"{path}:2: {message}")
+
+
+def test_endless_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line without an end, and lines without an end: no more is read than the limits."""
+
+    class Endless(io.RawIOBase):
+        """Repeats a text for ever."""
+
+        def __init__(self, text: bytes) -> None:
+            self.text, self.num_read = text, 0
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            self.num_read += len(buffer)
+            data = self.text * (len(buffer) // len(self.text))
+            buffer[: len(data)] = data
+            return len(data)
+
+    monkeypatch.setattr(inputs_module, "MAX_INPUTS", 3)
+    for text, message in ((b"\0", "standard input:1: is longer than"), (b"a\n", "standard input:4: has more than 3")):
+        endless = Endless(text)
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BufferedReader(endless)))
+        with pytest.raises(ValueError, match=message):
+            read_inputs(InferInputConfig(prompts_file=Path("-")))
+        assert endless.num_read < 2 * inputs_module.MAX_LINE_BYTES
 
 
 def test_nothing_to_do(tmp_path: Path) -> None:
