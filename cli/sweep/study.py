@@ -309,7 +309,8 @@ def _read_run(trial: FrozenTrial) -> SweepRun:
 
 
 def _digest(trial: FrozenTrial) -> str | None:
-    return trial.user_attrs.get("run", {}).get("digest")
+    digest: str | None = trial.user_attrs.get("run", {}).get("digest")
+    return digest
 
 
 def _copy_trial(trial: FrozenTrial) -> FrozenTrial:

@@ -34,7 +34,7 @@ def wait_after_step(collection: GarbageCollection, step: int) -> None:
     signal.set_wakeup_fd(previous)
 
 
-GarbageCollection.collect_after_step = wait_after_step  # type: ignore[method-assign]
+GarbageCollection.collect_after_step = wait_after_step  # type: ignore[assignment, method-assign]
 
 if __name__ == "__main__":
     sys.exit(importlib.import_module(sys.argv.pop(1)).main())
