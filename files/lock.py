@@ -17,8 +17,11 @@ class DirectoryInUseError(OSError):
 
 
 @contextlib.contextmanager
-def lock_directory(path: Path, timeout_seconds: float = 0.0) -> Iterator[None]:
+def lock_directory(path: Path, timeout_seconds: float = 0.0) -> Iterator[int]:
     """Create ``path`` if it is missing and hold its lock for the duration of the block.
+
+    Yields:
+        The file descriptor of the lock. A process that inherits it holds the lock until it ends as well.
 
     Raises:
         DirectoryInUseError: another process still holds the lock after ``timeout_seconds``.
@@ -35,7 +38,7 @@ def lock_directory(path: Path, timeout_seconds: float = 0.0) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     raise DirectoryInUseError(error.errno, "in use by another process", str(path)) from error
                 time.sleep(POLL_SECONDS)
-        yield
+        yield file.fileno()
 
 
 def is_locked(path: Path) -> bool:

@@ -39,13 +39,14 @@ class RunProcess:
     Args:
         command: its command line.
         log: receives its output, behind that of earlier processes of the run.
+        lock: file descriptor that it inherits.
         gpu: the GPU that it uses; None: all.
 
     Raises:
         OSError: the log cannot be written, or the process cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, gpu: str | None = None) -> None:
+    def __init__(self, command: Sequence[str], log: Path, lock: int, gpu: str | None = None) -> None:
         self.gpu, self._log, self._started = gpu, log, time.monotonic()
         with log.open("ab") as file:
             self._log_start = file.tell()
@@ -57,6 +58,7 @@ class RunProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**build_environment(), **({} if gpu is None else {VISIBLE_DEVICES_VARIABLE: gpu})},
+                pass_fds=(lock,),
                 start_new_session=True,
             )
 

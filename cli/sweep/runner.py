@@ -115,7 +115,7 @@ class SweepRunner:
             gpu = min(self._gpus, key=[active.process.gpu for active in self._active].count)
         is_resumed = (directory / "checkpoints").is_dir()
         self._progress.log(f"{run.name} {'continues' if is_resumed else 'starts'}")
-        process = RunProcess(command, log, gpu)
+        process = RunProcess(command, log, self._study.lock, gpu)
         return ActiveRun(claimed, process, run.seconds * is_resumed, RecordReader(directory / "metrics.jsonl"))
 
     def _overrides(self, config: Any) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from cli.sweep.grid import (
     GridError,
@@ -91,6 +91,8 @@ class SweepStudy:
     study: optuna.Study
     owner: str
     """Name of this process among those of the sweep."""
+    lock: int
+    """File descriptor of the lock of this process, which its runs inherit: it is dead when they have ended as well."""
 
     def runs(self) -> list[SweepRun]:
         """Return the runs in the order of their first trials."""
@@ -157,7 +159,7 @@ class SweepStudy:
         return trials
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
-        """Return whether the process of a running trial is gone; one whose files are on another machine is not."""
+        """Return whether no process of a running trial is left; one whose files are on another machine is not dead."""
         lock = self.plan.processes_path / trial.user_attrs.get("process", {}).get("owner", "")
         return trial.state == TrialState.RUNNING and lock.is_dir() and not is_locked(lock)
 
@@ -234,9 +236,13 @@ def open_study(plan: SweepPlan, min_resource: int = 1) -> Iterator[SweepStudy]:
     pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
     if plan.prune:
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource, REDUCTION_FACTOR)
+    try:
+        url = str(make_url(plan.url))  # without the password
+    except ArgumentError:
+        raise GridError(f"--storage {plan.url}: expected a URL, such as postgresql://user@host/name") from None
     owner = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
-        with lock_directory(plan.processes_path / owner):
+        with lock_directory(plan.processes_path / owner) as lock:
             with _lock(plan.directory):
                 storage = optuna.storages.get_storage(plan.url)
                 study = optuna.create_study(
@@ -247,9 +253,9 @@ def open_study(plan: SweepPlan, min_resource: int = 1) -> Iterator[SweepStudy]:
                 study.set_user_attr("command", command)
             if command != name:
                 raise GridError(f"{plan.directory} contains a sweep of --command {command}, not {name}")
-            yield SweepStudy(plan, storage, study, owner)
+            yield SweepStudy(plan, storage, study, owner, lock)
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError, ImportError) as error:
-        raise GridError(f"--storage {make_url(plan.url)}: {str(error).splitlines()[0]}") from None
+        raise GridError(f"--storage {url}: {str(error).splitlines()[0]}") from None
     shutil.rmtree(plan.processes_path / owner)
 
 

@@ -22,6 +22,7 @@ from cli.sweep import main, processes, runner, study
 from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.grid import PointLoader, read_settings
 from cli.sweep.plan import SweepPlan
+from files.lock import is_locked
 
 RUN = """
 import json, math, os, pathlib, signal, sys, time, tomllib
@@ -157,6 +158,22 @@ def test_an_interrupted_sweep_is_continued(base: Path) -> None:
     assert [starts(directory, f"learning_rate-{rate}") for rate in ("2.0", "5.0", "1.0")] == [1, 2, 1]
 
 
+def test_an_interrupted_draw_is_continued_with_its_values(base: Path) -> None:
+    directory = Path("runs/sweeps/base")
+    arguments = ["--sampler", "random", "--trials", "2"]
+    thread = when_ready(directory / "logs" / "learning_rate-5.0.log", lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert run(base, "2.0,5.0", *arguments) == 130
+    thread.join()
+    assert run(base, "2.0,5.0", *arguments) == 0
+    assert statuses(directory) == {"learning_rate-2.0": "done", "learning_rate-5.0": "done"}
+    assert [starts(directory, f"learning_rate-{rate}") for rate in ("2.0", "5.0")] == [1, 2]
+    attempts = [
+        trial for trial in load_study(directory).get_trials() if trial.user_attrs["run"]["name"].endswith("5.0")
+    ]
+    assert [trial.params for trial in attempts] == [{"optimizer.learning_rate": "5.0"}] * 2
+    assert [trial.state.name for trial in attempts] == ["FAIL", "COMPLETE"]
+
+
 def test_active_runs_save_when_the_study_cannot_be_written(
     base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,6 +263,8 @@ def test_errors_are_found_before_a_run_starts(base: Path, capsys: pytest.Capture
     assert run(base, "1.0,2.0", "--storage", "postgresql://me:secret@nowhere/x") == 2
     error = capsys.readouterr().err
     assert "--storage postgresql://me:***@nowhere/x" in error and "secret" not in error
+    assert run(base, "1.0,2.0", "--storage", "nowhere") == 2
+    assert "--storage nowhere: expected a URL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -344,8 +363,14 @@ def test_a_killed_sweep_is_continued(base: Path, capsys: pytest.CaptureFixture[s
     wait_for(log)
     sweep.kill()
     sweep.wait()
+    [owner] = (directory / "processes").iterdir()
+    assert run(base, "5.0,2.0") == 0
+    assert statuses(directory) == {
+        "learning_rate-1.0": "done", "learning_rate-5.0": "running", "learning_rate-2.0": "done",
+    }  # fmt: skip
     os.kill(int((directory / "runs" / "learning_rate-5.0" / "pid").read_text()), signal.SIGTERM)
-    wait_for(directory / "runs" / "learning_rate-5.0" / "checkpoints")
+    while is_locked(owner):  # by the run
+        time.sleep(0.01)
     assert load_study(directory).get_trials()[1].state == optuna.trial.TrialState.RUNNING
     assert run(base, "1.0,5.0,2.0") == 0
     assert [starts(directory, f"learning_rate-{rate}") for rate in ("1.0", "5.0", "2.0")] == [1, 2, 1]
