@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 NAME = "diffusionlm-convert"
 
 EXAMPLE = f"""  {NAME} --source Qwen/Qwen3-0.6B --target models/qwen3-mask --set diffusion.block_length=4 --dry-run
-  {NAME} --source runs/quickstart --target models/quickstart --set dtype=bfloat16"""
+  {NAME} --source runs/quickstart --target models/quickstart --set dtype=bfloat16
+  {NAME} --source Qwen/Qwen3-0.6B --adapter adapters/mine --target models/merged"""
 
 
 @friendly_errors(NAME)
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = parse_command(
         ConvertConfig,
         name=NAME,
-        description="Write a model with another dtype, family or shard size, or with a mask token for diffusion.",
+        description="Write a model in another form: dtype, family, shard size, adapter merged, mask token added.",
         example=EXAMPLE,
         config_required=False,
         add_arguments=_add_arguments,
@@ -58,6 +59,8 @@ def describe_plan(plan: ConversionPlan) -> list[str]:
 
     config, source, target = plan.config, plan.source_config, plan.target_config
     lines = [f"read {plan.source}: {source.num_hidden_layers} layers, {source.vocab_size:,} rows of the embedding"]
+    if config.adapter is not None:
+        lines.append(f"merge the adapter {config.adapter}")
     if config.diffusion is not None:
         name, token_id = config.diffusion.mask_token, target.mask_token_id
         if plan.mean_row is None:
@@ -83,6 +86,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("source", "model, checkpoint or run directory, or org/name on the Hub"),
         ("target", "directory to write"),
+        ("adapter", "PEFT adapter (LoRA) to merge into the weights"),
     ):
         add_shorthand(group, f"--{name}", f"{name}={{string}}", metavar="DIR", help=text)
 

@@ -120,6 +120,7 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     add_shorthand(
         group, "--model", "model.path={string}", metavar="DIR", help="model, checkpoint or run, or org/name on the Hub"
     )
+    add_shorthand(group, "--adapter", "model.adapter={string}", metavar="DIR", help="PEFT adapter (LoRA) of the model")
     files = ("data.source=files", "data.source.paths=[{string}]", 'data.split="all"')
     add_shorthand(group, "--data", *files, metavar="FILE", help="file, directory or glob, all of it")
     add_shorthand(group, "--json", 'output.format="json"', help="one JSON object")

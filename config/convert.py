@@ -36,6 +36,8 @@ class ConvertConfig(Section):
     --source."""
     target: ConfigPath | None = None
     """Directory to write; must not exist. Required, here or as --target."""
+    adapter: ConfigPath | None = None
+    """Directory of a PEFT adapter (LoRA) to merge into the weights: computed in float32, rounded once."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Dtype of the weights. keep: that of the source; of several, the narrowest that holds all of them."""
     model_type: NonEmptyStr | None = None

@@ -17,6 +17,8 @@ class InferModelConfig(Section):
     path: ConfigPath | None = None
     """A model directory, a checkpoint, a run directory, or a model of the Hugging Face Hub (org/name or
     org/name@revision); required, here or as --model."""
+    adapter: ConfigPath | None = None
+    """Directory of a PEFT adapter (LoRA) for the model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if it is available."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -26,6 +28,12 @@ class InferModelConfig(Section):
     mask. tiled (on a CPU) and flex (on CUDA) skip hidden keys and need generation.cache = "none"."""
     threads: PositiveInt | None = None
     """CPU threads of torch. None: the default of torch."""
+
+    @model_validator(mode="after")
+    def _check_adapter(self) -> Self:
+        if self.adapter is not None and self.path is None:
+            raise ValueError("adapter is of no use without path: name its model")
+        return self
 
     def check_cache(self, cache: str | None, key: str) -> None:
         """Raise if the attention backend cannot use the cache that ``key`` of the config requests.

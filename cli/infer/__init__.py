@@ -26,6 +26,7 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
 
 _SHORTHANDS = (
     ("model", "DIR", "model.path={string}", "model directory, checkpoint or run, or org/name on the Hub"),
+    ("adapter", "DIR", "model.adapter={string}", "PEFT adapter (LoRA) of the model"),
     (
         "prompts",
         "FILE",

@@ -9,6 +9,7 @@ from cli.infer.answers import check_output_paths
 from cli.infer.inputs import EncodedInput, Input, encode_inputs, read_inputs, require_template
 from config.infer import InferConfig
 from config.model import ModelConfig
+from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.inference.healing import TokenHealer
 from diffusionlm.inference.requests import PreparedRequest, prepare_infill, prepare_prompt
@@ -46,6 +47,8 @@ def prepare_run(config: InferConfig) -> PreparedRun:
     template = require_template(_find_template(config, model)) if has_chats else None
     run = prepare_inputs(inputs, model.tokenizer, model.config, config, template)
     check_weight_files(config.model.path)
+    if config.model.adapter is not None:
+        read_adapter_config(config.model.adapter)
     return run
 
 

@@ -10,6 +10,7 @@ from config.convert import ConvertConfig, DiffusionSection
 from config.families.model_directory import read_model_config, resolve_model_directory
 from config.families.registry import FAMILIES, get_family, infer_model_type
 from config.model import ModelConfig
+from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
 from files.output_paths import check_can_write
@@ -46,8 +47,8 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
 
     Raises:
         ValueError: source or target is missing, the target exists, cannot be written, or is, contains or lies in the
-            source, the mask token cannot be added, the family has no such model, or the tokenizer does not fit the
-            model; names the key.
+            source, the adapter cannot be used, the mask token cannot be added, the family has no such model, or the
+            tokenizer does not fit the model; names the key.
     """
     if config.source is None or config.target is None:
         raise ValueError("source and target are both required: a model directory, and a directory to write")
@@ -55,6 +56,8 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     # A name on the Hub is no path.
     _check_target(config.target, [config.source, source] if config.source.exists() else [source])
     source_config, tokenizer = read_model_config(source), load_tokenizer(source)
+    if config.adapter is not None:
+        read_adapter_config(config.adapter)
     target_config, mean_row = source_config, None
     if config.diffusion is not None:
         token_id, mean_row = _choose_mask_row(config.diffusion, source_config, tokenizer)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from config.families.model_directory import resolve_model_directory
+from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.conversion_plan import ConversionPlan
-from diffusionlm.checkpoints.huggingface import load_model_with_config, save_model_directory
+from diffusionlm.checkpoints.huggingface import DTYPES, load_model_with_config, save_model_directory
 from diffusionlm.checkpoints.manifest import write_directory_atomically
 from diffusionlm.checkpoints.model_files import verify_model_files
-from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, read_saved_dtype
+from diffusionlm.models.lora import merge_adapter
 from diffusionlm.models.transformer import Transformer
 from tokenizer import load_chat_template, save_chat_template
 
@@ -24,13 +26,12 @@ def convert(plan: ConversionPlan) -> None:
     """Carry out a plan. The target exists completely or not at all.
 
     Raises:
-        ValueError: the weights do not fit the config, or the target cannot be written.
+        ValueError: the weights do not fit the config, the adapter not the model, or the target cannot be written.
     """
     assert plan.config.source is not None
     resolve_model_directory(plan.config.source)  # downloads the weights of a model of the Hub
     verify_model_files(plan.source)
-    model = load_model_with_config(plan.source_config, plan.source, dtype=plan.config.dtype)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = _read_weights(plan)
     if plan.unties_head:
         weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT].clone()
     if plan.mean_row is not None:
@@ -48,6 +49,19 @@ def convert(plan: ConversionPlan) -> None:
             save_chat_template(template, folder)
 
     write_directory_atomically(plan.target, write)
+
+
+def _read_weights(plan: ConversionPlan) -> dict[str, Tensor]:
+    """The weights of the source by parameter name, with the adapter merged, in the dtype of the target."""
+    config = plan.config
+    if config.adapter is None:
+        model = load_model_with_config(plan.source_config, plan.source, dtype=config.dtype)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    model = load_model_with_config(plan.source_config, plan.source, dtype="float32")
+    load_adapter(model, config.adapter)
+    merge_adapter(model)
+    dtype = read_saved_dtype(plan.source) if config.dtype == "keep" else DTYPES[config.dtype]
+    return {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
 
 
 def _fill_row_with_mean(table_VD: Tensor, row: int) -> Tensor:

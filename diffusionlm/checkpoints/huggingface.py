@@ -83,7 +83,13 @@ def load_configured_model(config: InferModelConfig) -> Transformer:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = select_device(config.device, "model.device")
-    return load_model(config.path, device=device, dtype=config.dtype, attention_backend=config.attention_backend)
+    return load_model(
+        config.path,
+        device=device,
+        dtype=config.dtype,
+        attention_backend=config.attention_backend,
+        adapter=config.adapter,
+    )
 
 
 def load_model_with_config(

@@ -8,6 +8,7 @@ from config.data import DataConfig, LocalFiles
 from config.eval import EvalConfig, EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
 from config.generation import GenerationConfig
 from config.model import ModelConfig
+from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
@@ -49,6 +50,8 @@ def plan_evaluation(config: EvalConfig) -> EvaluationPlan:
     row_length = _resolve_row_length(config.data, model.config)
     reader = build_row_reader(components, data_config, model.tokenizer, row_length, config.data.seed, repeat=False)
     check_weight_files(config.model.path)
+    if config.model.adapter is not None:
+        read_adapter_config(config.model.adapter)
     return EvaluationPlan(config, model, components, reader, row_length, block_length, method)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from cli.convert import main
 from config.convert import ConvertConfig
 from config.families.hub import download_description, download_model
+from config.lora import LoraConfig
 from config.model import ModelConfig
+from diffusionlm.checkpoints.adapter_files import save_adapter
 from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.conversion_plan import plan_conversion
 from diffusionlm.checkpoints.convert import convert
@@ -20,6 +23,7 @@ from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.models.init import init_weights
+from diffusionlm.models.lora import adapter_modules, add_adapter
 from diffusionlm.models.patterns import Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
@@ -288,3 +292,34 @@ def test_a_target_that_cannot_be_written(tokenizer: Tokenizer, tmp_path: Path) -
         (path.parent / "file").touch()
         with pytest.raises(ValueError, match=f"^target = {target} .*{remedy}"):
             plan_conversion(ConvertConfig(source=path, target=target))
+
+
+@pytest.mark.parametrize(("stored", "target"), [("float32", "keep"), ("bfloat16", "keep"), ("float32", "bfloat16")])
+def test_an_adapter_is_merged_with_one_rounding(
+    stored: str, target: Any, tokenizer: Tokenizer, tmp_path: Path, tiny_model: Callable[..., Transformer]
+) -> None:
+    """In float32 from the stored weights, then rounded to the dtype of the target."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    base = tiny_model(dtype=dtypes[stored], vocab_size=300, mask_token_id=258)
+    save_model_directory(base, tokenizer, tmp_path / "base")
+    config = LoraConfig(rank=2, trainable_tokens=(258,))
+    add_adapter(base, config)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    (tmp_path / "adapter").mkdir()
+    save_adapter(base, config, tmp_path / "adapter")
+    arguments = ["--source", "base", "--adapter", "adapter", "--target", "merged"]
+    main(
+        [
+            *(str(tmp_path / part) if index % 2 else part for index, part in enumerate(arguments)),
+            "--set",
+            f"dtype={target}",
+        ]
+    )
+    merged = load_model(tmp_path / "merged", dtype="keep")
+    exact = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    for name, module in adapter_modules(exact):
+        expected = module.effective_weight().to(dtypes[stored if target == "keep" else target])
+        assert torch.equal(merged.get_parameter(f"{name}.weight"), expected)

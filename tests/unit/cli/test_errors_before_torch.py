@@ -60,6 +60,9 @@ def folder(tiny_model: Callable[..., Transformer], tmp_path_factory: pytest.Temp
     (folder / "broken/config.json").write_text("{", encoding="utf-8")
     config = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
     (folder / "bert/config.json").write_text(json.dumps({**config, "model_type": "bert"}), encoding="utf-8")
+    (folder / "adapter").mkdir()
+    (folder / "adapter/adapter_config.json").write_text('{"peft_type": "IA3", "bias": "all"}', encoding="utf-8")
+    (folder / "adapter/adapter_model.safetensors").touch()
     (folder / "text.txt").write_text("a b c\n" * 99, encoding="utf-8")
     (folder / "holes.jsonl").write_text('"a"\n{"infill": "a[MASK:x]"}\n', encoding="utf-8")
     (folder / "answers.jsonl").write_text("{}\n", encoding="utf-8")
@@ -137,6 +140,18 @@ def calls_of_inputs(folder: Path) -> list[Call]:
         ),
         ("cli.convert", ["--source", infer[1], "--target", infer[1]], ["target = ", "is the source", "name a"]),
         ("cli.convert", ["--source", infer[1], "--target", proc], ["target = ", "choose another"]),
+        *(
+            (module, [*arguments, "--adapter", folder_of_adapter], texts)
+            for module, arguments in (
+                ("cli.infer", [*infer, "--prompt", "a", "--max-new-tokens", "4"]),
+                ("cli.eval", evaluate),
+                ("cli.convert", ["--source", infer[1], "--target", str(folder / "new")]),
+            )
+            for folder_of_adapter, texts in (
+                (str(folder / "none"), ["adapter_config.json", "PEFT adapter"]),
+                (str(folder / "adapter"), ['peft_type = "IA3"', "bias"]),
+            )
+        ),
         ("cli.train", [*train(folder), "--set", f"run.directory={file}/run"], ["run.directory", "choose another"]),
         ("cli.train", [*train(folder), "--set", f"run.directory={proc}/run"], ["run.directory", "choose another"]),
         (

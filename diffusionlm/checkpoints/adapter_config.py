@@ -1,0 +1,97 @@
+"""Read the adapter_config.json of PEFT (0.21). What the model cannot compute is refused by key. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from config.lora import LoraConfig
+from diffusionlm.checkpoints.model_files import join_problems
+from files.json_files import read_json_object
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HEAD_NAMES = {"lm_head", "ff_out"}
+"""Names of the head in the families' checkpoints."""
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "layers_pattern": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "megatron_config": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+}
+"""Keys that change the computation -> the values without effect."""
+_INITS_OF_THE_SAME_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Initial values that leave the base as it is. PEFT changes it for the others."""
+
+
+def read_adapter_config(directory: Path) -> LoraConfig:
+    """Read an adapter_config.json.
+
+    Raises:
+        ValueError: a file of the adapter is missing, the config is damaged, or a key has a value that is not supported;
+            lists all of them.
+    """
+    path = directory / ADAPTER_CONFIG
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory} has no {name}: name the directory of a PEFT adapter")
+    values = read_json_object(path)
+    problems = [
+        f"{key} = {json.dumps(values[key])} is not supported"
+        for key, neutral in _NEUTRAL_VALUES.items()
+        if key in values and values[key] not in neutral
+    ]
+    if values.get("peft_type") != "LORA":
+        problems.insert(0, f'peft_type = {json.dumps(values.get("peft_type"))} is not supported, only "LORA" is')
+    init = values.get("init_lora_weights", True)
+    if init not in _INITS_OF_THE_SAME_BASE:
+        problems.append(
+            f"init_lora_weights = {json.dumps(init)} changes the base: save the adapter in PEFT with "
+            "path_initial_model_for_weight_conversion"
+        )
+    exclude = values.get("exclude_modules") or []
+    if isinstance(exclude, str):
+        problems.append("exclude_modules is a regular expression, which is not supported: list the names")
+    if problems:
+        raise ValueError(f"{path}: {join_problems(problems)}")
+    try:
+        return LoraConfig.model_validate(
+            {
+                "rank": values.get("r", 8),
+                "alpha": float(values.get("lora_alpha", 8)),
+                "dropout": float(values.get("lora_dropout") or 0.0),
+                "targets": values.get("target_modules") or "",
+                "exclude": exclude,
+                "rank_patterns": values.get("rank_pattern") or {},
+                "alpha_patterns": {key: float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
+                "rslora": values.get("use_rslora", False),
+                "dora": values.get("use_dora", False),
+                **_read_trained_rows(values.get("trainable_token_indices"), path),
+            }
+        )
+    except ValidationError as error:
+        details = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        raise ValueError(f"{path}: {join_problems(details)}") from error
+
+
+def _read_trained_rows(value: object, path: Path) -> dict[str, Any]:
+    """The options of trained rows. A list means those of the embedding."""
+    ids_of_module = value if isinstance(value, dict) else {"embed_tokens": value or []}
+    lists = list(ids_of_module.values())
+    if not ids_of_module.keys() - HEAD_NAMES or any(ids != lists[0] for ids in lists):
+        raise ValueError(
+            f"{path}: trainable_token_indices = {json.dumps(value)} must have the same tokens for the embedding "
+            "and the head, or only for the embedding"
+        )
+    return {"trainable_tokens": lists[0], "trainable_head_rows": bool(ids_of_module.keys() & HEAD_NAMES)}
