@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -56,8 +56,6 @@ class LoraConfig(Section):
     init: Literal["default", "gaussian", "pissa", "olora"] = "default"
     """`default`: A uniform, B zero. `gaussian`: A normal, B zero. `pissa`: the largest singular values of the weight
     (Meng et al. 2024). `olora`: the first columns of its QR decomposition (Büyükakyüz 2024)."""
-    plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0
-    """Learning rate of B over that of A (LoRA+, Hayou et al. 2024)."""
 
     @field_validator("targets")
     @classmethod

@@ -69,25 +69,46 @@ def read_adapter_config(directory: Path) -> LoraConfig:
         return LoraConfig.model_validate(
             {
                 "rank": values.get("r", 8),
-                "alpha": float(values.get("lora_alpha", 8)),
-                "dropout": float(values.get("lora_dropout") or 0.0),
+                "alpha": values.get("lora_alpha", 8),
+                "dropout": values.get("lora_dropout", 0.0),
                 "targets": values.get("target_modules") or "",
                 "exclude": exclude,
                 "rank_patterns": values.get("rank_pattern") or {},
-                "alpha_patterns": {key: float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
+                "alpha_patterns": values.get("alpha_pattern") or {},
                 "rslora": values.get("use_rslora", False),
                 "dora": values.get("use_dora", False),
                 **_read_trained_rows(values.get("trainable_token_indices"), path),
             }
         )
     except ValidationError as error:
-        details = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        details = [f"{_key_of(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
         raise ValueError(f"{path}: {join_problems(details)}") from error
+
+
+_KEYS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "targets": "target_modules",
+    "exclude": "exclude_modules",
+    "rank_patterns": "rank_pattern",
+    "alpha_patterns": "alpha_pattern",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+    "trainable_tokens": "trainable_token_indices",
+}
+"""Option -> its key in the file."""
+
+
+def _key_of(location: tuple[int | str, ...]) -> str:
+    """The key in the file, of the place of an error in the options."""
+    option, *rest = location or ("",)
+    return ".".join(map(str, [_KEYS.get(str(option), option), *rest]))
 
 
 def _read_trained_rows(value: object, path: Path) -> dict[str, Any]:
     """The options of trained rows. A list means those of the embedding."""
-    ids_of_module = value if isinstance(value, dict) else {"embed_tokens": value or []}
+    ids_of_module = value if value and isinstance(value, dict) else {"embed_tokens": value or []}
     lists = list(ids_of_module.values())
     if not ids_of_module.keys() - HEAD_NAMES or any(ids != lists[0] for ids in lists):
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ from diffusionlm.models.transformer import Transformer
 
 FINGERPRINT_KEY = "base_fingerprint"
 _PREFIX = "base_model.model."
-_SAMPLED_VALUES = 64
+_SAMPLED_VALUES = 8
 """Values of each tensor that a fingerprint covers."""
 
 
 def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
-    """Put the adapter of a directory on a model, in place.
+    """Put the adapter of a directory on a model, in place. After an error the model is as it was.
 
     Raises:
         ValueError: the adapter is missing, damaged, not supported, or of another base; lists what is wrong.
@@ -42,13 +43,26 @@ def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
     config = read_adapter_config(directory)
     names = stored_module_names(model)
     tensors, fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
-    if fingerprint is not None and fingerprint != fingerprint_weights(model):
+    if fingerprint is not None and not _is_fingerprint_of(model, fingerprint):
         raise ValueError(
             f"{directory} was trained on another base: the weights of the model are not those that it adapts; name the "
             "base of its adapter_config.json"
         )
+    with torch.device("meta"):
+        probe = Transformer(model.config)
+    add_adapter(probe, config, names=names)
+    problems = _find_mismatches(dict(stored_adapter_tensors(probe)), tensors)
+    if problems:
+        raise ValueError(f"{directory / ADAPTER_WEIGHTS} does not fit the model: {join_problems(problems)}")
     add_adapter(model, config, names=names)
     parameters = dict(stored_adapter_tensors(model))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    return config
+
+
+def _find_mismatches(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
     problems = [f"{name} is missing" for name in parameters.keys() - tensors.keys()]
     problems += [f"{name} is unexpected" for name in tensors.keys() - parameters.keys()]
     problems += [
@@ -56,12 +70,7 @@ def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
         for name, parameter in parameters.items()
         if name in tensors and tensors[name].shape != parameter.shape
     ]
-    if problems:
-        raise ValueError(f"{directory / ADAPTER_WEIGHTS} does not fit the model: {join_problems(sorted(problems))}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-    return config
+    return sorted(problems)
 
 
 def save_adapter(model: Transformer, config: LoraConfig, directory: Path, *, base: str | None = None) -> None:
@@ -78,7 +87,7 @@ def save_adapter(model: Transformer, config: LoraConfig, directory: Path, *, bas
     metadata = {"format": "pt", FINGERPRINT_KEY: fingerprint_weights(model)}
     save_file(tensors, directory / ADAPTER_WEIGHTS, metadata)
     values = _build_adapter_config(model, config, base)
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def stored_module_names(model: Transformer) -> dict[str, str]:
@@ -165,26 +174,40 @@ def _whole(value: float) -> int | float:
 
 
 def fingerprint_weights(model: nn.Module) -> str:
-    """SHA-256 over names, shapes and some values of the base's parameters, rounded to bfloat16.
-
-    So the copies of a model in fp32 and in bf16 have the same fingerprint, and another model has another one.
-    """
-    digest = hashlib.sha256()
-    adapter_names = {
-        f"{name}.{parameter}"
-        for name, module in adapter_modules(model)
-        for parameter in ("lora_A", "lora_B", "lora_magnitude", "trained_rows")
-        if getattr(module, parameter, None) is not None
-    }
-    for name, parameter in sorted(model.named_parameters()):
-        if name in adapter_names:
-            continue
+    """Describe the base's parameters: SHA-256 of names and shapes, then some values of each in bfloat16, in hex."""
+    digest, samples = hashlib.sha256(), []
+    for name, parameter in _base_parameters(model):
         values = parameter.detach().flatten()
         indices = torch.linspace(0, len(values) - 1, min(_SAMPLED_VALUES, len(values)), dtype=torch.float64).long()
-        sample = values[indices.to(values.device)].to("cpu", torch.bfloat16).view(torch.int16)
+        samples.append(values[indices.to(values.device)].to("cpu", torch.bfloat16))
         digest.update(f"{name} {list(parameter.shape)}".encode())
-        digest.update(sample.numpy().tobytes())
-    return digest.hexdigest()
+    return f"{digest.hexdigest()} {torch.cat(samples).view(torch.uint8).numpy().tobytes().hex()}"
+
+
+def _is_fingerprint_of(model: nn.Module, fingerprint: str) -> bool:
+    """Whether a fingerprint is that of a model, or of a copy of it in another dtype."""
+    (names, sample), (other_names, other_sample) = (
+        text.split(" ") if text.count(" ") == 1 else ("", "") for text in (fingerprint, fingerprint_weights(model))
+    )
+    if names != other_names or len(sample) != len(other_sample):
+        return False
+    values, other_values = (
+        torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).view(torch.bfloat16).float()
+        for text in (sample, other_sample)
+    )
+    # A value that was rounded to float16 first may be the next bfloat16.
+    return torch.allclose(values, other_values, rtol=2**-7, atol=1e-6, equal_nan=True)
+
+
+def _base_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are not the adapter's, sorted by name."""
+    adapter = {
+        getattr(module, key, None)
+        for _, module in adapter_modules(model)
+        for key in ("lora_A", "lora_B", "lora_magnitude", "trained_rows")
+    }
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in adapter]
+    return sorted(parameters, key=itemgetter(0))
 
 
 def _read_tensors(path: Path) -> tuple[Mapping[str, Tensor], str | None]:

@@ -19,6 +19,8 @@ from config.lora import ALL_LINEAR, LoraConfig
 from diffusionlm.models.layers import Embedding, Linear
 from diffusionlm.models.transformer import Transformer
 
+FACTOR_INITS = ("pissa", "olora")
+"""Initial values that are a part of the weight."""
 HEAD = "lm_head"
 ROUTER_SUFFIX = ".mlp.gate"
 """End of a router's name, which "all-linear" leaves out."""
@@ -42,7 +44,7 @@ class LoRALinear(Linear):
         self.lora_magnitude = (
             nn.Parameter(base.weight.new_empty(base.out_features, dtype=dtype)) if config.dora else None
         )
-        has_first_product = config.init in ("pissa", "olora")
+        has_first_product = config.init in FACTOR_INITS
         self.first_A = nn.Buffer(torch.empty_like(self.lora_A)) if has_first_product else None
         self.first_B = nn.Buffer(torch.empty_like(self.lora_B)) if has_first_product else None
 
@@ -74,7 +76,7 @@ class LoRALinear(Linear):
             return (base + low).to(base.dtype)
         base = F.linear(x, self.weight)
         out = ((base + low) * self._row_factor()).to(base.dtype)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A [r, in] and B [out, r], or of rank 2 r with the subtracted product."""
@@ -93,7 +95,7 @@ class LoRALinear(Linear):
         assert self.lora_magnitude is not None
         A, B = self.factors()
         norm: Tensor = (self.weight.to(A.dtype) + self.scale * (B @ A)).detach().norm(dim=1)
-        return self.lora_magnitude / norm
+        return torch.where(norm > 0, self.lora_magnitude / norm, 1.0)
 
     def _input_dtype(self, x: Tensor) -> torch.dtype:
         return x.dtype if torch.is_autocast_enabled(x.device.type) else self.lora_A.dtype
@@ -159,23 +161,28 @@ def add_adapter(model: Transformer, config: LoraConfig, *, seed: int = 0, names:
         names: module name of the model -> name that targets and patterns mean; None: the same.
 
     Raises:
-        ValueError: the targets match no projection, or the head; a rank exceeds the projection; a token id is not in
-            the vocabulary.
+        ValueError: the model has an adapter; the targets match no projection, or the head; a rank exceeds the number of
+            factors of a projection; a token id is not in the vocabulary.
     """
+    if any(adapter_modules(model)):
+        raise ValueError("the model has an adapter already: merge it first, or load the model again")
+    targets = list_targets(model, config, names)
+    _check_token_ids(model, config.trainable_tokens)
     model.requires_grad_(requires_grad=False)
     generator = torch.Generator().manual_seed(seed)
-    for name, module in list_targets(model, config, names):
+    for name, module in targets:
         target = name if names is None else names[name]
         rank = config.rank_of(target)
-        if rank > min(module.weight.shape):
+        if config.init in FACTOR_INITS and rank > min(module.weight.shape):
             raise ValueError(
-                f"lora.rank = {rank} exceeds {name}, which is {module.out_features} x {module.in_features}: use a "
-                "smaller rank, or leave it out with lora.exclude"
+                f"lora.rank = {rank} exceeds {name}, which is {module.out_features} x {module.in_features}, and "
+                f'lora.init = "{config.init}" takes that many of its factors: use a smaller rank, or leave it out with '
+                "lora.exclude"
             )
         adapted = LoRALinear(module, rank, config.scale_of(target), config)
         if not adapted.weight.is_meta:
             adapted.initialize(generator)
-        model.set_submodule(name, adapted)
+        model.set_submodule(name, adapted.train(module.training))
     if config.trainable_tokens:
         _add_trained_rows(model, config.trainable_tokens, config.trainable_head_rows)
 
@@ -204,17 +211,21 @@ def list_targets(
     return [(name, projections[name]) for name in selected]
 
 
-def _add_trained_rows(model: Transformer, token_ids: Sequence[int], has_head_rows: bool) -> None:
+def _check_token_ids(model: Transformer, token_ids: Sequence[int]) -> None:
     outside = [id_ for id_ in token_ids if id_ >= model.config.vocab_size]
     if outside:
         raise ValueError(
             f"lora.trainable_tokens: {outside[0]} is not in the vocabulary of {model.config.vocab_size} tokens"
         )
-    embedding = TrainedRowsEmbedding(model.model.embed_tokens, token_ids)
+
+
+def _add_trained_rows(model: Transformer, token_ids: Sequence[int], has_head_rows: bool) -> None:
+    embedding = TrainedRowsEmbedding(model.model.embed_tokens, token_ids).train(model.training)
     model.model.embed_tokens = embedding
     tied_rows = embedding.trained_rows if model.config.tie_word_embeddings else None
     if tied_rows is not None or has_head_rows:
-        model.lm_head = TrainedRowsLinear(model.lm_head, embedding.trained_token_ids, tied_rows)
+        head = TrainedRowsLinear(model.lm_head, embedding.trained_token_ids, tied_rows)
+        model.lm_head = head.train(model.training)
 
 
 def adapter_modules(model: nn.Module) -> Iterator[tuple[str, LoRALinear | TrainedRowsEmbedding | TrainedRowsLinear]]:

@@ -15,7 +15,7 @@ from config.lora import LoraConfig
 from diffusionlm.checkpoints.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from diffusionlm.checkpoints.adapter_files import load_adapter, save_adapter
 from diffusionlm.checkpoints.huggingface import load_model, save_model
-from diffusionlm.models.lora import add_adapter
+from diffusionlm.models.lora import adapter_modules, add_adapter
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 from tests.reference.family_cases import BOUNDS, difference
@@ -32,7 +32,9 @@ CASES = [
     pytest.param({}, {}, id="all-linear"),
     pytest.param({"targets": r".*\.(up|down)_proj", "rslora": True}, {}, id="regex-rslora"),
     pytest.param(
-        {"rank_patterns": {"self_attn.q_proj": 5}, "alpha_patterns": {r"layers\.0\.mlp\..*": 3.5}}, {}, id="patterns"
+        {"rank_patterns": {"self_attn.q_proj": 5}, "alpha_patterns": {r"layers\.0\..*": 3.5, "q_proj": 64.0}},
+        {},
+        id="patterns",  # the first match counts; PEFT writes them sorted
     ),
     pytest.param({"dora": True}, {}, id="dora"),
     pytest.param({"trainable_tokens": (18, 3)}, {"tie_word_embeddings": False}, id="rows"),
@@ -59,7 +61,10 @@ def their_logits(model: Any) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("options", "model_options"), CASES)
+UNSORTED = {"alpha_patterns": {"q_proj": 64.0, r"layers\.0\..*": 3.5}}
+
+
+@pytest.mark.parametrize(("options", "model_options"), [*CASES, pytest.param(UNSORTED, {}, id="unsorted-patterns")])
 def test_peft_loads_our_adapter(
     options: dict[str, Any], model_options: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
 ) -> None:
@@ -123,6 +128,19 @@ def test_an_adapter_that_began_as_a_part_of_the_weight(
     assert json.loads((adapter / ADAPTER_CONFIG).read_text())["r"] == 6
 
 
+def test_a_rank_beyond_the_projection_and_dropout(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """PiSSA's export has twice the rank. Dropout is off in a loaded model."""
+    ours = tiny_model(**BASE)
+    save_model(ours, tmp_path)
+    config = LoraConfig(rank=10, alpha=7.0, init="pissa", dropout=0.5)  # k_proj has 12 rows
+    add_adapter(ours, config)
+    move_adapter(ours, torch.Generator().manual_seed(1))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_adapter(ours, config, adapter)
+    assert difference(our_logits(load_model(tmp_path, adapter=adapter)), our_logits(ours.eval())) < BOUNDS["float32"]
+
+
 @pytest.fixture
 def adapter(tiny_model: MakeModel, tmp_path: Path) -> Path:
     """A directory with an adapter of rank 2 on the default model."""
@@ -147,19 +165,22 @@ def adapter(tiny_model: MakeModel, tmp_path: Path) -> Path:
         ("trainable_token_indices", {"embed_tokens": [1], "lm_head": [2]}),
         ("r", 0),
         ("target_modules", None),
+        ("lora_alpha", None),
+        ("lora_dropout", "x"),
+        ("alpha_pattern", [1]),
     ],
 )
 def test_what_the_model_cannot_compute_is_refused(key: str, value: Any, adapter: Path, tiny_model: MakeModel) -> None:
     path = adapter / ADAPTER_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    names = {"r": "rank", "target_modules": "targets"}
-    with pytest.raises(ValueError, match=names.get(key, key)):
+    with pytest.raises(ValueError, match=rf"{ADAPTER_CONFIG}: .*\b{key}\b"):
         load_adapter(tiny_model(**BASE), adapter)
 
 
 def test_another_base_is_refused(adapter: Path, tiny_model: MakeModel) -> None:
-    """Also one that differs in a single layer; a copy in bfloat16 is the same base."""
-    load_adapter(tiny_model(**BASE, dtype=torch.bfloat16), adapter)
+    """Also one that differs in a single layer; a copy in another dtype is the same base."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        load_adapter(tiny_model(**BASE, dtype=dtype), adapter)
     other = tiny_model(**BASE)
     with torch.no_grad():
         other.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.5)
@@ -180,8 +201,10 @@ def test_tensors_that_do_not_fit_are_listed(change: str, adapter: Path, tiny_mod
     else:
         tensors[name] = torch.zeros(5, 5)
     save_file(tensors, path)
+    model = tiny_model(**BASE)
     with pytest.raises(ValueError) as error:
-        load_adapter(tiny_model(**BASE), adapter)
+        load_adapter(model, adapter)
+    assert not list(adapter_modules(model))
     assert name in str(error.value)
     assert {"missing": "missing", "unexpected": "unexpected", "shape": "[5, 5]"}[change] in str(error.value)
 

@@ -129,13 +129,32 @@ def test_only_the_adapter_is_trained(tied: bool, tiny_model: MakeModel) -> None:
 
 def test_dropout_only_in_training(tiny_model: MakeModel) -> None:
     model = tiny_model().eval()
-    add_adapter(model, LoraConfig(rank=3, dropout=0.5))
+    add_adapter(model, LoraConfig(rank=3, dropout=0.5, trainable_tokens=(1,)))
+    assert not any(module.training for module in model.modules())
     with torch.no_grad():
         for _, module in adapter_modules(model):
-            assert isinstance(module, LoRALinear)
-            module.lora_B.normal_(generator=torch.Generator().manual_seed(1))
-    assert torch.equal(logits_of(model.eval()), logits_of(model))
+            if isinstance(module, LoRALinear):
+                module.lora_B.normal_(generator=torch.Generator().manual_seed(1))
+    assert torch.equal(logits_of(model), logits_of(model))
     assert not torch.equal(logits_of(model.train()), logits_of(model))
+
+
+def test_a_second_adapter_is_refused(tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    add_adapter(model, LoraConfig(rank=3))
+    with pytest.raises(ValueError, match="adapter already"):
+        add_adapter(model, LoraConfig(rank=3))
+
+
+def test_dora_with_a_zero_row_and_a_bias_under_autocast(tiny_model: MakeModel) -> None:
+    model = tiny_model(attention_bias=True)
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.self_attn.q_proj.weight")[0] = 0.0
+    before = logits_of(model)
+    add_adapter(model, LoraConfig(rank=3, dora=True))
+    torch.testing.assert_close(logits_of(model), before, atol=1e-5, rtol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.get_submodule("model.layers.0.self_attn.q_proj")(torch.ones(2, 24)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -200,7 +219,7 @@ def test_patterns_select_rank_and_alpha() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rank": 25}, ("lora.rank = 25", "lora.exclude")),
+        ({"rank": 25, "init": "pissa"}, ("lora.rank = 25", "lora.exclude")),
         ({"targets": ("qproj",)}, ("lora.targets", "q_proj")),
         ({"targets": ("lm_head",)}, ("lora.targets", "lora.trainable_tokens")),
         ({"rank": 2, "trainable_tokens": (19,)}, ("lora.trainable_tokens", "19")),
