@@ -160,8 +160,12 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> RenderableType:
         ("memory, activations", estimate.bytes_activations, " (estimate)"),
         ("memory, together", estimate.bytes_total, " (estimate)"),
     ):
-        lines.append((name, f"{size / 2**20:,.1f} MiB{note}"))
+        lines.append((name, f"{_format_bytes(size)}{note}"))
     return make_table(lines)
+
+
+def _format_bytes(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

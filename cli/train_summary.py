@@ -43,7 +43,10 @@ def format_summary(summary: RunSummary, directory: Path, example_input: str = ""
         ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps{_format_padding(summary.padding_share)}"),
         ("time", f"{summary.seconds:,.0f} s"),
     ]
-    return [make_table(lines), "", f"next: {suggest_next_command(directory, example_input)}"]
+    notes = []
+    if result.nats_per_token > result.unigram_entropy:
+        notes = ["", "the model is not yet better than the frequencies of tokens: train longer (training.max_steps)"]
+    return [make_table(lines), *notes, "", f"next: {suggest_next_command(directory, example_input)}"]
 
 
 def suggest_next_command(directory: Path, example_input: str) -> str:

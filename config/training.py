@@ -26,8 +26,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if there is a device, else the CPU."""
     threads: PositiveInt | None = None
-    """CPU threads of torch. None: one per core that the process (or its control group) may use, divided among the ranks
-    on this machine."""
+    """CPU threads of torch. None: OMP_NUM_THREADS in a single process, else one per core that the process (or its
+    control group) may use, divided among the ranks on this machine."""
 
 
 class TrainingConfig(Section):

@@ -119,7 +119,8 @@ def _check_cores(machine: Machine, torch: TorchInfo) -> Iterator[Finding]:
         settings = {name: machine.variables[name] for name in THREAD_VARIABLES if name in machine.variables}
         reason = ", ".join(f"{name}={value}" for name, value in settings.items()) or "torch's default"
         remedy = f"model.threads = {num_usable_cores}" + (", or unset the variable" if settings else "")
-        yield Finding("slow", problem, f"{reason}; inference uses this number, training uses run.threads", remedy)
+        why = f"{reason}; inference uses this number, and training uses OMP_NUM_THREADS"
+        yield Finding("slow", problem, why, remedy)
     if torch.version is not None and torch.threads > num_usable_cores:
         quota = (
             "" if processor.quota is None else f"; the control group grants {processor.quota:g} cores' worth of time"

@@ -110,10 +110,10 @@ def _explain(error: Exception, name: str) -> str:
         case errors.RevisionNotFoundError():
             return f"the model on the Hugging Face Hub has no revision {revision!r}"
     cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error.__cause__ or error)
-    command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
+    command = f"uv run hf download {repository}" + (f" --revision {revision}" if revision else "")
     return (
         f"it cannot be downloaded from the Hugging Face Hub ({cause}), nor is all of it in the cache: run "
-        f'"{command}" where there is a network, or name a local directory (--model DIR)'
+        f'"{command}" where there is a network, or name a local directory'
     )
 
 

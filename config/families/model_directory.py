@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,21 @@ def resolve_model_directory(path: str | Path, *, needs_weights: bool = True) -> 
     if is_hub_name(name) and not path.exists() and ("@" in name or not path.parent.is_dir()):
         path = download_model(name) if needs_weights else download_description(name)
     if not path.is_dir():
-        hint = f"; {name}@main is looked up on the Hugging Face Hub" if is_hub_name(name) and "@" not in name else ""
-        raise ValueError(f"no model at {path}: there is no such directory{hint}")
+        raise ValueError(f"no model at {path}: there is no such directory{_suggest_model(path)}")
     for candidate in (path, path / "checkpoints" / "latest"):
         if (candidate / "config.json").is_file():
             return candidate
     raise ValueError(f"no model at {path}: it has no config.json, and no checkpoints/latest/config.json")
+
+
+def _suggest_model(path: Path) -> str:
+    """What else a missing directory may mean."""
+    siblings = [child.name for child in path.parent.iterdir() if child.is_dir()] if path.parent.is_dir() else []
+    similar = get_close_matches(path.name, siblings, 1)
+    name = path.as_posix()
+    if similar:
+        return f"; did you mean {path.parent / similar[0]}?"
+    return f"; write {name}@main for a model of the Hugging Face Hub" if is_hub_name(name) and "@" not in name else ""
 
 
 def read_model_config(directory: Path) -> ModelConfig:

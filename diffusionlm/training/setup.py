@@ -46,11 +46,18 @@ def set_up_device(config: RunConfig, keep_freed_memory: bool) -> torch.device:
         ValueError: ``run.device = "cuda"`` without a CUDA device.
     """
     ranks_on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
-    torch.set_num_threads(config.threads or max(1, usable_cores() // ranks_on_machine))
+    default = _read_omp_threads(ranks_on_machine) or max(1, usable_cores() // ranks_on_machine)
+    torch.set_num_threads(config.threads or default)
     device = select_device(config.device, "run.device")
     if device == "cpu" and keep_freed_memory:
         memory.keep_freed_memory()
     return torch.device(device)
+
+
+def _read_omp_threads(ranks_on_machine: int) -> int:
+    """OMP_NUM_THREADS, or 0 if it is not set. With several ranks it is torchrun's 1, whatever the number of cores."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdecimal() and ranks_on_machine == 1 else 0
 
 
 def choose_precision(config: TrainingConfig, device: torch.device) -> torch.dtype:

@@ -17,8 +17,8 @@ HANDLED_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 """In ascending order of their numbers."""
 
 DUPLICATE_SIGNAL_SECONDS = 1.0
-"""With several ranks, a signal so soon after the first one is the same request: a batch system signals all processes
-of a job, and torchrun, which is one of them, passes the signal on to its ranks."""
+"""A signal so soon after the first one is the same request: batch systems and `timeout` signal all processes of a job,
+and torchrun and ``uv run``, which are among them, pass the signal on. Only Ctrl-C twice is meant, by one process."""
 
 
 class StoppedError(Exception):
@@ -81,7 +81,8 @@ class StopRequest:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received_signal is not None:
-            if self._is_distributed and now < self._received_at + DUPLICATE_SIGNAL_SECONDS:
+            is_meant = number == signal.SIGINT and not self._is_distributed
+            if not is_meant and now < self._received_at + DUPLICATE_SIGNAL_SECONDS:
                 return
             raise KeyboardInterrupt
         self.received_signal, self._received_at = number, now

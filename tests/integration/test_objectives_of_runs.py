@@ -207,6 +207,8 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
         "share of the block",
     ):
         assert part in text
+    is_trained = summary.evaluation.nats_per_token < summary.evaluation.unigram_entropy
+    assert ("train longer (training.max_steps)" in text) != is_trained
     model = load_model(config.run.directory)
     assert (model.config.block_length, model.config.logit_alignment) == (16, "same_position")
     # The table's numbers are what the library says of the saved model.

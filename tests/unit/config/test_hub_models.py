@@ -139,11 +139,11 @@ def test_errors_are_one_line_with_a_remedy(tmp_path: Path, endpoint: str) -> Non
     assert "org/pickled" in pickled[1] and "pickles are not downloaded" in pickled[1]
     assert not [path for path, _ in HubHandler.requests if "pytorch_model" in path]
     new, incomplete = resolve(tmp_path, endpoint, ("org/new@v1", True), ("org/tiny", True), HF_HUB_OFFLINE="1")
-    assert 'run "hf download org/new --revision v1" where there is a network' in new[1] and "--model DIR" in new[1]
+    assert 'run "uv run hf download org/new --revision v1" where there is a network' in new[1]
     assert "HF_HUB_OFFLINE is set" in new[1]
-    assert '"hf download org/tiny"' in incomplete[1]
+    assert '"uv run hf download org/tiny"' in incomplete[1]
     [unreachable] = resolve(tmp_path, "http://127.0.0.1:9", ("org/new", True))
-    assert '"hf download org/new"' in unreachable[1] and "HF_HUB_OFFLINE" not in unreachable[1]
+    assert '"uv run hf download org/new"' in unreachable[1] and "HF_HUB_OFFLINE" not in unreachable[1]
     assert not [error for _, error in (missing, revision, pickled, new, incomplete, unreachable) if "\n" in error]
 
 
@@ -167,9 +167,11 @@ def test_paths_that_are_no_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ValueError, match=r"no model at .*: there is no such directory$"):
             resolve_model_directory(name)
     with pytest.raises(
-        ValueError, match=r"no model at Qwen/none: .*; Qwen/none@main is looked up on the Hugging Face Hub"
+        ValueError, match=r"no model at Qwen/none: .*; write Qwen/none@main for a model of the Hugging Face Hub"
     ):
         resolve_model_directory("Qwen/none")
+    with pytest.raises(ValueError, match=r"no model at Qwen/loacl: .*; did you mean Qwen/local\?"):
+        resolve_model_directory("Qwen/loacl")
     assert asked == []
     assert resolve_model_directory("Qwen/none@main") == tmp_path / "snapshot"
     assert resolve_model_directory("org/none") == tmp_path / "snapshot"

@@ -19,8 +19,21 @@ def test_the_first_is_remembered_and_the_second_ends(number: int) -> None:
         os.kill(os.getpid(), number)
         assert (stop.signal, stop.received_signal) == (number, number)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(signal_number) for signal_number in HANDLED_SIGNALS] == before
+
+
+def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``timeout`` signals ``uv run`` and the run, and ``uv run`` passes the signal on to the run."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    stop = StopRequest()
+    stop._handle_signal(signal.SIGTERM, None)
+    clock[0] += 0.9
+    stop._handle_signal(signal.SIGTERM, None)
+    clock[0] += 0.2
+    with pytest.raises(KeyboardInterrupt):
+        stop._handle_signal(signal.SIGTERM, None)
 
 
 def test_signal_to_one_rank_stops_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
