@@ -44,6 +44,8 @@ REDUCTION_FACTOR = 3
 MAX_DRAWS = 50
 """Draws of values until a run is new and valid."""
 MIN_RUNS_FOR_IMPORTANCES = 6
+_CANDIDATE = "candidate "
+"""Prefix of user attributes that name the processes that tried to take a trial."""
 _STATUSES: dict[TrialState, Status] = {
     TrialState.WAITING: "waiting",
     TrialState.RUNNING: "running",
@@ -146,7 +148,9 @@ class SweepStudy:
                     continue  # of two machines that queued a run at the same time, the first trial counts
                 seen.add(digest)
                 if trial.state == TrialState.WAITING and digest in wanted and self._take(trial):
-                    return self._prepare(Trial(self.study, trial._trial_id))
+                    taken = Trial(self.study, trial._trial_id)
+                    taken.set_user_attr("process", self._process)
+                    return self._prepare(taken)
             return None if self.plan.num_trials is None else self._draw(self.plan.num_trials, log)
 
     def _trials(self) -> dict[str, FrozenTrial]:
@@ -160,8 +164,9 @@ class SweepStudy:
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
         """Return whether no process of a running trial is left; one whose files are on another machine is not dead."""
-        lock = self.plan.processes_path / trial.user_attrs.get("process", {}).get("owner", "")
-        return trial.state == TrialState.RUNNING and lock.is_dir() and not is_locked(lock)
+        locks = [self.plan.processes_path / owner for owner in _owners(trial)]
+        is_left = any(not lock.is_dir() or is_locked(lock) for lock in locks)
+        return trial.state == TrialState.RUNNING and bool(locks) and not is_left
 
     def _check_config(self, run: SweepRun) -> None:
         path = self.plan.config_path(run.name)
@@ -181,14 +186,20 @@ class SweepStudy:
             f"change:\n  {listed}\nchoose another --directory; a sweep can only be extended by values of --set"
         )
 
+    @property
+    def _process(self) -> dict[str, Any]:
+        return {"owner": self.owner, "jobs": self.plan.jobs}
+
     def _take(self, trial: FrozenTrial) -> bool:
+        # Recorded while the trial waits, so that a running trial always names a process. Each has an attribute of its
+        # own: of two machines that take the trial at the same time, the one that fails must not overwrite the other.
         try:
+            self.storage.set_trial_user_attr(trial._trial_id, f"{_CANDIDATE}{self.owner}", self.plan.jobs)
             return self.storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
         except optuna.exceptions.UpdateFinishedTrialError:
             return False
 
     def _prepare(self, trial: Trial) -> ClaimedRun:
-        trial.set_user_attr("process", {"owner": self.owner, "jobs": self.plan.jobs})
         run = _read_run(self.storage.get_trial(trial._trial_id))
         return ClaimedRun(run, self.plan.load_point(run.values, self.plan.run_path(run.name)).config, trial, self.study)
 
@@ -214,6 +225,7 @@ class SweepStudy:
             equal = next((other for other in trials.values() if _digest(other) == point.digest), None)
             if equal is None:
                 run = {"name": name_run(values, trials), "values": values, "digest": point.digest}
+                trial.set_user_attr("process", self._process)
                 trial.set_user_attr("run", run)
                 return self._prepare(trial)
             is_done = equal.state == TrialState.COMPLETE
@@ -317,6 +329,13 @@ def _read_run(trial: FrozenTrial) -> SweepRun:
 def _digest(trial: FrozenTrial) -> str | None:
     digest: str | None = trial.user_attrs.get("run", {}).get("digest")
     return digest
+
+
+def _owners(trial: FrozenTrial) -> list[str]:
+    """Return the process of a running trial, or while it does not say so, all that tried to take it."""
+    if "process" in trial.user_attrs:
+        return [trial.user_attrs["process"]["owner"]]
+    return [key.removeprefix(_CANDIDATE) for key in trial.user_attrs if key.startswith(_CANDIDATE)]
 
 
 def _copy_trial(trial: FrozenTrial) -> FrozenTrial:

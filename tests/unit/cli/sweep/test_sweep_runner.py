@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -21,7 +22,7 @@ import pytest
 from cli.sweep import main, processes, runner, study
 from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.grid import PointLoader, read_settings
-from cli.sweep.plan import SweepPlan
+from cli.sweep.plan import Sampler, SweepPlan
 from files.lock import is_locked
 
 RUN = """
@@ -77,6 +78,13 @@ def base(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def run(base: Path, rates: str, *more: str) -> int:
     return main(["--config", str(base), "--set", f"optimizer.learning_rate={rates}", *more])
+
+
+def build_plan(base: Path, rates: str, sampler: Sampler = "grid", storage: str = "") -> SweepPlan:
+    command = SWEEP_COMMANDS["train"]
+    settings = read_settings([f"optimizer.learning_rate={rates}"], command)
+    trials = None if sampler == "grid" else 3
+    return SweepPlan(PointLoader(command, base, settings), Path("runs/sweeps/base"), sampler, trials, storage=storage)
 
 
 def statuses(path: Path) -> dict[str, str]:
@@ -398,6 +406,62 @@ def test_machines_share_a_database_but_no_files(base: Path, tmp_path: Path) -> N
     assert [(row["bound"], row["status"]) for row in rows] == [(1.0, "done"), (2.0, "done"), (4.0, "done")]
     assert run(base, "8.0,9.0", *storage, "--directory", "two/others") == 0  # another study of the database
     assert len(Path("two/others/sweep.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("sampler", "rates"), [("grid", "1.0,2.0,4.0"), ("random", "1.0..2.0")])
+def test_a_run_just_taken_on_another_machine_is_left_alone(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: Sampler, rates: str
+) -> None:
+    """The other machine adds and claims runs before each attribute that a process records of a run it takes."""
+    plan = build_plan(base, rates, sampler=sampler, storage=f"sqlite:///{tmp_path / 'shared.db'}")
+    points = plan.load_point.load_all()
+    set_user_attr = optuna.trial.Trial.set_user_attr
+    with (
+        study.open_study(replace(plan, directory=Path("one/rates"))) as one,
+        study.open_study(replace(plan, directory=Path("two/rates"))) as two,
+    ):
+        wanted = one.add(points)
+        others = []
+
+        def interleave(trial: optuna.trial.Trial, key: str, value: object) -> None:
+            if trial.study is one.study:
+                two.add(points)
+                others.append(two.claim(wanted, pytest.fail))
+            set_user_attr(trial, key, value)
+
+        monkeypatch.setattr(optuna.trial.Trial, "set_user_attr", interleave)
+        claimed = [one.claim(wanted, pytest.fail), *others]
+        assert len({run.run.digest for run in claimed if run is not None}) == len(claimed) > 1
+        assert [run.status for run in one.runs()].count("running") == len(claimed)
+
+
+@pytest.mark.parametrize(
+    ("others", "states"), [([], ["FAIL", "WAITING", "WAITING"]), (["elsewhere"], ["RUNNING", "WAITING"])]
+)
+def test_a_run_whose_process_died_as_it_took_it(
+    base: Path, monkeypatch: pytest.MonkeyPatch, others: list[str], states: list[str]
+) -> None:
+    """It is made again, unless a process of another machine may have taken it."""
+
+    def fail(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    plan = build_plan(base, "1.0,2.0")
+    points = plan.load_point.load_all()
+
+    def take_and_die() -> None:
+        with study.open_study(plan) as dying, monkeypatch.context() as context:
+            wanted = dying.add(points)
+            for other in others:
+                dying.storage.set_trial_user_attr(1, f"candidate {other}", 1)
+            context.setattr(optuna.trial.Trial, "set_user_attr", fail)
+            dying.claim(wanted, pytest.fail)
+
+    with pytest.raises(KeyboardInterrupt):
+        take_and_die()
+    with study.open_study(plan) as opened:
+        opened.add(points)
+    assert [trial.state.name for trial in load_study(plan.directory).get_trials()] == states
 
 
 def test_drawn_values_are_reproducible_and_extend_a_sweep(base: Path) -> None:
