@@ -48,7 +48,7 @@ def render_page(sweep: SweepTable, title: str, plan: SweepPlan, importances: Map
     states = [f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses)]
     sections = {
         "Runs": _render_runs(sweep, plan.directory),
-        "History": draw_charts(_history(sweep), data, importance),
+        "History": draw_charts(_history(sweep, plan), data, importance),
         "Training loss": draw_charts(_loss_curves(sweep), data),
         "Samples" if sweep.command == "train" else "Outputs": _render_texts(sweep),
     }
@@ -107,7 +107,7 @@ def _label(sweep: SweepTable, row: SweepTableRow) -> str:
     return ", ".join(f"{short[key]} {row.values[key]}" for key in sweep.keys)
 
 
-def _history(sweep: SweepTable) -> list[Chart]:
+def _history(sweep: SweepTable, plan: SweepPlan) -> list[Chart]:
     """Build the charts of the objective: by the order of the runs, and by each key."""
     if sweep.command != "train":
         return []
@@ -123,12 +123,13 @@ def _history(sweep: SweepTable) -> list[Chart]:
     best = Curve("best so far", 1, 0, order_N[np.isfinite(best_N)], best_N[np.isfinite(best_N)])
     unit = TRAIN_COLUMNS[number]
     charts = [Chart("History", unit, [*_dots(order_N, values_N, is_done_N), best], x_name="run")]
+    log_keys = {axis.key for axis in plan.axes if axis.range is not None and axis.range.is_log}
     for key, name in short_keys(sweep.keys).items():
         texts = [row.values[key] for row in rows]
         numbers = parse_numbers(texts)
         labels = () if numbers is not None else tuple(dict.fromkeys(texts))
         at_N = np.array([float(labels.index(text)) for text in texts] if numbers is None else numbers)
-        is_log = numbers is not None and is_logarithmic(numbers)
+        is_log = numbers is not None and (key in log_keys or is_logarithmic(numbers))
         dots = _dots(at_N, values_N, is_done_N)
         charts.append(Chart(f"By {name}", unit, dots, x_name=name, x_is_log=is_log, x_labels=labels))
     return charts
@@ -152,7 +153,8 @@ def _loss_curves(sweep: SweepTable) -> list[Chart]:
         if row.result.curve is not None and len(curves) < MAX_CURVES:
             series = row.result.curve
             indices = downsample(series.values_N, CURVE_BUCKETS)
-            curve = Curve(_label(sweep, row), len(curves), 0, series.steps_N[indices], series.values_N[indices])
+            x_N, y_N = series.steps_N[indices], series.values_N[indices]
+            curve = Curve(_label(sweep, row), len(curves), 0, x_N, y_N, has_dots=len(x_N) == 1)
             curves.append(curve)
     note = f"The first {MAX_CURVES} runs of the table." if len(sweep.rows) > MAX_CURVES else ""
     return [Chart("Smoothed training loss", "nats per token", curves, note, log=False)] if curves else []

@@ -22,6 +22,9 @@ from logger.pages.tables import table
 WIDTH, HEIGHT = 2000, 1000
 """Size of the SVG's view box."""
 
+MAX_AXIS_NAME = 7
+"""Letters of the name that fit left of an axis; a longer name is in the title and the read-out only."""
+
 FILE_WIDTH, FILE_HEIGHT = 640, 320
 """Size of an SVG file, in pixels."""
 
@@ -128,7 +131,7 @@ def _draw_panel(plot: Chart, panel: str, across: AxisScale, scales: dict[str, Ax
         x_labels = _category_labels(plot, across)
     else:
         x_labels = _labels(across, "left", plot.x_is_share, max_ticks=3 if panel else 6)
-    if not plot.x_is_share:
+    if not plot.x_is_share and len(plot.x_name) <= MAX_AXIS_NAME:
         x_labels += f"<b>{escape(plot.x_name)}</b>"
     head = f"<h4>{escape(panel)}</h4>" if panel else ""
     return (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cli.sweep.commands import SWEEP_COMMANDS
-from cli.sweep.grid import PointLoader, Setting
+from cli.sweep.grid import PointLoader, Setting, ValueRange
 from cli.sweep.page import render_page
 from cli.sweep.plan import SweepPlan, SweepRun
 from cli.sweep.results import Measurement, read_inference_result, read_training_result
@@ -258,6 +258,17 @@ def test_the_page_of_training_runs(sweep: Sweep) -> None:
     assert [(line["x"], line["y"]) for line in by_rate["lines"]] == [([0, 0.002], [3.02, 3.01]), ([0.004], [5.0])]
     assert [line["name"] for line in losses["lines"]] == ["learning_rate 2e-3", "learning_rate 0e-3"]
     assert "Importance" in html and "100%" in html
+
+
+def test_a_logarithmic_range_has_a_logarithmic_axis(sweep: Sweep) -> None:
+    """Also where the values differ by less than a decade; a curve of one point is a dot."""
+    sweep.runs[0] = replace(sweep.runs[0], values={"optimizer.learning_rate": "1e-3"})
+    numbers = ValueRange(1e-3, 1e-1, None, True, False)
+    settings = [Setting("optimizer.learning_rate", ("1e-3", "1e-1"), numbers)]
+    sweep.plan = replace(sweep.plan, load_point=PointLoader(SWEEP_COMMANDS["train"], None, settings))
+    _, html = page_of(sweep)
+    charts = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html)[1])  # type: ignore[index]
+    assert charts[1]["xLog"] is True
 
 
 def test_values_that_are_no_numbers_are_categories(sweep: Sweep) -> None:

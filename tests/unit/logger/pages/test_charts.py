@@ -30,6 +30,12 @@ def test_a_logarithmic_axis_spreads_powers_evenly() -> None:
     assert values["xLog"] and values["x"][0] < 0.001 and values["x"][1] > 0.1
 
 
+def test_a_long_name_of_an_axis_is_left_to_the_title() -> None:
+    for name, is_shown in (("epoch", True), ("learning_rate", False)):
+        html, _ = draw_chart(Chart("Rate", "", [points([1.0], [3.0])], x_name=name), 0)
+        assert (f"<b>{name}</b>" in html) == is_shown
+
+
 def test_categories_label_their_positions() -> None:
     chart = Chart("Kind", "", [points([0.0, 1.0], [1.0, 2.0])], x_labels=("<adamw>", "muon"))
     html, values = draw_chart(chart, 0)
