@@ -224,14 +224,32 @@ class PointLoader:
         return list(points.values())
 
     def _digest(self, config: Section) -> str:
-        values: dict[str, Any] = config.model_dump(mode="json")
+        values = {name: _non_default_values(getattr(config, name)) for name in _non_default_names(config)}
         for name in self.sweep_command.managed_keys:
             section, _, key = name.partition(".")
             if key:
-                values[section].pop(key)
+                values.get(section, {}).pop(key, None)
             else:
-                values.pop(section)
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+                values.pop(section, None)
+        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _non_default_values(value: Any) -> Any:
+    """Return the values of a config that are not defaults, so that a new key with a default changes no digest.
+
+    Sections name their class: a key such as ``kind`` selects it, also by its default.
+    """
+    if isinstance(value, (tuple, list)):
+        return [*map(_non_default_values, value)]
+    if not isinstance(value, Section):
+        return value
+    values = {name: _non_default_values(getattr(value, name)) for name in _non_default_names(value)}
+    return {"": type(value).__name__, **values}
+
+
+def _non_default_names(section: Section) -> list[str]:
+    fields = type(section).model_fields.items()
+    return [name for name, field in fields if getattr(section, name) != field.get_default(call_default_factory=True)]
 
 
 def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:

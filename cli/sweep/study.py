@@ -12,7 +12,7 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,13 @@ class SweepStudy:
     """Name of this process among those of the sweep."""
     lock: int
     """File descriptor of the lock of this process, which its runs inherit: it is dead when they have ended as well."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Recorded digest -> present one, of runs whose config is the same although its digest is not."""
 
     def runs(self) -> list[SweepRun]:
         """Return the runs in the order of their first trials."""
-        return [*map(_read_run, self._trials().values())]
+        runs = map(_read_run, self._trials().values())
+        return [replace(run, digest=self.digests.get(run.digest, run.digest)) for run in runs]
 
     def add(self, points: Sequence[GridPoint]) -> set[str]:
         """Queue the points that are new, and the runs that failed, were interrupted or left by a dead process.
@@ -114,12 +117,14 @@ class SweepStudy:
             for trial in trials.values():
                 self._check_config(_read_run(trial))
             points = points if self.plan.sampler == "grid" else []
-            drawn = {str(_digest(trial)) for trial in trials.values() if trial.params and self.plan.sampler != "grid"}
+            drawn = {
+                str(self._digest(trial)) for trial in trials.values() if trial.params and self.plan.sampler != "grid"
+            }
             wanted = {point.digest for point in points} | drawn
             ended = [trial for trial in trials.values() if trial.state == TrialState.FAIL or self._is_dead(trial)]
-            queue = [_copy_trial(trial) for trial in ended if _digest(trial) in wanted]
+            queue = [_copy_trial(trial) for trial in ended if self._digest(trial) in wanted]
             for point in points:
-                if point.digest not in map(_digest, trials.values()):
+                if point.digest not in map(self._digest, trials.values()):
                     name = name_run(point.values, [*trials, *(trial.user_attrs["run"]["name"] for trial in queue)])
                     run = {"name": name, "values": dict(point.values), "digest": point.digest}
                     queue.append(optuna.create_trial(state=TrialState.WAITING, user_attrs={"run": run}))
@@ -143,7 +148,7 @@ class SweepStudy:
         with _lock(self.plan.directory):
             seen: set[str | None] = {None}
             for trial in self.study.get_trials(deepcopy=False):
-                digest = _digest(trial)
+                digest = self._digest(trial)
                 if trial.state == TrialState.FAIL or digest in seen:
                     continue  # of two machines that queued a run at the same time, the first trial counts
                 seen.add(digest)
@@ -168,11 +173,15 @@ class SweepStudy:
         is_left = any(not lock.is_dir() or is_locked(lock) for lock in locks)
         return trial.state == TrialState.RUNNING and bool(locks) and not is_left
 
+    def _digest(self, trial: FrozenTrial) -> str | None:
+        recorded: str | None = trial.user_attrs.get("run", {}).get("digest")
+        return recorded if recorded is None else self.digests.get(recorded, recorded)
+
     def _check_config(self, run: SweepRun) -> None:
         path = self.plan.config_path(run.name)
         try:
             point = self.plan.load_point(run.values, self.plan.run_path(run.name))
-            if point.digest == run.digest:
+            if point.digest == run.digest and not path.is_file():
                 return
             command = self.plan.sweep_command
             recorded = load_config(command.config, path, key_hints=command.key_hints)
@@ -180,6 +189,9 @@ class SweepStudy:
             lines = [line for line in differences if not line.startswith(command.managed_keys)]
         except ConfigError as error:
             lines = str(error).splitlines()[-1:]
+        if not lines:  # the digest may be one that another version computed
+            self.digests[run.digest] = point.digest
+            return
         listed = "\n  ".join(lines)
         raise GridError(
             f"{self.plan.directory} contains a sweep of another config; its run {format_values(run.values)} would "
@@ -222,7 +234,7 @@ class SweepStudy:
             except ValueError as error:  # other choices than in the study
                 self.study.tell(trial, state=TrialState.FAIL)
                 raise GridError(f"--sampler {self.plan.sampler}: {error}; choose another --directory") from None
-            equal = next((other for other in trials.values() if _digest(other) == point.digest), None)
+            equal = next((other for other in trials.values() if self._digest(other) == point.digest), None)
             if equal is None:
                 run = {"name": name_run(values, trials), "values": values, "digest": point.digest}
                 trial.set_user_attr("process", self._process)
@@ -324,11 +336,6 @@ def _read_run(trial: FrozenTrial) -> SweepRun:
         value=trial.value if trial.value is not None and math.isfinite(trial.value) else None,
         number=trial.number,
     )
-
-
-def _digest(trial: FrozenTrial) -> str | None:
-    digest: str | None = trial.user_attrs.get("run", {}).get("digest")
-    return digest
 
 
 def _owners(trial: FrozenTrial) -> list[str]:

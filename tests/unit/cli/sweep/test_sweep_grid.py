@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,20 @@ def test_the_digest_is_that_of_the_config_without_its_paths(base: Path) -> None:
     points = [load({"run.seed": seed}, Path(folder)) for seed, folder in (("1", "a"), ("1", "b"), ("2", "a"))]
     assert points[0].digest == points[1].digest != points[2].digest
     assert str(points[1].config.run.directory) == "b"  # type: ignore[attr-defined]
+
+
+def test_the_digest_has_the_values_that_are_not_defaults(base: Path) -> None:
+    class NewTrainConfig(TrainConfig):
+        new_key: int = 1
+
+    command = SWEEP_COMMANDS["train"]
+    settings = read_settings(["optimizer.kind=adamw,lion,muon", "optimizer.learning_rate=0.1"], command)
+    digests = [point.digest for point in PointLoader(command, base, settings).load_all()]
+    assert len({*digests}) == 3
+    fixed = [*settings, *read_settings(["new_key=1,2"], command)]
+    points = PointLoader(replace(command, config=NewTrainConfig), base, fixed).load_all()
+    assert [point.digest for point in points[::2]] == digests
+    assert points[1].digest not in digests
 
 
 def test_texts_and_arrays_as_values(base: Path) -> None:

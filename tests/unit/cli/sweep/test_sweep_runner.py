@@ -23,6 +23,7 @@ from cli.sweep import main, processes, runner, study
 from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.grid import PointLoader, read_settings
 from cli.sweep.plan import Sampler, SweepPlan
+from config.train import TrainConfig
 from files.lock import is_locked
 
 RUN = """
@@ -251,6 +252,32 @@ def test_only_values_extend_a_sweep(base: Path, capsys: pytest.CaptureFixture[st
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     assert main(["--command", "infer", "--directory", str(directory), *arguments]) == 2
     assert "--command train" in capsys.readouterr().err
+
+
+def test_new_keys_with_defaults_change_no_sweep(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NewTrainConfig(TrainConfig):
+        new_key: int = 1
+
+    assert run(base, "1.0,2.0", "--set", "training.batch_size=4,8") == 0
+    command, digest = SWEEP_COMMANDS["train"], PointLoader._digest
+    with monkeypatch.context() as context:
+        context.setattr(PointLoader, "_digest", lambda self, config: f"of another version: {digest(self, config)}")
+        context.setitem(SWEEP_COMMANDS, "train", replace(command, config=NewTrainConfig))
+        assert run(base, "1.0,2.0,4.0", "--set", "training.batch_size=4,8") == 0
+    directory = Path("runs/sweeps/base")
+    assert len(statuses(directory)) == 6
+    for rate in ("1.0", "2.0", "4.0"):
+        assert [starts(directory, f"learning_rate-{rate}_batch_size-{size}") for size in ("4", "8")] == [1, 1]
+
+    class OtherTrainConfig(TrainConfig):
+        new_key: int = 2
+
+    monkeypatch.setitem(SWEEP_COMMANDS, "train", replace(command, config=OtherTrainConfig))
+    capsys.readouterr()
+    assert run(base, "4.0,5.0", "--set", "training.batch_size=4,8") == 2
+    assert "new_key: 1 -> 2" in capsys.readouterr().err
 
 
 def test_errors_are_found_before_a_run_starts(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
