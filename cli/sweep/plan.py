@@ -52,10 +52,6 @@ class SweepPlan:
         return self.directory.resolve().name if self.storage else "sweep"
 
     @property
-    def url(self) -> str:
-        return self.storage or f"sqlite:///{self.directory / STUDY_FILE}"
-
-    @property
     def processes_path(self) -> Path:
         return self.directory / "processes"
 

@@ -150,7 +150,7 @@ class SweepRunner:
             claimed.finish("done", seconds, (), value)
             bound = measured and f", {TRAIN_COLUMNS[self._objective]} {format_measurement(self._objective, measured)}"
             outcome = f"is done after {duration}{bound or ''}"
-        elif active.is_pruned:
+        elif active.is_pruned and code in (0, *STOPPED_EXIT_CODES):
             claimed.finish("pruned", seconds, (), None)
             outcome = f"is pruned at step {max(active.reported):,} after {duration}"
         elif code in STOPPED_EXIT_CODES or (is_stopping and code != 0):

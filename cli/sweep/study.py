@@ -18,7 +18,7 @@ from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from cli.sweep.grid import (
@@ -31,7 +31,7 @@ from cli.sweep.grid import (
     name_run,
     parse_numbers,
 )
-from cli.sweep.plan import Status, SweepPlan, SweepRun
+from cli.sweep.plan import STUDY_FILE, Status, SweepPlan, SweepRun
 from config.base import Section
 from config.dump import list_differences
 from config.load import ConfigError, load_config
@@ -43,6 +43,8 @@ REDUCTION_FACTOR = 3
 """Of successive halving: a third of the runs passes each rung."""
 MAX_DRAWS = 50
 """Draws of values until a run is new and valid."""
+MAX_RANDOM_RUNS = 10
+"""Most runs of ``tpe`` with random values, before it prefers values like those of good runs."""
 MIN_RUNS_FOR_IMPORTANCES = 6
 _CANDIDATE = "candidate "
 """Prefix of user attributes that name the processes that tried to take a trial."""
@@ -222,8 +224,10 @@ class SweepStudy:
         for _ in range(MAX_DRAWS if len(trials) < num_trials else 0):
             trial = Trial(self.study, self.storage.create_new_trial(study_id))
             # Seeded by the trial, so that a sweep is reproducible and concurrent processes draw different values.
-            kinds = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
-            self.study.sampler = kinds[self.plan.sampler](seed=trial.number)
+            self.study.sampler = optuna.samplers.RandomSampler(seed=trial.number)
+            if self.plan.sampler == "tpe":
+                num_random = min(MAX_RANDOM_RUNS, max(4, num_trials // 4))
+                self.study.sampler = optuna.samplers.TPESampler(seed=trial.number, n_startup_trials=num_random)
             try:
                 values = {axis.key: _suggest(trial, axis) for axis in self.plan.axes}
                 point = self.plan.load_point(values)
@@ -261,14 +265,14 @@ def open_study(plan: SweepPlan, min_resource: int = 1) -> Iterator[SweepStudy]:
     if plan.prune:
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource, REDUCTION_FACTOR)
     try:
-        url = str(make_url(plan.url))  # without the password
+        url = str(make_url(_storage_url(plan)))  # without the password
     except ArgumentError:
-        raise GridError(f"--storage {plan.url}: expected a URL, such as postgresql://user@host/name") from None
+        raise GridError(f"--storage {plan.storage}: expected a URL, such as postgresql://user@host/name") from None
     owner = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
         with lock_directory(plan.processes_path / owner) as lock:
             with _lock(plan.directory):
-                storage = optuna.storages.get_storage(plan.url)
+                storage = optuna.storages.get_storage(_storage_url(plan))
                 study = optuna.create_study(
                     storage=storage, study_name=plan.study_name, pruner=pruner, load_if_exists=True
                 )
@@ -281,6 +285,12 @@ def open_study(plan: SweepPlan, min_resource: int = 1) -> Iterator[SweepStudy]:
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError, ImportError) as error:
         raise GridError(f"--storage {url}: {str(error).splitlines()[0]}") from None
     shutil.rmtree(plan.processes_path / owner)
+
+
+def _storage_url(plan: SweepPlan) -> str:
+    """Return the URL of the database; every character of the directory may be one that URLs quote."""
+    path = str(plan.directory / STUDY_FILE)
+    return plan.storage or URL.create("sqlite", database=path).render_as_string()
 
 
 @contextlib.contextmanager

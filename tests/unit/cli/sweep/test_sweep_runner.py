@@ -503,7 +503,7 @@ def test_drawn_values_are_reproducible_and_extend_a_sweep(base: Path) -> None:
 
 
 def test_tpe_finds_the_minimum_of_a_function(base: Path) -> None:
-    """A parabola of the logarithm of the rate, and a better and a worse kind; the first ten draws are random."""
+    """A parabola of the logarithm of the rate, and a better and a worse kind; the first six draws are random."""
     command = SWEEP_COMMANDS["train"]
     settings = read_settings(["optimizer.learning_rate=log:1e-5..1.0", "optimizer.kind=adamw,muon"], command)
     plan = SweepPlan(PointLoader(command, base, settings), Path("tpe"), "tpe", 25, storage="sqlite:///:memory:")
@@ -514,7 +514,25 @@ def test_tpe_finds_the_minimum_of_a_function(base: Path) -> None:
             values.append((math.log10(float(rate)) + 2.0) ** 2 + (kind == "adamw"))
             claimed.finish("done", 1.0, (), values[-1])
         assert [run.value for run in opened.runs()] == values and len(values) == 25
-    assert min(values) < min(0.02, min(values[:10]))
+    assert min(values) < min(0.02, min(values[:6]))
+
+
+@pytest.mark.parametrize(("trials", "num_random"), [(8, 4), (24, 6), (99, 10)])
+def test_tpe_begins_with_a_quarter_of_random_runs(base: Path, trials: int, num_random: int) -> None:
+    plan = replace(build_plan(base, "1.0..2.0", "tpe", "sqlite:///:memory:"), num_trials=trials)
+    with study.open_study(plan) as opened:
+        assert opened.claim([], pytest.fail) is not None
+        assert vars(opened.study.sampler)["_n_startup_trials"] == num_random
+
+
+@pytest.mark.parametrize("names", [["q?1", "q?2"], ["a{b}"], ["p%20q", "p q"], ["h#1", "h#2"]])
+def test_every_directory_has_its_own_study(base: Path, names: list[str]) -> None:
+    plans = [replace(build_plan(base, "1.0,2.0"), directory=Path(name)) for name in names]
+    for plan in plans:
+        with study.open_study(plan) as opened:
+            assert opened.runs() == []
+            opened.add(plan.load_point.load_all())
+    assert all((plan.directory / "study.db").is_file() for plan in plans)
 
 
 def test_no_values_are_drawn_twice(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,6 +560,15 @@ def test_bad_runs_are_pruned_at_a_rung(base: Path, capsys: pytest.CaptureFixture
     assert "pruned, at the last validation" in (directory / "sweep.html").read_text()
     assert run(base, "2.0,6.0,1.0", *more) == 0
     assert starts(directory, "learning_rate-6.0") == 1
+
+
+def test_a_pruned_run_that_fails_to_save_has_failed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Path("program.py")
+    program.write_text(program.read_text().replace("sys.exit(128 + number)", "sys.exit(1)"))
+    assert run(base, "2.0,6.0", "--prune", "--set", "validation.every_steps=1") == 1
+    directory = Path("runs/sweeps/base")
+    assert statuses(directory) == {"learning_rate-2.0": "done", "learning_rate-6.0": "failed"}
+    assert load_study(directory).get_trials()[1].state.name == "FAIL"
 
 
 def test_runs_use_the_code_of_this_project(monkeypatch: pytest.MonkeyPatch) -> None:
