@@ -31,7 +31,7 @@ from cli.sweep.grid import (
     name_run,
     parse_numbers,
 )
-from cli.sweep.plan import STUDY_FILE, Status, SweepPlan, SweepRun
+from cli.sweep.plan import STUDY_FILE, Status, SweepPlan, SweepRun, objective
 from config.base import Section
 from config.dump import list_differences
 from config.load import ConfigError, load_config
@@ -272,17 +272,29 @@ def open_study(plan: SweepPlan, min_resource: int = 1) -> Iterator[SweepStudy]:
     try:
         with lock_directory(plan.processes_path / owner) as lock:
             with _lock(plan.directory):
-                storage = optuna.storages.get_storage(_storage_url(plan))
+                try:
+                    storage = optuna.storages.get_storage(_storage_url(plan))
+                except ImportError as error:
+                    problem = str(error).splitlines()[0]
+                    raise GridError(f"--storage {url}: {problem}; install the driver of the database") from None
                 study = optuna.create_study(
                     storage=storage, study_name=plan.study_name, pruner=pruner, load_if_exists=True
                 )
                 name = plan.sweep_command.name
                 command = study.user_attrs.get("command", name)
                 study.set_user_attr("command", command)
+                measurement = objective([axis.key for axis in plan.axes])
+                recorded = study.user_attrs.get("objective", measurement)
+                study.set_user_attr("objective", recorded)
+            if measurement != recorded:
+                raise GridError(
+                    f"{plan.directory} contains a sweep that is ranked by {recorded}; the keys of --set require "
+                    f"{measurement}: choose another --directory"
+                )
             if command != name:
                 raise GridError(f"{plan.directory} contains a sweep of --command {command}, not {name}")
             yield SweepStudy(plan, storage, study, owner, lock)
-    except (SQLAlchemyError, optuna.exceptions.StorageInternalError, ImportError) as error:
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         raise GridError(f"--storage {url}: {str(error).splitlines()[0]}") from None
     shutil.rmtree(plan.processes_path / owner)
 

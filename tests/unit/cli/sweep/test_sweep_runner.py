@@ -254,6 +254,15 @@ def test_only_values_extend_a_sweep(base: Path, capsys: pytest.CaptureFixture[st
     assert "--command train" in capsys.readouterr().err
 
 
+def test_an_extension_keeps_the_objective(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = build_plan(base, "1.0,2.0")
+    with study.open_study(plan):
+        pass
+    assert run(base, "1.0,2.0", "--set", "tokenizer.vocab_size=280,300") == 2
+    error = capsys.readouterr().err
+    assert "bits_per_byte" in error and "choose another --directory" in error
+
+
 def test_new_keys_with_defaults_change_no_sweep(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +307,7 @@ def test_errors_are_found_before_a_run_starts(base: Path, capsys: pytest.Capture
     assert run(base, "1.0,2.0", "--storage", "postgresql://me:secret@nowhere/x") == 2
     error = capsys.readouterr().err
     assert "--storage postgresql://me:***@nowhere/x" in error and "secret" not in error
+    assert "install the driver" in error
     assert run(base, "1.0,2.0", "--storage", "nowhere") == 2
     assert "--storage nowhere: expected a URL" in capsys.readouterr().err
 
