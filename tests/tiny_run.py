@@ -92,7 +92,7 @@ def write_code_config(folder: Path, **changes: dict[str, Any]) -> Path:
 
 
 def wait_for_gate(process: subprocess.Popen[Any], gate: Path) -> None:
-    """Wait until `tests.e2e.gated_train` is at its gate."""
+    """Wait until `tests.e2e.gated_train` is at its gate, or for another file."""
     deadline = time.monotonic() + 200
     while not gate.exists():
         assert process.poll() is None, process.communicate()

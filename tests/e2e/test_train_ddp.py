@@ -132,6 +132,7 @@ def test_a_rank_that_dies_is_replaced(config: Path, uninterrupted: Path) -> None
     process = start_and_wait(config, directory, 12, "--set", "parallel.max_restarts=1")
     ranks = ranks_of(process.pid)
     assert len(ranks) == 2
+    wait_for_gate(process, directory / "checkpoints" / "latest")  # written in the background
     os.kill(ranks[1], signal.SIGKILL)
     code, stderr = finish(process)
     assert code == 0, stderr
