@@ -263,6 +263,7 @@ def test_an_extension_keeps_the_objective(base: Path, capsys: pytest.CaptureFixt
     assert "bits_per_byte" in error and "choose another --directory" in error
 
 
+@pytest.mark.slow
 def test_new_keys_with_defaults_change_no_sweep(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +385,7 @@ def start_sweep(base: Path, rates: str, *more: str) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_sweep(base: Path) -> None:
     directory = Path("runs/sweeps/base")
     rates = ["1.0", "5.0", "1.5", "6.0", "2.0", "2.5"]
@@ -423,6 +425,7 @@ def test_a_killed_sweep_is_continued(base: Path, capsys: pytest.CaptureFixture[s
     assert "learning_rate-5.0 continues" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_of_another_machine_is_left_alone(base: Path) -> None:
     directory = Path("runs/sweeps/base")
     assert run(base, "1.0,2.0") == 0
@@ -434,6 +437,7 @@ def test_a_run_of_another_machine_is_left_alone(base: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_machines_share_a_database_but_no_files(base: Path, tmp_path: Path) -> None:
     storage = ["--storage", f"sqlite:///{tmp_path / 'shared.db'}"]
     assert run(base, "1.0,2.0", *storage, "--directory", "one/rates") == 0
@@ -445,6 +449,7 @@ def test_machines_share_a_database_but_no_files(base: Path, tmp_path: Path) -> N
     assert len(Path("two/others/sweep.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampler", "rates"), [("grid", "1.0,2.0,4.0"), ("random", "1.0..2.0")])
 def test_a_run_just_taken_on_another_machine_is_left_alone(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: Sampler, rates: str
@@ -472,6 +477,7 @@ def test_a_run_just_taken_on_another_machine_is_left_alone(
         assert [run.status for run in one.runs()].count("running") == len(claimed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "states"), [([], ["FAIL", "WAITING", "WAITING"]), (["elsewhere"], ["RUNNING", "WAITING"])]
 )
@@ -501,6 +507,7 @@ def test_a_run_whose_process_died_as_it_took_it(
     assert [trial.state.name for trial in load_study(plan.directory).get_trials()] == states
 
 
+@pytest.mark.slow
 def test_drawn_values_are_reproducible_and_extend_a_sweep(base: Path) -> None:
     drawn = []
     for directory, trials in (("one", 3), ("two", 2), ("two", 2), ("two", 3)):
@@ -527,6 +534,7 @@ def test_tpe_finds_the_minimum_of_a_function(base: Path) -> None:
     assert min(values) < min(0.02, min(values[:6]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trials", "num_random"), [(8, 4), (24, 6), (99, 10)])
 def test_tpe_begins_with_a_quarter_of_random_runs(base: Path, trials: int, num_random: int) -> None:
     plan = replace(build_plan(base, "1.0..2.0", "tpe", "sqlite:///:memory:"), num_trials=trials)
@@ -535,6 +543,7 @@ def test_tpe_begins_with_a_quarter_of_random_runs(base: Path, trials: int, num_r
         assert vars(opened.study.sampler)["_n_startup_trials"] == num_random
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["q?1", "q?2"], ["a{b}"], ["p%20q", "p q"], ["h#1", "h#2"]])
 def test_every_directory_has_its_own_study(base: Path, names: list[str]) -> None:
     plans = [replace(build_plan(base, "1.0,2.0"), directory=Path(name)) for name in names]
@@ -545,6 +554,7 @@ def test_every_directory_has_its_own_study(base: Path, names: list[str]) -> None
     assert all((plan.directory / "study.db").is_file() for plan in plans)
 
 
+@pytest.mark.slow
 def test_no_values_are_drawn_twice(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "MAX_DRAWS", 20)
     more = ["--sampler", "random", "--trials", "9", "--set", "training.batch_size=2..3"]
