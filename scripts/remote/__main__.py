@@ -154,7 +154,7 @@ def kill(host: Host, arguments: Arguments) -> None:
 
 
 @dataclass(frozen=True)
-class Command:
+class Recipe:
     """A recipe: its function, its named arguments, and whether options are passed on."""
 
     run: Callable[[Host, Arguments], int | None]
@@ -170,27 +170,27 @@ class Command:
 
 
 COMMANDS = {
-    "bootstrap-remote": Command(bootstrap),
-    "data-remote": Command(data, ("path", "config", "extra"), options=True),
-    "build-remote": Command(build, ("extra",), options=True),
-    "sync-env": Command(send_env),
-    "train": Command(train, ("config", "extra", "command"), options=True),
-    "auto-train": Command(auto_train, ("config", "extra", "command", "data", "build"), options=True),
-    "infer": Command(infer, ("command", "args"), options=True),
-    "fetch": Command(
+    "bootstrap-remote": Recipe(bootstrap),
+    "data-remote": Recipe(data, ("path", "config", "extra"), options=True),
+    "build-remote": Recipe(build, ("extra",), options=True),
+    "sync-env": Recipe(send_env),
+    "train": Recipe(train, ("config", "extra", "command"), options=True),
+    "auto-train": Recipe(auto_train, ("config", "extra", "command", "data", "build"), options=True),
+    "infer": Recipe(infer, ("command", "args"), options=True),
+    "fetch": Recipe(
         lambda host, arguments: fetch(host, arguments.need("any_file", "just fetch runs/a")), ("any_file",)
     ),
-    "kill-train": Command(kill, ("wait",)),
-    "status": Command(lambda host, _: host.in_terminal("status")),
-    "list-runs": Command(lambda host, _: print(format_runs_table(host))),
-    "nvitop": Command(lambda host, arguments: host.in_terminal("nvitop", *arguments.rest), options=True),
-    "attach-train": Command(lambda host, _: host.in_terminal("attach")),
-    "follow-train": Command(lambda host, _: follow(host, read_launch(host).name)),
+    "kill-train": Recipe(kill, ("wait",)),
+    "status": Recipe(lambda host, _: host.in_terminal("status")),
+    "list-runs": Recipe(lambda host, _: print(format_runs_table(host))),
+    "nvitop": Recipe(lambda host, arguments: host.in_terminal("nvitop", *arguments.rest), options=True),
+    "attach-train": Recipe(lambda host, _: host.in_terminal("attach")),
+    "follow-train": Recipe(lambda host, _: follow(host, read_launch(host).name)),
 }
 """Recipes by name; the name of the first argument may be left out."""
 
 
-def parse_arguments(words: list[str], command: Command) -> Arguments:
+def parse_arguments(words: list[str], command: Recipe) -> Arguments:
     """Parse the words of a command.
 
     Raises:
