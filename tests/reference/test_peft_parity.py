@@ -50,6 +50,21 @@ def move_adapter(model: torch.nn.Module, generator: torch.Generator) -> None:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
+def save_moved_adapter(model: Transformer, config: LoraConfig, folder: Path) -> Path:
+    """Add an adapter to a model, move its values, and save it. Returns its directory."""
+    add_adapter(model, config)
+    move_adapter(model, torch.Generator().manual_seed(1))
+    adapter = folder / "adapter"  # beside the base transformers would load it as well
+    adapter.mkdir()
+    save_adapter(model, config, adapter)
+    return adapter
+
+
+def load_in_peft(base: Path, adapter: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    return peft.PeftModel.from_pretrained(model, adapter)
+
+
 def our_logits(model: Transformer) -> torch.Tensor:
     with torch.no_grad():
         return model(TOKENS, pattern=Causal())
@@ -71,13 +86,8 @@ def test_peft_loads_our_adapter(
     ours = tiny_model(**BASE, **model_options)
     save_model(ours, tmp_path)
     config = LoraConfig(rank=3, alpha=7.0, **options)
-    add_adapter(ours, config)
-    move_adapter(ours, torch.Generator().manual_seed(1))
-    adapter = tmp_path / "adapter"  # beside the base transformers would load it as well
-    adapter.mkdir()
-    save_adapter(ours, config, adapter)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    theirs = peft.PeftModel.from_pretrained(base, adapter)
+    adapter = save_moved_adapter(ours, config, tmp_path)
+    theirs = load_in_peft(tmp_path, adapter)
     assert difference(our_logits(ours), their_logits(theirs)) < BOUNDS["float32"]
     again = load_model(tmp_path, adapter=adapter)
     assert torch.equal(our_logits(again), our_logits(ours.eval()))
@@ -117,13 +127,8 @@ def test_an_adapter_that_began_as_a_part_of_the_weight(
     ours = tiny_model(**BASE)
     save_model(ours, tmp_path)
     config = LoraConfig(rank=3, alpha=7.0, init=init, rslora=rslora)
-    add_adapter(ours, config)
-    move_adapter(ours, torch.Generator().manual_seed(1))
-    adapter = tmp_path / "adapter"  # beside the base transformers would load it as well
-    adapter.mkdir()
-    save_adapter(ours, config, adapter)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    theirs = peft.PeftModel.from_pretrained(base, adapter)
+    adapter = save_moved_adapter(ours, config, tmp_path)
+    theirs = load_in_peft(tmp_path, adapter)
     assert difference(our_logits(ours), their_logits(theirs)) < BOUNDS["float32"]
     assert json.loads((adapter / ADAPTER_CONFIG).read_text())["r"] == 6
 
@@ -133,11 +138,7 @@ def test_a_rank_beyond_the_projection_and_dropout(tiny_model: MakeModel, tmp_pat
     ours = tiny_model(**BASE)
     save_model(ours, tmp_path)
     config = LoraConfig(rank=10, alpha=7.0, init="pissa", dropout=0.5)  # k_proj has 12 rows
-    add_adapter(ours, config)
-    move_adapter(ours, torch.Generator().manual_seed(1))
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    save_adapter(ours, config, adapter)
+    adapter = save_moved_adapter(ours, config, tmp_path)
     assert difference(our_logits(load_model(tmp_path, adapter=adapter)), our_logits(ours.eval())) < BOUNDS["float32"]
 
 
