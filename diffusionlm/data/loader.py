@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from config.data import DataConfig
 from config.model import ModelConfig
@@ -38,11 +40,18 @@ SECONDS_TO_JOIN = 5.0
 
 def collate_rows(rows: Sequence[Row]) -> CleanBatch:
     """Stack B rows of L tokens into tensors of shape [B, L]."""
+    segments_BL = _stack([row.segment_ids_L for row in rows if row.segment_ids_L is not None])
     return CleanBatch(
         tokens_BL=torch.from_numpy(np.stack([row.tokens_L for row in rows])).long(),
         loss_mask_BL=torch.from_numpy(np.stack([row.loss_mask_L for row in rows])),
         document_BL=torch.from_numpy(np.stack([row.document_ids_L for row in rows])),
+        segment_BL=None if segments_BL is None else segments_BL.long(),
+        is_fill_BL=_stack([row.is_fill_L for row in rows if row.is_fill_L is not None]),
     )
+
+
+def _stack(values: list[NDArray[Any]]) -> Tensor | None:
+    return torch.from_numpy(np.stack(values)) if values else None
 
 
 def count_rows(reader: ResumableReader[Row]) -> int:

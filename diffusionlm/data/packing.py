@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.data.reader import ReaderPosition, ResumableReader, Tokens, WindowedReader
 
+SizedItem = TypeVar("SizedItem", bound=Sized)
+
 EMPTY_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Document:
+    """The T tokens of a conversation; a text is `Tokens` alone, all of them targets.
+
+    A document is never cut: its reader has shortened it to a row.
+    """
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    """True: a target, which is part of an answer, its stop token, or fill."""
+    is_fill: NDArray[np.bool_]
+    """True for targets that fill up the space after the stop token."""
+    segment_ids: NDArray[np.int32]
+    """0, 1, ...: one segment per answer, with the context since the answer before it."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -21,8 +44,13 @@ class Row:
     document_ids_L: NDArray[np.int32]
     """Index of the document within the row, from 0; -1: padding, which attends only to itself."""
     loss_mask_L: NDArray[np.bool_]
-    """True: the position may be noised and has a loss. False for padding and for the end-of-text token at the start of
-    a document."""
+    """True: the position may be noised and has a loss. False for padding, prompts and the end-of-text token at the
+    start of a document."""
+    segment_ids_L: NDArray[np.int32] | None = None
+    """Index of the segment within the row, from 0; -1: padding. Each document of text is one segment. None: a run
+    without conversations."""
+    is_fill_L: NDArray[np.bool_] | None = None
+    """Targets that fill up the space after a stop token. None: a run without conversations."""
 
 
 @dataclass(frozen=True)
@@ -173,23 +201,35 @@ def _pack_window(documents: list[Tokens], row_format: RowFormat) -> list[Row]:
         for tokens in map(row_format.append_eos, documents)
         for start in range(0, len(tokens), max_length)
     ]
-    pieces.sort(key=len, reverse=True)  # stable: pieces of equal length keep their order
     rows: list[Row] = []
-    usage: list[tuple[int, int]] = []  # per row: (positions filled, documents)
-    free_space: list[tuple[int, int]] = []  # (free positions, row index), ascending
-    for piece in pieces:
-        best = bisect_left(free_space, (len(piece) + row_format.begin_with_eos, 0))
-        if best < len(free_space):
-            _, row_index = free_space.pop(best)
-        else:
-            row_index = len(rows)
-            rows.append(row_format.empty_row())
-            usage.append((0, 0))
-        filled, num_documents = usage[row_index]
-        filled = row_format.write_document(rows[row_index], piece, filled, num_documents)
-        usage[row_index] = (filled, num_documents + 1)
-        insort(free_space, (row_format.row_length - filled, row_index))
+    for group in group_best_fit(pieces, row_format.row_length, row_format.begin_with_eos):
+        row, filled = row_format.empty_row(), 0
+        for index, piece in enumerate(group):
+            filled = row_format.write_document(row, piece, filled, index)
+        rows.append(row)
     return rows
+
+
+def group_best_fit(pieces: Sequence[SizedItem], capacity: int, overhead: int = 0) -> list[list[SizedItem]]:
+    """Distribute pieces to rows: from the longest to the shortest, each goes into the fullest row with enough space.
+
+    Args:
+        capacity: positions of a row; no piece is longer.
+        overhead: positions that each piece needs beside its own.
+    """
+    groups: list[list[SizedItem]] = []
+    free_space: list[tuple[int, int]] = []  # (free positions, row index), ascending
+    for piece in sorted(pieces, key=len, reverse=True):  # stable: pieces of equal length keep their order
+        size = len(piece) + overhead
+        best = bisect_left(free_space, (size, 0))
+        if best < len(free_space):
+            num_free, row_index = free_space.pop(best)
+        else:
+            num_free, row_index = capacity, len(groups)
+            groups.append([])
+        groups[row_index].append(piece)
+        insort(free_space, (num_free - size, row_index))
+    return groups
 
 
 def split_row_randomly(row: Row, rng: np.random.Generator) -> Row:
@@ -206,3 +246,49 @@ def split_row_randomly(row: Row, rng: np.random.Generator) -> Row:
     # The sum changes at every old and new boundary; padding stays padding.
     document_ids_L = np.where(row.document_ids_L < 0, row.document_ids_L, row.document_ids_L + piece_ids_L)
     return Row(row.tokens_L, document_ids_L.astype(np.int32), row.loss_mask_L)
+
+
+def pack_conversations(
+    upstream: ResumableReader[Document], row_length: int, padding_token_id: int, window_size: int, *, is_padded: bool
+) -> WindowedReader[Document, Row]:
+    """Pack whole conversations: one per row, or combined as `pack_best_fit` does. None is cut.
+
+    Args:
+        window_size: documents that are packed together.
+    """
+    row_format = RowFormat(row_length, padding_token_id)
+
+    def pack(documents: list[Document]) -> list[Row]:
+        groups = [[document] for document in documents] if is_padded else group_best_fit(documents, row_length)
+        return [_build_conversation_row(group, row_format) for group in groups]
+
+    return WindowedReader(upstream, window_size, lambda _epoch, _index, documents: lambda: pack(documents))
+
+
+def _build_conversation_row(documents: Sequence[Document], row_format: RowFormat) -> Row:
+    row = label_segments(row_format.empty_row())
+    assert row.segment_ids_L is not None and row.is_fill_L is not None
+    start, num_segments = 0, 0
+    for index, document in enumerate(documents):
+        part = slice(start, row_format.write_document(row, document.tokens, start, index))
+        row.loss_mask_L[part] = document.loss_mask
+        row.is_fill_L[part] = document.is_fill
+        row.segment_ids_L[part] = document.segment_ids + num_segments
+        start, num_segments = part.stop, num_segments + int(document.segment_ids[-1]) + 1
+    return row
+
+
+def label_segments(row: Row) -> Row:
+    """Return a row of text as it stands beside conversations: each document is one segment without fill."""
+    return replace(row, segment_ids_L=row.document_ids_L.copy(), is_fill_L=np.zeros(len(row.tokens_L), dtype=np.bool_))
+
+
+@dataclass
+class SegmentLabelingReader:
+    """Rows of text for a mixture with conversations: with their segments."""
+
+    upstream: ResumableReader[Row]
+
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
+        rows, position = self.upstream.read(epoch, position, limit)
+        return [label_segments(row) for row in rows], position

@@ -6,6 +6,7 @@ positions out of B * S.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,9 +29,20 @@ class CleanBatch:
     document_BL: Tensor | None = None
     """Document number of each token, for packing. None: each sequence is one document."""
 
+    segment_BL: Tensor | None = None
+    """Segment number of each token, int64; -1 for padding. A segment is an answer with its context since the answer
+    before it: the part of a conversation that is noised as a sequence of its own. Each segment is a run of its own
+    number in the row, inside of one document. None: each sequence is one segment."""
+    is_fill_BL: Tensor | None = None
+    """True for target tokens that fill up the space after an answer. None: there are none."""
+
     def select(self, sequences: slice) -> CleanBatch:
-        documents = None if self.document_BL is None else self.document_BL[sequences]
-        return CleanBatch(self.tokens_BL[sequences], self.loss_mask_BL[sequences], documents)
+        """Some of the sequences."""
+        return self._map(lambda tensor: tensor[sequences])
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> CleanBatch:
+        tensors = {name: function(value) for name, value in vars(self).items() if value is not None}
+        return CleanBatch(**tensors)
 
 
 @dataclass(frozen=True)
