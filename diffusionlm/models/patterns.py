@@ -149,31 +149,35 @@ class BlockDiffusion(_PatternBase):
     """Block diffusion in one training forward over noisy and clean halves ``[xt | x0]`` (BD3-LM, Arriola et al. 2025,
     section 3.1 and appendix B).
 
-    The sequence has 2 L positions for L tokens. Blocks are counted from the document's start; the last may be shorter.
-    A noisy query attends to its own noisy block and to the clean blocks before it. A clean query attends to its own
-    clean block and to the clean blocks before it. Clean queries never attend to noisy keys.
+    The sequence has 2 L positions for L tokens. Blocks are counted from the start of the document, or of the segment;
+    the last one of a document or segment may be shorter. A noisy query attends to its own noisy block and to the clean
+    blocks before it. A clean query attends to its own clean block and to the clean blocks before it. Clean queries
+    never attend to noisy keys.
     """
 
     block_length: int
     documents_BL: Tensor | None = None
+    segments_BL: Tensor | None = None
+    """Segment number of each token; a segment is a run of equal numbers within a document, where blocks are counted
+    anew. None: each document is one segment."""
     positions_per_token: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         _check_block_length(self.block_length)
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
-        bounds = _DocumentBounds.from_documents(self.documents_BL, _half_length(length), device)
-        blocks_BL = (bounds.positions_1L - bounds.document_starts_BL) // self.block_length
+        bounds = _DocumentBounds.from_documents(self.documents_BL, half := _half_length(length), device)
+        starts_BL, _ = self.block_bounds(half, device)
         same_document_BLL = bounds.same_document_mask(window)
-        same_block_BLL = same_document_BLL & (blocks_BL[:, :, None] == blocks_BL[:, None, :])
-        earlier_block_BLL = same_document_BLL & (blocks_BL[:, :, None] > blocks_BL[:, None, :])
+        same_block_BLL = same_document_BLL & (starts_BL[:, :, None] == starts_BL[:, None, :])
+        earlier_block_BLL = same_document_BLL & (starts_BL[:, :, None] > starts_BL[:, None, :])
         noisy = torch.cat([same_block_BLL, earlier_block_BLL], dim=2)
         clean = torch.cat([torch.zeros_like(same_block_BLL), same_block_BLL | earlier_block_BLL], dim=2)
         return torch.cat([noisy, clean], dim=1)
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
         bounds = _DocumentBounds.from_documents(self.documents_BL, half := _half_length(length), device)
-        starts_BL, ends_BL = bounds.block_bounds(bounds.document_starts_BL, self.block_length)
+        starts_BL, ends_BL = self.block_bounds(half, device)
         # For the queries of both halves the first range has noisy keys, the second clean ones.
         noisy = _stack_ranges(
             bounds.clip_to_window(starts_BL, ends_BL, window),
@@ -184,6 +188,12 @@ class BlockDiffusion(_PatternBase):
             bounds.clip_to_window(bounds.document_starts_BL, ends_BL, window, shift=half),
         )
         return torch.cat([noisy[0], clean[0]], dim=1), torch.cat([noisy[1], clean[1]], dim=1)
+
+    def block_bounds(self, num_tokens: int, device: torch.device | str = "cpu") -> Intervals:
+        """Start and end of each token's block in its half, each [B or 1, L]."""
+        segments_BL = self.documents_BL if self.segments_BL is None else self.segments_BL
+        segments = _DocumentBounds.from_documents(segments_BL, num_tokens, device)
+        return segments.block_bounds(segments.document_starts_BL, self.block_length)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -124,6 +125,49 @@ def test_block_diffusion_equals_loops(block: int, window: int | None) -> None:
     assert pattern.dense_mask(2 * LENGTH, window=window).tolist() == [two_streams(block, None, window)]
     packed = pattern.with_documents(DOCUMENTS).dense_mask(2 * LENGTH, window=window)
     assert packed.tolist() == [two_streams(block, row, window) for row in DOCUMENTS.tolist()]
+
+
+SEGMENTS = torch.tensor(
+    [
+        [0, 0, 0, 1, 2, 2, 3, 3, 3, 4, -1],
+        [0] * 5 + [1] + [2] * 5,
+        list(range(LENGTH)),
+        [0, 0, 0, 1, 1, 2, 2, -1, -1, -1, -1],
+        [-1, 0, 0, 0, 0, 1, 1, 1, 1, 1, -1],
+    ]
+)
+"""Runs inside of DOCUMENTS."""
+
+
+def blocks_of_segments(block: int, documents: list[int], segments: list[int], window: int | None) -> list[list[bool]]:
+    """`two_streams` where blocks start with each segment: (segment, block) pairs are compared in order."""
+    starts = [first for first, _ in runs(segments)]
+    blocks = [(starts[i], (i - starts[i]) // block) for i in range(LENGTH)]
+    together = loops(lambda query, key: True, documents, window)
+
+    def quarter(is_visible: Callable[[tuple[int, int], tuple[int, int]], bool]) -> list[list[bool]]:
+        return [
+            [together[query][key] and is_visible(blocks[query], blocks[key]) for key in range(LENGTH)]
+            for query in range(LENGTH)
+        ]
+
+    same, before, upto = quarter(operator.eq), quarter(operator.gt), quarter(operator.ge)
+    return [same[i] + before[i] for i in range(LENGTH)] + [[False] * LENGTH + upto[i] for i in range(LENGTH)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_blocks_start_with_each_segment(block: int, window: int | None) -> None:
+    pattern = BlockDiffusion(block, DOCUMENTS, SEGMENTS)
+    rows = list(zip(DOCUMENTS.tolist(), SEGMENTS.tolist(), strict=True))
+    dense_mask = pattern.dense_mask(2 * LENGTH, window=window)
+    assert dense_mask.tolist() == [blocks_of_segments(block, *row, window) for row in rows]
+    intervals = pattern.intervals(2 * LENGTH, window=window)
+    assert torch.equal(visible_keys(intervals, 2 * LENGTH), dense_mask.long())
+    alone = BlockDiffusion(block, None, SEGMENTS[1:2])
+    assert torch.equal(alone.dense_mask(2 * LENGTH), pattern.dense_mask(2 * LENGTH)[1:2])
+    assert torch.equal(BlockDiffusion(block, DOCUMENTS, DOCUMENTS).dense_mask(2 * LENGTH),
+                       BlockDiffusion(block, DOCUMENTS).dense_mask(2 * LENGTH))  # fmt: skip
 
 
 def test_block_diffusion_of_four_tokens() -> None:
