@@ -32,6 +32,7 @@ from diffusionlm.data.tokenization import SPAWN_CONTEXT, TextEncoder, block_sign
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import Objective, build_objective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.diffusion.segments import segment_starts
 from tokenizer import Tokenizer
 
 ROWS_PER_READ = 1_024
@@ -52,6 +53,10 @@ def collate_rows(rows: Sequence[Row]) -> CleanBatch:
 
 def _stack(values: list[NDArray[Any]]) -> Tensor | None:
     return torch.from_numpy(np.stack(values)) if values else None
+
+
+def _count_noise_sequences(row: Row) -> int:
+    return 1 if row.segment_ids_L is None else len(segment_starts(row.segment_ids_L))
 
 
 def count_rows(reader: ResumableReader[Row]) -> int:
@@ -155,10 +160,12 @@ class Loader:
                 split_row_randomly(row, keyed_rng(self.seed, RngStream.RANDOM_LENGTH, step, first_row + index))
                 for index, row in enumerate(rows)
             ]
+        # The segments of conversations are noised as sequences of their own, and each has its own random numbers.
+        first_sequences = np.cumsum([0, *map(_count_noise_sequences, all_rows)]).tolist()
         noised_batches = []
         for start in range(0, rows_per_rank, self.micro_batch_size):
             batch = collate_rows(rows[start : start + self.micro_batch_size])
-            key = NoiseKey(self.seed, step, first_row + start, self.batch_size)
+            key = NoiseKey(self.seed, step, first_sequences[first_row + start], first_sequences[-1])
             noised_batches.append(self.objective.build_noised_batch(batch, key))
         self._last_seconds = time.perf_counter() - started
         self._seconds += self._last_seconds

@@ -255,5 +255,5 @@ def sample_replacement_tokens(shape: tuple[int, int], vocab_size: int, mask_toke
         keyed_rng(key.seed, RngStream.REPLACEMENT_TOKENS, key.step, key.first_sequence + row)
         for row in range(num_sequences)
     ]
-    tokens = np.stack([rng.integers(0, vocab_size - 1, length) for rng in rngs])
+    tokens = np.array([rng.integers(0, vocab_size - 1, length) for rng in rngs], dtype=np.int64).reshape(shape)
     return tokens + (tokens >= mask_token)

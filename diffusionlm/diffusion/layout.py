@@ -27,7 +27,7 @@ class InputLayout:
 
     | blocks                                | inputs                          | attention pattern |
     |---------------------------------------|---------------------------------|-------------------|
-    | none, or no document exceeds a block  | noisy tokens                    | Bidirectional     |
+    | none, or every document is one block  | noisy tokens                    | Bidirectional     |
     | yes                                   | noisy and clean halves, 2 L     | BlockDiffusion    |
     | of one token, with shifted outputs    | clean tokens                    | Causal            |
 
@@ -36,7 +36,7 @@ class InputLayout:
     """
 
     block_length: int | None
-    """Tokens of a block, counted from the start of each document. None: the whole document."""
+    """Tokens of a block, counted from the start of each document, or segment. None: the whole document."""
     alignment: LogitAlignment = "same_position"
     """Output that predicts token i: output i, or output i - 1 (of the clean half for the first token of a block)."""
     mask_token: int | None = None
@@ -103,24 +103,32 @@ class InputLayout:
             assert self.mask_token is not None
             noise = self.mask_token if replacement_tokens_BL is None else torch.from_numpy(replacement_tokens_BL)
             inputs, pattern = torch.where(masked, noise, batch.tokens_BL), Bidirectional(documents_BL)
-            if self.block_length is not None and self.block_length <= int(_offsets_in_document(batch).max()):
-                inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
-                pattern = BlockDiffusion(self.block_length, documents_BL)
-                positions_N, order = self._find_positions_in_halves(batch, masked_indices_N)
-                targets_N, weights_N = targets_N[order], weights_N[order]
+            if self.block_length is not None:
+                is_block_start_BL = (_offsets_in_segment(batch) % self.block_length == 0).expand(masked.shape)
+                if bool((is_block_start_BL & (_offsets_in_document(batch) > 0)).any()):
+                    inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
+                    pattern = BlockDiffusion(self.block_length, documents_BL, batch.segment_BL)
+                    positions_N, order = self._find_positions_in_halves(is_block_start_BL, masked_indices_N)
+                    targets_N, weights_N = targets_N[order], weights_N[order]
         return NoisedBatch(
-            inputs, pattern, positions_N, targets_N, weights_N, num_targets, denominator, batch.loss_mask_BL
+            inputs,
+            pattern,
+            positions_N,
+            targets_N,
+            weights_N,
+            num_targets,
+            denominator,
+            batch.loss_mask_BL,
+            batch.segment_BL,
         )
 
-    def _find_positions_in_halves(self, batch: CleanBatch, masked_indices_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_positions_in_halves(self, is_block_start_BL: Tensor, masked_indices_N: Tensor) -> tuple[Tensor, Tensor]:
         """Output positions in the noisy and clean halves, ascending, and the order of the masked tokens for it."""
-        assert self.block_length is not None
-        L = batch.tokens_BL.shape[1]
+        L = is_block_start_BL.shape[1]
         positions_N = masked_indices_N // L * 2 * L + masked_indices_N % L
         if self.alignment == "same_position":
             return positions_N, torch.arange(len(positions_N))
-        is_first_BL = _offsets_in_document(batch) % self.block_length == 0
-        is_first_N = is_first_BL.expand(batch.tokens_BL.shape).flatten()[masked_indices_N]
+        is_first_N = is_block_start_BL.flatten()[masked_indices_N]
         # The noisy output before a block belongs to another block; the clean one before it sees all tokens before it.
         return (positions_N - 1 + L * is_first_N).sort()
 
@@ -137,6 +145,11 @@ def _offsets_in_document(batch: CleanBatch) -> Tensor:
     if batch.document_BL is None:
         return torch.arange(batch.tokens_BL.shape[1])[None]
     return document_offsets(batch.document_BL)
+
+
+def _offsets_in_segment(batch: CleanBatch) -> Tensor:
+    """Index of each token in its segment, or in its document if there are no segments, [B or 1, L]."""
+    return _offsets_in_document(batch) if batch.segment_BL is None else document_offsets(batch.segment_BL)
 
 
 def _document_ids_or_none(batch: CleanBatch) -> Tensor | None:

@@ -28,7 +28,6 @@ class CleanBatch:
     """Target tokens: True where a token may be masked and counts in the loss; False for prompts and padding."""
     document_BL: Tensor | None = None
     """Document number of each token, for packing. None: each sequence is one document."""
-
     segment_BL: Tensor | None = None
     """Segment number of each token, int64; -1 for padding. A segment is an answer with its context since the answer
     before it: the part of a conversation that is noised as a sequence of its own. Each segment is a run of its own
@@ -40,24 +39,34 @@ class CleanBatch:
         """Some of the sequences."""
         return self._map(lambda tensor: tensor[sequences])
 
+    def repeat(self, num_copies: int) -> CleanBatch:
+        """Copies of the batch, one after the other."""
+        return self if num_copies == 1 else self._map(lambda tensor: tensor.repeat(num_copies, 1))
+
     def _map(self, function: Callable[[Tensor], Tensor]) -> CleanBatch:
-        tensors = {name: function(value) for name, value in vars(self).items() if value is not None}
-        return CleanBatch(**tensors)
+        optional = (self.document_BL, self.segment_BL, self.is_fill_BL)
+        return CleanBatch(
+            function(self.tokens_BL),
+            function(self.loss_mask_BL),
+            *(None if tensor is None else function(tensor) for tensor in optional),
+        )
 
 
 @dataclass(frozen=True)
 class NoiseKey:
     """Key of all random numbers of a batch.
 
-    They depend on seed, step and the index of the sequence in the step, never on rank, micro-batch or worker.
+    They depend on seed, step and the index of the sequence in the step, never on rank, micro-batch or worker. The
+    segments of conversations count as sequences (`CleanBatch.segment_BL`), so that packing changes nothing.
     """
 
     seed: int
     step: int
     first_sequence: int
-    """Index of the batch's first sequence among those of the optimizer step, over all ranks and micro-batches."""
+    """Index of the batch's first sequence, or segment, among those of the optimizer step, over all ranks and
+    micro-batches."""
     num_sequences_in_step: int
-    """Sequences of the whole optimizer step."""
+    """Sequences, or segments, of the whole optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +91,11 @@ class NoisedBatch:
     on the objective."""
     loss_mask_BL: Tensor | None = None
     """Loss mask of the clean batch, on the CPU. None: all tokens."""
+    segment_BL: Tensor | None = None
+    """Segments of the clean batch, on the CPU. None: each sequence is one segment."""
 
     def to(self, device: torch.device) -> NoisedBatch:
-        """Copy to a device; ``loss_mask_BL`` stays on the CPU."""
+        """Copy to a device; what belongs to the clean batch stays on the CPU."""
         if device.type == "cpu":
             return self
         tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in FORWARD_TENSORS}

@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from config.model import ModelConfig
 from config.objective import (
@@ -31,6 +30,7 @@ from diffusionlm.diffusion.corruption import MaskSample, assign_noise_groups, sa
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.diffusion.segments import NoiseSequences
 from diffusionlm.kernels.cross_entropy import LossInputs
 
 LossNormalizer = Literal["targets", "rows", "masked", "masked_rows"]
@@ -66,23 +66,22 @@ class DiffusionObjective:
         weight, normalizer = loss_weighting(config)
         layout = replace(self.layout, block_length=select_block_length(config, key))
         maskable_BL = layout.maskable(batch)
-        group_ids_BL = assign_noise_groups(batch, maskable_BL, noise_grouping(config), layout.block_length)
-        samples = sample_masks(group_ids_BL, key, estimator, weight)
-        weights, denominator = _normalize_weights(samples, maskable_BL, normalizer)
+        sequences = NoiseSequences.from_batch(batch)
+        maskable_QM = sequences.gather(maskable_BL)
+        group_ids_QM = assign_noise_groups(sequences.batch, maskable_QM, noise_grouping(config), layout.block_length)
+        samples = sample_masks(group_ids_QM, key, estimator, weight)
+        weights, denominator = _normalize_weights(samples, maskable_QM, normalizer)
         replacement_tokens_BL = None
         if estimator.replace_with == "random":
             assert layout.mask_token is not None
-            replacement_tokens_BL = sample_replacement_tokens(
-                maskable_BL.shape, self.vocab_size, layout.mask_token, key
+            replacement_tokens_QM = sample_replacement_tokens(
+                maskable_QM.shape, self.vocab_size, layout.mask_token, key
             )
-        if len(samples) > 1:
-            batch = _repeat_batch(batch, len(samples))
-            if replacement_tokens_BL is not None:
-                replacement_tokens_BL = np.tile(replacement_tokens_BL, (len(samples), 1))
+            replacement_tokens_BL = np.tile(sequences.scatter(replacement_tokens_QM), (len(samples), 1))
         return layout.build_noised_batch(
-            batch,
-            np.concatenate([sample.masked_BL for sample in samples]),
-            weights,
+            batch.repeat(len(samples)),
+            np.concatenate([sequences.scatter(sample.masked_BL) for sample in samples]),
+            np.concatenate([sequences.scatter(weights_QM) for weights_QM in weights]),
             num_targets=int(maskable_BL.sum()),
             denominator=denominator,
             replacement_tokens_BL=replacement_tokens_BL,
@@ -192,29 +191,25 @@ def why_not_nelbo(config: ObjectiveConfig) -> str | None:
 
 def _normalize_weights(
     samples: list[MaskSample], maskable_BL: NDArray[np.bool_], normalizer: LossNormalizer
-) -> tuple[NDArray[np.float64], float]:
-    """Normalized weights of all samples, concatenated, and the batch's contribution to the denominator."""
-    masked = np.concatenate([sample.masked_BL for sample in samples])
-    weights = np.concatenate([sample.weights_BL for sample in samples])
+) -> tuple[list[NDArray[np.float64]], float]:
+    """Normalized weights of each sample, and the batch's contribution to the denominator."""
     sizes_B = maskable_BL.sum(axis=1)
+    weights = [sample.weights_BL for sample in samples]
     match normalizer:
         case "targets":
             return weights, float(sizes_B.sum())
         case "masked":
-            return weights * len(samples), float(masked.sum())
+            num_masked = sum(int(sample.masked_BL.sum()) for sample in samples)
+            return [weights_BL * len(samples) for weights_BL in weights], float(num_masked)
         case "rows":
-            divisors = np.tile(sizes_B, len(samples))
+            divisors = [sizes_B for _ in samples]
         case "masked_rows":
-            divisors = masked.sum(axis=1)
-    return weights / np.maximum(divisors, 1)[:, None], float((sizes_B > 0).sum())
-
-
-def _repeat_batch(batch: CleanBatch, num_copies: int) -> CleanBatch:
-    def repeat(tensor: Tensor) -> Tensor:
-        return tensor.repeat(num_copies, 1)
-
-    documents = None if batch.document_BL is None else repeat(batch.document_BL)
-    return CleanBatch(repeat(batch.tokens_BL), repeat(batch.loss_mask_BL), documents)
+            divisors = [sample.masked_BL.sum(axis=1) for sample in samples]
+    scaled = [
+        weights_BL / np.maximum(divisors_B, 1)[:, None]
+        for weights_BL, divisors_B in zip(weights, divisors, strict=True)
+    ]
+    return scaled, float((sizes_B > 0).sum())
 
 
 def _build_loss_inputs(

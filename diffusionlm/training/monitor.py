@@ -125,17 +125,18 @@ def sum_losses_by_masked_fraction(noised_batch: NoisedBatch, nll_N: Tensor, alig
 
 
 def _noise_group_starts(noised_batch: NoisedBatch, B: int, L: int) -> Tensor:
-    """First position of the sequence, or block, that each position belongs to; flat indices, [B * L]."""
+    """First position of the sequence, segment or block that each position belongs to; flat indices, [B * L]."""
     device = noised_batch.positions_N.device
     position_BL = torch.arange(B * L, device=device)
-    pattern = noised_batch.pattern
-    if not isinstance(pattern, BlockDiffusion):
-        return position_BL - position_BL % L
-    documents_BL = pattern.documents_BL
-    if documents_BL is None:
-        return position_BL - position_BL % L % pattern.block_length
-    offset_BL = document_offsets(documents_BL).to(device).expand(B, L).flatten()
-    return position_BL - offset_BL % pattern.block_length
+    row_starts_BL = position_BL - position_BL % L
+    if isinstance(noised_batch.pattern, BlockDiffusion):
+        starts_BL, _ = noised_batch.pattern.block_bounds(L, device)
+    elif noised_batch.segment_BL is not None:
+        starts_BL = torch.arange(L)[None] - document_offsets(noised_batch.segment_BL)
+        starts_BL = starts_BL.to(device, non_blocking=True)
+    else:
+        return row_starts_BL
+    return row_starts_BL + starts_BL.expand(B, L).flatten()
 
 
 class ActivationNorms:
