@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,10 @@ from config.train import TrainConfig
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from tests.tiny_run import write_train_config
+
+# Many tests start processes, each of which would compile every module again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 MakeConfig = Callable[..., ModelConfig]
 MakeModel = Callable[..., Transformer]

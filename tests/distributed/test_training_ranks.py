@@ -87,15 +87,16 @@ def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [
-        pytest.param("ddp", ADAMW, id="ddp-adamw", marks=pytest.mark.slow),
-        pytest.param("ddp", MUON, id="ddp-muon", marks=pytest.mark.slow),
-        pytest.param("ddp, sharded", ADAMW, id="ddp, sharded-adamw", marks=pytest.mark.slow),
+        pytest.param("ddp", ADAMW, id="ddp-adamw"),
+        pytest.param("ddp", MUON, id="ddp-muon"),
+        pytest.param("ddp, sharded", ADAMW, id="ddp, sharded-adamw"),
         pytest.param("ddp, sharded", MUON, id="ddp, sharded-muon"),
-        pytest.param("fsdp", ADAMW, id="fsdp-adamw", marks=pytest.mark.slow),
-        pytest.param("fsdp", MUON, id="fsdp-muon", marks=pytest.mark.slow),
+        pytest.param("fsdp", ADAMW, id="fsdp-adamw"),
+        pytest.param("fsdp", MUON, id="fsdp-muon"),
     ],
 )
 def test_two_ranks_match_a_single_process(
@@ -129,7 +130,8 @@ def test_two_ranks_train_in_bfloat16(strategy: str, config: TrainConfig, tmp_pat
     assert kinds.count("validation") == 2 and kinds.count("sample") == 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp, sharded", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp, sharded", "fsdp"])
 def test_run_resumes_with_another_world_size(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
     """One rank, two, one: each goes on where the last one stopped."""
     sections: dict[str, Any] = {"optimizer": ADAMW, "training": {"ema_decay": 0.5}}

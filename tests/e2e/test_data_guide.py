@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
+import sysconfig
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("texts", "more", "books", "held-out", "crawl", "tiny"):
         (folder / name).mkdir()
     plain = "\n".join(LINES)
+    for package in ("json", "email"):
+        shutil.copytree(Path(sysconfig.get_paths()["stdlib"]) / package, folder / "stdlib" / package)
     (folder / "texts/a.jsonl").write_text(plain, encoding="utf-8")
     (folder / "more/b.json").write_text("[" + ",".join(LINES) + "]", encoding="utf-8")
     (folder / "books/a.txt.gz").write_bytes(gzip.compress("\n\n".join(LINES).encode()))
@@ -53,6 +57,8 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: str(example)[:60])
 def test_examples_give_rows(example: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
+    paths = sysconfig.get_paths() | {"stdlib": str(folder / "stdlib")}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *_: paths)
     values = example["data"]
     source = values.get("source")
     if isinstance(source, dict) and source["kind"] == "hub":

@@ -64,6 +64,7 @@ def test_examples_touch_no_more_files_than_promised() -> None:
     assert {title: len(paths) for title, paths in files.items() if paths} == MAX_FILES
 
 
+@pytest.mark.slow
 def test_examples_run(tree: Path) -> None:
     checks = "\n".join(CHECK.findall(GUIDE))
     result = subprocess.run(

@@ -68,6 +68,7 @@ def text_path(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_one_text_trains_and_resumes(capsys: pytest.CaptureFixture[str], text_path: Path, tmp_path: Path) -> None:
     paths = f'data.source.paths=["{text_path}"]'
     whole, parts = tmp_path / "whole", tmp_path / "parts"

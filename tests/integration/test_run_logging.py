@@ -181,6 +181,7 @@ def test_an_offline_run_of_weights_and_biases_has_the_metrics_the_config_and_the
 
 
 @pytest.mark.parametrize("ending", ["signal", "error"])
+@pytest.mark.slow
 def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)

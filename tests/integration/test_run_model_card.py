@@ -8,6 +8,8 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from config.train import TrainConfig
 from diffusionlm.checkpoints.manifest import make_manifest_entries, verify_directory
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
@@ -55,6 +57,7 @@ def test_model_cards_have_the_last_validation(config: TrainConfig) -> None:
     assert tomllib.loads(objective)["kind"] == "masked_diffusion"
 
 
+@pytest.mark.slow
 def test_model_cards_name_no_folder_of_the_machine(config: TrainConfig, tmp_path: Path) -> None:
     """Of neither the data nor the model that training starts from; the identity of the data stays the same."""
     start = config.run.directory.with_name("start")

@@ -82,6 +82,7 @@ def test_delayed_skip_events_have_their_step_numbers(
     assert run.progress.step == 8
 
 
+@pytest.mark.slow
 def test_a_run_with_its_switches_and_a_profile(config: TrainConfig, tmp_path: Path) -> None:
     values: dict[str, Any] = config.model_dump(exclude_unset=True)
     train(config)

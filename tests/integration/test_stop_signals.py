@@ -59,6 +59,7 @@ def test_the_exit_code_is_128_and_the_signal(config: TrainConfig, monkeypatch: p
     assert main(["--config", str(path)]) == 128 + signal.SIGUSR1
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_final_evaluation_ends_it_and_the_command_makes_it_again(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,8 +83,9 @@ def test_right_mask_stays_above_the_entropy(tiny_model: MakeModel, alignment: st
 
 @pytest.mark.parametrize(
     ("mutant", "block_length", "steps"),
-    [(OwnCleanBlock, BLOCK, 100), pytest.param(CleanSeesLater, 2, 200, marks=pytest.mark.slow)],
+    [(OwnCleanBlock, BLOCK, 100), (CleanSeesLater, 2, 200)],
 )
+@pytest.mark.slow
 def test_wrong_mask_falls_below_the_entropy(
     tiny_model: MakeModel,
     monkeypatch: pytest.MonkeyPatch,

@@ -28,6 +28,7 @@ def make_load(seconds: float, checksum: float = 2.0) -> LoadMeasurement:
 
 
 @pytest.mark.skipif(not STATUS.is_file(), reason="memory is read from /proc")
+@pytest.mark.slow
 def test_both_load_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     write_model(tmp_path / "model", "tiny")

@@ -145,7 +145,8 @@ def test_table_of_speeds() -> None:
     ]
 
 
-@pytest.mark.parametrize("peers", [pytest.param((), marks=pytest.mark.slow), ("tokenizers", "tiktoken")])
+@pytest.mark.slow
+@pytest.mark.parametrize("peers", [(), ("tokenizers", "tiktoken")])
 def test_end_to_end(
     peers: tuple[TokenizerPeer, ...],
     tmp_path: Path,

@@ -192,6 +192,7 @@ def test_without_peers_end_to_end(
         assert ours["flops"] <= 1.01 * products["flops"] < 2 * ours["flops"]
 
 
+@pytest.mark.slow
 def test_with_transformers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(module, "measure_memory", fake_memory)

@@ -73,7 +73,14 @@ def run_code(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("code", [PRINT_CONFIG, PRINT_HELP, EXAMINE], ids=["config", "help", "doctor"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(PRINT_CONFIG, id="config"),
+        pytest.param(PRINT_HELP, id="help"),
+        pytest.param(EXAMINE, id="doctor", marks=pytest.mark.slow),
+    ],
+)
 def test_full_disk_of_standard_output(code: str) -> None:
     with open("/dev/full", "w") as full:
         result = run_code(code, stdout=full)

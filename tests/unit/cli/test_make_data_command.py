@@ -199,6 +199,7 @@ def wait_until_alone(group: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted in /proc")
+@pytest.mark.slow
 def test_ctrl_c_and_kill(tmp_path: Path) -> None:
     """Neither leaves processes behind, and the files are those of an uninterrupted command."""
     directory = tmp_path / "made"

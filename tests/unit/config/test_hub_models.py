@@ -114,6 +114,7 @@ def resolve(cache: Path, endpoint: str, *calls: tuple[str, bool], **variables: s
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_download_once_then_use_the_cache(tmp_path: Path, endpoint: str) -> None:
     calls = (("org/tiny", False), ("org/tiny", True), ("org/tiny@v1", True))
     description, model, other = resolve(tmp_path, endpoint, *calls, HF_TOKEN="hf_secret")

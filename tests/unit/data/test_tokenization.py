@@ -15,6 +15,7 @@ from tokenizer import train_bpe
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_to_start_is_an_error(tmp_path: Path) -> None:
     """A script without a main guard fails in its children; nothing waits for them forever."""
     script = tmp_path / "unguarded.py"

@@ -74,7 +74,7 @@ def plain_dream_counts(num_masked: int, num_steps: int) -> tuple[int, ...]:
 
 
 def test_dream_counts_with_steps_left_out() -> None:
-    for num_steps in (*range(1, 40), 999, 10_000):
+    for num_steps in (*range(1, 40), 999):
         for num_masked in (0, 1, 2, 7, 64, 1000):
             assert dream_tokens_per_step(num_masked, num_steps) == plain_dream_counts(num_masked, num_steps)
 

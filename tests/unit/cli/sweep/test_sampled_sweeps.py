@@ -26,6 +26,7 @@ from tests.unit.cli.sweep.small_runs import (
 pytestmark = pytest.mark.usefixtures("small_runs")
 
 
+@pytest.mark.slow
 def test_an_interrupted_draw_is_continued_with_its_values(base: Path) -> None:
     directory = Path("runs/sweeps/base")
     arguments = ["--sampler", "random", "--trials", "2"]
@@ -54,6 +55,7 @@ def test_drawn_values_are_reproducible_and_extend_a_sweep(base: Path) -> None:
     assert list(statuses(Path("two")).values()) == ["done"] * 3
 
 
+@pytest.mark.slow
 def test_tpe_finds_the_minimum_of_a_function(base: Path) -> None:
     """A parabola of the logarithm of the rate, and a better and a worse kind; the first six draws are random."""
     command = SWEEP_COMMANDS["train"]
@@ -106,6 +108,7 @@ def test_bad_runs_are_pruned_at_a_rung(base: Path, capsys: pytest.CaptureFixture
     assert starts(directory, "learning_rate-6.0") == 1
 
 
+@pytest.mark.slow
 def test_a_pruned_run_that_fails_to_save_has_failed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Path("program.py")
     program.write_text(program.read_text().replace("sys.exit(128 + number)", "sys.exit(1)"))

@@ -47,6 +47,7 @@ def test_two_processes_share_a_sweep(base: Path) -> None:
     assert not [*(directory / "processes").iterdir()]
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_is_continued(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = Path("runs/sweeps/base")
     sweep = start_sweep(base, "1.0,5.0,2.0")
