@@ -39,7 +39,7 @@ def list_differences(a: Section | dict[str, Any], b: Section | dict[str, Any]) -
 def to_toml_values(value: Any, name: str) -> Any:
     """Convert a value to TOML tables, arrays and scalars. `name` is its key, for the error message."""
     if isinstance(value, Section):
-        fields = {key: getattr(value, key) for key in type(value).model_fields}
+        fields = {info.alias or key: getattr(value, key) for key, info in type(value).model_fields.items()}
         return {key: to_toml_values(item, f"{name}.{key}") for key, item in fields.items() if item is not None}
     if isinstance(value, dict):
         return {str(key): to_toml_values(item, f"{name}.{key}") for key, item in value.items()}

@@ -6,8 +6,8 @@ if there is one.
 
 from __future__ import annotations
 
+import copy
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +32,12 @@ from config.schema import (
     iterate_tables,
     join_with_or,
     parse_override_value,
+    section_fields,
     select_union_members,
     suggest_fix,
     suggest_name,
 )
-from files.toml_text import MAX_CHARACTERS, KeyPath, find_key_lines, parse_toml
+from files.toml_text import KeyPath, find_key_lines, parse_toml, read_toml
 
 T = TypeVar("T", bound=Section)
 
@@ -73,8 +74,28 @@ def load_config(
 
 
 def _load_config(cls: type[T], path: Path | None, overrides: Sequence[str], key_hints: Mapping[str, str]) -> T:
-    text = _read_text(path) if path is not None else ""
-    source = _RawConfig(path, _parse_toml(path, text), find_key_lines(text))
+    try:
+        text, tree = read_toml(path) if path is not None else ("", {})
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return _validate(
+        cls, _RawConfig(None if path is None else str(path), tree, find_key_lines(text)), overrides, key_hints
+    )
+
+
+def validate_config(cls: type[T], values: dict[str, Any], name: str, key_hints: Mapping[str, str] | None = None) -> T:
+    """Validate a config that was put together from several places.
+
+    Args:
+        name: of these places, in errors.
+
+    Raises:
+        ConfigError: it is invalid; lists all problems.
+    """
+    return _validate(cls, _RawConfig(name, copy.deepcopy(values), {}), (), key_hints or {})
+
+
+def _validate(cls: type[T], source: _RawConfig, overrides: Sequence[str], key_hints: Mapping[str, str]) -> T:
     problems: list[_Problem] = []
     # Twice: an override may select the union member that has the key of an earlier override.
     for _ in range(2):
@@ -91,41 +112,15 @@ def _load_config(cls: type[T], path: Path | None, overrides: Sequence[str], key_
     lines = list(dict.fromkeys(shorten_line(problem.text) for problem in problems))
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     lines += ["further problems are not listed"] if len(problems) >= MAX_PROBLEMS else []
-    raise ConfigError("\n".join([f"{path or 'the configuration'} is not a valid {cls.__name__}: {count}", *lines]))
+    raise ConfigError(
+        "\n".join([f"{source.name or 'the configuration'} is not a valid {cls.__name__}: {count}", *lines])
+    )
 
 
 def json_schema(cls: type[Section]) -> str:
     """Return the JSON schema of a config, for editors that check and complete TOML files."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
     return json.dumps(schema, indent=2, ensure_ascii=False)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(4 * MAX_CHARACTERS + 1)  # UTF-8 has up to 4 bytes for each
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory, not a TOML file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
-
-
-def _parse_toml(path: Path | None, text: str) -> dict[str, Any]:
-    try:
-        return parse_toml(text)
-    except ValueError as error:
-        location = re.search(r"\(at line (\d+), column \d+\)", str(error))
-        if location is None:
-            raise ConfigError(f"{path}: not valid TOML: {error}") from None
-        line = text.split("\n")[int(location[1]) - 1].strip()[:200]
-        raise ConfigError(f"{path}:{location[1]}: not valid TOML: {error}: {line}") from None
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,8 @@ class _Problem:
 class _RawConfig:
     """Values before validation, and the line or override that each comes from."""
 
-    path: Path | None
+    name: str | None
+    """The file, or a description of it."""
     tree: dict[str, Any]
     lines: dict[KeyPath, int]
     overrides: dict[KeyPath, str] = field(default_factory=dict)
@@ -175,11 +171,11 @@ class _RawConfig:
             if parent in self.overrides:
                 return _override_problem(self.overrides[parent], message if parent == key else text)
             if parent in self.lines:
-                return _Problem((0, self.lines[parent]), f"{self.path}:{self.lines[parent]}: {text}")
+                return _Problem((0, self.lines[parent]), f"{self.name}:{self.lines[parent]}: {text}")
             inner = [override for other_key, override in self.overrides.items() if size and other_key[:size] == parent]
             if inner:
                 return _override_problem(inner[-1], text)
-        return _Problem((0, 0), text if self.path is None else f"{self.path}: {text}")
+        return _Problem((0, 0), text if self.name is None else f"{self.name}: {text}")
 
 
 def _override_problem(override: str, message: str) -> _Problem:
@@ -243,7 +239,7 @@ def _child_types_and_default(
     """Return the types that entry `step` of `node` may have, and its default. `node` is of one of `types`."""
     members = select_union_members(types, node, default)
     inner_types = dict.fromkeys(inner for kind in members for inner in child_types(kind, step))
-    owners = [kind for kind in members if is_section(kind) and step in kind.model_fields]
+    owners = [kind for kind in members if is_section(kind) and step in section_fields(kind)]
     defaults = [field_default(kind, str(step)) for kind in owners]
     return tuple(inner_types), defaults[0] if defaults else None
 
@@ -428,10 +424,10 @@ class _ErrorReport:
         sections = [kind for kind in types if is_section(kind)]
         name, label = key[-1], _format_key(key)
         if sections:
-            required = [name for name, info in sections[0].model_fields.items() if info.is_required()]
+            required = [name for name, info in section_fields(sections[0]).items() if info.is_required()]
             hint = f" with {', '.join(required)}" if required and len(sections) == 1 else ""
             return self.source.problem(key, f"[{label}]", f"missing section (add [{label}]{hint})")
-        if self.source.path is None:
+        if self.source.name is None:
             remedy = f"--set {label}=..."
         elif len(key) == 1:
             remedy = f"{name} = ... at the top of the file"
@@ -468,8 +464,8 @@ class _ErrorReport:
         elsewhere: dict[str, str] = {}
         for table, heading, section in iterate_tables(self.cls):
             location = f"in {heading}" if table else "at the top of the file"
-            elsewhere = dict.fromkeys(section.model_fields, location) | elsewhere
-            if section is here or name not in section.model_fields:
+            elsewhere = dict.fromkeys(section_fields(section), location) | elsewhere
+            if section is here or name not in section_fields(section):
                 continue
             if table == path:
                 homes.append(f"{name} needs {_format_discriminator(section, here)}")
@@ -478,11 +474,11 @@ class _ErrorReport:
             else:
                 homes.append(f"{name} belongs {location}")
         hints = list(dict.fromkeys(homes))[:3]
-        close = suggest_name(name, list(here.model_fields))
+        close = suggest_name(name, list(section_fields(here)))
         if not hints and not close:
             close = suggest_name(name, list(elsewhere), cutoff=0.75, locations=elsewhere)
         hints += [close] if close else []
-        return "; ".join(hints) or f"known keys: {', '.join(here.model_fields)}"
+        return "; ".join(hints) or f"known keys: {', '.join(section_fields(here))}"
 
 
 def _is_wrong_member(error: ErrorDetails, location: _ErrorLocation) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+
 from config.base import Section, union_members
 from config.dump import format_value
 from files.toml_text import parse_toml
@@ -30,11 +32,16 @@ def is_dict(kind: Any) -> bool:
     return (get_origin(kind) or kind) is dict
 
 
+def section_fields(section: type[Section]) -> dict[str, FieldInfo]:
+    """Return the fields of a section by key. A key that is a word of Python, such as `from`, is the field's alias."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
 def child_types(kind: Any, key: str | int) -> tuple[Any, ...]:
     """Return the types that `key` may have in a value of type `kind`. Empty: there is no such key."""
     args = get_args(kind)
     if is_section(kind):
-        field = kind.model_fields.get(key)
+        field = section_fields(kind).get(str(key))
         return union_members(field.annotation) if field is not None else ()
     if is_dict(kind):
         return union_members(args[1]) if len(args) == 2 else (Any,)
@@ -49,7 +56,7 @@ def child_types(kind: Any, key: str | int) -> tuple[Any, ...]:
 
 def discriminator_values(section: type[Section], tag: str) -> tuple[Any, ...]:
     """Return the values of the field `tag` that select `section` in a discriminated union."""
-    field = section.model_fields.get(tag)
+    field = section_fields(section).get(tag)
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
@@ -57,7 +64,7 @@ def find_discriminator(sections: Sequence[type[Section]]) -> str | None:
     """Return the field whose literal values differ between all members of a union of sections, if there is one."""
     if len(sections) < 2:
         return None
-    for name in sections[0].model_fields:
+    for name in section_fields(sections[0]):
         values = [value for section in sections for value in discriminator_values(section, name)]
         if all(discriminator_values(section, name) for section in sections) and len(values) == len(set(values)):
             return name
@@ -69,7 +76,7 @@ def iterate_tables(
 ) -> Iterator[tuple[str, str, type[Section]]]:
     """Iterate over `section` and all tables in it: (dotted path, TOML heading, class)."""
     yield path, heading, section
-    for name, field in section.model_fields.items():
+    for name, field in section_fields(section).items():
         inner = f"{path}.{name}" if path else name
         for kind in union_members(field.annotation):
             if is_section(kind):
@@ -82,7 +89,7 @@ def iterate_tables(
 
 def field_default(section: type[Section], name: str) -> Any:
     """Return the default of a field. None: there is none, or it depends on other fields."""
-    info = section.model_fields[name]
+    info = section_fields(section)[name]
     if info.is_required() or (info.default_factory is not None and info.default_factory_takes_validated_data):
         return None
     return info.get_default(call_default_factory=True)
