@@ -15,6 +15,8 @@ from cli.arguments import add_shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.eval import EvalConfig
+from files.atomic import write_text_atomic
+from files.output_paths import check_can_write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with usage_errors(NAME):
         plan = plan_evaluation(config)
+        if config.output.file is not None:
+            check_can_write(config.output.file.parent, f"output.file = {config.output.file}")
     result = _evaluate(plan)
+    if config.output.file is not None:
+        write_text_atomic(config.output.file, format_json(result) + "\n")
     if config.output.format == "json":
         print(format_json(result))
     else:

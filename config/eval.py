@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from config.base import NonNegativeInt, PositiveInt, Section
+from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section
 from config.data import SourceOrName
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
@@ -90,6 +90,8 @@ class EvalOutputConfig(Section):
 
     format: Literal["text", "json"] = "text"
     """text: a table. json: one object on one line."""
+    file: ConfigPath | None = None
+    """Also write the JSON object to this file; an existing one is replaced."""
 
 
 class EvalConfig(Section):
