@@ -46,6 +46,7 @@ convert = Command("convert", "cli.convert", "write a model with another dtype or
 analyze = Command("analyze", "cli.analyze", "describe a model directory, or compare two")
 report = Command("report", "cli.report", "a page of one run, or of several side by side")
 sweep = Command("sweep", "cli.sweep", "a grid of training or inference runs")
+pipeline = Command("pipeline", "cli.pipeline", "stages of training, conversion and evaluation, each run once")
 doctor = Command("doctor", "cli.doctor", "what is broken or slow on this machine")
 bench_train = Command("bench-train", "cli.bench.train", "training speed")
 bench_infer = Command("bench-infer", "cli.bench.infer", "decoding speed")
@@ -64,6 +65,7 @@ COMMANDS = {
         analyze,
         report,
         sweep,
+        pipeline,
         doctor,
         bench_train,
         bench_infer,

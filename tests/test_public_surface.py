@@ -91,6 +91,7 @@ def test_commands() -> None:
         "diffusionlm-analyze",
         "diffusionlm-report",
         "diffusionlm-sweep",
+        "diffusionlm-pipeline",
         "diffusionlm-doctor",
         "diffusionlm-bench-infer",
         "diffusionlm-bench-train",

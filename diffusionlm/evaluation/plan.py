@@ -44,8 +44,8 @@ def plan_evaluation(config: EvalConfig) -> EvaluationPlan:
     if config.model.path is None or config.data.source is None:
         raise ValueError("model.path and data.source are required")
     model = read_model_description(config.model.path)
-    block_length, method = _resolve_method(config.likelihood, model.config)
-    data_config = _build_data_config(config.data, model.config)
+    block_length, method = resolve_method(config.likelihood, model.config)
+    data_config = build_data_config(config.data, model.config)
     components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
     row_length = _resolve_row_length(config.data, model.config)
     reader = build_row_reader(components, data_config, model.tokenizer, row_length, config.data.seed, repeat=False)
@@ -55,7 +55,7 @@ def plan_evaluation(config: EvalConfig) -> EvaluationPlan:
     return EvaluationPlan(config, model, components, reader, row_length, block_length, method)
 
 
-def _resolve_method(config: NelboConfig | SamplerLikelihoodConfig, model: ModelConfig) -> tuple[int | None, str]:
+def resolve_method(config: NelboConfig | SamplerLikelihoodConfig, model: ModelConfig) -> tuple[int | None, str]:
     """Tokens per block of block-causal attention (None: bidirectional), and the name of the method.
 
     Raises:
@@ -119,7 +119,7 @@ def check_exact_likelihood(settings: DecodingSettings) -> None:
         )
 
 
-def _build_data_config(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
+def build_data_config(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
     """The ``[data]`` section of a training run with these rows."""
     source = config.source
     if config.split == "all":

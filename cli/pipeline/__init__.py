@@ -1,0 +1,125 @@
+"""``diffusionlm-pipeline``: stages of training, conversion, evaluation and sampling, each run once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cli.arguments import parse_command
+from cli.entry import exit_with_usage_error, friendly_errors, print_error, usage_errors
+from config.finetune.pipeline import PipelineConfig
+from files.lock import DirectoryInUseError, lock_directory
+
+if TYPE_CHECKING:
+    from cli.pipeline.state import StageState
+
+NAME = "diffusionlm-pipeline"
+
+EXAMPLE = f"""  {NAME} --config config/resources/pipeline.toml --dry-run
+  {NAME} --config config/resources/pipeline.toml
+  {NAME} --config config/resources/pipeline.toml --until sft
+
+The same command continues an interrupted pipeline. Stages that are done are not run again."""
+
+LOCK_TIMEOUT_SECONDS = 10.0
+"""A stage ends this soon after a pipeline that was killed."""
+
+
+@friendly_errors(NAME)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a pipeline. Returns 0, 1 if a stage failed, 2 if nothing was started, or 128 + the signal that ended it."""
+    config, arguments = parse_command(
+        PipelineConfig,
+        name=NAME,
+        description="Run stages of training, conversion, evaluation and sampling, each once, and report on all.",
+        example=EXAMPLE,
+        add_arguments=_add_arguments,
+        argv=argv,
+    )
+    # Imported here, so that --help and config errors do not wait for numpy and regex.
+    from cli.pipeline.plan import plan_pipeline
+    from cli.pipeline.report import describe_states, write_report
+    from cli.pipeline.runner import PipelineStoppedError, StageFailedError, run_stages
+    from cli.pipeline.state import read_states
+    from cli.tables import print_parts
+
+    with usage_errors(NAME):
+        plans = plan_pipeline(config)
+        if arguments.dry_run:
+            states = select_states(read_states(plans), arguments)
+            print_parts(describe_states(states))
+            return 0
+    try:
+        with lock_directory(config.directory, LOCK_TIMEOUT_SECONDS) as lock:
+            with usage_errors(NAME):
+                all_states = read_states(plans)
+                states = select_states(all_states, arguments)
+                check_startable(states, all_states, arguments.force)
+            try:
+                run_stages(states, lock, lambda: write_report(config.directory, plans))
+            except StageFailedError as error:
+                print_error(NAME, f"{error}; the same command goes on from there")
+                return 1
+            except PipelineStoppedError as stopped:
+                print_error(NAME, "stopped; the same command goes on from there")
+                return 128 + stopped.number
+            report = write_report(config.directory, plans)
+    except DirectoryInUseError:
+        exit_with_usage_error(NAME, f"directory = {config.directory} is in use by another pipeline: wait or stop it")
+    print_parts(report)
+    return 0
+
+
+def select_states(states: Sequence[StageState], arguments: argparse.Namespace) -> list[StageState]:
+    """Return the stages that ``--only`` or ``--until`` selects.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    names = [state.plan.name for state in states]
+    for option in ("only", "until"):
+        name = getattr(arguments, option)
+        if name is not None and name not in names:
+            raise ValueError(f"--{option} {name}: there is no such stage; there are {', '.join(names)}")
+    if arguments.only is not None:
+        return [states[names.index(arguments.only)]]
+    return list(states if arguments.until is None else states[: names.index(arguments.until) + 1])
+
+
+def check_startable(selected: Sequence[StageState], states: Sequence[StageState], force: bool) -> None:
+    """Check that no stage would replace results unasked, and that the input of a single one is done.
+
+    Args:
+        selected: stages to run.
+        states: all stages.
+        force: stages may replace results.
+
+    Raises:
+        ValueError: one would, or it is not.
+    """
+    stale = [state for state in selected if state.status == "stale"]
+    if stale and not force:
+        lines = [f'\n  stage "{state.plan.name}": {state.reason}' for state in stale]
+        raise ValueError(
+            f"these stages have results of something else:{''.join(lines)}\n--force removes the results and runs them "
+            "again; another name or directory keeps them"
+        )
+    names, done = (
+        {state.plan.name for state in selected},
+        {state.plan.name for state in states if state.status == "skip"},
+    )
+    for state in selected:
+        parent = state.plan.parent
+        if parent is not None and parent.name not in names | done:
+            raise ValueError(
+                f'stage "{state.plan.name}" starts from stage "{parent.name}", which is not done: run it first'
+            )
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    selection = parser.add_mutually_exclusive_group()
+    selection.add_argument("--only", metavar="STAGE", help="run this stage; the one that it starts from must be done")
+    selection.add_argument("--until", metavar="STAGE", help="run the stages up to this one")
+    parser.add_argument("--force", action="store_true", help="run stages anew whose config, data or input has changed")
+    parser.add_argument("--dry-run", action="store_true", help="say what each stage would do, and why, and exit")

@@ -1,0 +1,357 @@
+"""Check a whole pipeline before its first stage runs: its graph, the config of each stage, and that they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.pipeline.settings import merge_settings, read_stage_settings, with_value
+from config.base import Section
+from config.convert import ConvertConfig
+from config.data import DataConfig
+from config.dump import to_toml_values
+from config.eval import EvalConfig
+from config.families.model_directory import read_model_config, resolve_model_directory
+from config.finetune.pipeline import CheckpointChoice, PipelineConfig, StageConfig
+from config.infer import InferConfig
+from config.load import validate_config
+from config.model import Architecture, ModelConfig
+from config.objective import NextTokenConfig
+from config.parallel import SingleProcess
+from config.train import KEY_HINTS, TrainConfig
+
+RUN, MODEL, RESULT, ANSWERS, REPLAY = "run", "model", "result.json", "answers.jsonl", "answers.html"
+"""What a stage writes into its directory: of training, conversion, evaluation and sampling."""
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """A model that a stage reads or writes, as far as it is known before it exists."""
+
+    path: Path
+    """Directory, or name on the Hub. Of an adapter, its base model."""
+    config: ModelConfig
+    adapter: Path | None = None
+    is_tokenizer_known: bool = True
+    """False: a stage of the pipeline trains the tokenizer, so sizes and ids of ``config`` are placeholders."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A checked stage."""
+
+    stage: StageConfig
+    directory: Path
+    command: str
+    """Name of the command, as in ``diffusionlm NAME``."""
+    config: Section
+    """The command's config."""
+    parent: StagePlan | None
+    """The stage in ``from``. None: there is none, or it is a model."""
+    model: StageModel | None
+    """The model that the stage starts from or reads. None: random weights."""
+    output: StageModel | None
+    """The model that it writes. None: it writes none."""
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    @property
+    def is_training(self) -> bool:
+        return isinstance(self.config, TrainConfig)
+
+
+@dataclass(frozen=True)
+class StageKindOptions:
+    """How stages of a kind run."""
+
+    config: type[Section]
+    managed_keys: tuple[str, ...]
+    """Keys of the command's config that the pipeline sets."""
+    model_keys: tuple[str, str]
+    """Those of the model and of its adapter; "": the command takes none."""
+    outputs: Mapping[str, str]
+    """Key of the config -> name in the directory of the stage."""
+    command: str = ""
+    key_hints: Mapping[str, str] | None = None
+
+
+_TRAINING = StageKindOptions(
+    TrainConfig,
+    ("run.directory", "model.init_from"),
+    ("model.init_from", ""),
+    {"run.directory": RUN},
+    key_hints=KEY_HINTS,
+)
+_CONVERSION = StageKindOptions(
+    ConvertConfig, ("source", "target", "adapter"), ("source", "adapter"), {"target": MODEL}, "convert"
+)
+STAGE_KINDS: dict[str, StageKindOptions] = {
+    "train": _TRAINING,
+    "sft": _TRAINING,
+    "merge": _CONVERSION,
+    "export": _CONVERSION,
+    "evaluate": StageKindOptions(
+        EvalConfig,
+        ("model.path", "model.adapter", "output.file"),
+        ("model.path", "model.adapter"),
+        {"output.file": RESULT},
+        "eval",
+    ),
+    "sample": StageKindOptions(
+        InferConfig,
+        ("model.path", "model.adapter", "output.file", "output.html"),
+        ("model.path", "model.adapter"),
+        {"output.file": ANSWERS, "output.html": REPLAY},
+        "infer",
+    ),
+}
+
+
+def plan_pipeline(config: PipelineConfig) -> list[StagePlan]:
+    """Check all stages, in the order of their execution.
+
+    Raises:
+        ValueError: a stage is invalid; names it and the key.
+    """
+    plans: dict[str, StagePlan] = {}
+    for stage in config.ordered_stages:
+        try:
+            plans[stage.name] = _plan_stage(stage, config, plans)
+        except ValueError as error:
+            text = str(error)
+            label = f'stage "{stage.name}"'
+            raise ValueError(text if text.startswith(label) else f"{label}: {text}") from error
+    return list(plans.values())
+
+
+def _plan_stage(stage: StageConfig, config: PipelineConfig, plans: Mapping[str, StagePlan]) -> StagePlan:
+    kind, directory = STAGE_KINDS[stage.kind], config.directory / stage.name
+    parent = plans.get(stage.input or "")
+    model = _find_model(stage, parent, [other.name for other in config.stages])
+    values = read_stage_settings(stage, config.common, kind.managed_keys)
+    values = _add_model(stage, kind, values, model)
+    for key, name in kind.outputs.items():
+        values = with_value(values, key, str(directory / name))
+    resolved = validate_config(kind.config, values, f'stage "{stage.name}"', kind.key_hints)
+    output = _check_stage(stage, resolved, model)
+    command = kind.command
+    if isinstance(resolved, TrainConfig):
+        command = "train" if isinstance(resolved.parallel, SingleProcess) else "train-ddp"
+    return StagePlan(stage, directory, command, resolved, parent, model, output)
+
+
+def _find_model(stage: StageConfig, parent: StagePlan | None, names: Sequence[str]) -> StageModel | None:
+    """The model in ``from``, without reading its weights."""
+    if stage.input is None:
+        if stage.kind in ("train", "sft"):
+            return None
+        raise ValueError(f'from is missing: the stage or the model that kind = "{stage.kind}" reads')
+    if parent is None:
+        if stage.checkpoint != "last":
+            raise ValueError(f'checkpoint = "{stage.checkpoint}" needs a training stage in from: remove it')
+        try:
+            model_config = read_model_config(resolve_model_directory(stage.input, needs_weights=False))
+        except ValueError as error:
+            raise ValueError(
+                f'from = "{stage.input}" is neither a stage ({", ".join(names)}) nor a model: {error}'
+            ) from error
+        return StageModel(Path(stage.input), model_config)
+    if parent.output is None:
+        raise ValueError(f'from = "{parent.name}": a stage of kind "{parent.stage.kind}" has no model')
+    if not isinstance(parent.config, TrainConfig):
+        if stage.checkpoint != "last":
+            raise ValueError(f'checkpoint = "{stage.checkpoint}": only training stages have several checkpoints')
+        return parent.output
+    return _choose_checkpoint(parent, parent.config, stage.checkpoint, parent.output)
+
+
+def _choose_checkpoint(
+    parent: StagePlan, config: TrainConfig, choice: CheckpointChoice, output: StageModel
+) -> StageModel:
+    if choice == "ema" and not config.training.ema_decay:
+        raise ValueError(f'checkpoint = "ema", but stage "{parent.name}" has no average: set its training.ema_decay')
+    if choice == "best":
+        every_steps, saved_every = config.validation.every_steps, config.checkpoint.every_steps
+        if not config.checkpoint.keep_best or not every_steps:
+            raise ValueError(
+                f'checkpoint = "best", but stage "{parent.name}" keeps no best checkpoint: set its '
+                "checkpoint.keep_best = true and validation.every_steps > 0"
+            )
+        if every_steps >= (config.training.max_steps or every_steps + 1):
+            raise ValueError(
+                f'checkpoint = "best": stage "{parent.name}" never validates during its run, because '
+                f"validation.every_steps = {every_steps} and training.max_steps = {config.training.max_steps}"
+            )
+        if every_steps % saved_every and saved_every % every_steps:
+            raise ValueError(
+                f'checkpoint = "best": stage "{parent.name}" validates every {every_steps} and saves every '
+                f"{saved_every} steps: make one a multiple of the other, so that validated steps are saved"
+            )
+    folder = parent.directory / RUN / "checkpoints" / ("best" if choice == "best" else "latest")
+    return StageModel(folder, output.config, None, output.is_tokenizer_known)
+
+
+def _add_model(
+    stage: StageConfig, kind: StageKindOptions, values: dict[str, Any], model: StageModel | None
+) -> dict[str, Any]:
+    """Add the path of the model; of training also its architecture, because the directory may not exist yet."""
+    if model is None:
+        return values
+    model_key, adapter_key = kind.model_keys
+    values = with_value(values, model_key, str(model.path))
+    if model.adapter is not None:
+        if not adapter_key:
+            raise ValueError(
+                f'from = "{stage.input}" is an adapter: merge it first, by a stage of kind "merge" that this one '
+                "starts from"
+            )
+        values = with_value(values, adapter_key, str(model.adapter))
+    elif stage.kind == "merge":
+        raise ValueError(
+            f'from = "{stage.input}" has no adapter to merge: set [settings.lora] there, or kind = "export"'
+        )
+    if kind.config is TrainConfig:
+        names = Architecture.model_fields
+        architecture = {name: getattr(model.config, name) for name in names}
+        known = {name: to_toml_values(value, name) for name, value in architecture.items() if value is not None}
+        values = {**values, "model": merge_settings(known, values["model"])}
+    return values
+
+
+def _check_stage(stage: StageConfig, config: Section, model: StageModel | None) -> StageModel | None:
+    """Check a config against the model that it reads, and return the model that its command writes, if any."""
+    match config:
+        case TrainConfig():
+            return _check_training(config, model)
+        case ConvertConfig():
+            return _check_conversion(config, model)
+        case EvalConfig():
+            _check_evaluation(config, model)
+        case InferConfig():
+            _check_sampling(config, model)
+    return None
+
+
+def _check_training(config: TrainConfig, parent: StageModel | None) -> StageModel:
+    """Check data and vocabulary as far as they exist, and return the model that training makes."""
+    # Imported here, so that --help and config errors do not wait for numpy and regex.
+    from cli.train import check_files
+
+    if parent is None:
+        check_files(config)
+        return _predict_model(config, None)
+    config.model.check_same_architecture(parent.config)
+    has_mask_token = parent.config.mask_token_id is not None or not parent.is_tokenizer_known
+    if not has_mask_token and not isinstance(config.objective, NextTokenConfig):
+        raise ValueError(
+            f'objective.kind = "{config.objective.kind}" needs a mask token, which the model in from has not: add a '
+            'stage of kind "export" with [settings.diffusion]'
+        )
+    _check_tokenizer(config, parent)
+    _check_data(config.data)
+    return _predict_model(config, parent)
+
+
+def _check_tokenizer(config: TrainConfig, parent: StageModel) -> None:
+    """Check that a tokenizer in the config is that of the model.
+
+    Raises:
+        ValueError: it is not, or that cannot be known.
+    """
+    from diffusionlm.checkpoints.model_files import load_tokenizer
+
+    path = config.tokenizer.path
+    if path is None:
+        return
+    if not parent.is_tokenizer_known:
+        raise ValueError(f'tokenizer.path = "{path}": the model in from brings its own tokenizer; remove it')
+    own, other = load_tokenizer(parent.path), load_tokenizer(path)
+    if own.fingerprint != other.fingerprint:
+        raise ValueError(
+            f'tokenizer.path = "{path}" is another tokenizer than that of the model in from, {parent.path}: remove it'
+        )
+
+
+def _check_data(config: DataConfig) -> None:
+    from cli.train import LOCAL_SOURCES
+    from diffusionlm.data.pipeline import open_components
+
+    open_components(config, "train", LOCAL_SOURCES)
+
+
+def _predict_model(config: TrainConfig, parent: StageModel | None) -> StageModel:
+    """The model of the last checkpoint, with placeholders for what the tokenizer decides."""
+    from diffusionlm.checkpoints.model_files import load_tokenizer
+
+    path = config.run.directory / "checkpoints" / "latest"
+    block_length = config.objective.final_block_length
+    if parent is not None:
+        changes = {**config.model.model_dump(exclude={"init_from"}), "block_length": block_length}
+        model = parent.config.model_copy(update=changes | {"begin_with_eos": config.data.begin_with_eos})
+        return StageModel(path, model, is_tokenizer_known=parent.is_tokenizer_known)
+    if config.tokenizer.path is not None:
+        tokenizer = load_tokenizer(config.tokenizer.path)
+        vocabulary: dict[str, int | None] = {
+            "vocab_size": tokenizer.vocab_size,
+            "mask_token_id": tokenizer.mask_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+    else:
+        size = config.tokenizer.vocab_size
+        vocabulary = {"vocab_size": size, "mask_token_id": size - 1, "eos_token_id": size - 2}
+    model = config.model.to_model_config(
+        **vocabulary, block_length=block_length, begin_with_eos=config.data.begin_with_eos
+    )
+    return StageModel(path, model, is_tokenizer_known=config.tokenizer.path is not None)
+
+
+def _check_conversion(config: ConvertConfig, model: StageModel | None) -> StageModel:
+    """Return the model that a conversion writes, with a mask token if it adds one."""
+    assert model is not None and config.target is not None
+    changes: dict[str, Any] = {}
+    if config.diffusion is not None:
+        section, mask = config.diffusion, model.config.mask_token_id
+        changes = {
+            "block_length": section.block_length,
+            "mask_token_id": model.config.vocab_size - 1 if mask is None else mask,
+            "tie_word_embeddings": model.config.tie_word_embeddings and not section.untie_head,
+        }
+        if section.logit_alignment != "keep":
+            changes["logit_alignment"] = section.logit_alignment
+    if config.model_type is not None:
+        changes["model_type"] = config.model_type
+    known = model.is_tokenizer_known and config.diffusion is None
+    return StageModel(config.target, model.config.model_copy(update=changes), is_tokenizer_known=known)
+
+
+def _check_evaluation(config: EvalConfig, model: StageModel | None) -> None:
+    """Check the method against the model, and open local text."""
+    from diffusionlm.data.pipeline import open_components
+    from diffusionlm.evaluation.plan import build_data_config, resolve_method
+
+    assert model is not None
+    if config.data.source is None:
+        raise ValueError("no data: set settings.data.source")
+    resolve_method(config.likelihood, model.config)
+    from cli.train import LOCAL_SOURCES
+
+    data = build_data_config(config.data, model.config)
+    open_components(data, "validation" if config.data.split == "validation" else "train", LOCAL_SOURCES)
+
+
+def _check_sampling(config: InferConfig, model: StageModel | None) -> None:
+    """Check the inputs, and the settings against the model."""
+    from cli.infer.inputs import read_inputs
+    from diffusionlm.inference.settings import resolve_settings
+
+    assert model is not None
+    if config.input.interactive or str(config.input.prompts_file) == "-":
+        raise ValueError("input: a stage has no terminal: write the inputs into a file, input.prompts_file")
+    read_inputs(config.input)
+    ids = dict.fromkeys(("stop_token_ids", "suppress_token_ids", "defer_token_ids"), ())
+    generation = config.generation if model.is_tokenizer_known else config.generation.model_copy(update=ids)
+    resolve_settings(generation, model.config)

@@ -1,0 +1,152 @@
+"""Read what the stages of a pipeline have written, for its report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cli.pipeline.plan import ANSWERS, RESULT, RUN, StagePlan
+from cli.pipeline.state import read_seconds
+from config.dump import to_toml_values
+from config.eval import EvalConfig
+from files.json_files import read_json_object, read_text
+from logger import format_duration
+
+HEADER = ("stage", "kind", "from", "time", "tokens", "nats per token", "exact match", "stopped")
+BOUND_HEADER = ("stage", "from", "nats per token", "change")
+TASK_HEADER = ("stage", "task", "prompts", "exact match", "stopped", "length")
+MAX_SAMPLES = 8
+"""Samples of a stage in the report; its files have all."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and an answer."""
+
+    prompt: str
+    answer: str
+    verdict: str = ""
+    """Whether it equals the reference; "": there is none."""
+
+
+@dataclass
+class StageResult:
+    """The results of a stage, as far as it has them."""
+
+    plan: StagePlan
+    seconds: float | None = None
+    """None: it is not done."""
+    tokens: int | None = None
+    """Tokens that training has seen, or that were scored."""
+    bound: tuple[float, float] | None = None
+    """Nats per token on validation text, and its standard error."""
+    exact_match: Mapping[str, Any] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def cells(self) -> list[str]:
+        """The row of the stage, with the columns of `HEADER`."""
+        stage = self.plan.stage
+        return [
+            stage.name,
+            stage.kind,
+            _describe_input(self.plan),
+            "not done" if self.seconds is None else format_duration(self.seconds),
+            "" if self.tokens is None else f"{self.tokens:,}",
+            "" if self.bound is None else f"{self.bound[0]:.3f} +- {self.bound[1]:.3f}",
+            _format_share(self.exact_match.get("exact_match")),
+            _format_share(self.exact_match.get("stop_rate")),
+        ]
+
+
+def _describe_input(plan: StagePlan) -> str:
+    stage = plan.stage
+    return f"{stage.input or ''}{'' if stage.checkpoint == 'last' else f' ({stage.checkpoint})'}"
+
+
+def _format_share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def read_results(plans: Sequence[StagePlan]) -> list[StageResult]:
+    """Read the results of all stages. A file that is missing or damaged has none."""
+    return [_read_result(plan) for plan in plans]
+
+
+def _read_result(plan: StagePlan) -> StageResult:
+    result = StageResult(plan, read_seconds(plan))
+    if plan.is_training:
+        summary = _read_json(plan, f"{RUN}/summary.json")
+        evaluation = summary.get("evaluation") or {}
+        result.tokens = summary.get("tokens_seen")
+        if "nats_per_token" in evaluation:
+            result.bound = (evaluation["nats_per_token"], evaluation["standard_error"])
+    elif plan.stage.kind == "evaluate":
+        values = _read_json(plan, RESULT)
+        result.tokens = values.get("num_tokens")
+        if values.get("nats_per_token") is not None:
+            result.bound = (values["nats_per_token"], values.get("nats_per_token_standard_error") or 0.0)
+        result.exact_match = values.get("exact_match") or {}
+        result.samples = [
+            Sample(item["prompt"], item["answer"], "right" if item["is_exact"] else f"expected {item['reference']}")
+            for item in result.exact_match.get("samples", [])[:MAX_SAMPLES]
+        ]
+    elif plan.stage.kind == "sample":
+        result.samples = _read_answers(plan)
+    return result
+
+
+def _read_json(plan: StagePlan, name: str) -> dict[str, Any]:
+    try:
+        return read_json_object(plan.directory / name)
+    except ValueError:
+        return {}
+
+
+def _read_answers(plan: StagePlan) -> list[Sample]:
+    try:
+        lines = read_text(plan.directory / ANSWERS).splitlines()[:MAX_SAMPLES]
+        return [Sample(text["prompt"], text["output"]) for text in (json.loads(line)["text"] for line in lines)]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def list_bound_rows(results: Sequence[StageResult]) -> list[list[str]]:
+    """Rows that compare the bounds of several models on one text: what a stage improved or made worse.
+
+    Returns:
+        Rows with the columns of `BOUND_HEADER`. The change is relative to the first of the stages with equal data and
+        method; a group of one stage is left out.
+    """
+    groups: dict[str, list[StageResult]] = {}
+    for result in results:
+        if isinstance(result.plan.config, EvalConfig) and result.bound is not None:
+            values: dict[str, Any] = to_toml_values(result.plan.config, result.plan.name)
+            key = json.dumps([values["data"], values["likelihood"]], sort_keys=True)
+            groups.setdefault(key, []).append(result)
+    rows = []
+    for group in groups.values():
+        for result in group if len(group) > 1 else ():
+            assert result.bound is not None and group[0].bound is not None
+            change = result.bound[0] / group[0].bound[0] - 1.0
+            row = [result.plan.name, _describe_input(result.plan), result.cells[5]]
+            rows.append([*row, "" if result is group[0] else f"{change:+.1%}"])
+    return rows
+
+
+def list_task_rows(results: Sequence[StageResult]) -> list[list[str]]:
+    """Rows of exact match by task, with the columns of `TASK_HEADER`. Lengths are those of answers minus references."""
+    return [
+        [
+            result.plan.name,
+            task,
+            f"{values['num_prompts']:,}",
+            _format_share(values["exact_match"]),
+            _format_share(values["stop_rate"]),
+            f"{values['mean_length_difference']:+.2f} tokens",
+        ]
+        for result in results
+        for task, values in result.exact_match.get("by_task", {}).items()
+    ]

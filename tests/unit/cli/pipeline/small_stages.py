@@ -1,0 +1,95 @@
+"""A small program in place of the commands of a pipeline, and a pipeline of three stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from tests.tiny_run import MODEL
+
+PROGRAM = """
+import hashlib, json, os, pathlib, signal, sys, time, tomllib
+path = pathlib.Path(sys.argv[1])
+config = tomllib.loads(path.read_text())
+name = path.parent.name
+with open(path.parent.parent / "log", "a") as file:
+    file.write(name + "\\n")
+if name == os.environ.get("FAILING"):
+    sys.exit("no")
+if "run" in config:
+    run = pathlib.Path(config["run"]["directory"])
+    run.mkdir(exist_ok=True)
+    (run / "config.toml").write_bytes(path.read_bytes())
+    if name == os.environ.get("WAITING"):
+        def stop(number, frame):
+            (run / "saved").write_text("half")
+            sys.exit(128 + number)
+        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
+        (run / "ready").write_text(str(os.getpid()))
+        while os.read(0, 1):
+            pass
+        os._exit(9)
+    start = config["model"].get("init_from")
+    before = (pathlib.Path(start) / "model.safetensors").read_text() if start else ""
+    data = "".join(pathlib.Path(p).read_text() for p in config["data"]["source"]["paths"])
+    value = hashlib.sha256(f"{before}{data}{config['training']}".encode()).hexdigest()
+    folder = run / "checkpoints" / "latest"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_text(value)
+    (folder / "state.json").write_text(json.dumps({"seconds": time.time()}))
+    evaluation = {"nats_per_token": 2.0, "standard_error": 0.1}
+    (run / "summary.json").write_text(json.dumps({"evaluation": evaluation, "tokens_seen": 320}))
+else:
+    weights = (pathlib.Path(config["model"]["path"]) / "model.safetensors").read_text()
+    samples = [
+        {"prompt": "copy | x", "answer": "x", "reference": "x", "is_exact": True},
+        {"prompt": "copy \\x1b[31m y", "answer": "<b>", "reference": "y", "is_exact": False},
+    ]
+    task = {"num_prompts": 2, "exact_match": 0.5, "stop_rate": 1.0, "mean_length_difference": 0.5}
+    result = {"nats_per_token": int(weights[:2], 16) / 100, "num_tokens": 7, "seconds": time.time(), "weights": weights}
+    result["exact_match"] = {**task, "by_task": {"copy": task}, "samples": samples}
+    pathlib.Path(config["output"]["file"]).write_text(json.dumps(result))
+"""
+
+
+def train_settings(paths: list[str], **training: Any) -> dict[str, Any]:
+    source = {"kind": "files", "paths": paths, "sample_by": "line", "validation_fraction": 0.2}
+    return {"data": {"source": source}, "training": {"batch_size": 4, "max_steps": 10, **training}}
+
+
+def build_pipeline(folder: Path) -> dict[str, Any]:
+    """A pipeline that trains on a.txt, goes on with b.txt, and evaluates both models on a.txt."""
+    for name in ("a", "b"):
+        lines = [f"{name} line {index}" for index in range(300)]
+        (folder / f"{name}.txt").write_text("\n".join(lines))
+    evaluation = {"data": {"source": {"kind": "files", "paths": ["a.txt"], "sample_by": "line"}}}
+    return {
+        "directory": "out",
+        "common": {"train": {"run": {"device": "cpu"}}, "evaluate": evaluation},
+        "stages": [
+            {"name": "after", "kind": "evaluate", "from": "tune"},
+            {"name": "base", "kind": "train", "settings": {"model": MODEL, **train_settings(["a.txt"])}},
+            {"name": "tune", "kind": "train", "from": "base", "settings": train_settings(["b.txt"])},
+            {"name": "before", "kind": "evaluate", "from": "base"},
+        ],
+    }
+
+
+def write_pipeline(values: dict[str, Any], path: Path = Path("pipeline.toml")) -> str:
+    path.write_text(tomli_w.dumps(values))
+    return str(path)
+
+
+def stage_of(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The table of a stage."""
+    [stage] = [stage for stage in values["stages"] if stage["name"] == name]
+    return stage
+
+
+def output_hashes(directory: Path = Path("out")) -> dict[str, Any]:
+    """Hashes of the outputs of all stages that are done."""
+    return {path.parent.name: json.loads(path.read_text())["outputs"] for path in sorted(directory.glob("*/done.json"))}

@@ -1,0 +1,128 @@
+"""The graph of a pipeline and the configs of its stages are checked before anything runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.pipeline import main
+from cli.pipeline.plan import StagePlan, plan_pipeline
+from cli.pipeline.settings import merge_settings
+from config.finetune.pipeline import PipelineConfig
+from config.load import load_config
+from config.train import TrainConfig
+from tests.unit.cli.pipeline.small_stages import stage_of, write_pipeline
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def plan(values: dict[str, Any]) -> dict[str, StagePlan]:
+    """Plans by name, in the order of execution."""
+    config = load_config(PipelineConfig, Path(write_pipeline(values)))
+    return {plan.name: plan for plan in plan_pipeline(config)}
+
+
+def test_settings_are_merged_by_key_and_tables_of_another_kind_replaced() -> None:
+    low = {"a": {"x": 1, "y": {"z": 1}}, "o": {"kind": "adamw", "eps": 1}, "l": [1, 2]}
+    high = {"a": {"y": {"w": 2}}, "o": {"kind": "lion"}, "l": [3]}
+    assert merge_settings(low, high) == {"a": {"x": 1, "y": {"z": 1, "w": 2}}, "o": {"kind": "lion"}, "l": [3]}
+    assert merge_settings(low, {"o": {"lr": 2}})["o"] == {"kind": "adamw", "eps": 1, "lr": 2}
+    assert merge_settings(low, {"a": 3})["a"] == 3
+
+
+def test_stages_run_after_their_input_and_start_from_its_checkpoint(pipeline: dict[str, Any]) -> None:
+    plans = plan(pipeline)
+    assert list(plans) == ["base", "tune", "after", "before"]
+    tune = plans["tune"].config
+    assert isinstance(tune, TrainConfig)
+    assert tune.run.directory == Path("out/tune/run") and tune.run.device == "cpu"
+    assert tune.model.init_from == Path("out/base/run/checkpoints/latest")
+    assert tune.model.hidden_size == 16 and tune.training.max_steps == 10
+    assert plans["after"].config.model_dump()["model"]["path"] == Path("out/tune/run/checkpoints/latest")
+    assert not Path("out").exists()
+
+
+def test_config_files_lie_between_the_common_part_and_the_settings(pipeline: dict[str, Any]) -> None:
+    file = {"run": {"directory": "elsewhere", "seed": 5, "device": "cuda"}, "training": {"batch_size": 8}}
+    write_pipeline(file, Path("base.toml"))
+    stage_of(pipeline, "base")["config"] = "base.toml"
+    config = plan(pipeline)["base"].config
+    assert isinstance(config, TrainConfig)
+    assert (config.run.directory, config.run.seed, config.run.device) == (Path("out/base/run"), 5, "cuda")
+    assert config.training.batch_size == 4
+
+
+def rename(values: dict[str, Any], stage: str, /, **changes: Any) -> None:
+    stage_of(values, stage).update(changes)
+
+
+def settings(values: dict[str, Any], name: str, section: str, **changes: Any) -> None:
+    stage_of(values, name).setdefault("settings", {}).setdefault(section, {}).update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: rename(v, "tune", **{"from": "tune"}), "stages start from each other in a circle: tune from tune"),
+        (lambda v: rename(v, "base", **{"from": "tune"}), "in a circle: tune from base from tune"),
+        (lambda v: rename(v, "tune", name="base"), "two stages are named 'base': rename one of them"),
+        (lambda v: rename(v, "tune", name="../x"), "names a directory: use letters"),
+        (
+            lambda v: rename(v, "tune", **{"from": "bass"}),
+            'stage "tune": from = "bass" is neither a stage (after, base, tune, before)',
+        ),
+        (lambda v: rename(v, "tune", **{"from": "before"}), 'a stage of kind "evaluate" has no model'),
+        (lambda v: stage_of(v, "before").pop("from"), 'stage "before": from is missing'),
+        (lambda v: rename(v, "tune", kind="tune"), '"train", "sft", "merge"'),
+        (lambda v: rename(v, "tune", form="base"), "unknown key (did you mean from?)"),
+        (lambda v: rename(v, "tune", config="none.toml"), 'stage "tune": none.toml: no such file'),
+        (lambda v: v.update(stages=[]), "stages = []: must not be empty"),
+        (
+            lambda v: settings(v, "tune", "training", max_stepz=3),
+            'stage "tune": training.max_stepz = 3: unknown key (did',
+        ),
+        (lambda v: settings(v, "tune", "training", batch_size=0), "training.batch_size = 0: must be greater than 0"),
+        (lambda v: settings(v, "tune", "run", directory="x"), "settings.run.directory is set by the pipeline: remove"),
+        (
+            lambda v: settings(v, "tune", "model", init_from="x"),
+            'init_from is set by the pipeline: name the model in "f',
+        ),
+        (
+            lambda v: settings(v, "tune", "model", hidden_size=32),
+            "has another architecture than [model]: model.hidden_s",
+        ),
+        (lambda v: settings(v, "tune", "tokenizer", path="a.txt"), "the model in from brings its own tokenizer"),
+        (lambda v: settings(v, "tune", "data", source={"kind": "files", "paths": ["c.txt"]}), "c.txt"),
+        (lambda v: settings(v, "before", "likelihood", block_size=2), "likelihood.block_size = 2: unknown key"),
+        (lambda v: rename(v, "tune", checkpoint="ema"), 'stage "base" has no average: set its training.ema_decay'),
+        (lambda v: rename(v, "tune", checkpoint="best"), "max_steps = 10"),
+        (lambda v: rename(v, "before", kind="merge", settings={}), "has no adapter to merge"),
+        (lambda v: rename(v, "before", kind="sample", settings={}), 'stage "before": no input'),
+        (lambda v: rename(v, "before", kind="sample", settings={"input": {"prompts_file": "-"}}), "has no terminal"),
+    ],
+)
+def test_mistakes_are_refused_before_the_first_stage(
+    change: Change, message: str, pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = copy.deepcopy(pipeline)
+    change(values)
+    with pytest.raises(SystemExit) as caught:
+        main(["--config", write_pipeline(values)])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and "Traceback" not in error
+    assert not Path("out").exists()
+
+
+def test_decoding_must_fit_the_model_of_the_stage_before(
+    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rename(
+        pipeline, "before", kind="sample", settings={"input": {"prompts": ["a"]}, "generation": {"block_length": 99}}
+    )
+    with pytest.raises(SystemExit):
+        main(["--config", write_pipeline(pipeline)])
+    assert 'stage "before": block_length = 99 is more than the model\'s context' in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""Which stages run, and what interruptions leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.pipeline import main
+from files.lock import lock_directory
+from tests.unit.cli.pipeline.small_stages import output_hashes, stage_of, write_pipeline
+
+ALL = ["base", "tune", "after", "before"]
+
+
+def run(values: dict[str, Any], *arguments: str) -> int:
+    return main(["--config", write_pipeline(values), *arguments])
+
+
+def take_log() -> list[str]:
+    """Names of the stages that have run since the last call."""
+    path = Path("out/log")
+    names = path.read_text().split() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return names
+
+
+def modified_times() -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in Path("out").rglob("*") if path.is_file()}
+
+
+def actions(values: dict[str, Any], capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+    """Name -> action and reason, of a dry run, which must not change a file."""
+    before = modified_times()
+    capsys.readouterr()
+    assert run(values, "--dry-run", *arguments) == 0
+    assert modified_times() == before
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    starts = [stage_of(values, row[0]).get("from") for row in rows[1:-1]]
+    return {row[0]: " ".join(row[3 if start else 2 :]) for row, start in zip(rows[1:-1], starts, strict=True)}
+
+
+def test_a_second_run_does_nothing(pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert actions(pipeline, capsys) == dict.fromkeys(ALL, "run not begun")
+    assert not Path("out").exists()
+    assert run(pipeline) == 0 and take_log() == ALL
+    assert actions(pipeline, capsys) == dict.fromkeys(ALL, "skip done")
+    assert run(pipeline) == 0 and take_log() == []
+
+
+def test_a_changed_byte_of_data_makes_the_stage_and_its_successors_stale(
+    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(pipeline)
+    hashes, text = output_hashes(), Path("b.txt").read_text()
+    Path("b.txt").write_text(text.replace("line 150", "lime 150"))
+    expected = {"base": "skip done", "before": "skip done"}
+    expected["tune"] = "stale changed: the content of data.source.paths"
+    expected["after"] = "stale changed: the model in from"
+    assert actions(pipeline, capsys) == expected
+    take_log()
+    with pytest.raises(SystemExit) as caught:
+        run(pipeline)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and 'stage "tune": changed: the content of data.source.paths' in error
+    assert take_log() == [] and output_hashes() == hashes
+    assert run(pipeline, "--force") == 0 and take_log() == ["tune", "after"]
+    assert output_hashes()["base"] == hashes["base"] and output_hashes()["tune"] != hashes["tune"]
+    Path("b.txt").write_text(text)
+    assert run(pipeline, "--force") == 0 and output_hashes() == hashes
+
+
+def test_a_changed_config_is_named_and_keys_without_effect_are_not(
+    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(pipeline)
+    stage_of(pipeline, "tune")["settings"]["training"]["max_steps"] = 11
+    assert actions(pipeline, capsys)["tune"] == "stale changed: training.max_steps: 10 -> 11"
+    stage_of(pipeline, "tune")["settings"]["training"]["max_steps"] = 10
+    stage_of(pipeline, "tune")["settings"] |= {"logging": {"every_steps": 3}, "checkpoint": {"keep_last": 5}}
+    assert actions(pipeline, capsys) == dict.fromkeys(ALL, "skip done")
+
+
+def test_changed_and_missing_outputs_are_noticed(pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run(pipeline)
+    Path("out/base/run/checkpoints/latest/model.safetensors").write_text("x")
+    Path("out/after/result.json").unlink()
+    reasons = actions(pipeline, capsys)
+    path = "run/checkpoints/latest/model.safetensors"
+    assert reasons["base"] == f"stale its output {path} is missing or was changed"
+    assert reasons["after"].startswith("stale") and reasons["tune"] == "skip done"
+
+
+def test_parts_of_a_pipeline(pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--only", "tune"], ["--only", "none"], ["--only", "base", "--until", "base"]):
+        with pytest.raises(SystemExit) as caught:
+            run(pipeline, *arguments)
+        assert caught.value.code == 2 and take_log() == []
+    assert 'stage "tune" starts from stage "base", which is not done' in capsys.readouterr().err.replace("\n", " ")
+    assert list(actions(pipeline, capsys, "--until", "tune")) == ["base", "tune"]
+    assert run(pipeline, "--until", "base") == 0 and take_log() == ["base"]
+    assert run(pipeline, "--only", "before") == 0 and take_log() == ["before"]
+    assert run(pipeline) == 0 and take_log() == ["tune", "after"]
+
+
+def test_a_failed_stage_leaves_the_others(
+    pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAILING", "tune")
+    assert run(pipeline) == 1
+    assert 'stage "tune" failed with exit code 1' in capsys.readouterr().err
+    assert take_log() == ["base", "tune"] and list(output_hashes()) == ["base"]
+    monkeypatch.delenv("FAILING")
+    assert run(pipeline) == 0 and take_log() == ["tune", "after", "before"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_stage_once_and_the_same_command_goes_on(
+    pipeline: dict[str, Any],
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WAITING", "tune")
+    ready = Path("out/tune/run/ready")
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run(pipeline) == 128 + number
+    thread.join()
+    assert "stopped; the same command goes on" in capsys.readouterr().err
+    assert Path("out/tune/run/saved").read_text() == "half"
+    monkeypatch.delenv("WAITING")
+    assert actions(pipeline, capsys)["tune"] == "resume interrupted"
+    assert run(pipeline) == 0 and Path("out/tune/run/saved").exists()
+
+
+def test_one_pipeline_at_a_time(
+    pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cli.pipeline.LOCK_TIMEOUT_SECONDS", 0.0)
+    with lock_directory(Path("out")), pytest.raises(SystemExit) as caught:
+        run(pipeline)
+    assert caught.value.code == 2 and "directory = out is in use by another pipeline" in capsys.readouterr().err
+
+
+def test_other_directories_are_left_alone(pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out/base").mkdir(parents=True)
+    Path("out/base/mine").write_text("x")
+    with pytest.raises(SystemExit) as caught:
+        run(pipeline, "--force")
+    assert caught.value.code == 2 and "is no stage of a pipeline" in capsys.readouterr().err
+    assert Path("out/base/mine").read_text() == "x"
+
+
+def test_the_report_has_all_stages_and_what_changed(
+    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(pipeline) == 0
+    text, markdown = capsys.readouterr().out, Path("out/report.md").read_text()
+    page = Path("out/report.html").read_text()
+    bounds = [json.loads(Path(f"out/{name}/result.json").read_text())["nats_per_token"] for name in ("after", "before")]
+    assert f"{bounds[1] / bounds[0] - 1:+.1%}" in text and f"{bounds[1]:.3f}" in markdown
+    row = next(line for line in markdown.splitlines() if line.startswith("| base"))
+    assert "| 320 | 2.000 +- 0.100 |" in row
+    assert "| after | copy | 2 | 50.0% | 100.0% | +0.50 tokens |" in markdown
+    assert "| copy \\| x | x | right |" in markdown and "&lt;b&gt;" in page and "4 of 4 stages done" in page
