@@ -144,7 +144,8 @@ class SweepRunner:
         claimed, seconds = active.claimed, active.seconds
         name, duration = claimed.run.name, format_duration(seconds)
         result = read_result(self._plan.sweep_command.name, self._plan.run_path(name))
-        if code == 0 and result.is_final:
+        # A run that an earlier process finished is done, even if this one was stopped before it noticed.
+        if result.is_final and code in (0, *STOPPED_EXIT_CODES):
             measured = result.numbers.get(self._objective)
             value = None if measured is None else measured.value
             claimed.finish("done", seconds, (), value)

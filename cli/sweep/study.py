@@ -271,32 +271,46 @@ def open_study(plan: SweepPlan, min_resource: int = 1) -> Iterator[SweepStudy]:
     owner = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
         with lock_directory(plan.processes_path / owner) as lock:
-            with _lock(plan.directory):
-                try:
-                    storage = optuna.storages.get_storage(_storage_url(plan))
-                except ImportError as error:
-                    problem = str(error).splitlines()[0]
-                    raise GridError(f"--storage {url}: {problem}; install the driver of the database") from None
-                study = optuna.create_study(
-                    storage=storage, study_name=plan.study_name, pruner=pruner, load_if_exists=True
-                )
-                name = plan.sweep_command.name
-                command = study.user_attrs.get("command", name)
-                study.set_user_attr("command", command)
-                measurement = objective([axis.key for axis in plan.axes])
-                recorded = study.user_attrs.get("objective", measurement)
-                study.set_user_attr("objective", recorded)
-            if measurement != recorded:
-                raise GridError(
-                    f"{plan.directory} contains a sweep that is ranked by {recorded}; the keys of --set require "
-                    f"{measurement}: choose another --directory"
-                )
-            if command != name:
-                raise GridError(f"{plan.directory} contains a sweep of --command {command}, not {name}")
+            try:
+                storage, study = _load_or_create(plan, url, pruner)
+            except BaseException:
+                shutil.rmtree(plan.processes_path / owner)  # this process has claimed no run
+                raise
             yield SweepStudy(plan, storage, study, owner, lock)
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         raise GridError(f"--storage {url}: {str(error).splitlines()[0]}") from None
     shutil.rmtree(plan.processes_path / owner)
+
+
+def _load_or_create(
+    plan: SweepPlan, url: str, pruner: optuna.pruners.BasePruner
+) -> tuple[optuna.storages.BaseStorage, optuna.Study]:
+    """Open the storage and the study in it.
+
+    Raises:
+        GridError: the driver of the database is missing, or the study is one of another command or measurement.
+    """
+    with _lock(plan.directory):
+        try:
+            storage = optuna.storages.get_storage(_storage_url(plan))
+        except ImportError as error:
+            problem = str(error).splitlines()[0]
+            raise GridError(f"--storage {url}: {problem}; install the driver of the database") from None
+        study = optuna.create_study(storage=storage, study_name=plan.study_name, pruner=pruner, load_if_exists=True)
+        name = plan.sweep_command.name
+        command = study.user_attrs.get("command", name)
+        study.set_user_attr("command", command)
+        measurement = objective([axis.key for axis in plan.axes])
+        recorded = study.user_attrs.get("objective", measurement)
+        study.set_user_attr("objective", recorded)
+    if measurement != recorded:
+        raise GridError(
+            f"{plan.directory} contains a sweep that is ranked by {recorded}; the keys of --set require "
+            f"{measurement}: choose another --directory"
+        )
+    if command != name:
+        raise GridError(f"{plan.directory} contains a sweep of --command {command}, not {name}")
+    return storage, study
 
 
 def _storage_url(plan: SweepPlan) -> str:

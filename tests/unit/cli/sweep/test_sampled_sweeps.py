@@ -116,3 +116,14 @@ def test_a_pruned_run_that_fails_to_save_has_failed(base: Path, monkeypatch: pyt
     directory = Path("runs/sweeps/base")
     assert statuses(directory) == {"learning_rate-2.0": "done", "learning_rate-6.0": "failed"}
     assert load_study(directory).get_trials()[1].state.name == "FAIL"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_complete_when_it_is_pruned_is_done(base: Path) -> None:
+    """As the run of a sweep that was killed after the run's end, and continues."""
+    program = Path("program.py")
+    evaluation = '{"evaluation": {"nats_per_token": 6.0, "standard_error": 0.1, "bits_per_byte": 3.0}, "step": 10}'
+    write = f"(directory / 'summary.json').write_text('{evaluation}')"
+    program.write_text(program.read_text().replace("sys.exit(128 + number)", f"{write}; sys.exit(128 + number)"))
+    assert run(base, "2.0,6.0", "--prune", "--set", "validation.every_steps=1") == 0
+    assert statuses(Path("runs/sweeps/base")) == {"learning_rate-2.0": "done", "learning_rate-6.0": "done"}

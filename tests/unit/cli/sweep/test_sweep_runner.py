@@ -151,6 +151,7 @@ def test_an_extension_keeps_the_objective(base: Path, capsys: pytest.CaptureFixt
     assert run(base, "1.0,2.0", "--set", "tokenizer.vocab_size=280,300") == 2
     error = capsys.readouterr().err
     assert "bits_per_byte" in error and "choose another --directory" in error
+    assert not [*plan.processes_path.iterdir()], "the refused process has left nothing"
 
 
 @pytest.mark.slow
