@@ -23,6 +23,8 @@ from files.terminal_text import escape_control_characters, print_message
 TRACEBACK_VARIABLE = "DIFFUSIONLM_TRACEBACK"
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
+STANDARD_OUTPUT = "standard output"
+"""``filename`` of the errors of standard output."""
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 """File name of the code of Python's import system."""
 
@@ -89,12 +91,13 @@ def friendly_errors(name: str) -> Iterator[None]:
     """End the command with a message instead of a traceback, for errors of the user or the system.
 
     ValueError and OSError (a missing file, no permission, a full disk) exit with 1, and so does a standard output that
-    is closed, a broken pipe or on a full disk; Ctrl-C exits with 130. A standard error that cannot be written is
+    is closed or on a full disk, or whose reader has ended (as in ``| head``), which is not reported; Ctrl-C exits with
+    130. A standard error that cannot be written is
     ignored. Other errors are bugs and keep their traceback. With DIFFUSIONLM_TRACEBACK=1 in the environment, all errors
     keep it. Also works as a decorator.
     """
     _replace_closed_streams(name)
-    output = NamedStream(sys.stdout, "standard output")
+    output = NamedStream(sys.stdout, STANDARD_OUTPUT)
     with (
         redirect_stdout(cast("IO[str]", output)),
         redirect_stderr(resilient(sys.stderr)),
@@ -117,6 +120,8 @@ def friendly_errors(name: str) -> Iterator[None]:
         except (ValueError, OSError) as error:
             if _wants_traceback():
                 raise
+            if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
+                raise SystemExit(1) from None
             _exit_with_error(name, _format_error(error))
         finally:
             _discard_broken_output()
