@@ -9,6 +9,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
@@ -17,7 +18,10 @@ from cli.tables import make_table, print_parts
 from config.train import KEY_HINTS, TrainConfig
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
+from files.terminal_text import print_message
 from profiling.estimate import estimate_run, parallel_strategy
+from profiling.machine import read_memory
+from profiling.torch_setup import drivers
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -84,6 +88,19 @@ def check_files(config: TrainConfig) -> None:
         with _errors_name(f"tokenizer.path = {tokenizer}"):
             load_tokenizer(tokenizer)
     open_components(config.data, "train", LOCAL_SOURCES)
+    warn_about_memory(config)
+
+
+def warn_about_memory(config: TrainConfig) -> None:
+    """Warn before the work if a run of one process on the CPU is estimated to need more memory than is free."""
+    if "WORLD_SIZE" in os.environ or config.run.device == "cuda" or (config.run.device == "auto" and drivers()):
+        return
+    free, needed = read_memory(Path("/")).free, estimate_run(config).bytes_total
+    if free is not None and needed > free:
+        print_message(
+            f"{NAME}: warning: the run needs about {_format_bytes(needed)} of memory, and {_format_bytes(free)} are "
+            "free: lower training.micro_batch_size or data.row_length; --dry-run shows the parts"
+        )
 
 
 @contextmanager
