@@ -99,7 +99,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, gain, scale = ctx.saved_tensors
         width = x.shape[-1]
         wide = _at_least_fp32(x).reshape(-1, width)
@@ -107,10 +107,12 @@ class _RMSNorm(torch.autograd.Function):
         scale = scale.view(-1, 1)
         # Both sums are matrix-vector products, which read the matrix once, at memory bandwidth.
         product = grad * wide
-        grad_gain = (scale.mT @ product)[0]
+        grad_gain = (scale.mT @ product)[0].to(gain.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_gain, None, None
         along = torch.mv(product, gain.to(wide.dtype)).unsqueeze(1).mul_(scale.square()).div_(-width)
         grad_x = (grad * gain).addcmul_(wide, along).mul_(scale)
-        return grad_x.view(x.shape).to(x.dtype), grad_gain.to(gain.dtype), None, None
+        return grad_x.view(x.shape).to(x.dtype), grad_gain, None, None
 
 
 def _normalize(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

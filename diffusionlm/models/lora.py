@@ -8,14 +8,18 @@ Shapes: r rank, K trained rows.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.lora import ALL_LINEAR, LoraConfig
+from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
+from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.layers import Embedding, Linear
 from diffusionlm.models.transformer import Transformer
 
@@ -26,6 +30,41 @@ ROUTER_SUFFIX = ".mlp.gate"
 """End of a router's name, which "all-linear" leaves out."""
 
 
+class AdapterDropout:
+    """Dropout of the adapters of one model. It is on inside of `forward_of` only, so never in evaluation.
+
+    Masks are a hash of the key, the token and the module (`dropout_mask`): accumulation, the number of ranks and
+    activation checkpointing do not change them.
+    """
+
+    def __init__(self, probability: float) -> None:
+        self.probability = probability
+        self._tokens: Tensor | None = None
+        self._output_tokens: Tensor | None = None
+
+    @contextmanager
+    def forward_of(self, key: int, rows_B: Tensor, length: int, output_positions: Tensor) -> Iterator[None]:
+        """Context of a forward and its backward.
+
+        Args:
+            key: 32 bits, of the optimizer step.
+            rows_B: number of each row in the step.
+            length: positions of a row.
+            output_positions: as in `Transformer.forward`.
+        """
+        self._tokens = hash_tokens(key, rows_B, length)
+        self._output_tokens = self._tokens[output_positions]
+        try:
+            yield
+        finally:
+            self._tokens = self._output_tokens = None
+
+    def mask(self, x: Tensor, key: int) -> Tensor | None:
+        """Mask of a module's inputs, all [B, L, D] or those at the output positions [P, D]. None: dropout is off."""
+        tokens = self._tokens if x.dim() == 3 else self._output_tokens
+        return None if tokens is None else dropout_mask(tokens, key, x.shape[-1], self.probability)
+
+
 class LoRALinear(Linear):
     """``W x + s B A dropout(x)`` (Hu et al. 2021, eq. 3); with DoRA the rows of ``W + s B A`` have trained norms.
 
@@ -33,11 +72,22 @@ class LoRALinear(Linear):
     the weight never changes.
     """
 
-    def __init__(self, base: Linear, rank: int, scale: float, config: LoraConfig) -> None:
+    def __init__(
+        self,
+        base: Linear,
+        rank: int,
+        scale: float,
+        config: LoraConfig,
+        *,
+        name: str = "",
+        dropout: AdapterDropout | None = None,
+    ) -> None:
+        """``name`` is the module's, which is part of the key of its dropout masks. ``dropout`` None: no dropout."""
         with torch.device("meta"):
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
-        self.scale, self.dropout, self.init = scale, config.dropout, config.init
+        self.scale, self.init, self.dropout = scale, config.init, dropout
+        self.dropout_key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_empty(rank, base.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_empty(base.out_features, rank, dtype=dtype))
@@ -70,13 +120,30 @@ class LoRALinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         A, B = self.factors()
-        low = F.linear(F.linear(F.dropout(x, self.dropout, self.training).to(self._input_dtype(x)), A), B) * self.scale
-        if self.lora_magnitude is None:
+        keep = None if self.dropout is None else self.dropout.mask(x, self.dropout_key)
+        scale = self.scale if keep is None or self.dropout is None else self.scale / (1 - self.dropout.probability)
+        low_dtype = compute_dtype(x) if torch.is_autocast_enabled(x.device.type) else A.dtype
+        if self._is_fused(x, low_dtype):
+            return low_rank_linear(x.to(low_dtype), self.weight, self.bias, A, B, scale, keep)
+        dropped = x if keep is None else x * keep.view(x.shape)
+        low = F.linear(F.linear(dropped.to(low_dtype), A), B) * scale
+        if self.lora_magnitude is None and self.weight.dtype == x.dtype:
             base = super().forward(x)
             return (base + low).to(base.dtype)
-        base = F.linear(x, self.weight)
-        out = ((base + low) * self._row_factor()).to(base.dtype)
+        base = F.linear(x, self.weight.to(compute_dtype(x)))
+        out = base + low if self.lora_magnitude is None else (base + low) * self._row_factor()
+        out = out.to(base.dtype)
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def _is_fused(self, x: Tensor, low_dtype: torch.dtype) -> bool:
+        """True in training, where the gradients are computed with fewer passes. A compiler fuses the plain form."""
+        return (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and self.lora_magnitude is None
+            and not self.weight.requires_grad
+            and compute_dtype(x) == low_dtype
+        )
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A [r, in] and B [out, r], or of rank 2 r with the subtracted product."""
@@ -96,9 +163,6 @@ class LoRALinear(Linear):
         A, B = self.factors()
         norm: Tensor = (self.weight.to(A.dtype) + self.scale * (B @ A)).detach().norm(dim=1)
         return torch.where(norm > 0, self.lora_magnitude / norm, 1.0)
-
-    def _input_dtype(self, x: Tensor) -> torch.dtype:
-        return x.dtype if torch.is_autocast_enabled(x.device.type) else self.lora_A.dtype
 
 
 class TrainedRowsEmbedding(Embedding):
@@ -170,6 +234,7 @@ def add_adapter(model: Transformer, config: LoraConfig, *, seed: int = 0, names:
     _check_token_ids(model, config.trainable_tokens)
     model.requires_grad_(requires_grad=False)
     generator = torch.Generator().manual_seed(seed)
+    dropout = AdapterDropout(config.dropout) if config.dropout else None
     for name, module in targets:
         target = name if names is None else names[name]
         rank = config.rank_of(target)
@@ -179,7 +244,7 @@ def add_adapter(model: Transformer, config: LoraConfig, *, seed: int = 0, names:
                 f'lora.init = "{config.init}" takes that many of its factors: use a smaller rank, or leave it out with '
                 "lora.exclude"
             )
-        adapted = LoRALinear(module, rank, config.scale_of(target), config)
+        adapted = LoRALinear(module, rank, config.scale_of(target), config, name=name, dropout=dropout)
         if not adapted.weight.is_meta:
             adapted.initialize(generator)
         model.set_submodule(name, adapted.train(module.training))
@@ -233,6 +298,12 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, LoRALinear | Traine
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear | TrainedRowsEmbedding | TrainedRowsLinear):
             yield name, module
+
+
+def find_dropout(model: nn.Module) -> AdapterDropout | None:
+    """The dropout of a model's adapters. None: there is none."""
+    modules = (module for _, module in adapter_modules(model) if isinstance(module, LoRALinear))
+    return next((module.dropout for module in modules), None)
 
 
 @torch.no_grad()

@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from config.lora import LoraConfig
 from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
 from diffusionlm.models.layers import Linear
-from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter, list_targets, merge_adapter
+from diffusionlm.models.lora import (
+    LoRALinear,
+    adapter_modules,
+    add_adapter,
+    find_dropout,
+    list_targets,
+    merge_adapter,
+)
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 
@@ -127,16 +136,101 @@ def test_only_the_adapter_is_trained(tied: bool, tiny_model: MakeModel) -> None:
         assert (value.grad is not None) == (name in trained)
 
 
-def test_dropout_only_in_training(tiny_model: MakeModel) -> None:
-    model = tiny_model().eval()
-    add_adapter(model, LoraConfig(rank=3, dropout=0.5, trainable_tokens=(1,)))
-    assert not any(module.training for module in model.modules())
+class TestDropout:
+    ROWS = torch.tensor([3, 7])
+    ALL = torch.arange(TOKENS.numel())
+
+    @pytest.fixture
+    def model(self, tiny_model: MakeModel) -> Transformer:
+        model = tiny_model()
+        add_adapter(model, LoraConfig(rank=3, dropout=0.5, trainable_tokens=(1,)))
+        randomize_b(model)
+        return model
+
+    def logits(self, model: Transformer, key: int, rows: slice = slice(None), positions: Any = None) -> torch.Tensor:
+        dropout = find_dropout(model)
+        assert dropout is not None
+        tokens = TOKENS[rows]
+        positions = torch.arange(tokens.numel()) if positions is None else positions
+        with torch.no_grad(), dropout.forward_of(key, self.ROWS[rows], TOKENS.shape[1], positions):
+            return model(tokens, pattern=Bidirectional(), output_positions=positions)
+
+    def test_only_in_a_training_forward(self, model: Transformer) -> None:
+        state, plain = torch.get_rng_state(), logits_of(model.train()).flatten(0, 1)
+        first = self.logits(model, 1)
+        assert not torch.allclose(first, plain, atol=1e-3)
+        assert torch.equal(logits_of(model).flatten(0, 1), plain)
+        assert torch.equal(self.logits(model, 1), first)
+        assert not torch.allclose(self.logits(model, 2), first, atol=1e-3)
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_masks_depend_on_row_and_position_only(self, model: Transformer) -> None:
+        """Not on the other rows of the micro-batch, nor on the output positions."""
+        whole = self.logits(model, 1).unflatten(0, (2, -1))
+        torch.testing.assert_close(self.logits(model, 1, slice(1, 2)), whole[1], atol=1e-5, rtol=1e-5)
+        some = torch.tensor([2, 9, 10])
+        torch.testing.assert_close(
+            self.logits(model, 1, positions=some), whole.flatten(0, 1)[some], atol=1e-5, rtol=1e-5
+        )
+
+    def test_gradient_is_that_of_the_plain_formula(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        weight, A, B, x = (
+            torch.randn(shape, generator=generator, dtype=torch.float64)
+            for shape in ((5, 4), (2, 4), (5, 2), (3, 6, 4))
+        )
+        tokens = hash_tokens(9, torch.arange(3), 6)
+        keep = dropout_mask(tokens, 11, 4, 0.4)
+        inputs = [value.requires_grad_() for value in (x, A, B)]
+        expected = x @ weight.T + 0.5 * (x * keep.view(x.shape)) @ A.T @ B.T
+        probe = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        expected_gradients = torch.autograd.grad((expected * probe).sum(), inputs)
+        actual = low_rank_linear(x, weight, None, A, B, 0.5, keep)
+        torch.testing.assert_close(actual, expected)
+        gradients = torch.autograd.grad((actual * probe).sum(), inputs)
+        torch.testing.assert_close(gradients, expected_gradients)
+
+    def test_share_of_zeros_and_independence(self) -> None:
+        """Shares by token and feature, and correlations of all pairs, spread as those of independent coins."""
+        keep = dropout_mask(hash_tokens(1, torch.arange(4), 128), 2, 256, 0.25).double()
+        sigma = math.sqrt(0.25 * 0.75)
+        assert keep.mean().item() == pytest.approx(0.75, abs=4 * sigma / math.sqrt(keep.numel()))
+        centered = (keep - 0.75) / sigma
+        for values in (centered, centered.T):
+            assert (values.mean(1) * math.sqrt(values.shape[1])).std().item() == pytest.approx(1.0, abs=0.15)
+            products = values @ values.T / math.sqrt(values.shape[1])
+            off_diagonal = products[~torch.eye(len(products), dtype=torch.bool)]
+            assert off_diagonal.std().item() == pytest.approx(1.0, abs=0.05)
+        other = dropout_mask(hash_tokens(1, torch.arange(4), 128), 3, 256, 0.25).double()
+        assert abs(((other - 0.75) / sigma * centered).sum().item()) < 4 * math.sqrt(keep.numel())
+
+
+def test_backward_ends_at_the_lowest_adapter(tiny_model: MakeModel) -> None:
+    """Counted: with an adapter on the last down_proj alone, the backward has its products of A and B only."""
+    model = tiny_model()
+    add_adapter(model, LoraConfig(rank=3, targets=("layers.1.mlp.down_proj",)))
+    positions = torch.arange(TOKENS.numel())
+    loss = LossInputs(TOKENS.flatten(), torch.ones(len(positions)))
+    output = model(TOKENS, pattern=Bidirectional(), output_positions=positions, loss_inputs=loss)
+    with FlopCounterMode(display=False) as counter:
+        output.total_loss.backward()
+    grad_h, grad_a, grad_b = 24 * 3, 3 * 40, 24 * 3
+    assert counter.get_total_flops() == 2 * len(positions) * (grad_h + grad_a + grad_b)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_training_forward_equals_inference(bias: bool, tiny_model: MakeModel) -> None:
+    model = tiny_model(attention_bias=bias)
+    add_adapter(model, LoraConfig(rank=3))
+    randomize_b(model)
+    torch.testing.assert_close(model(TOKENS, pattern=Bidirectional()), logits_of(model), atol=1e-5, rtol=1e-5)
+
+
+def randomize_b(model: Transformer) -> None:
     with torch.no_grad():
         for _, module in adapter_modules(model):
             if isinstance(module, LoRALinear):
                 module.lora_B.normal_(generator=torch.Generator().manual_seed(1))
-    assert torch.equal(logits_of(model), logits_of(model))
-    assert not torch.equal(logits_of(model.train()), logits_of(model))
 
 
 def test_a_second_adapter_is_refused(tiny_model: MakeModel) -> None:

@@ -1,0 +1,128 @@
+"""A frozen projection with a trained low-rank one in one function, and dropout whose masks are a hash.
+
+Shapes: T tokens, I inputs, O outputs, r rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_LOW_32_BITS = 0xFFFFFFFF
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x5A6B4A35
+"""Odd factors of the hash below 2^31, the first of Wellons' triple32."""
+_GOLDEN_RATIO = 0x9E3779B1
+
+
+def low_rank_linear(
+    x: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    A_rI: Tensor,
+    B_Or: Tensor,
+    scale: float,
+    keep_TI: Tensor | None,
+) -> Tensor:
+    """``x W^T + bias + scale (x * keep) A^T B^T``, with gradients of x, A and B only.
+
+    Autograd would compute the same with more passes over [T, O] and [T, I]: here both products are added in place.
+
+    Args:
+        x: [..., I], in the dtype of the products.
+        weight_OI: frozen, in any floating dtype; a copy in the dtype of the products lives during the product only.
+        bias_O: frozen.
+        A_rI: in any floating dtype.
+        B_Or: like A.
+        keep_TI: mask of dropout; ``scale`` has its factor 1 / (1 - p). None: no dropout.
+    """
+    return _LowRankLinear.apply(x, weight_OI, bias_O, A_rI, B_Or, scale, keep_TI)  # type: ignore[no-any-return]
+
+
+class _LowRankLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        A_rI: Tensor,
+        B_Or: Tensor,
+        scale: float,
+        keep_TI: Tensor | None,
+    ) -> Tensor:
+        x_TI = x.reshape(-1, x.shape[-1])
+        A, B = A_rI.to(x.dtype), B_Or.to(x.dtype)
+        h_Tr = F.linear(x_TI if keep_TI is None else x_TI * keep_TI, A)
+        out_TO = F.linear(x_TI, weight_OI.to(x.dtype), None if bias_O is None else bias_O.to(x.dtype))
+        out_TO.addmm_(h_Tr, B.T, alpha=scale)
+        ctx.save_for_backward(x_TI, weight_OI, A_rI, B_Or, h_Tr, keep_TI)
+        ctx.scale = scale
+        return out_TO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, weight_OI, A_rI, B_Or, h_Tr, keep_TI = ctx.saved_tensors
+        dtype = x_TI.dtype
+        grad_TO = grads[0].reshape(-1, weight_OI.shape[0])
+        grad_h_Tr = (grad_TO @ B_Or.to(dtype)).mul_(ctx.scale)
+        # Products with a thin transposed result are faster on a CPU.
+        grad_B = (h_Tr.T @ grad_TO).T.mul(ctx.scale).to(B_Or.dtype)
+        grad_A = (grad_h_Tr.T @ (x_TI if keep_TI is None else x_TI * keep_TI)).to(A_rI.dtype)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad_TO @ weight_OI.to(dtype)
+            A = A_rI.to(dtype)
+            if keep_TI is None:
+                grad_x.addmm_(grad_h_Tr, A)
+            else:
+                grad_x.addcmul_(grad_h_Tr @ A, keep_TI.to(dtype))
+            grad_x = grad_x.view(*grads[0].shape[:-1], -1)
+        return grad_x, None, None, grad_A, grad_B, None, None
+
+
+def hash_tokens(key: int, rows_B: Tensor, length: int) -> Tensor:
+    """Hash of each token of B rows of this length, [B * length], int64 of 32 bits.
+
+    Args:
+        key: 32 bits.
+        rows_B: number of each row, int64.
+        length: tokens of a row.
+    """
+    positions_L = torch.arange(length, device=rows_B.device)
+    return _mix(_mix(rows_B + key)[:, None] + positions_L * _GOLDEN_RATIO).flatten()
+
+
+def dropout_mask(tokens_T: Tensor, key: int, num_features: int, probability: float) -> Tensor:
+    """Mask of dropout [T, I], true with 1 - probability: a function of token, key and feature alone.
+
+    The masks of a token do not depend on the other tokens of the batch, and are the same on all devices.
+
+    Args:
+        tokens_T: hashes of `hash_tokens`.
+        key: of the module, 32 bits.
+        num_features: I.
+        probability: of false.
+    """
+    features_I = _mix(torch.arange(num_features, device=tokens_T.device) * _GOLDEN_RATIO + key)
+    bits_TI = _to_int32(_mix(tokens_T ^ key))[:, None] ^ _to_int32(features_I)
+    bits_TI.mul_(_FIRST_MULTIPLIER)
+    bits_TI.bitwise_xor_((bits_TI >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND_MULTIPLIER)
+    return bits_TI >= round(probability * 2**32) - 2**31
+
+
+def _mix(values: Tensor) -> Tensor:
+    """A hash of the lower 32 bits of int64 values."""
+    values = values & _LOW_32_BITS
+    values = ((values ^ (values >> 16)) * _FIRST_MULTIPLIER) & _LOW_32_BITS
+    values = ((values ^ (values >> 15)) * _SECOND_MULTIPLIER) & _LOW_32_BITS
+    return values ^ (values >> 16)
+
+
+def _to_int32(values: Tensor) -> Tensor:
+    """The same 32 bits as signed integers."""
+    return (values - ((values >> 31) << 32)).to(torch.int32)
