@@ -39,6 +39,8 @@ def resolve_model_directory(path: str | Path, *, needs_weights: bool = True) -> 
     for candidate in (path, path / "checkpoints" / "latest"):
         if (candidate / "config.json").is_file():
             return candidate
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(f"no model at {path}: it is an adapter; name its base, and this directory as its adapter")
     raise ValueError(f"no model at {path}: it has no config.json, and no checkpoints/latest/config.json")
 
 

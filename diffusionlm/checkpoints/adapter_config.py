@@ -9,10 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from config.lora import LoraConfig
-from diffusionlm.checkpoints.model_files import join_problems
+from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, join_problems
 from files.json_files import read_json_object
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD_NAMES = {"lm_head", "ff_out"}
 """Names of the head in the families' checkpoints."""
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
@@ -35,17 +34,27 @@ _INITS_OF_THE_SAME_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Initial values that leave the base as it is. PEFT changes it for the others."""
 
 
-def read_adapter_config(directory: Path) -> LoraConfig:
-    """Read an adapter_config.json.
+def resolve_adapter_directory(path: Path) -> Path:
+    """Find the directory with adapter_config.json: the path itself, or the newest checkpoint of a run directory.
 
     Raises:
-        ValueError: a file of the adapter is missing, the config is damaged, or a key has a value that is not supported;
-            lists all of them.
+        ValueError: a file of the adapter is missing.
     """
-    path = directory / ADAPTER_CONFIG
+    latest = path / "checkpoints" / "latest"
+    directory = latest if (latest / ADAPTER_CONFIG).is_file() else path
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (directory / name).is_file():
-            raise ValueError(f"{directory} has no {name}: name the directory of a PEFT adapter")
+            raise ValueError(f"{path} has no {name}: name the directory of a PEFT adapter, or of a run with [lora]")
+    return directory
+
+
+def read_adapter_config(directory: Path) -> LoraConfig:
+    """Read the adapter_config.json of a directory that `resolve_adapter_directory` found.
+
+    Raises:
+        ValueError: the config is damaged, or keys have values that are not supported; lists all of them.
+    """
+    path = directory / ADAPTER_CONFIG
     values = read_json_object(path)
     problems = [
         f"{key} = {json.dumps(values[key])} is not supported"

@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from config.families.hub import is_hub_name
 from config.families.registry import get_family
 from config.lora import LoraConfig, is_module
-from diffusionlm.checkpoints.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
-from diffusionlm.checkpoints.model_files import join_problems
+from diffusionlm.checkpoints.adapter_config import read_adapter_config, resolve_adapter_directory
+from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, join_problems
 from diffusionlm.models.layers import Linear
 from diffusionlm.models.lora import (
     LoRALinear,
@@ -40,26 +41,54 @@ def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
     Raises:
         ValueError: the adapter is missing, damaged, not supported, or of another base; lists what is wrong.
     """
+    directory = resolve_adapter_directory(directory)
     config = read_adapter_config(directory)
     names = stored_module_names(model)
     tensors, fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
-    if fingerprint is not None and not _is_fingerprint_of(model, fingerprint):
-        raise ValueError(
-            f"{directory} was trained on another base: the weights of the model are not those that it adapts; name the "
-            "base of its adapter_config.json"
-        )
+    if fingerprint is not None:
+        _check_base(directory, fingerprint, fingerprint_weights(model))
     with torch.device("meta"):
         probe = Transformer(model.config)
     add_adapter(probe, config, names=names)
-    problems = _find_mismatches(dict(stored_adapter_tensors(probe)), tensors)
+    _check_tensors(probe, tensors, directory)
+    add_adapter(model, config, names=names)
+    _copy_tensors(model, tensors)
+    return config
+
+
+def load_adapter_values(model: Transformer, config: LoraConfig, directory: Path) -> None:
+    """Replace the values of a model's adapter by those of a directory.
+
+    Raises:
+        ValueError: that adapter is missing, damaged, not supported, or has other modules, ranks or scales.
+    """
+    directory = resolve_adapter_directory(directory)
+    stored = read_adapter_config(directory)
+    tensors, fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
+    if fingerprint is not None:
+        _check_base(directory, fingerprint, fingerprint_weights(model))
+    _check_tensors(model, tensors, directory)
+    names = stored_module_names(model)
+    adapted = [names[name] for name, module in adapter_modules(model) if isinstance(module, LoRALinear)]
+    differing = [name for name in adapted if stored.scale_of(name) != config.scale_of(name)]
+    if differing:
+        raise ValueError(
+            f"{directory / ADAPTER_CONFIG}: the scale of {differing[0]} is {stored.scale_of(differing[0]):g}, that of "
+            f"[lora] is {config.scale_of(differing[0]):g}: set lora.rank, lora.alpha and lora.rslora as there"
+        )
+    _copy_tensors(model, tensors)
+
+
+def _check_tensors(model: Transformer, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    problems = _find_mismatches(dict(stored_adapter_tensors(model)), tensors)
     if problems:
         raise ValueError(f"{directory / ADAPTER_WEIGHTS} does not fit the model: {join_problems(problems)}")
-    add_adapter(model, config, names=names)
-    parameters = dict(stored_adapter_tensors(model))
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-    return config
+
+
+@torch.no_grad()
+def _copy_tensors(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
+    for name, parameter in stored_adapter_tensors(model):
+        parameter.copy_(tensors[name])
 
 
 def _find_mismatches(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
@@ -73,7 +102,40 @@ def _find_mismatches(parameters: Mapping[str, Tensor], tensors: Mapping[str, Ten
     return sorted(problems)
 
 
-def save_adapter(model: Transformer, config: LoraConfig, directory: Path, *, base: str | None = None) -> None:
+def read_own_adapter(model: Transformer, directory: Path, fingerprint: str) -> dict[str, Tensor]:
+    """Read the adapter of a checkpoint of the run that trains this model: its parameters, whole, by name.
+
+    The products that PiSSA and OLoRA subtract are set in the model.
+
+    Args:
+        fingerprint: of the model's base, by `fingerprint_weights`.
+
+    Raises:
+        ValueError: the adapter is damaged, or was trained on another base.
+    """
+    tensors, stored_fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
+    _check_base(directory, stored_fingerprint or "", fingerprint)
+    names = {name: stored for stored, name, _ in _list_adapter_tensors(model)}
+    values = {name: tensors[stored] for name, stored in names.items()}
+    for name, module in adapter_modules(model):
+        if isinstance(module, LoRALinear) and module.first_A is not None and module.first_B is not None:
+            A, B = f"{name}.lora_A", f"{name}.lora_B"
+            rank = len(module.first_A)
+            module.first_A.copy_(values[A][rank:])
+            module.first_B.copy_(-values[B][:, rank:])
+            values |= {A: values[A][:rank], B: values[B][:, :rank]}
+    return values
+
+
+def save_adapter(
+    model: Transformer,
+    config: LoraConfig,
+    directory: Path,
+    *,
+    base: str | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    fingerprint: str | None = None,
+) -> None:
     """Write the adapter of a model as PEFT does.
 
     An adapter that began as a part of the weight (PiSSA, OLoRA) is written as a difference, with twice the rank.
@@ -82,9 +144,11 @@ def save_adapter(model: Transformer, config: LoraConfig, directory: Path, *, bas
         config: of the adapter.
         directory: must exist.
         base: name or path of the base, for readers.
+        weights: written instead of the model's own, whole, by parameter name.
+        fingerprint: of the base, by `fingerprint_weights`. None: of the model's.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _exported_tensors(model)}
-    metadata = {"format": "pt", FINGERPRINT_KEY: fingerprint_weights(model)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _exported_tensors(model, weights)}
+    metadata = {"format": "pt", FINGERPRINT_KEY: fingerprint or fingerprint_weights(model)}
     save_file(tensors, directory / ADAPTER_WEIGHTS, metadata)
     values = _build_adapter_config(model, config, base)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -102,29 +166,35 @@ def stored_module_names(model: Transformer) -> dict[str, str]:
 
 def stored_adapter_tensors(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a model's adapter by their names in a PEFT file."""
+    return ((stored_name, parameter) for stored_name, _, parameter in _list_adapter_tensors(model))
+
+
+def _list_adapter_tensors(model: Transformer) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Name in a PEFT file, name in the model and parameter of each tensor of the adapter."""
     family = get_family(model.config)
     for name, module in adapter_modules(model):
         stem = _PREFIX + family.stored_name(f"{name}.weight").removesuffix(".weight")
         if isinstance(module, LoRALinear):
-            yield f"{stem}.lora_A.weight", module.lora_A
-            yield f"{stem}.lora_B.weight", module.lora_B
+            yield f"{stem}.lora_A.weight", f"{name}.lora_A", module.lora_A
+            yield f"{stem}.lora_B.weight", f"{name}.lora_B", module.lora_B
             if module.lora_magnitude is not None:
-                yield f"{stem}.lora_magnitude_vector", module.lora_magnitude
+                yield f"{stem}.lora_magnitude_vector", f"{name}.lora_magnitude", module.lora_magnitude
         elif isinstance(module, TrainedRowsEmbedding) or not model.config.tie_word_embeddings:
-            yield f"{stem}.token_adapter.trainable_tokens_delta", module.trained_rows
+            yield f"{stem}.token_adapter.trainable_tokens_delta", f"{name}.trained_rows", module.trained_rows
 
 
-def _exported_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+def _exported_tensors(model: Transformer, weights: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a PEFT file: of a LoRA module its whole factors, with the subtracted product."""
-    family = get_family(model.config)
-    factors = {
-        f"{_PREFIX}{family.stored_name(f'{name}.weight').removesuffix('.weight')}.lora_{letter}.weight": factor
-        for name, module in adapter_modules(model)
-        if isinstance(module, LoRALinear)
-        for letter, factor in zip("AB", module.factors(), strict=True)
-    }
-    for name, parameter in stored_adapter_tensors(model):
-        yield name, factors.get(name, parameter)
+    modules = dict(adapter_modules(model))
+    for stored_name, name, parameter in _list_adapter_tensors(model):
+        value = parameter if weights is None else weights[name]
+        module = modules[name.rpartition(".")[0]]
+        if isinstance(module, LoRALinear) and module.first_A is not None and module.first_B is not None:
+            if name.endswith(".lora_A"):
+                value = torch.cat([value, module.first_A.to(value.device)])
+            elif name.endswith(".lora_B"):
+                value = torch.cat([value, -module.first_B.to(value.device)], dim=1)
+        yield stored_name, value
 
 
 def _build_adapter_config(model: Transformer, config: LoraConfig, base: str | None) -> dict[str, Any]:
@@ -140,10 +210,14 @@ def _build_adapter_config(model: Transformer, config: LoraConfig, base: str | No
     if model.config.tie_word_embeddings:
         rows = rows[:1]
     family = get_family(model.config)
+    revision = None
+    if base is not None and "@" in base and is_hub_name(base):
+        base, _, revision = base.partition("@")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision,
         "inference_mode": True,
         "r": config.rank * growth,
         "lora_alpha": _whole(config.alpha * alpha_growth),
@@ -184,10 +258,22 @@ def fingerprint_weights(model: nn.Module) -> str:
     return f"{digest.hexdigest()} {torch.cat(samples).view(torch.uint8).numpy().tobytes().hex()}"
 
 
-def _is_fingerprint_of(model: nn.Module, fingerprint: str) -> bool:
-    """Whether a fingerprint is that of a model, or of a copy of it in another dtype."""
+def _check_base(directory: Path, fingerprint: str, model_fingerprint: str) -> None:
+    """
+    Raises:
+        ValueError: the adapter of a directory, with this fingerprint of its base, has another base.
+    """
+    if not _are_equal_fingerprints(fingerprint, model_fingerprint):
+        raise ValueError(
+            f"{directory} was trained on another base: the weights of the model are not those that it adapts; name the "
+            "base of its adapter_config.json"
+        )
+
+
+def _are_equal_fingerprints(fingerprint: str, other: str) -> bool:
+    """Whether two fingerprints are of the same model, perhaps in different dtypes."""
     (names, sample), (other_names, other_sample) = (
-        text.split(" ") if text.count(" ") == 1 else ("", "") for text in (fingerprint, fingerprint_weights(model))
+        text.split(" ") if text.count(" ") == 1 else ("", "") for text in (fingerprint, other)
     )
     if names != other_names or len(sample) != len(other_sample):
         return False

@@ -15,7 +15,7 @@ from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.conversion_plan import ConversionPlan
 from diffusionlm.checkpoints.huggingface import DTYPES, load_model_with_config, save_model_directory
 from diffusionlm.checkpoints.manifest import write_directory_atomically
-from diffusionlm.checkpoints.model_files import verify_model_files
+from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
 from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, read_saved_dtype
 from diffusionlm.models.lora import merge_adapter
 from diffusionlm.models.transformer import Transformer
@@ -52,15 +52,18 @@ def convert(plan: ConversionPlan) -> None:
 
 
 def _read_weights(plan: ConversionPlan) -> dict[str, Tensor]:
-    """The weights of the source by parameter name, with the adapter merged, in the dtype of the target."""
-    config = plan.config
-    if config.adapter is None:
+    """The weights of the source by parameter name, with its adapter and the config's merged, in the dtype of the
+    target."""
+    config, weights_directory = plan.config, find_weights_directory(plan.source)
+    adapters = [*([plan.source] if weights_directory != plan.source else []), *filter(None, [config.adapter])]
+    if not adapters:
         model = load_model_with_config(plan.source_config, plan.source, dtype=config.dtype)
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
-    model = load_model_with_config(plan.source_config, plan.source, dtype="float32")
-    load_adapter(model, config.adapter)
-    merge_adapter(model)
-    dtype = read_saved_dtype(plan.source) if config.dtype == "keep" else DTYPES[config.dtype]
+    model = load_model_with_config(plan.source_config, weights_directory, dtype="float32")
+    for adapter in adapters:
+        load_adapter(model, adapter)
+        merge_adapter(model)
+    dtype = read_saved_dtype(weights_directory) if config.dtype == "keep" else DTYPES[config.dtype]
     return {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
 
 

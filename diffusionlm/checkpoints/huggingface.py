@@ -22,7 +22,7 @@ from config.model import ModelConfig
 from config.runtime import AttentionBackend
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.model_card import write_model_card
-from diffusionlm.checkpoints.model_files import verify_model_files
+from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
 from diffusionlm.checkpoints.weights import open_weights, read_saved_dtype, save_weights
 from diffusionlm.models.transformer import Transformer
@@ -50,6 +50,7 @@ def load_model(
 
     Args:
         path: the directory, ``org/name`` or ``org/name@revision``; ``model_type`` in its config.json names the family.
+            A checkpoint of a run with ``[lora]`` is its base with the adapter.
         device: of the parameters. Tensors are copied there one by one.
         dtype: of the parameters. ``keep``: that of the files; of several, the narrowest that holds all of them.
         attention_backend: how attention is computed.
@@ -66,7 +67,17 @@ def load_model(
     config, vocabulary = read_model_config(directory), read_vocabulary(directory)
     if vocabulary is not None:
         check_vocabulary(vocabulary, config, directory)
-    model = load_model_with_config(config, directory, device=device, dtype=dtype, attention_backend=attention_backend)
+    weights_directory = find_weights_directory(directory)
+    own_adapter = directory if weights_directory != directory else None
+    if own_adapter is not None and adapter is not None:
+        raise ValueError(
+            f"{path} has an adapter, and {adapter} is another one: name only one, or merge the first with "
+            "diffusionlm-convert"
+        )
+    model = load_model_with_config(
+        config, weights_directory, device=device, dtype=dtype, attention_backend=attention_backend
+    )
+    adapter = own_adapter or adapter
     if adapter is not None:
         load_adapter(model, Path(adapter))
     return model
@@ -156,11 +167,16 @@ def save_model(
             JSON object.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
-    values = build_config_json(model.config, next(iter(tensors.values())).dtype)
-    (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    (directory / GENERATION_CONFIG_FILE).write_text(format_generation_config(model.config, source), encoding="utf-8")
+    save_model_config(model.config, next(iter(tensors.values())).dtype, directory, source=source)
     family = get_family(model.config)
     save_weights({family.stored_name(name): tensor for name, tensor in tensors.items()}, directory, max_shard_size)
+
+
+def save_model_config(config: ModelConfig, dtype: torch.dtype, directory: Path, *, source: Path | None = None) -> None:
+    """Write config.json and generation_config.json; the arguments and errors are those of `save_model`."""
+    values = build_config_json(config, dtype)
+    (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    (directory / GENERATION_CONFIG_FILE).write_text(format_generation_config(config, source), encoding="utf-8")
 
 
 def save_model_directory(

@@ -52,6 +52,18 @@ class ValidationBound:
 
 
 @dataclass(frozen=True)
+class CardAdapter:
+    """The adapter that a run trains in place of the model."""
+
+    options: str
+    """Section [lora] as TOML."""
+    base: str
+    """Name of its base: on the Hugging Face Hub, or a path without the folders of this machine."""
+    is_on_hub: bool
+    """Whether that name is one of the Hub."""
+
+
+@dataclass(frozen=True)
 class CardTraining:
     """The training settings of a model. It holds values, not the run, which continues while the card is written."""
 
@@ -74,6 +86,8 @@ class CardTraining:
     ema_decay: float = 0.0
     """Decay per step, if the weights are a moving average. 0: they are not."""
     bound: ValidationBound | None = None
+    adapter: CardAdapter | None = None
+    """None: the run trains the whole model."""
 
 
 def write_model_card(
@@ -104,7 +118,17 @@ def write_model_card(
     training_text = training_text or f"{TRAINING_HEADING}\n\nThe training of this model is unknown.\n\n"
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _UNLISTED_FILES]
     num_parameters = sum(weight.numel() for weight in weights.values())
-    text = _format_card(config, num_parameters, make_manifest_entries(folder, files), training_text, title, datasets)
+    adapter = None if training is None else training.adapter
+    kind = _describe_model_kind(config)
+    if adapter is not None:
+        kind = f"A low-rank adapter (LoRA) in PEFT's format. With its base, {_escape_markdown(adapter.base)}: {kind}"
+    text = (
+        f"{_front_matter(config, datasets, adapter)}\n# {_escape_markdown(title)}, {num_parameters:,} parameters\n\n"
+        f"{kind}.\n\n"
+        f"## Architecture\n\n{_format_table(_architecture_rows(config, num_parameters))}\n\n"
+        f"{training_text}{_use_section(config) if adapter is None else _adapter_use_section(config, adapter)}"
+        f"{_limits_section(config)}## Files\n\n{_format_files(make_manifest_entries(folder, files))}\n"
+    )
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
@@ -135,30 +159,21 @@ def _write_manifest(folder: Path, entries: ManifestEntries) -> None:
     write_text_atomic(folder / MANIFEST, format_manifest(entries))
 
 
-def _format_card(
-    config: ModelConfig,
-    num_parameters: int,
-    files: ManifestEntries,
-    training_text: str,
-    title: str,
-    datasets: tuple[str, ...],
-) -> str:
-    sums = {file: f"{entry['bytes']:,} bytes, SHA-256 `{entry['sha256']}`" for file, entry in files.items()}
-    return (
-        f"{_front_matter(config, datasets)}\n# {_escape_markdown(title)}, {num_parameters:,} parameters\n\n"
-        f"{_describe_model_kind(config)}.\n\n"
-        f"## Architecture\n\n{_format_table(_architecture_rows(config, num_parameters))}\n\n"
-        f"{training_text}{_use_section(config)}{_limits_section(config)}"
-        f"## Files\n\n{_format_table(sums)}\n"
+def _format_files(files: ManifestEntries) -> str:
+    return _format_table(
+        {file: f"{entry['bytes']:,} bytes, SHA-256 `{entry['sha256']}`" for file, entry in files.items()}
     )
 
 
-def _front_matter(config: ModelConfig, datasets: tuple[str, ...]) -> str:
+def _front_matter(config: ModelConfig, datasets: tuple[str, ...], adapter: CardAdapter | None) -> str:
     """Format the YAML metadata that the Hugging Face Hub reads. JSON is valid YAML."""
     kind = "masked-diffusion" if config.block_length is None else "block-diffusion"
     tags = ["text-generation"] if config.is_autoregressive else ["text-generation", kind, "diffusion"]
+    tags += [] if adapter is None else ["lora", "peft"]
     lines = ["library_name: diffusionlm", "pipeline_tag: text-generation", "license: unknown"]
     lines.append(f"tags: [{', '.join(tags)}]")
+    if adapter is not None and adapter.is_on_hub:
+        lines += [f"base_model: {adapter.base}", "base_model_relation: adapter"]
     if datasets:
         lines.append(f"datasets: {json.dumps(list(dict.fromkeys(datasets)))}")
     return "\n".join(["---", *lines, "---", ""])
@@ -227,7 +242,8 @@ def _training_section(training: CardTraining) -> str:
         f"{TRAINING_HEADING}\n\n{_format_table(rows)}\n\n"
         f"Data:\n\n| source | where | identity | share |\n|---|---|---|---|\n{data}\n\n"
         f"Objective:\n\n{_fence_code(training.objective, 'toml')}\n\n"
-        "To train it again, run this in the directory where the run was started (relative paths begin there); "
+        + ("" if training.adapter is None else f"Adapter:\n\n{_fence_code(training.adapter.options, 'toml')}\n\n")
+        + "To train it again, run this in the directory where the run was started (relative paths begin there); "
         f"DIR is the checkpoint with the run's `config.toml`:\n\n{_fence_code(training.command, 'bash')}\n\n"
     )
 
@@ -295,6 +311,26 @@ def _use_section(config: ModelConfig) -> str:
     )
     return (
         f"## Use\n\n{_fence_code(shell, 'bash')}\n\n{_fence_code(python, 'python')}\n\n{_transformers_text(config)}\n\n"
+    )
+
+
+def _adapter_use_section(config: ModelConfig, adapter: CardAdapter) -> str:
+    base = adapter.base if adapter.is_on_hub else "BASE"
+    shell = (
+        f'diffusionlm-infer --model {base} --adapter . --prompt "..."\n'
+        f"diffusionlm-convert --source {base} --adapter . --target MERGED"
+    )
+    python = (
+        f'import diffusionlm\n\nmodel = diffusionlm.load_model("{base}", adapter=".")\n'
+        'tokenizer = diffusionlm.load_tokenizer(".")'
+    )
+    peft = (
+        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), ".")'
+    )
+    return (
+        f"## Use\n\n{_fence_code(shell, 'bash')}\n\n{_fence_code(python, 'python')}\n\n"
+        f"PEFT puts it on the same base:\n\n{_fence_code(peft, 'python')}\n\n{_transformers_text(config)}\n\n"
     )
 
 

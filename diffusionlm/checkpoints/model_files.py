@@ -16,6 +16,7 @@ from tokenizer import load_tokenizer as load_tokenizer_files
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MAX_LISTED_PROBLEMS = 20
 """Problems that an error lists; it counts the others."""
@@ -57,6 +58,11 @@ def list_weight_files(directory: Path) -> list[Path]:
             if missing:
                 raise ValueError(f"{directory / index}: missing shards: {join_problems(missing)}; download them again")
             return [directory / index, *(directory / name for name in shards)]
+    if (directory / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{directory} is an adapter without the weights of its base: merge them with diffusionlm-convert --source "
+            f'{directory}, or train it further with model.init_from = its base and lora.init_from = "{directory}"'
+        )
     raise ValueError(f"{directory} has no weights: none of {', '.join((WEIGHTS, INDEX, PICKLE, PICKLE_INDEX))}")
 
 
@@ -94,14 +100,45 @@ def check_weight_files(path: str | Path) -> None:
     list_weight_files(resolve_model_directory(path))
 
 
+def find_weights_directory(directory: Path) -> Path:
+    """Find the directory with the weights of a model directory: itself, or of a checkpoint of a run with ``[lora]`` the
+    base of its adapter.
+
+    The path of a base is looked up where the program runs, then where the checkpoint is and above it.
+
+    Raises:
+        ValueError: the base is missing; names it.
+    """
+    if not (directory / ADAPTER_CONFIG).is_file():
+        return directory
+    values = read_json_object(directory / ADAPTER_CONFIG)
+    base, revision = values.get("base_model_name_or_path"), values.get("revision")
+    if not isinstance(base, str) or not base.strip():
+        raise ValueError(f"{directory / ADAPTER_CONFIG} names no base: name it with --model BASE --adapter {directory}")
+    candidates = [Path(base), *(parent / base for parent in directory.resolve().parents)]
+    on_hub = Path(f"{base}@{revision}" if revision else base)
+    path = next((path for path in candidates if path.is_dir()), on_hub)
+    try:
+        return resolve_model_directory(path)
+    except ValueError as error:
+        raise ValueError(
+            f"the base of the adapter {directory}: {error}; name it with --model BASE --adapter {directory}"
+        ) from error
+
+
 def verify_model_files(directory: Path) -> None:
-    """Compare config.json, generation_config.json and the weights with the manifest, if there is one.
+    """Compare config.json, generation_config.json and the weights with the manifest, if there is one. Of a checkpoint
+    of an adapter also those of its base.
 
     Raises:
         ValueError: there are no weights, or a file is missing, truncated or changed; names it.
     """
-    file_names = {"config.json", GENERATION_CONFIG_FILE, *(file.name for file in list_weight_files(directory))}
-    verify_directory(directory, file_names=file_names)
+    weights_directory = find_weights_directory(directory)
+    weight_files = {file.name for file in list_weight_files(weights_directory)}
+    if weights_directory != directory:
+        verify_directory(weights_directory, file_names=weight_files)
+        weight_files = {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+    verify_directory(directory, file_names={"config.json", GENERATION_CONFIG_FILE, *weight_files})
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config.lora import LoraConfig
-from diffusionlm.checkpoints.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from diffusionlm.checkpoints.adapter_files import load_adapter, save_adapter
 from diffusionlm.checkpoints.huggingface import load_model, save_model
+from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from diffusionlm.models.lora import adapter_modules, add_adapter
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
