@@ -10,6 +10,7 @@ from typing import Literal, Self, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from config.base import (
+    ConfigPath,
     HalfOpenFraction,
     NonNegativeInt,
     PositiveFloat,
@@ -98,6 +99,35 @@ class LoraConfig(Section):
         alpha = _first_match(self.alpha_patterns, module_name) or self.alpha
         rank = self.rank_of(module_name)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+class LoraTrainingConfig(LoraConfig):
+    """``[lora]`` of a training config: train an adapter on the frozen model of `model.init_from`. Without an
+    [optimizer] table the optimizer is AdamW with learning rate 2e-4 and no weight decay."""
+
+    init_from: ConfigPath | None = None
+    """Directory of a PEFT adapter, or run directory, whose values the adapter starts from. It must have the ranks,
+    scales and modules of this section."""
+    lr_ratio_b: PositiveFloat = 1.0
+    """Learning rate of B over that of A; 16 is LoRA+ (Hayou et al. 2024)."""
+    base: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype in which the adapted projections are kept. auto: bfloat16 if the products are in bfloat16, which then are
+    the same. A and B are float32."""
+
+    @model_validator(mode="after")
+    def _check_start(self) -> Self:
+        if self.init_from is not None and self.init != "default":
+            raise ValueError(f'init = "{self.init}" and init_from are alternatives: remove one of them')
+        return self
+
+
+DEFAULT_LORA_OPTIMIZER: dict[str, object] = {
+    "kind": "adamw",
+    "learning_rate": 2e-4,
+    "betas": [0.9, 0.999],
+    "weight_decay": 0.0,
+}
+"""``[optimizer]`` of a run with ``[lora]`` that has no such table."""
 
 
 def is_module(module_name: str, name: str) -> bool:

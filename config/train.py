@@ -10,6 +10,7 @@ from config.base import Section
 from config.checkpoint import CheckpointConfig
 from config.data import DataConfig
 from config.logging import LoggingConfig
+from config.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.model_section import ModelSection
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig
@@ -28,6 +29,7 @@ class TrainConfig(Section):
     data: DataConfig
     training: TrainingConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
+    lora: LoraTrainingConfig | None = None
     objective: ObjectiveConfig = MaskedDiffusionConfig()
     optimizer: OptimizerConfig = MuonConfig()
     schedule: LRScheduleConfig = LRScheduleConfig()
@@ -59,6 +61,14 @@ class TrainConfig(Section):
             )
         return batch_size // world_size
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_optimizer(cls, values: Any) -> Any:
+        """Muon orthogonalizes whole matrices, so AdamW is the default for the factors of an adapter."""
+        if isinstance(values, dict) and values.get("lora") is not None and "optimizer" not in values:
+            return {**values, "optimizer": DEFAULT_LORA_OPTIMIZER}
+        return values
+
     @model_validator(mode="after")
     def _check_sections_agree(self) -> Self:
         if self.row_length > self.model.max_position_embeddings:
@@ -82,6 +92,26 @@ class TrainConfig(Section):
             raise ValueError(
                 'runtime.weights = "bfloat16_with_master" does not combine with training.precision = "float32": set '
                 'training.precision = "bfloat16", or runtime.weights = "float32"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if self.lora is None:
+            return self
+        if self.model.init_from is None:
+            raise ValueError(
+                "[lora] trains an adapter on a model, and model.init_from is not set: name the model, or remove [lora]"
+            )
+        if isinstance(self.optimizer, MuonConfig):
+            raise ValueError(
+                'optimizer.kind = "muon" orthogonalizes whole matrices, and [lora] trains their factors: set '
+                'optimizer.kind = "adamw" or "lion", or remove [optimizer]'
+            )
+        if self.runtime.weights != "float32":
+            raise ValueError(
+                f'runtime.weights = "{self.runtime.weights}" is for trained weights, which [lora] has few of: set '
+                'lora.base = "bfloat16" in its place'
             )
         return self
 
@@ -163,6 +193,12 @@ KEY_HINTS = {
     "optimizer.max_learning_rate": "unknown key; set optimizer.learning_rate",
     "optimizer.lr_schedule": "unknown key; set schedule.kind",
     "optimizer.warmup_iters": "unknown key; set schedule.warmup_steps",
+    "lora.r": "unknown key; set lora.rank",
+    "lora.lora_alpha": "unknown key; set lora.alpha",
+    "lora.lora_dropout": "unknown key; set lora.dropout",
+    "lora.target_modules": "unknown key; set lora.targets",
+    "lora.init_lora_weights": "unknown key; set lora.init",
+    "peft": "unknown section; use [lora]",
     "ddp": 'unknown section; use [parallel] with strategy = "ddp" or "fsdp"',
     "deepspeed": 'unknown section; use [parallel] with strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3)',
     "accelerate": "unknown section; use [parallel], and start the run with diffusionlm-train-ddp or torchrun",

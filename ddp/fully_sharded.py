@@ -93,6 +93,8 @@ class FullySharded:
             whole = whole_value(name)
             assert whole.shape == self.shapes[name], f"{name} is {list(whole.shape)}, not {list(self.shapes[name])}"
             parameter.copy_(whole[start:end])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(whole_value(name))
 
     @property
     def row_exchange(self) -> AllToAllRows:
@@ -145,7 +147,7 @@ class FullySharded:
 
     @torch.no_grad()
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
-        check_names(whole, self._local_parameters)
+        check_names(whole, self.trainable_parameters())
         for name, rows in self.slice_own_rows(whole).items():
             self._local_parameters[name].copy_(rows)
 
@@ -155,8 +157,12 @@ class FullySharded:
     @torch.no_grad()
     def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The parameters are float32, on the CPU. A rank that stops early still takes part in the remaining gathers."""
-        own_rows = {name: parameter.detach() for name, parameter in self._local_parameters.items()} | dict(values or {})
-        remaining = list(self._local_parameters)
+        own_rows = (
+            {name: parameter.detach() for name, parameter in self._local_parameters.items()}
+            if values is None
+            else dict(values)
+        )
+        remaining = list(own_rows)
         try:
             while remaining:
                 whole = self._gather(own_rows[remaining[0]], self.shapes[remaining[0]])

@@ -69,17 +69,18 @@ class Parallelism(Protocol):
         """Wait until the model's weights are those of the last update. Call this before reading them directly."""
 
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
-        """Replace the model's weights; ``whole`` has whole parameters and is the same on all ranks.
+        """Replace the model's trained weights; ``whole`` has whole parameters and is the same on all ranks.
 
         Raises:
-            ValueError: the names are not those of the model.
+            ValueError: the names are not those of the trained parameters.
         """
 
     def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Iterate over whole parameters on rank 0, and over nothing on other ranks. All ranks iterate.
 
         Args:
-            values: tensors to use in place of the parameters, by name, in this rank's form (averages, for example).
+            values: tensors to use in place of the parameters, by name, in this rank's form (averages, for example), of
+                all or some of the parameters.
         """
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -89,8 +90,8 @@ class Parallelism(Protocol):
         """Allocate a model that was built on ``meta`` and set its values; do nothing for any other.
 
         Args:
-            values: called once; returns the function from a parameter's name to the whole parameter, on the CPU, in any
-                dtype.
+            values: called once; returns the function from the name of a parameter or buffer to its whole value, on the
+                CPU, in any dtype.
         """
 
     def check_replicas_equal(self) -> None:

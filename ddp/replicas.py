@@ -47,7 +47,7 @@ class Replicated:
     @torch.no_grad()
     def set_weights(self, whole: Mapping[str, Tensor]) -> None:
         self.wait_for_weights()
-        parameters = dict(self.model.named_parameters())
+        parameters = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         check_names(whole, parameters)
         for name, parameter in parameters.items():
             parameter.copy_(whole[name])

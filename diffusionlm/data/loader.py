@@ -166,7 +166,8 @@ class Loader:
         for start in range(0, rows_per_rank, self.micro_batch_size):
             batch = collate_rows(rows[start : start + self.micro_batch_size])
             key = NoiseKey(self.seed, step, first_sequences[first_row + start], first_sequences[-1])
-            noised_batches.append(self.objective.build_noised_batch(batch, key))
+            noised_batch = self.objective.build_noised_batch(batch, key)
+            noised_batches.append(replace(noised_batch, first_row=first_row + start, num_rows=len(batch.tokens_BL)))
         self._last_seconds = time.perf_counter() - started
         self._seconds += self._last_seconds
         return noised_batches

@@ -18,6 +18,10 @@ FORWARD_TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N")
 """Tensors of a `NoisedBatch` that a forward and its loss read on the device."""
 
 
+MAX_STEP_ROWS_LOG2 = 24
+"""Row numbers of the second noise sample begin at 2 to this power."""
+
+
 @dataclass(frozen=True)
 class CleanBatch:
     """Token sequences before noise, on the CPU."""
@@ -93,6 +97,16 @@ class NoisedBatch:
     """Loss mask of the clean batch, on the CPU. None: all tokens."""
     segment_BL: Tensor | None = None
     """Segments of the clean batch, on the CPU. None: each sequence is one segment."""
+    first_row: int = 0
+    """Index of the first row among those of the optimizer step, over all ranks and micro-batches."""
+    num_rows: int | None = None
+    """Rows of the clean batch; with several noise samples of each, the inputs have a multiple. None: as the inputs."""
+
+    def number_rows(self) -> Tensor:
+        """Number of each row of the inputs, [B], int64: unique in the step, whatever its division into batches."""
+        indices_B = torch.arange(len(self.inputs_BS), device=self.inputs_BS.device)
+        num_rows = self.num_rows or len(indices_B)
+        return self.first_row + indices_B % num_rows + (indices_B // num_rows << MAX_STEP_ROWS_LOG2)
 
     def to(self, device: torch.device) -> NoisedBatch:
         """Copy to a device; what belongs to the clean batch stays on the CPU."""

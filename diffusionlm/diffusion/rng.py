@@ -29,6 +29,8 @@ class RngStream(IntEnum):
     """(step): whether the step's sequences are cut; (step, sequence in the step): where."""
     SYNTHETIC = 13
     """(split, epoch, block of documents): text of a synthetic source."""
+    ADAPTER_DROPOUT = 14
+    """(step): key of the dropout masks of adapters."""
     LIKELIHOOD_LEVELS = 20
     """(): offsets of the sequences of an evaluation; (sequence): order of its blocks."""
     LIKELIHOOD_MASKS = 21

@@ -129,6 +129,7 @@ def build_optimizers(
     named: Mapping[str, nn.Parameter],
     log: Callable[[str], None] = print_message,
     row_exchange: AllToAllRows | None = None,
+    lr_ratio_b: float = 1.0,
 ) -> Optimizers:
     """Build optimizers for the parameters that require gradients.
 
@@ -144,6 +145,8 @@ def build_optimizers(
         named: parameters by name, whole or this rank's shards.
         log: called if ``fallback`` replaces an 8-bit optimizer.
         row_exchange: gathers whole matrices; needed if the parameters are sharded by rows.
+        lr_ratio_b: learning rate of the factors B of adapters over that of their group (LoRA+). If it is not 1 they are
+            a group of their own, "lora_b".
 
     Raises:
         ValueError: an 8-bit optimizer is not available and ``fallback`` is false.
@@ -176,8 +179,19 @@ def build_optimizers(
         ]
     else:
         groups = make_groups(config, present, {"hidden", "router"})
+        if lr_ratio_b != 1.0:
+            is_b = {parameter for name, parameter in trained.items() if name.endswith(".lora_B")}
+            groups = [part for group in groups for part in _split_factors(group, is_b, lr_ratio_b)]
         optimizers = _build_elementwise(config, groups, log, is_sharded=row_exchange is not None)
     return Optimizers(optimizers, {parameter: name for name, parameter in trained.items()})
+
+
+def _split_factors(group: Group, factors_b: set[nn.Parameter], lr_ratio: float) -> list[Group]:
+    """Divide a group into the factors B of adapters, with another learning rate, and the other parameters."""
+    rest = [parameter for parameter in group["params"] if parameter not in factors_b]
+    own = [parameter for parameter in group["params"] if parameter in factors_b]
+    parts = [{**group, "params": rest}, {**group, "params": own, "lr": group["lr"] * lr_ratio, "name": "lora_b"}]
+    return [part for part in parts if part["params"]]
 
 
 def requires_whole_matrix(config: AdamWConfig | LionConfig | MuonConfig, name: str, parameter: torch.Tensor) -> bool:

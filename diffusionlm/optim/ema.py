@@ -12,14 +12,15 @@ from ddp.parallelism import local_values
 
 
 class WeightAverage:
-    """Averages of a model's parameters, in float32. Of sharded parameters it holds the averages of this rank's shards.
+    """Averages of a model's trained parameters, in float32. Of sharded parameters it holds the averages of this rank's
+    shards.
 
     The decay warms up as (1 + n) / (10 + n) over the updates n, so that the initial weights are soon forgotten.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         device = next(iter(self.parameters.values())).device
         self._num_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.averages = {name: local_values(parameter).float().clone() for name, parameter in self.parameters.items()}

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from config.runtime import RuntimeConfig
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import PatternAttention
+from diffusionlm.models.lora import find_dropout
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.transformer import Block, Transformer
 from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
@@ -72,6 +73,9 @@ def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "indu
     Attention runs uncompiled: its masks are prepared outside, and FlexAttention is compiled by itself. Experts run
     uncompiled because their loop depends on the router's output.
     """
+    dropout = find_dropout(model)
+    if dropout is not None:
+        dropout.mask = _disable_compile(dropout.mask)  # type: ignore[method-assign,arg-type]
     for block in model.model.layers:
         assert isinstance(block, Block)
         if isinstance(block.mlp, MoE):

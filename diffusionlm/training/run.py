@@ -16,9 +16,11 @@ from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_
 from diffusionlm.data.pipeline import MixtureComponent, open_components
 from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
 from diffusionlm.evaluation.validation import Validator
+from diffusionlm.models.lora import find_dropout
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.optim.ema import WeightAverage
+from diffusionlm.training.adapters.checkpoint_files import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
@@ -62,6 +64,7 @@ class Run:
     """Input to try the model with: a text with a masked span, or a prompt."""
     checkpointer: AsyncCheckpointer
     throughput: ThroughputMeter
+    model_files: ModelFiles
     skipped_batches: SkippedBatches
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     last_validation: ValidationBound | None = None
@@ -104,7 +107,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         )
     )
     precision = choose_precision(config.training, device)
-    model_builder = create_model_builder(config, tokenizer)
+    model_builder = create_model_builder(config, tokenizer, precision)
     state = build_train_state(config, model_builder, world, device, precision)
     spec = build_loader_spec(config, tokenizer, state.model, world)
     max_steps = config.training.max_steps or world.run_on_first(lambda: _count_epoch_steps(config, spec, components))
@@ -136,6 +139,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
             directory.store, SaveCoordinator.join(world, timeout), background=config.checkpoint.background
         ),
         throughput=ThroughputMeter(state.model.config, device),
+        model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),
         skipped_batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, world.rank),
     )
 
@@ -157,11 +161,12 @@ def build_train_state(
         parallel.trainable_parameters(),
         only_on_first_rank(world, print_message),
         parallel.row_exchange,
+        1.0 if config.lora is None else config.lora.lr_ratio_b,
     )
     with master_weights.as_float32():
         ema = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     guard = SpikeGuard(config.training.max_spike_deviations, config.training.spike_window, device)
-    return TrainState(model, parallel, optimizers, master_weights, ema, guard)
+    return TrainState(model, parallel, optimizers, master_weights, ema, guard, find_dropout(model))
 
 
 def build_step_settings(
@@ -176,6 +181,7 @@ def build_step_settings(
         max_grad_norm=config.training.max_grad_norm,
         schedule=config.schedule,
         reads_metrics_each_step=device.type == "cpu",
+        seed=config.run.seed,
     )
 
 
@@ -208,8 +214,11 @@ def _count_epoch_steps(config: TrainConfig, spec: LoaderSpec, components: list[M
 
 def _describe_run(model: Transformer, settings: StepSettings, world: World) -> str:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trained = "" if num_trained == num_parameters else f", {num_trained:,} trained ({num_trained / num_parameters:.2%})"
     ranks = "" if world.is_single_process else f", {world.size} ranks"
+    precision = str(settings.precision).removeprefix("torch.")
     return (
-        f"{num_parameters:,} parameters on {settings.device} in {str(settings.precision).removeprefix('torch.')}, "
+        f"{num_parameters:,} parameters{trained} on {settings.device} in {precision}, "
         f"{torch.get_num_threads()} threads{ranks}; {settings.max_steps:,} steps"
     )

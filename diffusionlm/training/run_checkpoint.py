@@ -12,8 +12,9 @@ from config.data import HubDataset, Source
 from config.dump import to_toml
 from config.families.hub import describe_origin
 from config.parallel import SingleProcess
-from diffusionlm.checkpoints.huggingface import save_model
+from config.train import TrainConfig
 from diffusionlm.checkpoints.model_card import (
+    CardAdapter,
     CardDataSource,
     CardTraining,
     ValidationBound,
@@ -70,11 +71,11 @@ def stage_run(run: Run) -> StagedCheckpoint:
         "torch": torch.__version__,
     }
     # `write_model` runs in another thread, later: it uses only what training does not change.
-    model, tokenizer, config = state.model, run.tokenizer, run.config
+    model, model_files, tokenizer, config = state.model, run.model_files, run.tokenizer, run.config
     card_section = describe_training(run, last_validation)
 
     def write_model(folder: Path, weights: dict[str, Tensor]) -> None:
-        save_model(model, folder, weights)
+        model_files.write(folder, weights)
         save_tokenizer(tokenizer, folder)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         write_model_card(folder, model.config, weights, card_section)
@@ -84,7 +85,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
     state.parallel.check_replicas_equal()
     with state.master_weights.as_float32():
         average = state.ema.averages if state.ema else None
-        weights = dict(state.parallel.iterate_whole_parameters(average))
+        weights = dict(state.parallel.iterate_whole_parameters(average or model_files.saved_values()))
         live_weights = _shard_live_weights(state) if average else None
         optimizer = to_shards(state.optimizers.state_dict(), state.parallel, parameter_shapes(model))
         return stage_checkpoint(progress.step, write_model, json_state, weights, optimizer, live_weights, bound)
@@ -101,11 +102,11 @@ def resume_run(run: Run) -> None:
         return
     _check_same_data(run, checkpoint)
     state = run.state
+    weights = run.model_files.read(checkpoint)
     if state.ema is not None and checkpoint.has_live_weights:
-        average = state.parallel.slice_own_rows(checkpoint.weights())
-        state.ema.restore(average, checkpoint.state["average_updates"])
+        state.ema.restore(state.parallel.slice_own_rows(weights), checkpoint.state["average_updates"])
     with state.master_weights.as_float32():
-        state.parallel.set_weights(checkpoint.live_weights())
+        state.parallel.set_weights(checkpoint.live_weights() if checkpoint.has_live_weights else weights)
     state.optimizers.load_state_dict(_read_optimizer_state(run, checkpoint))
     state.spike_guard.load_state_dict(checkpoint.state["guard"])
     run.loader.load_state_dict(checkpoint.state["loader"])
@@ -149,10 +150,12 @@ def _read_optimizer_state(run: Run, checkpoint: LoadedCheckpoint) -> dict[str, T
 
 
 def _shard_live_weights(state: TrainState) -> dict[str, TensorShard]:
-    """The weights being trained: rows of FSDP's parameters, else whole tensors."""
+    """The weights being trained: rows of FSDP's parameters, else whole tensors. Frozen ones are left out."""
     shards = {}
     values: Any  # a DTensor under FSDP; importing its class takes a second
     for name, values in state.model.named_parameters():
+        if not values.requires_grad:
+            continue
         if hasattr(values, "to_local"):
             shards[name] = TensorShard.rows(values.to_local(), state.parallel.row_range(name)[0], values.shape[0])
         else:
@@ -189,7 +192,17 @@ def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:
         init_from=None if init_from is None else describe_origin(init_from),
         ema_decay=config.training.ema_decay,
         bound=bound,
+        adapter=_describe_adapter(config),
     )
+
+
+def _describe_adapter(config: TrainConfig) -> CardAdapter | None:
+    """Describe the adapter that a run trains. None: it trains the whole model."""
+    base = config.model.init_from
+    if config.lora is None or base is None:
+        return None
+    origin, _, commit = describe_origin(base).partition(", commit ")
+    return CardAdapter(to_toml(config.lora.model_copy(update={"init_from": None})), origin, bool(commit))
 
 
 def _describe_data_source(component: MixtureComponent, source: Source, share: float) -> CardDataSource:

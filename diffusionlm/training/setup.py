@@ -21,6 +21,7 @@ from config.training import RunConfig, TrainingConfig
 from ddp.buckets import ParameterUnit
 from ddp.parallelism import Parallelism, apply_parallelism
 from ddp.process_group import World
+from diffusionlm.checkpoints.adapter_files import fingerprint_weights
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model_with_config
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
 from diffusionlm.checkpoints.model_files import load_tokenizer
@@ -31,6 +32,7 @@ from diffusionlm.data.tokenization import train_tokenizer
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix
+from diffusionlm.training.adapters.adapter_spec import AdapterSpec
 from profiling import memory
 from profiling.cores import usable_cores
 from profiling.torch_setup import has_native_bfloat16, select_device
@@ -117,13 +119,15 @@ def _train_tokenizer(config: TokenizerConfig, components: list[MixtureComponent]
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Builds a model with random weights, or with those of a model directory."""
+    """Builds a model with random weights, or with those of a model directory and an adapter on them."""
 
     config: ModelConfig
     directory: Path | None
     """Verified model directory to load from; None: initialize randomly."""
     seed: int
     attention_backend: AttentionBackend = "auto"
+    adapter: AdapterSpec | None = None
+    """The adapter that is trained in place of the model. None: the model is."""
 
     def build(self, device: torch.device) -> Transformer:
         """Build the whole model with its weights.
@@ -134,19 +138,38 @@ class ModelBuilder:
         if self.directory is None:
             model = Transformer(self.config, attention_backend=self.attention_backend)
             init_weights(model, self.seed)
-        else:
+        elif self.adapter is None:
             model = load_model_with_config(
                 self.config, self.directory, attention_backend=self.attention_backend, mmap=False
             ).train()
+        else:
+            model = self._load_with_adapter(self.directory, self.adapter, mmap=False)
         return model.to(device)
+
+    def _load_with_adapter(self, directory: Path, adapter: AdapterSpec, *, mmap: bool) -> Transformer:
+        model = load_model_with_config(
+            self.config, directory, dtype="keep", attention_backend=self.attention_backend, mmap=mmap
+        )
+        adapter.add_to(model, self.seed)
+        return model.train()
+
+    def fingerprint_base(self) -> str | None:
+        """Describe the weights that the adapter is for. None: there is no adapter."""
+        if self.adapter is None or self.directory is None:
+            return None
+        return fingerprint_weights(load_model_with_config(self.config, self.directory, dtype="keep"))
 
     def build_on_meta(self) -> Transformer:
         """Build the model without memory, on the ``meta`` device."""
         with torch.device("meta"):
-            return Transformer(self.config, attention_backend=self.attention_backend)
+            model = Transformer(self.config, attention_backend=self.attention_backend)
+        if self.adapter is not None:
+            self.adapter.add_to(model, self.seed)
+        return model
 
     def values(self) -> Callable[[str], Tensor]:
-        """A function from a parameter's name to its initial value, whole, on the CPU: for ranks that store shards.
+        """A function from the name of a parameter or buffer to its initial value, whole, on the CPU: for ranks that
+        store shards.
 
         Values of a directory are memory-mapped, so ranks of one machine share them.
 
@@ -154,15 +177,22 @@ class ModelBuilder:
             ValueError: the weights do not fit.
         """
         if self.directory is not None:
-            model = load_model_with_config(self.config, self.directory, dtype="keep")
-            parameters = dict(model.named_parameters())
-            return lambda name: parameters[name].detach()
+            if self.adapter is None:
+                model = load_model_with_config(self.config, self.directory, dtype="keep")
+            else:
+                model = self._load_with_adapter(self.directory, self.adapter, mmap=True)
+            values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            return lambda name: values[name].detach()
         shapes = {name: parameter.shape for name, parameter in self.build_on_meta().named_parameters()}
         return lambda name: initial_value(name, shapes[name], self.config, self.seed)
 
 
-def create_model_builder(config: TrainConfig, tokenizer: Tokenizer) -> ModelBuilder:
+def create_model_builder(
+    config: TrainConfig, tokenizer: Tokenizer, precision: torch.dtype = torch.float32
+) -> ModelBuilder:
     """Resolve the model's config from the tokenizer's vocabulary, the objective's block length and ``init_from``.
+
+    ``precision`` is the dtype of matrix products, in which `lora.base` may keep weights.
 
     Raises:
         ValueError: there is no mask token, no checkpoint format holds such a model, or ``init_from`` is damaged or of
@@ -194,7 +224,13 @@ def create_model_builder(config: TrainConfig, tokenizer: Tokenizer) -> ModelBuil
     build_config_json(model_config, torch.float32)  # raises now for what could not be saved at the first checkpoint
     if directory is not None:
         verify_directory(directory)
-    return ModelBuilder(model_config, directory, config.run.seed, config.runtime.attention_backend)
+    return ModelBuilder(
+        model_config,
+        directory,
+        config.run.seed,
+        config.runtime.attention_backend,
+        AdapterSpec.from_config(config, precision),
+    )
 
 
 def _check_vocab_size(source_config: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -> int:

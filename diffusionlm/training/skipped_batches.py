@@ -200,12 +200,13 @@ def _load_noised_batch(description: dict[str, Any], tensors: dict[str, Tensor], 
     prefix = f"{index}."
     values = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     values |= description
+    fields: dict[str, Any] = {name: values[key] for name, key in FILE_KEYS.items()}
     options = {key.removeprefix("pattern."): value for key, value in values.items() if key.startswith("pattern.")}
     return NoisedBatch(
         pattern=patterns[description["pattern"]](**options),
         num_targets=description["num_targets"],
         denominator=description["denominator"],
-        **{name: values[key] for name, key in FILE_KEYS.items()},
+        **fields,
     )
 
 

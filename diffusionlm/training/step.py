@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,8 @@ from ddp.process_group import World
 from diffusionlm.data.loader import StepLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import Objective
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.models.lora import AdapterDropout
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.optim.ema import WeightAverage
@@ -36,6 +39,8 @@ class TrainState:
     """Float32 copies of bfloat16 weights; empty if all weights are float32."""
     ema: WeightAverage | None
     spike_guard: SpikeGuard
+    dropout: AdapterDropout | None = None
+    """Dropout of the model's adapters. None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class StepSettings:
     schedule: LRScheduleConfig
     reads_metrics_each_step: bool
     """True on a CPU, which has computed them already; on a GPU reading them waits for the device."""
+    seed: int = 0
+    """Of dropout."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,10 @@ def backward_micro_batches(
             settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator),
             load_balancing_weight=load_balancing_weight,
         )
-        with state.parallel.backward(is_last=index == num_micro_batches - 1):
+        with (
+            state.parallel.backward(is_last=index == num_micro_batches - 1),
+            _dropout_of(state, settings.seed, batch.step, noised_batch),
+        ):
             with nvtx.annotate("forward"), autocast(settings):
                 output = state.model(
                     noised_batch.inputs_BS,
@@ -142,6 +152,15 @@ def backward_micro_batches(
             load_balancing_loss += output.load_balancing_loss.detach()
     state.parallel.world.all_reduce_on_device(sums)
     return loss, load_balancing_loss
+
+
+def _dropout_of(state: TrainState, seed: int, step: int, noised_batch: NoisedBatch) -> AbstractContextManager[None]:
+    """Context in which the adapters have dropout, if they have any."""
+    if state.dropout is None:
+        return nullcontext()
+    key = int(keyed_rng(seed, RngStream.ADAPTER_DROPOUT, step).integers(2**32))
+    length = noised_batch.inputs_BS.shape[1]
+    return state.dropout.forward_of(key, noised_batch.number_rows(), length, noised_batch.positions_N)
 
 
 def autocast(settings: StepSettings) -> torch.autocast:

@@ -1,0 +1,50 @@
+"""The adapter that a run trains: how it is put on the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from config.lora import LoraTrainingConfig
+from config.train import TrainConfig
+from diffusionlm.checkpoints.adapter_files import load_adapter_values, stored_module_names
+from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter
+from diffusionlm.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Section ``[lora]`` with its automatic values resolved."""
+
+    config: LoraTrainingConfig
+    base_dtype: torch.dtype
+    """Dtype of the frozen weights of adapted projections; all other parameters are float32."""
+
+    @classmethod
+    def from_config(cls, config: TrainConfig, precision: torch.dtype) -> AdapterSpec | None:
+        """None: the run trains the model itself. ``precision`` is the dtype of matrix products."""
+        if config.lora is None:
+            return None
+        dtypes = {"auto": precision, "float32": torch.float32, "bfloat16": torch.bfloat16}
+        return cls(config.lora, dtypes[config.lora.base])
+
+    def add_to(self, model: Transformer, seed: int) -> None:
+        """Freeze a model and put the adapter on it, in place. On ``meta`` it gets no values.
+
+        Raises:
+            ValueError: the adapter does not fit the model, or `lora.init_from` does not fit the adapter.
+        """
+        config = self.config
+        add_adapter(model, config, seed=seed, names=stored_module_names(model))
+        adapted = [module for _, module in adapter_modules(model) if isinstance(module, LoRALinear)]
+        if config.dropout and any(".experts." in name for name, _ in adapter_modules(model)):
+            raise ValueError(
+                f"lora.dropout = {config.dropout} is not supported for experts: set lora.dropout = 0, or lora.targets "
+                'without experts, such as ["q_proj", "k_proj", "v_proj", "o_proj"]'
+            )
+        if config.init_from is not None and not model.model.norm.weight.is_meta:
+            load_adapter_values(model, config, config.init_from)
+        narrow = {module.weight for module in adapted}
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self.base_dtype if parameter in narrow else torch.float32)

@@ -1,0 +1,229 @@
+"""Runs with [lora]: only the adapter is trained and saved, exact resume, and the errors before work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from config.convert import ConvertConfig
+from config.load import ConfigError, load_config
+from config.train import KEY_HINTS, TrainConfig
+from diffusionlm.checkpoints.conversion_plan import plan_conversion
+from diffusionlm.checkpoints.convert import convert
+from diffusionlm.checkpoints.huggingface import load_model
+from diffusionlm.models.lora import LoRALinear, adapter_modules
+from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
+from diffusionlm.training.loop import train
+from diffusionlm.training.run import Run, build_run
+from tests.tiny_run import write_train_config
+
+Configure = Callable[..., TrainConfig]
+TOKENS = torch.arange(10)[None]
+WEIGHTS = "checkpoints/latest/adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a tiny model with two steps of training."""
+    folder = tmp_path_factory.mktemp("base")
+    train(load_config(TrainConfig, write_train_config(folder, training={"max_steps": 2})))
+    return folder / "run"
+
+
+@pytest.fixture
+def configure(base: Path, tmp_path: Path) -> Configure:
+    """``configure(name, **sections)``: a run of four steps with [lora] from the base, in the directory ``name``."""
+
+    def make(name: str = "lora", **sections: dict[str, Any]) -> TrainConfig:
+        changes: dict[str, dict[str, Any]] = {
+            "run": {"directory": str(tmp_path / name)},
+            "model": {"init_from": str(base)},
+            "lora": {"rank": 2, "alpha": 4.0},
+            "training": {"max_steps": 4, "micro_batch_size": 2},
+            "optimizer": {"kind": "adamw", "learning_rate": 1e-2},
+        }
+        for section, values in sections.items():
+            changes[section] = changes.get(section, {}) | values
+        return load_config(TrainConfig, write_train_config(tmp_path, name, **changes), key_hints=KEY_HINTS)
+
+    return make
+
+
+def losses(config: TrainConfig) -> list[float]:
+    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = (json.loads(line) for line in lines)
+    return [record["metrics"]["loss"] for record in records if "loss" in record.get("metrics", {})]
+
+
+def logits(path: Path, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return load_model(path, **options)(TOKENS, pattern=Bidirectional())
+
+
+def build(config: TrainConfig) -> Run:
+    with open_run_directory(config) as directory:
+        return build_run(config, directory)
+
+
+def test_only_the_adapter_is_trained_and_saved(configure: Configure, base: Path) -> None:
+    config = configure(lora={"trainable_tokens": [3]}, training={"ema_decay": 0.5})
+    train(config)
+    checkpoint = config.run.directory / "checkpoints/latest"
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "config.json", "README.md", "vocab.json"} <= names
+    assert "model.safetensors" not in names
+    card = (checkpoint / "README.md").read_text(encoding="utf-8")
+    assert "--adapter . --prompt" in card and "tags: [text-generation, masked-diffusion, diffusion, lora, peft]" in card
+    assert card.count("rank = 2") == 1
+    run = build(config)
+    frozen = {name for name, value in run.state.model.named_parameters() if not value.requires_grad}
+    before = load_file(base / "checkpoints/latest/model.safetensors")
+    assert frozen >= before.keys()
+    for name in before:
+        assert torch.equal(run.state.model.get_parameter(name), before[name])
+    trained = dict(run.state.model.named_parameters()).keys() - frozen
+    assert {key.rpartition(".")[0] for key in run.state.optimizers.state_dict()} <= trained
+    assert run.state.ema is not None and run.state.ema.averages.keys() == trained
+    rows = {"model.embed_tokens.trained_rows", "lm_head.trained_rows"} & trained
+    assert len(trained) == 7 * 2 + len(rows)
+
+
+def test_run_directory_is_base_with_adapter(configure: Configure, base: Path, tmp_path: Path) -> None:
+    """For inference and conversion alike; the block length is that of the run."""
+    config = configure(objective={"kind": "block_diffusion", "block_length": 4})
+    train(config)
+    run = config.run.directory
+    model = load_model(run)
+    assert model.config.block_length == 4
+    assert any(isinstance(module, LoRALinear) for _, module in adapter_modules(model))
+    assert torch.equal(logits(base, adapter=run), logits(run))
+    assert not torch.allclose(logits(base), logits(run), atol=1e-4)
+    convert(plan_conversion(ConvertConfig(source=run, target=tmp_path / "merged")))
+    torch.testing.assert_close(logits(tmp_path / "merged"), logits(run), atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="has an adapter"):
+        load_model(run, adapter=run)
+    with pytest.raises(ValueError, match="is an adapter without the weights of its base"):
+        build(configure("next", model={"init_from": str(run)}))
+
+
+@pytest.mark.parametrize(
+    ("lora", "ema"),
+    [
+        pytest.param({"dropout": 0.3, "trainable_tokens": [3]}, 0.5, id="dropout-ema"),
+        pytest.param({"dropout": 0.3}, 0.0, id="dropout", marks=pytest.mark.slow),
+        pytest.param({"init": "pissa", "dora": True, "lr_ratio_b": 4.0}, 0.0, id="pissa-dora", marks=pytest.mark.slow),
+        pytest.param({"init": "olora"}, 0.5, id="olora-ema", marks=pytest.mark.slow),
+    ],
+)
+def test_resume_is_exact(lora: dict[str, Any], ema: float, configure: Configure) -> None:
+    sections: dict[str, Any] = {"lora": lora, "training": {"ema_decay": ema}}
+    straight = configure("straight", **sections)
+    train(straight)
+    resumed = configure("resumed", **sections)
+    train(resumed)
+    checkpoints = resumed.run.directory / "checkpoints"
+    shutil.rmtree(checkpoints / "step-00000004")
+    (checkpoints / "latest").unlink()
+    (resumed.run.directory / "summary.json").unlink()
+    train(resumed)
+    expected, actual = (load_file(config.run.directory / WEIGHTS) for config in (straight, resumed))
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert losses(resumed)[-2:] == losses(straight)[-2:]
+
+
+def test_accumulation_changes_nothing(configure: Configure) -> None:
+    configs = [
+        configure(f"micro{size}", lora={"dropout": 0.3}, training={"micro_batch_size": size, "max_steps": 3})
+        for size in (1, 4)
+    ]
+    for config in configs:
+        train(config)
+    assert losses(configs[0]) == pytest.approx(losses(configs[1]), rel=1e-5)
+
+
+def test_training_goes_on_from_an_adapter(configure: Configure) -> None:
+    first = configure()
+    train(first)
+    second = build(configure("second", lora={"init_from": str(first.run.directory)}))
+    stored = load_file(first.run.directory / WEIGHTS)
+    name = "model.layers.0.self_attn.q_proj.lora_B"
+    assert torch.equal(second.state.model.get_parameter(name), stored[f"base_model.model.{name}.weight"])
+    for lora, message in (({"rank": 3}, r"lora_A.weight is \[2, 16\]"), ({"alpha": 8.0}, "set lora.rank, lora.alpha")):
+        with pytest.raises(ValueError, match=message):
+            build(configure("wrong", lora={**lora, "init_from": str(first.run.directory)}))
+
+
+def test_a_changed_base_is_refused(configure: Configure, base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base / "checkpoints/latest", tmp_path / "base")
+    config = configure(model={"init_from": str(tmp_path / "base")}, training={"max_steps": 2})
+    train(config)
+    other = load_model(base)
+    with torch.no_grad():
+        other.get_parameter("model.layers.0.mlp.up_proj.weight").mul_(1.5)
+    from diffusionlm.checkpoints.huggingface import save_model
+
+    save_model(other, tmp_path / "base")
+    (tmp_path / "base/MANIFEST.json").unlink()
+    with pytest.raises(ValueError, match="trained on another base"):
+        load_model(config.run.directory)
+    longer = configure(
+        model={"init_from": str(tmp_path / "base")}, checkpoint={"config_change": "accept"}, training={"max_steps": 4}
+    )
+    with pytest.raises(ValueError, match="trained on another base"):
+        train(longer)
+
+
+def test_base_in_bfloat16(configure: Configure) -> None:
+    """A and B stay float32; the loss is that of a float32 base under autocast, bit for bit."""
+    configs = [
+        configure(f"base-{dtype}", lora={"base": dtype}, training={"precision": "bfloat16", "max_steps": 2})
+        for dtype in ("float32", "bfloat16")
+    ]
+    mlp = build(configs[1]).state.model.get_submodule("model.layers.0.mlp")
+    dtypes = {name.rpartition(".")[2]: value.dtype for name, value in mlp.named_parameters()}
+    assert dtypes == {"weight": torch.bfloat16, "lora_A": torch.float32, "lora_B": torch.float32}
+    for config in configs:
+        train(config)
+    assert losses(configs[0]) == losses(configs[1])
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"lora": {"rank": 0}}, r"lora\.rank"),
+        ({"lora": {"r": 8}}, r"lora\.r\b.*lora\.rank"),
+        ({"lora": {"targets": []}}, r"lora\.targets"),
+        ({"optimizer": {"kind": "muon"}}, r'optimizer\.kind = "muon" orthogonalizes'),
+        ({"runtime": {"weights": "bfloat16_with_master"}, "training": {"precision": "bfloat16"}}, r"lora\.base"),
+        ({"lora": {"init": "pissa", "init_from": "x"}}, "init_from are alternatives"),
+    ],
+)
+def test_config_errors(sections: dict[str, Any], message: str, configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure(**sections)
+
+
+def test_targets_that_match_nothing(configure: Configure) -> None:
+    with pytest.raises(ValueError, match=r"lora.targets = \('no_proj',\) selects no projection; the model has"):
+        build(configure(lora={"targets": ["no_proj"]}))
+
+
+def test_a_model_is_required(train_config: TrainConfig) -> None:
+    values = train_config.model_dump(exclude_unset=True)
+    with pytest.raises(ValueError, match=r"model\.init_from is not set"):
+        TrainConfig.model_validate(values | {"lora": {}})
+
+
+def test_default_optimizer_is_adamw(base: Path, train_config: TrainConfig) -> None:
+    values = train_config.model_dump(exclude_unset=True)
+    config = TrainConfig.model_validate(values | {"lora": {}, "model": {"init_from": str(base)}})
+    assert (config.optimizer.kind, config.optimizer.learning_rate) == ("adamw", 2e-4)
