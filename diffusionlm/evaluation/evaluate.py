@@ -59,6 +59,9 @@ class EvaluationResult:
     block_length: int | None
     """Block length of block diffusion; 1: exact, token by token. None: bidirectional."""
     num_rows: int
+    fill_nats_per_token: float | None = None
+    """Bound of the tokens that fill up the space after an answer, which no other number counts; None: there are
+    none."""
 
 
 def evaluate(
@@ -75,7 +78,7 @@ def evaluate(
     """Evaluate rows on a fixed grid of masks.
 
     Args:
-        rows: validation rows; padding is not counted.
+        rows: validation rows; padding and prompts are not counted.
         num_mc_samples: masked versions of each row.
         batch_size: rows per forward.
         block_length: of block diffusion; None: bidirectional, which includes mask-filling accuracy.
@@ -92,8 +95,8 @@ def evaluate(
     report = estimator.build_report(
         map_forwards(estimator.num_forwards, lambda index: estimator.run_forward(model, index))
     )
-    tokens = batch.tokens_BL.numpy()[estimator.maskable_BL]
-    bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), estimator.maskable_BL)
+    tokens = batch.tokens_BL.numpy()[estimator.is_scored_BL]
+    bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), estimator.is_scored_BL)
     bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
     fills = [
         measure_fill_accuracy(model, batch, fraction, batch_size, majority_token, map_forwards)
@@ -112,6 +115,7 @@ def evaluate(
         fills=tuple(fills),
         block_length=block_length,
         num_rows=len(rows),
+        fill_nats_per_token=report.fill_nats_per_token,
     )
 
 
@@ -124,9 +128,11 @@ def measure_fill_accuracy(
     majority_token: int | None,
     map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> FillAccuracy:
-    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them."""
+    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Fill stays visible."""
     layout = InputLayout.from_config(model.config, None)
     maskable_BL = layout.maskable(batch)
+    if batch.is_fill_BL is not None:
+        maskable_BL = maskable_BL & ~batch.is_fill_BL.numpy()
     counts_B = np.ceil(fraction * maskable_BL.sum(axis=1)).astype(np.int64)
     masked_BL = np.zeros_like(maskable_BL)
     for row, count in enumerate(counts_B):

@@ -19,6 +19,7 @@ from diffusionlm.diffusion.corruption import assign_noise_groups, choose_masked_
 from diffusionlm.diffusion.layout import InputLayout, target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.diffusion.segments import NoiseSequences, segment_starts
 from diffusionlm.evaluation.statistics import ratio_with_standard_error
 from diffusionlm.inference.sampling import check_finite
 from diffusionlm.kernels.cross_entropy import LossInputs
@@ -33,18 +34,22 @@ class NelboReport:
     """An upper bound on the negative log-likelihood of text, in nats."""
 
     nats_per_token: float
-    """Mean over target tokens."""
+    """Mean over target tokens without fill."""
     standard_error: float
     """Standard error of `nats_per_token` over rows and Monte Carlo samples; infinite for a single row."""
     num_tokens: int
-    """Number of target tokens."""
+    """Number of target tokens without fill."""
     nats: float
-    """Sum over target tokens."""
+    """Sum over them."""
     by_masked_fraction: tuple[tuple[float, float, float], ...]
     """(low, high, mean cross-entropy of a masked token) for each bin (low, high] of the masked fraction of a noise
     group: of the block in block diffusion, else of the row."""
     row_nats: tuple[float, ...]
     """Sum over each row."""
+    fill_nats_per_token: float | None = None
+    """Mean over the tokens that fill up the space after an answer; no other number counts them. None: there are
+    none."""
+    num_fill_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,9 @@ class NelboForwardSums:
     """Contribution of one forward to a `NelboReport`."""
 
     sums_B: NDArray[np.float64]
-    """Weighted sum of cross-entropies of each row, in nats."""
+    """Weighted sum of cross-entropies of each row without fill, in nats."""
+    fill_sum: float
+    """The same of the fill of all rows."""
     bin_sums: NDArray[np.float64]
     bin_counts: NDArray[np.float64]
 
@@ -118,7 +125,9 @@ class NelboEstimator:
     layout: InputLayout
     batch: CleanBatch
     maskable_BL: NDArray[np.bool_]
-    group_ids_BL: NDArray[np.int64]
+    is_fill_BL: NDArray[np.bool_]
+    first_sequences: NDArray[np.int64]
+    """Index of the first noise sequence of each row, and their number, [B + 1]: a row has one, or one per segment."""
     num_mc_samples: int
     seed: int
     batch_size: int
@@ -142,10 +151,17 @@ class NelboEstimator:
         maskable_BL = layout.maskable(batch)
         if not maskable_BL.any():
             raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
-        group_ids_BL = assign_noise_groups(batch, maskable_BL, "row" if block_length is None else "block", block_length)
+        is_fill_BL = np.zeros_like(maskable_BL) if batch.is_fill_BL is None else maskable_BL & batch.is_fill_BL.numpy()
+        if is_fill_BL.sum() == maskable_BL.sum():
+            raise ValueError("no answer token: all target tokens are fill")
         if block_length == 1:
             num_mc_samples = 1  # the only token of a block is always masked
-        return cls(layout, batch, maskable_BL, group_ids_BL, num_mc_samples, seed, batch_size)
+        return cls(layout, batch, maskable_BL, is_fill_BL, _count_sequences(batch), num_mc_samples, seed, batch_size)
+
+    @property
+    def is_scored_BL(self) -> NDArray[np.bool_]:
+        """Target tokens without fill, which `NelboReport.nats_per_token` is over."""
+        return self.maskable_BL & ~self.is_fill_BL
 
     @property
     def num_forwards(self) -> int:
@@ -160,32 +176,66 @@ class NelboEstimator:
             ValueError: the model's probabilities are not finite.
         """
         rows, sample = self._locate_forward(index)
-        masked_BL, weights_BL, fractions_BL = _build_mask_grid(
-            self.group_ids_BL, self.seed, sample, self.num_mc_samples, rows
+        batch = self.batch.select(rows)
+        masked_BL, weights_BL, fractions_BL = self._build_masks(batch, rows.start, sample)
+        nll_BL = compute_masked_nll(model, self.layout, batch, masked_BL)
+        nats_BL = np.nan_to_num(nll_BL * weights_BL)
+        is_fill_BL = self.is_fill_BL[rows]
+        bins = _bin_by_masked_fraction(np.where(is_fill_BL, np.nan, nll_BL), fractions_BL)
+        return NelboForwardSums(np.where(is_fill_BL, 0.0, nats_BL).sum(axis=1), float(nats_BL[is_fill_BL].sum()), *bins)
+
+    def _build_masks(
+        self, batch: CleanBatch, first_row: int, sample: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
+        """Masks, weights and masked fractions of some rows, each [B, L]; segments get those of separate rows."""
+        sequences, block_length = NoiseSequences.from_batch(batch), self.layout.block_length
+        group_ids_QM = assign_noise_groups(
+            sequences.batch,
+            sequences.gather(self.layout.maskable(batch)),
+            "row" if block_length is None else "block",
+            block_length,
         )
-        nll_BL = compute_masked_nll(model, self.layout, self.batch.select(rows), masked_BL)
-        return NelboForwardSums(np.nansum(nll_BL * weights_BL, axis=1), *_bin_by_masked_fraction(nll_BL, fractions_BL))
+        masked_QM, weights_QM, fractions_QM = _build_mask_grid(
+            group_ids_QM,
+            self.seed,
+            sample,
+            self.num_mc_samples,
+            first=int(self.first_sequences[first_row]),
+            total=int(self.first_sequences[-1]),
+        )
+        return sequences.scatter(masked_QM), sequences.scatter(weights_QM), sequences.scatter(fractions_QM)
 
     def build_report(self, forward_sums: Sequence[NelboForwardSums]) -> NelboReport:
         """Combine the results of all forwards, in order."""
-        sums_BK = np.zeros((len(self.group_ids_BL), self.num_mc_samples))
+        sums_BK = np.zeros((len(self.maskable_BL), self.num_mc_samples))
         bin_sums, bin_counts = np.zeros(NUM_FRACTION_BINS), np.zeros(NUM_FRACTION_BINS)
         for index, sums in enumerate(forward_sums):
             sums_BK[self._locate_forward(index)] = sums.sums_B
             bin_sums += sums.bin_sums
             bin_counts += sums.bin_counts
-        sizes_B, nats_B = self.maskable_BL.sum(axis=1), sums_BK.mean(axis=1)
+        num_fill_tokens = int(self.is_fill_BL.sum())
+        fill_nats = sum(sums.fill_sum for sums in forward_sums) / self.num_mc_samples
+        sizes_B, nats_B = self.is_scored_BL.sum(axis=1), sums_BK.mean(axis=1)
         mean, error = ratio_with_standard_error(nats_B, sizes_B)
         curve = tuple(
             (index / NUM_FRACTION_BINS, (index + 1) / NUM_FRACTION_BINS, float(bin_sums[index] / bin_counts[index]))
             for index in range(NUM_FRACTION_BINS)
             if bin_counts[index]
         )
-        return NelboReport(mean, error, int(sizes_B.sum()), float(nats_B.sum()), curve, tuple(nats_B.tolist()))
+        return NelboReport(
+            nats_per_token=mean,
+            standard_error=error,
+            num_tokens=int(sizes_B.sum()),
+            nats=float(nats_B.sum()),
+            by_masked_fraction=curve,
+            row_nats=tuple(nats_B.tolist()),
+            fill_nats_per_token=fill_nats / num_fill_tokens if num_fill_tokens else None,
+            num_fill_tokens=num_fill_tokens,
+        )
 
     @property
     def _num_row_batches(self) -> int:
-        return -(-len(self.group_ids_BL) // self.batch_size)
+        return -(-len(self.maskable_BL) // self.batch_size)
 
     def _locate_forward(self, index: int) -> tuple[slice, int]:
         """Rows and Monte Carlo sample of a forward."""
@@ -263,30 +313,40 @@ def compute_masked_nll(
     return nll_BL.reshape(masked_BL.shape)
 
 
+def _count_sequences(batch: CleanBatch) -> NDArray[np.int64]:
+    if batch.segment_BL is None:
+        return np.arange(len(batch.tokens_BL) + 1)
+    counts = [len(segment_starts(segments_L)) for segments_L in batch.segment_BL.numpy()]
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
 def _build_mask_grid(
-    group_ids_BL: NDArray[np.int64], seed: int, sample: int, num_samples: int, rows: slice
+    group_ids_QM: NDArray[np.int64], seed: int, sample: int, num_samples: int, *, first: int, total: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
-    """Masks, weights n / k and masked fractions k / n of the noise groups, each [B, L], for one sample of some rows."""
-    num_rows = len(group_ids_BL)
+    """Masks, weights n / k and masked fractions k / n of noise groups, each [Q, M], for one sample.
+
+    The Q sequences are those from ``first`` on, out of ``total``.
+    """
     rng = keyed_rng(seed, RngStream.LIKELIHOOD_LEVELS)
-    offsets_B = (rng.permutation(num_rows) + rng.random(num_rows)) / num_rows
-    shape = group_ids_BL[rows].shape
-    masked_BL, weights_BL, fractions_BL = np.zeros(shape, dtype=np.bool_), np.zeros(shape), np.zeros(shape)
-    for index, row in enumerate(range(num_rows)[rows]):
-        positions = np.flatnonzero(group_ids_BL[row] >= 0)
+    offsets = (rng.permutation(total) + rng.random(total)) / total
+    shape = group_ids_QM.shape
+    masked_QM, weights_QM, fractions_QM = np.zeros(shape, dtype=np.bool_), np.zeros(shape), np.zeros(shape)
+    for index in range(len(group_ids_QM)):
+        sequence = first + index
+        positions = np.flatnonzero(group_ids_QM[index] >= 0)
         if len(positions) == 0:
             continue
-        group_ids = group_ids_BL[row, positions]
+        group_ids = group_ids_QM[index, positions]
         sizes_G = np.bincount(group_ids)
-        order_G = keyed_rng(seed, RngStream.LIKELIHOOD_LEVELS, row).permutation(len(sizes_G))
-        levels_G = ((order_G + offsets_B[row]) / len(sizes_G) + sample / num_samples) % 1.0
+        order_G = keyed_rng(seed, RngStream.LIKELIHOOD_LEVELS, sequence).permutation(len(sizes_G))
+        levels_G = ((order_G + offsets[sequence]) / len(sizes_G) + sample / num_samples) % 1.0
         counts_G = masked_counts_at_levels(levels_G, sizes_G)
-        masked_BL[index, positions] = choose_masked_in_groups(
-            group_ids, counts_G, keyed_rng(seed, RngStream.LIKELIHOOD_MASKS, sample, row)
+        masked_QM[index, positions] = choose_masked_in_groups(
+            group_ids, counts_G, keyed_rng(seed, RngStream.LIKELIHOOD_MASKS, sample, sequence)
         )
-        weights_BL[index, positions] = (sizes_G / counts_G)[group_ids]
-        fractions_BL[index, positions] = (counts_G / sizes_G)[group_ids]
-    return masked_BL, weights_BL, fractions_BL
+        weights_QM[index, positions] = (sizes_G / counts_G)[group_ids]
+        fractions_QM[index, positions] = (counts_G / sizes_G)[group_ids]
+    return masked_QM, weights_QM, fractions_QM
 
 
 def _bin_by_masked_fraction(

@@ -63,6 +63,8 @@ class LikelihoodResult:
     """Number of skipped documents by reason."""
     by_masked_fraction: tuple[tuple[float, float, float], ...]
     """See `NelboReport`; empty if the likelihood is exact."""
+    fill_nats_per_token: float | None
+    """See `NelboReport`; None also for the likelihood of a sampler, which scores fill like answers."""
     seconds: float
 
 
@@ -103,12 +105,13 @@ def evaluate_likelihood(plan: EvaluationPlan, on_progress: OnProgress | None = N
         bits_per_byte_standard_error=bits_error,
         num_tokens=report.num_tokens,
         num_bytes=int(bytes_B.sum()),
-        num_unscored_tokens=int(batch.loss_mask_BL.sum()) - report.num_tokens,
+        num_unscored_tokens=int(batch.loss_mask_BL.sum()) - int(maskable_BL.sum()),
         num_rows=len(rows),
         row_length=row_length,
         num_forwards=report.num_forwards if isinstance(report, SamplerReport) else None,
         skipped_documents=dict(plan.components[0].skipped),
         by_masked_fraction=() if isinstance(report, SamplerReport) or is_exact else report.by_masked_fraction,
+        fill_nats_per_token=None if isinstance(report, SamplerReport) else report.fill_nats_per_token,
         seconds=round(time.perf_counter() - started_at, 3),
     )
 

@@ -89,7 +89,10 @@ class Validator:
     def final(self, model: Transformer) -> tuple[list[EvaluationResult], dict[str, float]]:
         """Evaluate at the end: the result for each block length, and the cross-entropy of n-gram models by name."""
         rows = self.rows[: self.config.validation.final_rows]
-        majority_token, ngrams = self.world.run_on_first(lambda: self._compute_baselines(rows))
+        majority_token: int | None = None
+        ngrams: dict[str, float] = {}
+        if rows[0].segment_ids_L is None:  # the baselines know nothing of prompts and answers
+            majority_token, ngrams = self.world.run_on_first(lambda: self._compute_baselines(rows))
         return [self._evaluate(model, rows, length, majority_token) for length in self.block_lengths], ngrams
 
     def _compute_baselines(self, rows: list[Row]) -> tuple[int, dict[str, float]]:

@@ -211,5 +211,6 @@ def evaluation_metrics(prefix: str, result: EvaluationResult) -> dict[str, float
         f"{prefix}_standard_error": result.standard_error,
         f"{prefix}_bits_per_byte": result.bits_per_byte,
         f"{prefix}_bits_per_byte_standard_error": result.bits_per_byte_standard_error,
+        **({} if result.fill_nats_per_token is None else {f"{prefix}_fill_nats_per_token": result.fill_nats_per_token}),
         **{f"{prefix}_top1_accuracy/{fill.fraction}": fill.top1_accuracy for fill in result.fills},
     }
