@@ -170,6 +170,9 @@ class _DiffusionConfig(Section):
     """Share of the target distribution that is uniform over the vocabulary. None: 0, or 0.1 with loss = "soft_ce"."""
     z_loss: NonNegativeFloat = 0.0
     """Factor of the squared log of the softmax denominator, which keeps logits small (PaLM); 1e-4 is usual."""
+    fill_weight: NonNegativeFloat = 1.0
+    """Loss weight, and share in the divisor, of a target token that fills up the space after an answer
+    (`data.source.chat.fill`), relative to other target tokens."""
 
     @property
     def smoothing(self) -> float:
@@ -256,6 +259,9 @@ class NextTokenConfig(Section):
     """Share of the target distribution that is uniform over the vocabulary."""
     z_loss: NonNegativeFloat = 0.0
     """Factor of the squared log of the softmax denominator."""
+    fill_weight: NonNegativeFloat = 1.0
+    """Loss weight, and share in the divisor, of a target token that fills up the space after an answer
+    (`data.source.chat.fill`), relative to other target tokens."""
 
     @property
     def smoothing(self) -> float:

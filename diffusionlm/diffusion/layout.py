@@ -96,6 +96,7 @@ class InputLayout:
         masked_indices_N = masked.flatten().nonzero()[:, 0]
         targets_N = batch.tokens_BL.flatten()[masked_indices_N]
         weights_N = torch.from_numpy(weights_BL).flatten()[masked_indices_N].double()
+        is_fill_N = None if batch.is_fill_BL is None else batch.is_fill_BL.flatten()[masked_indices_N]
         positions_N = masked_indices_N - int(self.alignment == "shifted")
         inputs: Tensor = batch.tokens_BL
         pattern: AttentionPattern = Causal(documents_BL)
@@ -110,6 +111,7 @@ class InputLayout:
                     pattern = BlockDiffusion(self.block_length, documents_BL, batch.segment_BL)
                     positions_N, order = self._find_positions_in_halves(is_block_start_BL, masked_indices_N)
                     targets_N, weights_N = targets_N[order], weights_N[order]
+                    is_fill_N = None if is_fill_N is None else is_fill_N[order]
         return NoisedBatch(
             inputs,
             pattern,
@@ -120,6 +122,7 @@ class InputLayout:
             denominator,
             batch.loss_mask_BL,
             batch.segment_BL,
+            is_fill_N=is_fill_N,
         )
 
     def _find_positions_in_halves(self, is_block_start_BL: Tensor, masked_indices_N: Tensor) -> tuple[Tensor, Tensor]:

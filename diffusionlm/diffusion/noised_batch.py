@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffusionlm.models.patterns import AttentionPattern
 
-FORWARD_TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N")
+FORWARD_TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N", "is_fill_N")
 """Tensors of a `NoisedBatch` that a forward and its loss read on the device."""
 
 
@@ -101,6 +102,10 @@ class NoisedBatch:
     """Index of the first row among those of the optimizer step, over all ranks and micro-batches."""
     num_rows: int | None = None
     """Rows of the clean batch; with several noise samples of each, the inputs have a multiple. None: as the inputs."""
+    is_fill_N: Tensor | None = None
+    """True for targets that fill up the space after an answer. None: there are none."""
+    fill_denominator: float = 0.0
+    """Part of `denominator` that fill contributes."""
 
     def number_rows(self) -> Tensor:
         """Number of each row of the inputs, [B], int64: unique in the step, whatever its division into batches."""
@@ -112,9 +117,13 @@ class NoisedBatch:
         """Copy to a device; what belongs to the clean batch stays on the CPU."""
         if device.type == "cpu":
             return self
-        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in FORWARD_TENSORS}
+        tensors = self._map_forward_tensors(lambda tensor: tensor.to(device, non_blocking=True))
         return replace(self, pattern=self.pattern.to(device), **tensors)
 
     def pin_memory(self) -> NoisedBatch:
         """Copy to pinned memory, from which a GPU copies asynchronously."""
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in FORWARD_TENSORS})
+        return replace(self, **self._map_forward_tensors(Tensor.pin_memory))
+
+    def _map_forward_tensors(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        tensors = {name: getattr(self, name) for name in FORWARD_TENSORS}
+        return {name: function(tensor) for name, tensor in tensors.items() if tensor is not None}

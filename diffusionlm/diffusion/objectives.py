@@ -10,7 +10,7 @@ Shapes: B sequences, L tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +70,8 @@ class DiffusionObjective:
         maskable_QM = sequences.gather(maskable_BL)
         group_ids_QM = assign_noise_groups(sequences.batch, maskable_QM, noise_grouping(config), layout.block_length)
         samples = sample_masks(group_ids_QM, key, estimator, weight)
-        weights, denominator = _normalize_weights(samples, maskable_QM, normalizer)
+        shares = TargetShares.from_batch(sequences, maskable_QM, config.fill_weight)
+        weights, denominator, fill_denominator = _normalize_weights(samples, shares, normalizer)
         replacement_tokens_BL = None
         if estimator.replace_with == "random":
             assert layout.mask_token is not None
@@ -78,7 +79,7 @@ class DiffusionObjective:
                 maskable_QM.shape, self.vocab_size, layout.mask_token, key
             )
             replacement_tokens_BL = np.tile(sequences.scatter(replacement_tokens_QM), (len(samples), 1))
-        return layout.build_noised_batch(
+        noised_batch = layout.build_noised_batch(
             batch.repeat(len(samples)),
             np.concatenate([sequences.scatter(sample.masked_BL) for sample in samples]),
             np.concatenate([sequences.scatter(weights_QM) for weights_QM in weights]),
@@ -86,6 +87,7 @@ class DiffusionObjective:
             denominator=denominator,
             replacement_tokens_BL=replacement_tokens_BL,
         )
+        return replace(noised_batch, fill_denominator=fill_denominator)
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
@@ -102,10 +104,17 @@ class NextTokenObjective:
     def build_noised_batch(self, batch: CleanBatch, key: NoiseKey) -> NoisedBatch:
         """All target tokens with weight 1; no random numbers are used."""
         maskable_BL = self.layout.maskable(batch)
-        total = int(maskable_BL.sum())
-        return self.layout.build_noised_batch(
-            batch, maskable_BL, np.ones(maskable_BL.shape), num_targets=total, denominator=float(total)
+        shares = TargetShares.from_batch(
+            NoiseSequences(batch, maskable_BL.shape, None), maskable_BL, self.config.fill_weight
         )
+        noised_batch = self.layout.build_noised_batch(
+            batch,
+            maskable_BL,
+            shares.values_QM,
+            num_targets=int(maskable_BL.sum()),
+            denominator=float(shares.values_QM.sum()),
+        )
+        return replace(noised_batch, fill_denominator=float(shares.fill_QM.sum()))
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
@@ -162,7 +171,8 @@ def loss_weighting(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> tupl
 def why_not_nelbo(config: ObjectiveConfig) -> str | None:
     """Why the training loss is not an unbiased estimate of the NELBO per token; None: it is (docs/objectives.md)."""
     if isinstance(config, NextTokenConfig):
-        return "it has label smoothing or a z-loss" if config.smoothing or config.z_loss else None
+        has_other_terms = config.smoothing or config.z_loss or config.fill_weight != 1.0
+        return "it has label smoothing, a z-loss or a fill_weight" if has_other_terms else None
     estimator = config.estimator
     weight, normalizer = loss_weighting(config)
     is_linear = isinstance(estimator, FixedCountMasking) or estimator.schedule.kind == "linear"
@@ -183,33 +193,57 @@ def why_not_nelbo(config: ObjectiveConfig) -> str | None:
             isinstance(estimator, IndependentMasking) and estimator.min_masking_rate > 0.0,
             "min_masking_rate raises small shares",
         ),
+        (config.fill_weight != 1.0, "fill has another weight than answers"),
         (config.smoothing > 0.0, "labels are smoothed"),
         (config.z_loss > 0.0, "there is a z-loss"),
     ]
     return "; ".join(reason for applies, reason in reasons if applies) or None
 
 
+@dataclass(frozen=True)
+class TargetShares:
+    """What each target token counts in divisors: 1, or ``objective.fill_weight`` for fill."""
+
+    values_QM: NDArray[np.float64]
+    """0 for other tokens."""
+    fill_QM: NDArray[np.float64]
+    """The same of fill only."""
+
+    @classmethod
+    def from_batch(cls, sequences: NoiseSequences, maskable_QM: NDArray[np.bool_], fill_weight: float) -> Self:
+        values_QM = maskable_QM.astype(np.float64)
+        if sequences.batch.is_fill_BL is None:
+            return cls(values_QM, np.zeros_like(values_QM))
+        is_fill_QM = sequences.batch.is_fill_BL.numpy()
+        values_QM = np.where(is_fill_QM, fill_weight * values_QM, values_QM)
+        return cls(values_QM, np.where(is_fill_QM, values_QM, 0.0))
+
+
 def _normalize_weights(
-    samples: list[MaskSample], maskable_BL: NDArray[np.bool_], normalizer: LossNormalizer
-) -> tuple[list[NDArray[np.float64]], float]:
-    """Normalized weights of each sample, and the batch's contribution to the denominator."""
-    sizes_B = maskable_BL.sum(axis=1)
-    weights = [sample.weights_BL for sample in samples]
+    samples: list[MaskSample], shares: TargetShares, normalizer: LossNormalizer
+) -> tuple[list[NDArray[np.float64]], float, float]:
+    """Normalized weights of each sample, the batch's contribution to the denominator, and that of its fill."""
+    weights = [sample.weights_BL * shares.values_QM for sample in samples]
+    sizes_Q, fill_sizes_Q = shares.values_QM.sum(axis=1), shares.fill_QM.sum(axis=1)
     match normalizer:
         case "targets":
-            return weights, float(sizes_B.sum())
+            return weights, float(sizes_Q.sum()), float(fill_sizes_Q.sum())
         case "masked":
-            num_masked = sum(int(sample.masked_BL.sum()) for sample in samples)
-            return [weights_BL * len(samples) for weights_BL in weights], float(num_masked)
+            counts = [
+                sum(float(values_QM[sample.masked_BL].sum()) for sample in samples)
+                for values_QM in (shares.values_QM, shares.fill_QM)
+            ]
+            return [weights_QM * len(samples) for weights_QM in weights], counts[0], counts[1]
         case "rows":
-            divisors = [sizes_B for _ in samples]
+            divisors = [sizes_Q for _ in samples]
         case "masked_rows":
-            divisors = [sample.masked_BL.sum(axis=1) for sample in samples]
+            divisors = [(sample.masked_BL * shares.values_QM).sum(axis=1) for sample in samples]
     scaled = [
-        weights_BL / np.maximum(divisors_B, 1)[:, None]
-        for weights_BL, divisors_B in zip(weights, divisors, strict=True)
+        weights_QM / np.where(divisors_Q > 0.0, divisors_Q, 1.0)[:, None]
+        for weights_QM, divisors_Q in zip(weights, divisors, strict=True)
     ]
-    return scaled, float((sizes_B > 0).sum())
+    fill_shares_Q = fill_sizes_Q / np.where(sizes_Q > 0.0, sizes_Q, 1.0)
+    return scaled, float((sizes_Q > 0.0).sum()), float(fill_shares_Q.sum())
 
 
 def _build_loss_inputs(

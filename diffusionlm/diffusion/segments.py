@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from diffusionlm.diffusion.noised_batch import CleanBatch
 
@@ -46,10 +47,13 @@ class NoiseSequences:
         sizes_Q = np.bincount(segment_of_token, minlength=len(starts_Q))
         offsets_M = np.arange(sizes_Q.max(initial=0))
         indices_QM = np.where(offsets_M < sizes_Q[:, None], starts_Q[:, None] + offsets_M, -1)
-        tokens_QM, targets_QM = (
-            torch.from_numpy(_gather(tensor.numpy(), indices_QM)) for tensor in (batch.tokens_BL, batch.loss_mask_BL)
-        )
-        return cls(CleanBatch(tokens_QM, targets_QM), (B, L), indices_QM)
+
+        def gather(tensor: Tensor) -> Tensor:
+            return torch.from_numpy(_gather(tensor.numpy(), indices_QM))
+
+        is_fill_QM = None if batch.is_fill_BL is None else gather(batch.is_fill_BL)
+        segments = CleanBatch(gather(batch.tokens_BL), gather(batch.loss_mask_BL), is_fill_BL=is_fill_QM)
+        return cls(segments, (B, L), indices_QM)
 
     def gather(self, values_BL: NDArray[Scalar]) -> NDArray[Scalar]:
         """The values of each sequence, [Q, M]; zero after its end."""
