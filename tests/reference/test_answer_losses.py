@@ -1,0 +1,488 @@
+"""Losses of answers: values worked out by hand, by enumeration and by forwards of a second implementation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from config.objective import (
+    BlockDiffusionConfig,
+    FixedCountMasking,
+    IndependentMasking,
+    MaskedDiffusionConfig,
+    NextTokenConfig,
+    ObjectiveConfig,
+)
+from diffusionlm.diffusion.corruption import assign_noise_groups
+from diffusionlm.diffusion.layout import InputLayout, target_positions
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
+from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.diffusion.segments import NoiseSequences
+from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport, compute_masked_nll
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.monitor import sum_answer_and_fill_losses
+from tests.reference.enumeration import PlainModel, StandIn, assert_mean, log_probabilities, table_config
+
+MakeModel = Callable[..., Transformer]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values by hand
+
+Y1, Y2, PROMPT = 0, 1, 2
+ORDERS = {"all": math.log(20.0) / 2, "left to right": math.log(4.0), "right to left": math.log(5.0)}
+"""-log p of the answer below: the mean over both orders is the bound."""
+
+
+def two_answers(context_RL: Tensor, places_R: Tensor) -> Tensor:
+    """p(y1) = 1/2, p(y2) = 1/4, p(y1 | y2) = 4/5, p(y2 | y1) = 1/2; the answer is the last two tokens."""
+    first, second = context_RL.shape[1] - 2, context_RL.shape[1] - 1
+    p = torch.zeros(len(places_R), 3, dtype=torch.float64)
+    p[:, Y1] = torch.where(context_RL[:, second] >= 0, 0.8, 0.5)
+    p[:, Y2] = torch.where(context_RL[:, first] >= 0, 0.5, 0.25)
+    return p
+
+
+def answer_of_two(rows: int, prompt: int = 2) -> CleanBatch:
+    tokens = torch.tensor([[PROMPT] * prompt + [Y1, Y2]]).repeat(rows, 1)
+    return CleanBatch(tokens, tokens != PROMPT)
+
+
+def losses(config: ObjectiveConfig, batch: CleanBatch, model: Any, steps: int = 60) -> np.ndarray:
+    objective, values = build_objective(config, model.config), []
+    for step in range(steps):
+        draw = objective.build_noised_batch(batch, NoiseKey(5, step, 0, len(batch.tokens_BL)))
+        loss_inputs = objective.build_loss_inputs(draw, draw.denominator)
+        output = model(draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs)
+        values.append(float(output.loss_sum))
+    return np.array(values)
+
+
+COINS = IndependentMasking(times="uniform", epsilon=0.0)
+EXPECTED: dict[str, tuple[ObjectiveConfig, float]] = {
+    "counts": (MaskedDiffusionConfig(), ORDERS["all"]),
+    "complementary": (MaskedDiffusionConfig(estimator=FixedCountMasking(complementary=True)), ORDERS["all"]),
+    "coins": (MaskedDiffusionConfig(estimator=COINS), ORDERS["all"]),
+    "coins of LLaDA": (
+        MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking(times="uniform")),
+        1.498448,
+    ),
+    "block of the row": (BlockDiffusionConfig(block_length=4), ORDERS["all"]),
+    "blocks of 1": (BlockDiffusionConfig(block_length=1), ORDERS["left to right"]),
+    "a block ends inside of the answer": (BlockDiffusionConfig(block_length=3), ORDERS["left to right"]),
+    "a block ends before the answer": (BlockDiffusionConfig(block_length=2), ORDERS["all"]),
+    "pairs of blocks": (
+        BlockDiffusionConfig(block_length=2, estimator=FixedCountMasking(complementary=True)),
+        ORDERS["all"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "alignment"),
+    [*((name, "same_position") for name in EXPECTED), *((name, "shifted") for name in EXPECTED if "block" in name)],
+)
+def test_loss_of_an_answer_of_two_tokens(name: str, alignment: str) -> None:
+    config, expected = EXPECTED[name]
+    model = StandIn(two_answers, table_config(3, 4, logit_alignment=alignment))
+    assert_mean(losses(config, answer_of_two(16), model), expected / 2, relative_error=0.08)
+
+
+def test_next_token_loss_of_an_answer_of_two_tokens() -> None:
+    model = StandIn(two_answers, table_config(3, 4, logit_alignment="shifted"))
+    assert losses(NextTokenConfig(), answer_of_two(3), model, 1) == pytest.approx(ORDERS["left to right"] / 2)
+
+
+def test_pooled_mean_over_masked_tokens_is_no_bound() -> None:
+    """Sum of CE / number of masked tokens, over the batch: .845862 per token, not .748933."""
+    config = MaskedDiffusionConfig(loss="masked_mean", estimator=COINS)
+    values = losses(config, answer_of_two(512), StandIn(two_answers, table_config(3, 4)), 24)
+    assert_mean(values, 0.845862, relative_error=0.01)
+
+
+def constant_loss(nats_by_token: dict[int, float]) -> StandIn:
+    """A model whose cross-entropy depends on the token only."""
+    p = torch.tensor([math.exp(-nats_by_token.get(token, 9.0)) for token in range(4)], dtype=torch.float64)
+    return StandIn(lambda context_RL, places_R: p.expand(len(places_R), -1), table_config(4, 16))
+
+
+TWO_ANSWERS = CleanBatch(
+    torch.tensor([[3, 3, 3, 0, 0, 3, 3, 3], [3, 3, 1, 1, 1, 1, 1, 1]]),
+    torch.tensor([[False] * 3 + [True] * 2 + [False] * 3, [False] * 2 + [True] * 6]),
+)
+"""Answers of 2 tokens of 1 nat and of 6 tokens of 3 nats."""
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("elbo", 2.5), ("guidelines", 2.0)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_normalization_by_tokens_and_by_answers(loss: Any, expected: float, parts: int) -> None:
+    """Over the whole step, in one micro-batch or two: never a mean of means of micro-batches."""
+    model = constant_loss({0: 1.0, 1: 3.0})
+    objective = build_objective(MaskedDiffusionConfig(loss=loss), model.config)
+    size = 2 // parts
+    draws = [
+        objective.build_noised_batch(TWO_ANSWERS.select(slice(first, first + size)), NoiseKey(0, 0, first, 2))
+        for first in range(0, 2, size)
+    ]
+    total = 0.0
+    for draw in draws:
+        loss_inputs = objective.build_loss_inputs(draw, sum(part.denominator for part in draws))
+        total += float(
+            model(
+                draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
+            ).loss_sum
+        )
+    assert total == pytest.approx(expected, abs=1e-12)
+
+
+FILLED = CleanBatch(
+    torch.tensor([[3, 3, 3, 0, 0, 2, 2, 2]]),
+    torch.tensor([[False] * 3 + [True] * 5]),
+    is_fill_BL=torch.tensor([[False] * 5 + [True] * 3]),
+)
+"""An answer of 2 tokens of 1 nat and fill of 3 tokens of 0.01 nats."""
+FILL_MODEL = constant_loss({0: 1.0, 2: 0.01})
+
+
+@pytest.mark.parametrize("loss", ["elbo", "guidelines"])
+@pytest.mark.parametrize(("fill_weight", "expected"), [(1.0, 2.03 / 5), (0.5, 2.015 / 3.5), (0.0, 1.0)])
+def test_fill_dilutes_the_loss_by_its_weight(loss: Any, fill_weight: float, expected: float) -> None:
+    config = MaskedDiffusionConfig(loss=loss, fill_weight=fill_weight)
+    values = losses(config, FILLED, FILL_MODEL)  # all targets share one level: their cross-entropies, in expectation
+    assert_mean(values, expected, relative_error=0.1)
+
+
+@pytest.mark.parametrize("config", [MaskedDiffusionConfig(), MaskedDiffusionConfig(loss="guidelines", fill_weight=0.3)])
+def test_answer_and_fill_are_reported_apart(config: MaskedDiffusionConfig) -> None:
+    objective, total = build_objective(config, FILL_MODEL.config), torch.zeros(4, dtype=torch.float64)
+    for step in range(100):
+        draw = objective.build_noised_batch(FILLED, NoiseKey(1, step, 0, 1))
+        loss_inputs = objective.build_loss_inputs(draw, 1.0)
+        output = FILL_MODEL(
+            draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
+        )
+        total += sum_answer_and_fill_losses(draw, output.nll_N)
+    answer, fill, answer_denominator, fill_denominator = total.tolist()
+    assert answer_denominator + fill_denominator == pytest.approx(100 * draw.denominator)
+    assert answer / answer_denominator == pytest.approx(1.0, rel=0.15)
+    assert fill / fill_denominator == pytest.approx(0.01, rel=0.15)
+
+
+def report_of(model: Any, batch: CleanBatch, block_length: int | None = None, samples: int = 5) -> NelboReport:
+    estimator = NelboEstimator.from_batch(model.config, batch, block_length, samples, 0, batch_size=2)
+    return estimator.build_report([estimator.run_forward(model, index) for index in range(estimator.num_forwards)])
+
+
+def test_validation_reports_fill_apart() -> None:
+    report = report_of(FILL_MODEL, FILLED, samples=300)
+    assert report.nats_per_token == pytest.approx(1.0, rel=0.1) and report.num_tokens == 2
+    assert report.fill_nats_per_token == pytest.approx(0.01, rel=0.1) and report.num_fill_tokens == 3
+    with pytest.raises(ValueError, match="no answer token"):
+        report_of(FILL_MODEL, CleanBatch(FILLED.tokens_BL, FILLED.is_fill_BL, is_fill_BL=FILLED.is_fill_BL))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fill", [0, 2])
+def test_blocks_are_counted_from_the_start_of_the_prompt(fill: int) -> None:
+    """A prompt of 6, an answer of 4, blocks of 4: the answer's head shares a block with the prompt's tail, as at
+    inference. Fill to the block's end makes 6 targets of 4."""
+    length = 10 + fill
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    batch = CleanBatch(tokens, torch.arange(length)[None] >= 6, None, torch.zeros_like(tokens))
+    groups = assign_noise_groups(NoiseSequences.from_batch(batch).batch, batch.loss_mask_BL.numpy(), "block", 4)
+    assert groups.tolist() == [[-1] * 6 + [0] * 2 + [1] * (2 + fill)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations of several answers against forwards of one block each
+
+VOCAB, MASK, L = 7, 6, 20
+DOCUMENTS = [[(3, 2), (4, 3)], [(2, 1)], [(1, 5), (1, 1)]]
+"""Of each document the segments, as (tokens before the answer, tokens of the answer); 23 tokens in all."""
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
+
+
+def conversations(num_fill: int = 0, seed: int = 0) -> list[CleanBatch]:
+    """Each document as a row of its own; the last answer of each has ``num_fill`` tokens of fill."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for segments in DOCUMENTS:
+        targets, fill, numbers = [], [], []
+        for number, (before, answer) in enumerate(segments):
+            filled = num_fill if number == len(segments) - 1 else 0
+            targets += [False] * before + [True] * (answer + filled)
+            fill += [False] * (before + answer) + [True] * filled
+            numbers += [number] * (before + answer + filled)
+        tokens = torch.randint(0, MASK, (1, len(targets)), generator=generator)
+        batches.append(
+            CleanBatch(
+                tokens,
+                torch.tensor([targets]),
+                torch.zeros_like(tokens),
+                torch.tensor([numbers]),
+                torch.tensor([fill]) if num_fill else None,
+            )
+        )
+    return batches
+
+
+def pack(batches: Sequence[CleanBatch], padding: int = 2) -> CleanBatch:
+    """All documents in one row, and padding."""
+    lengths = [batch.tokens_BL.shape[1] for batch in batches]
+
+    def join(values: list[Tensor], value: int) -> Tensor:
+        return torch.cat([*values, torch.full((1, padding), value, dtype=values[0].dtype)], dim=1)
+
+    first_segments = np.cumsum(
+        [0, *(int(batch.segment_BL.max()) + 1 for batch in batches if batch.segment_BL is not None)]
+    )
+    fills = [batch.is_fill_BL for batch in batches if batch.is_fill_BL is not None]
+    return CleanBatch(
+        join([batch.tokens_BL for batch in batches], 0),
+        join([batch.loss_mask_BL for batch in batches], 0),
+        join([torch.full((1, length), number) for number, length in enumerate(lengths)], -1),
+        join([batch.segment_BL + int(first) for batch, first in zip(batches, first_segments, strict=False)
+              if batch.segment_BL is not None], -1),
+        join(fills, 0) if fills else None,
+    )  # fmt: skip
+
+
+def place(batches: Sequence[CleanBatch], padding: int = 2) -> list[CleanBatch]:
+    """Each document in a row of its own, where `pack` puts it: the rest of the row is padding."""
+    packed, start, rows = pack(batches, padding), 0, []
+    assert packed.document_BL is not None and packed.segment_BL is not None
+    for number in range(len(batches)):
+        is_here = packed.document_BL == number
+        fill = None if packed.is_fill_BL is None else packed.is_fill_BL & is_here
+        rows.append(
+            CleanBatch(
+                packed.tokens_BL,
+                packed.loss_mask_BL & is_here,
+                torch.where(is_here, 0, -1),
+                torch.where(is_here, packed.segment_BL, -1),
+                fill,
+            )
+        )
+        start += int(is_here.sum())
+    return rows
+
+
+def small(tiny_model: MakeModel, alignment: str) -> Transformer:
+    vocabulary = {"vocab_size": VOCAB, "mask_token_id": MASK, "eos_token_id": 0, "pad_token_id": 0}
+    return tiny_model(torch.float64, scale=0.4, logit_alignment=alignment, **vocabulary)
+
+
+@pytest.fixture(scope="module", params=["same_position", "shifted"])
+def model(tiny_model: MakeModel, request: pytest.FixtureRequest) -> Transformer:
+    return small(tiny_model, request.param)
+
+
+def block_starts(segments: Sequence[tuple[int, int]], block_length: int, num_fill: int) -> list[int]:
+    starts, first = [], 0
+    for number, (before, answer) in enumerate(segments):
+        end = first + before + answer + (num_fill if number == len(segments) - 1 else 0)
+        starts += list(range(first, end, block_length))
+        first = end
+    return [*starts, first]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_length", [1, 2, 3, 4, 7, 50])
+def test_every_answer_token_equals_a_forward_of_its_block(model: Transformer, block_length: int) -> None:
+    """Clean tokens before the block, the noisy block, nothing behind it: inner answers end their block.
+
+    Packed behind other documents; positions are those of the row, so the values are exact.
+    """
+    plain, shift = PlainModel(model), int(model.config.logit_alignment == "shifted")
+    documents, layout = conversations(), InputLayout.from_config(model.config, block_length)
+    packed = pack(documents)
+    masked = (
+        packed.loss_mask_BL & (torch.rand(packed.tokens_BL.shape) < 0.7) & torch.from_numpy(layout.maskable(packed))
+    )
+    nll = torch.from_numpy(compute_masked_nll(model, layout, packed, masked.numpy()))[0]
+    assert int((~nll.isnan()).sum()) == int(masked.sum()) > 5
+    start = 0
+    for segments, document in zip(DOCUMENTS, documents, strict=True):
+        starts = block_starts(segments, block_length, 0)
+        x = document.tokens_BL[0]
+        block_of = torch.tensor([sum(place >= s for s in starts) for place in range(len(x))])
+        for first, last in pairwise(starts):
+            noisy = torch.where(masked[0, start + first : start + last], MASK, x[first:last])
+            inputs = torch.cat([x[:first], noisy])[None]
+            visible = block_of[:last, None] >= block_of[None, :last]
+            logits, _ = plain(inputs, torch.arange(start, start + last), visible)
+            for position in range(first, last):
+                if masked[0, start + position]:
+                    expected = -log_probabilities(logits[0, position - shift])[x[position]]
+                    torch.testing.assert_close(nll[start + position], expected, **EXACT)
+        start += len(x)
+
+
+FILL_CASES = [(0, 1.0), (2, 0.25), (3, 0.0)]
+"""Tokens of fill, and their weight."""
+
+
+def objectives(alignment: str, fill_weight: float) -> list[ObjectiveConfig]:
+    blocks: list[ObjectiveConfig] = [
+        BlockDiffusionConfig(block_length=length, fill_weight=fill_weight) for length in (1, 2, 3, 4, 5, 8, 30)
+    ]
+    others: list[ObjectiveConfig] = [
+        MaskedDiffusionConfig(fill_weight=fill_weight),
+        MaskedDiffusionConfig(loss="guidelines", fill_weight=fill_weight, estimator=IndependentMasking()),
+        BlockDiffusionConfig(block_length=3, loss="guidelines", fill_weight=fill_weight),
+        BlockDiffusionConfig(block_length=2, fill_weight=fill_weight, estimator=FixedCountMasking(complementary=True)),
+    ]
+    next_token: list[ObjectiveConfig] = [NextTokenConfig(fill_weight=fill_weight)] if alignment == "shifted" else []
+    return [*blocks, *others, *next_token]
+
+
+def draws_of(objective: Any, batches: Sequence[CleanBatch], step: int = 4) -> list[NoisedBatch]:
+    counts = [len(NoiseSequences.from_batch(batch).batch.tokens_BL) for batch in batches]
+    firsts = np.cumsum([0, *counts]).tolist()
+    return [
+        objective.build_noised_batch(batch, NoiseKey(2, step, first, firsts[-1]))
+        for batch, first in zip(batches, firsts, strict=False)
+    ]
+
+
+def loss_and_gradient(model: Transformer, objective: Any, draws: Sequence[NoisedBatch]) -> tuple[Tensor, list[Tensor]]:
+    denominator = sum(draw.denominator for draw in draws)
+    parameters = list(model.parameters())
+    total = torch.zeros((), dtype=torch.float64)
+    for draw in draws:
+        total = (
+            total
+            + model(
+                draw.inputs_BS,
+                pattern=draw.pattern,
+                output_positions=draw.positions_N,
+                loss_inputs=objective.build_loss_inputs(draw, denominator),
+            ).loss_sum
+        )
+    return total.detach(), list(torch.autograd.grad(total, parameters))
+
+
+@pytest.mark.parametrize(("num_fill", "fill_weight"), FILL_CASES)
+def test_packed_conversations_equal_separate_ones(model: Transformer, num_fill: int, fill_weight: float) -> None:
+    """Loss and gradient of a row of three documents, and of three rows of one document where they are in the row.
+
+    Moved to the row's start, the rotary angles are rounded differently, in fp32.
+    """
+    separate = conversations(num_fill)
+    for config in objectives(model.config.logit_alignment, fill_weight):
+        objective = build_objective(config, model.config)
+        loss, gradient = loss_and_gradient(model, objective, draws_of(objective, [pack(separate)]))
+        assert loss > 0
+        cases = [(place(separate), 1e-11, 1e-13)]
+        if isinstance(config, MaskedDiffusionConfig):
+            cases.append((separate, 1e-5, 1e-6))
+        for batches, rtol, atol in cases:
+            expected_loss, expected = loss_and_gradient(model, objective, draws_of(objective, batches))
+            torch.testing.assert_close(loss, expected_loss, rtol=rtol, atol=0.0)
+            for ours, theirs in zip(gradient, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_length", [None, 1, 3, 4])
+def test_validation_of_packed_conversations_equals_that_of_separate_ones(
+    model: Transformer, block_length: int | None
+) -> None:
+    rows = place(conversations(2))
+    together = CleanBatch(*(torch.cat([getattr(row, name) for row in rows]) for name in vars(rows[0])))
+    separate, packed = (
+        report_of(model, batch, block_length, samples=3) for batch in (together, pack(conversations(2)))
+    )
+    assert packed.nats == pytest.approx(separate.nats, rel=1e-11) and packed.num_tokens == separate.num_tokens
+    assert packed.fill_nats_per_token == pytest.approx(separate.fill_nats_per_token, rel=1e-11)
+    np.testing.assert_allclose(packed.by_masked_fraction, separate.by_masked_fraction, rtol=1e-11)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What an answer depends on
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_length", [None, 1, 2, 3, 4, 50])
+def test_documents_and_later_turns_do_not_change_an_answer(model: Transformer, block_length: int | None) -> None:
+    layout, packed = InputLayout.from_config(model.config, block_length), pack(conversations())
+    masked = layout.maskable(packed)
+    before = compute_masked_nll(model, layout, packed, masked)[0]
+    assert packed.document_BL is not None and packed.segment_BL is not None
+
+    def changed(where: Tensor) -> np.ndarray:
+        tokens = torch.where(where, (packed.tokens_BL + 1) % MASK, packed.tokens_BL)
+        batch = CleanBatch(tokens, packed.loss_mask_BL, packed.document_BL, packed.segment_BL)
+        return compute_masked_nll(model, layout, batch, masked)[0]
+
+    is_prompt = ~packed.loss_mask_BL
+    for document in range(3):
+        is_here = packed.document_BL == document
+        after, elsewhere = changed(is_here & is_prompt), (masked & ~is_here.numpy())[0]
+        np.testing.assert_array_equal(after[elsewhere], before[elsewhere])  # bit for bit
+        here = (masked & is_here.numpy())[0]
+        assert (after[here] != before[here]).all(), "every answer token depends on its prompt"
+    if block_length is not None:
+        after = changed((packed.segment_BL == 1) & is_prompt)  # the second question
+        first = (masked & (packed.segment_BL == 0).numpy())[0]
+        np.testing.assert_array_equal(after[first], before[first])
+        second = (masked & (packed.segment_BL == 1).numpy())[0]
+        assert (after[second] != before[second]).all()
+
+
+def test_prompts_are_neither_masked_nor_scored(model: Transformer) -> None:
+    """Over many draws; every target that can be predicted is masked in some of them."""
+    packed = pack(conversations(3))
+    length = packed.tokens_BL.shape[1]
+    for config in objectives(model.config.logit_alignment, 1.0):
+        objective = build_objective(config, model.config)
+        is_scored = torch.zeros(length, dtype=torch.bool)
+        for step in range(12):
+            [draw] = draws_of(objective, [packed], step)
+            noisy = draw.inputs_BS[:, :length]
+            assert torch.equal(
+                noisy[:, ~packed.loss_mask_BL[0]], packed.tokens_BL[:, ~packed.loss_mask_BL[0]].expand(len(noisy), -1)
+            )
+            places = target_positions(draw, model.config.logit_alignment) % length
+            assert packed.loss_mask_BL[0, places].all()
+            torch.testing.assert_close(draw.targets_N, packed.tokens_BL[0, places])
+            is_scored[places] = True
+        maskable = InputLayout.from_config(model.config, None).maskable(packed)[0]
+        assert is_scored.tolist() == maskable.tolist()
+
+
+EDGES = {
+    "an answer of one token": (3, 1),
+    "an answer of one block": (4, 4),
+    "a prompt that ends with a block": (8, 2),
+    "a prompt that fills the row": (12, 0),
+    "no prompt": (0, 5),
+    "one token": (0, 1),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("config", [MaskedDiffusionConfig(), BlockDiffusionConfig(block_length=4)])
+def test_edges(model: Transformer, name: str, config: ObjectiveConfig) -> None:
+    """Alone and beside an ordinary answer: the loss is finite, and what cannot be predicted adds nothing."""
+    before, answer = EDGES[name]
+    tokens = torch.arange(before + answer)[None] % MASK
+    edge = CleanBatch(
+        tokens, torch.arange(before + answer)[None] >= before, torch.zeros_like(tokens), torch.zeros_like(tokens)
+    )
+    objective, ordinary = build_objective(config, model.config), conversations()[0]
+    num_targets = answer - int(before == 0 and answer > 0 and model.config.logit_alignment == "shifted")
+    for batches in ([edge], [pack([edge, ordinary])], [pack([ordinary, edge])]):
+        draws = draws_of(objective, batches)
+        ordinary_targets = 0 if batches[0] is edge else 5
+        assert draws[0].num_targets == draws[0].denominator == num_targets + ordinary_targets
+        if draws[0].num_targets:
+            loss, gradient = loss_and_gradient(model, objective, draws)
+            assert loss > 0 and all(part.isfinite().all() for part in gradient)
+        else:
+            assert len(draws[0].positions_N) == 0
