@@ -2,7 +2,9 @@
 
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat import encode_chat, render_chat
-from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate, load_chat_template, save_chat_template
+from tokenizer.chat_answers import EncodedAnswer, encode_answer
+from tokenizer.chat_template import ChatTemplate
+from tokenizer.chat_templates import CHAT_TEMPLATES, load_chat_template, save_chat_template
 from tokenizer.files import load_tokenizer, save_tokenizer
 from tokenizer.incremental import IncrementalDecoder
 from tokenizer.options import TokenOptions
@@ -14,10 +16,12 @@ __all__ = [
     "CHAT_TEMPLATES",
     "PATTERNS",
     "ChatTemplate",
+    "EncodedAnswer",
     "IncrementalDecoder",
     "SentencePieceTokenizer",
     "TokenOptions",
     "Tokenizer",
+    "encode_answer",
     "encode_chat",
     "load_chat_template",
     "load_tokenizer",

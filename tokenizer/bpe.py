@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenizer.byte_alphabet import bytes_to_chars
+from tokenizer.chat_template import ChatTemplate
 from tokenizer.options import TokenOptions
 from tokenizer.patterns import make_splitter, pattern_regex
 from tokenizer.special_tokens import SpecialTokens
@@ -85,6 +86,7 @@ class Tokenizer:
         self.normalization: Normalization = normalization
         self.mask_token, self.eos_token, self.pad_token = mask_token, eos_token, pad_token
         self.options = TokenOptions()
+        self.chat_template: ChatTemplate | None = None
         self.strips_first_space = False
         self._check()
         self._bytes_of = self._decode_vocab()
@@ -105,6 +107,12 @@ class Tokenizer:
         tokenizer.options = options
         tokenizer._fingerprint = None
         tokenizer._prepare()
+        return tokenizer
+
+    def with_chat_template(self, template: ChatTemplate | None) -> "Tokenizer":
+        """Return a copy with this chat template, which is saved with it. It does not change the fingerprint."""
+        tokenizer = copy.copy(self)
+        tokenizer.chat_template = template
         return tokenizer
 
     def with_mask_token(self, text: str, token_id: int) -> "Tokenizer":
@@ -234,6 +242,11 @@ class Tokenizer:
         if self.options.normalized_tokens <= self.visible_tokens:
             return marked
         return self._control.insert_marker(self._normalize(marked), marker)  # normalization may create more of them
+
+    def find_control_token(self, text: str) -> tuple[int, int] | None:
+        """Find the first special token that is not visible: its start and end in the text, or None."""
+        match = self._control.search(text)
+        return None if match is None else match.span()
 
     def encode_marked(self, text: str, marker: str) -> list[int]:
         """Encode a text with special tokens, except those that `mark_control_tokens` has marked."""

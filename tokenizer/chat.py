@@ -2,19 +2,20 @@
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat_process import run_template
-from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
+from tokenizer.chat_template import ChatTemplate
+from tokenizer.chat_templates import CHAT_TEMPLATES
 
 Message = Mapping[str, Any]
 
 _MAX_DEPTH = 64
 # Unicode noncharacters, reserved for internal use in programs.
-_MARKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+_MARKERS = frozenset(map(chr, range(0xFDD0, 0xFDF0)))
 # Message keys of the reasoning before the answer; templates read the first one.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -44,8 +45,8 @@ def render_chat(
         ValueError: the messages are malformed, or the template is invalid, calls `raise_exception`, does something
             that the sandbox forbids, or exceeds a limit.
     """
-    data = _template_variables(messages, add_generation_prompt, tools, variables)
-    return _render(_resolve_template(template), data, datetime.now())
+    data = template_variables(messages, add_generation_prompt, tools, variables)
+    return render_variables(resolve_template(template), data, datetime.now())
 
 
 def encode_chat(
@@ -74,31 +75,62 @@ def encode_chat(
         ValueError: as in `render_chat`; or the template treats a special token in a message differently from other
             text.
     """
-    source = _resolve_template(template)
-    data = _template_variables(messages, add_generation_prompt, tools, variables)
+    source = resolve_template(template)
+    data = template_variables(messages, add_generation_prompt, tools, variables)
     now = datetime.now()
-    text = _render(source, data, now)
     if allow_special_in_messages:
-        return tokenizer.encode(text, allow_special=True)
-    texts = [*_iterate_texts(data), source.source]
-    marker = next((char for char in _MARKERS if not any(char in text for text in texts)), None)
-    if marker is None:
-        raise ValueError("messages contain all of the noncharacters U+FDD0 to U+FDEF: remove one of them")
+        return tokenizer.encode(render_variables(source, data, now), allow_special=True)
+    (marker,) = choose_markers([*iterate_texts(data), source.source], 1)
+    return tokenizer.encode_marked(render_escaped(tokenizer, source, data, now, marker), marker)
+
+
+def render_escaped(
+    tokenizer: Tokenizer, template: ChatTemplate, data: Mapping[str, Any], now: datetime, marker: str
+) -> str:
+    """Render a chat with `marker` in the special tokens of its messages, for `Tokenizer.encode_marked`.
+
+    Raises:
+        ValueError: the template treats a special token in a message differently from other text.
+    """
+    text = render_variables(template, data, now)
     marked = {
-        key: _map_texts(value, lambda part: tokenizer.mark_control_tokens(part, marker)) for key, value in data.items()
+        key: map_texts(value, lambda part: tokenizer.mark_control_tokens(part, marker)) for key, value in data.items()
     }
     if marked == data:
-        return tokenizer.encode(text, allow_special=True)
-    marked_text = _render(source, marked, now)
-    if unicodedata.normalize("NFC", marked_text.replace(marker, "")) != unicodedata.normalize("NFC", text):
+        return text
+    marked_text = render_variables(template, marked, now)
+    if not is_same_text(marked_text.replace(marker, ""), text):
         raise ValueError(
             "the chat template treats special tokens in messages differently from other text: "
             "remove them from the messages, or set allow_special_in_messages to encode them as special tokens"
         )
-    return tokenizer.encode_marked(marked_text, marker)
+    return marked_text
 
 
-def _resolve_template(template: ChatTemplate | str) -> ChatTemplate:
+def choose_markers(texts: Iterable[str], count: int) -> list[str]:
+    """Choose noncharacters that no text contains.
+
+    Raises:
+        ValueError: there are not enough.
+    """
+    used = {char for text in texts for char in _MARKERS.intersection(text)}
+    markers = sorted(_MARKERS - used)[:count]
+    if len(markers) < count:
+        raise ValueError("messages contain the noncharacters U+FDD0 to U+FDEF: remove them")
+    return markers
+
+
+def is_same_text(first: str, second: str) -> bool:
+    """Compare two texts in their composed form, because a marker may separate a letter and its accent."""
+    return unicodedata.normalize("NFC", first) == unicodedata.normalize("NFC", second)
+
+
+def resolve_template(template: ChatTemplate | str) -> ChatTemplate:
+    """Return a template by its name in `CHAT_TEMPLATES`, from Jinja, or as it is.
+
+    Raises:
+        ValueError: no template has this name.
+    """
     if isinstance(template, ChatTemplate):
         return template
     if template not in CHAT_TEMPLATES and re.fullmatch(r"[\w.-]*", template):
@@ -107,11 +139,14 @@ def _resolve_template(template: ChatTemplate | str) -> ChatTemplate:
     return CHAT_TEMPLATES.get(template) or ChatTemplate(template)
 
 
-def _render(template: ChatTemplate, data: Mapping[str, Any], now: datetime) -> str:
-    return run_template(template.source, {**template.tokens, **data}, now)
+def render_variables(
+    template: ChatTemplate, data: Mapping[str, Any], now: datetime, generation_markers: tuple[str, str] = ("", "")
+) -> str:
+    """Render a template with these variables and its special tokens (`TemplateProcess.render`)."""
+    return run_template(template.source, {**template.tokens, **data}, now, generation_markers)
 
 
-def _template_variables(
+def template_variables(
     messages: Sequence[Message],
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -166,21 +201,22 @@ def _copy_json(location: str, value: Any, depth: int = 0) -> Any:
     )
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Apply `change` to every string in a value, except to keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_map_texts(item, change) for item in value]
+        return [map_texts(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: _map_texts(item, change) for key, item in value.items()}
+        return {key: map_texts(item, change) for key, item in value.items()}
     return value
 
 
-def _iterate_texts(value: Any) -> Iterator[str]:
+def iterate_texts(value: Any) -> Iterator[str]:
+    """Iterate over every string in a value, keys included."""
     if isinstance(value, str):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _iterate_texts(item)
+        yield from iterate_texts(item)
     if isinstance(value, dict):
         yield from value

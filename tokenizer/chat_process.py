@@ -42,18 +42,26 @@ class TemplateProcess:
         self._end_process: Callable[[], object]
         """Runs at most once, and at the latest when this object is deleted or Python ends."""
 
-    def render(self, source: str, variables: Mapping[str, Any], now: datetime) -> str:
+    def render(
+        self, source: str, variables: Mapping[str, Any], now: datetime, generation_markers: tuple[str, str] = ("", "")
+    ) -> str:
         """Render a template.
 
         Args:
             source: Jinja.
             variables: JSON values.
             now: the time that `strftime_now` formats.
+            generation_markers: texts that are inserted before and after what `{% generation %}` encloses.
 
         Raises:
             ValueError: the template is invalid, raises an exception, does something forbidden, or exceeds a limit.
         """
-        request = {"source": source, "variables": variables, "now": now.isoformat()}
+        request = {
+            "source": source,
+            "variables": variables,
+            "now": now.isoformat(),
+            "generation_markers": generation_markers,
+        }
         reply = self._request(json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         if "error" in reply:
             raise ValueError(f"the chat template cannot be applied: {reply['error']}")
@@ -97,9 +105,11 @@ class TemplateProcess:
         return f"the process that renders it ended with status {status}"
 
 
-def run_template(source: str, variables: Mapping[str, Any], now: datetime) -> str:
+def run_template(
+    source: str, variables: Mapping[str, Any], now: datetime, generation_markers: tuple[str, str] = ("", "")
+) -> str:
     """Render a template in the child process that all threads share (`TemplateProcess.render`)."""
-    return _shared_process(os.getpid()).render(source, variables, now)
+    return _shared_process(os.getpid()).render(source, variables, now, generation_markers)
 
 
 @lru_cache(maxsize=1)

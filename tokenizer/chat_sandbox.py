@@ -1,8 +1,8 @@
 """A program that renders chat templates, which are untrusted, with limits of memory, CPU time and output.
 
 `tokenizer.chat_process` starts it. It reads requests and writes replies, each one JSON object on one line of UTF-8:
-``{"source": Jinja, "variables": {...}, "now": time}`` is answered by ``{"text": ...}`` or ``{"error": ...}``, or by the
-end of the process if the template exceeds the memory or the CPU time.
+``{"source": Jinja, "variables": {...}, "now": time, "generation_markers": [...]}`` is answered by ``{"text": ...}`` or
+``{"error": ...}``, or by the end of the process if the template exceeds the memory or the CPU time.
 
 The limits are those of the operating system, and therefore complete: they hold for whatever a template calls, for the
 constants that Jinja computes while it compiles, and for the text of an error. Bounds on single operations would have to
@@ -62,6 +62,7 @@ def _answer_requests(cpu_seconds: float) -> None:
                 source = template = None  # frees the memory of the previous template
                 template = _compile_template(request["source"])
                 source = request["source"]
+            template.environment.generation_markers = request["generation_markers"]  # type: ignore[attr-defined]
             reply = {"text": _render(template, request["variables"], datetime.fromisoformat(request["now"]))}
         except MemoryError:
             raise
@@ -95,7 +96,8 @@ def _shorten(message: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks the assistant's text; renders its contents."""
+    """`{% generation %}...{% endgeneration %}`, which marks the assistant's text; renders its contents between the
+    markers of the request."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -105,7 +107,8 @@ class _GenerationTag(Extension):
         return nodes.CallBlock(self.call_method("_contents"), [], [], body).set_lineno(line)
 
     def _contents(self, caller: Macro) -> str:
-        return str(caller())
+        start, end = self.environment.generation_markers  # type: ignore[attr-defined]
+        return f"{start}{caller()}{end}"
 
 
 class _Namespace(Namespace):

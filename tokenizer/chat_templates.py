@@ -2,30 +2,16 @@
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object, read_text
+from tokenizer.chat_template import ChatTemplate
 from tokenizer.huggingface import read_role_token
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_JSON_FILE = "chat_template.json"
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """A template that renders messages to one text.
-
-    Args:
-        source: Jinja, as in the `chat_template` of a tokenizer_config.json.
-        tokens: special tokens that the source may use, by role: `bos_token`, `eos_token` and so on.
-    """
-
-    source: str
-    tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 _CHECK_ROLE = """\

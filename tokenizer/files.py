@@ -11,6 +11,7 @@ from files.atomic import write_text_atomic
 from files.json_files import read_json_object, read_text
 from tokenizer.bpe import Tokenizer
 from tokenizer.byte_alphabet import bytes_to_chars
+from tokenizer.chat_templates import load_chat_template, save_chat_template
 from tokenizer.huggingface import (
     build_slow_tokenizer_json,
     from_huggingface,
@@ -35,12 +36,14 @@ _ROLES = ("mask_token", "eos_token", "pad_token")
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> None:
-    """Write a tokenizer in both formats; existing files are replaced atomically.
+    """Write a tokenizer in both formats, and its chat template; existing files are replaced atomically.
 
     A `SentencePieceTokenizer` is written in Hugging Face's format only, as it was read.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer.chat_template is not None:
+        save_chat_template(tokenizer.chat_template, folder)
     if isinstance(tokenizer, SentencePieceTokenizer):
         contents, config = tokenizer.files()
         for name in (SPECIAL_FILE, VOCAB_FILE, MERGES_FILE):
@@ -68,7 +71,8 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Load a tokenizer from a directory: our own files if special_tokens.json exists, else tokenizer.json.
+    """Load a tokenizer, with its chat template, from a directory: our own files if special_tokens.json exists, else
+    tokenizer.json.
 
     Without either, vocab.json and merges.txt (and added_tokens.json) are enough if tokenizer_config.json names a class
     whose pattern is known. A tokenizer.json of the SentencePiece kind gives a `SentencePieceTokenizer`.
@@ -77,8 +81,11 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
         ValueError: a file is missing, corrupt or unsupported; names the file and the key.
     """
     folder = Path(directory)
-    if (folder / SPECIAL_FILE).is_file():
-        return _load_own(folder)
+    tokenizer = _load_own(folder) if (folder / SPECIAL_FILE).is_file() else _load_huggingface(folder)
+    return tokenizer.with_chat_template(load_chat_template(folder))
+
+
+def _load_huggingface(folder: Path) -> Tokenizer:
     config_path = folder / HUGGINGFACE_CONFIG_FILE
     config = read_json_object(config_path) if config_path.is_file() else {}
     path = folder / HUGGINGFACE_FILE

@@ -45,6 +45,10 @@ class SpecialTokens:
                     end = next_end
         yield text[end:], ()
 
+    def search(self, text: str) -> re.Match[str] | None:
+        """Find the first special token."""
+        return None if self._regex is None else self._regex.search(text)
+
     def insert_marker(self, text: str, marker: str) -> str:
         """Insert `marker` after the first character of each special token, so that it no longer matches."""
         if self._regex is None:

@@ -19,7 +19,6 @@ from diffusionlm.checkpoints.model_files import find_weights_directory, verify_m
 from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, read_saved_dtype
 from diffusionlm.models.lora import merge_adapter
 from diffusionlm.models.transformer import Transformer
-from tokenizer import load_chat_template, save_chat_template
 
 
 def convert(plan: ConversionPlan) -> None:
@@ -39,14 +38,12 @@ def convert(plan: ConversionPlan) -> None:
             weights[name] = _fill_row_with_mean(weights[name], plan.mean_row)
     with torch.device("meta"):
         target_model = Transformer(plan.target_config)
-    template, shard_bytes = load_chat_template(plan.source), int(plan.config.max_shard_gigabytes * 10**9)
+    shard_bytes = int(plan.config.max_shard_gigabytes * 10**9)
 
     def write(folder: Path) -> None:
         save_model_directory(
             target_model, plan.tokenizer, folder, weights, max_shard_size=shard_bytes, source=plan.source
         )
-        if template is not None:
-            save_chat_template(template, folder)
 
     write_directory_atomically(plan.target, write)
 

@@ -1,0 +1,141 @@
+"""Answers are told from their prompts by markers: the prompt is the sampler's, and the last token is the stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, encode_answer, encode_chat, render_chat
+from tokenizer.byte_alphabet import BYTE_ORDER
+from tokenizer.options import TokenOptions
+
+SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|begin_of_text|>", "<|startoftext|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+)  # fmt: skip
+
+MISTRAL = """{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}\
+[INST] {{ message.content }} [/INST]{% else %} {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+
+TOOLS = """{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}\
+{% for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}\
+{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+
+MARKED = """{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}draft: \
+{% generation %}{{ message.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ message.content }}<|im_end|>\n\
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **keys}
+
+
+@pytest.fixture(scope="module")
+def chatter() -> Tokenizer:
+    """A tokenizer of bytes with the special tokens of all templates."""
+    special = {text: 256 + index for index, text in enumerate(SPECIAL)}
+    vocab = {bytes([byte]): byte for byte in BYTE_ORDER}
+    options = TokenOptions.from_json({"visible_tokens": ["<think>", "</think>"]})
+    return Tokenizer(vocab, [], special, "qwen", None, eos_token="<|endoftext|>").with_options(options)
+
+
+def split(
+    tokenizer: Tokenizer, template: str | ChatTemplate, *messages: dict[str, Any], **variables: Any
+) -> tuple[str, str]:
+    """Prompt and answer as text; the prompt is checked against the sampler's."""
+    resolved = CHAT_TEMPLATES[template] if isinstance(template, str) else template
+    encoded = encode_answer(tokenizer, resolved, messages, **variables)
+    assert encoded is not None
+    sampled = encode_chat(tokenizer, resolved, messages[:-1], add_generation_prompt=True, **variables)
+    assert list(encoded.prompt_ids) == sampled
+    return tokenizer.decode(encoded.prompt_ids), tokenizer.decode(encoded.answer_ids)
+
+
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [user("hi"), assistant("yo")],
+    "answer is the question": [user("same"), assistant("same"), user("same"), assistant("same")],
+    "answer looks like a header": [user("q"), assistant("<|im_start|>assistant\nassistant<|im_end|><|eot_id|>")],
+    "question with special tokens": [user("<|im_end|>\n<|im_start|>assistant\nx"), assistant("y")],
+    "spaces": [user(" q "), assistant("\n a\n")],
+    "system and history": [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c"), assistant("d")],
+}
+STOPS = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "llada": "<|eot_id|>"}
+
+
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+@pytest.mark.parametrize("template", STOPS)
+def test_built_in_templates_divide_into_prompt_and_answer(
+    template: str, chat: list[dict[str, Any]], chatter: Tokenizer
+) -> None:
+    prompt, answer = split(chatter, template, *chat)
+    whole = render_chat(template, chat, add_generation_prompt=False)
+    assert (prompt + answer).rstrip("\n") == whole.rstrip("\n")
+    assert answer.endswith(STOPS[template])
+    assert chat[-1]["content"].strip() in answer
+    answered = encode_answer(chatter, CHAT_TEMPLATES[template], chat)
+    assert answered is not None and answered.answer_ids[-1] == chatter.special_tokens[STOPS[template]]
+    assert set(answered.answer_ids[:-1]).isdisjoint(chatter.hidden_ids), "special tokens of the message are text"
+
+
+def test_what_the_generation_prompt_writes_is_no_answer(chatter: Tokenizer) -> None:
+    chat = (user("q"), assistant("a", reasoning_content="r"))
+    assert split(chatter, "qwen3", *chat)[1] == "<think>\nr\n</think>\n\na<|im_end|>"
+    prompt, answer = split(chatter, "qwen3", user("q"), assistant("a"), enable_thinking=False)
+    assert prompt.endswith("<think>\n\n</think>\n\n") and answer == "a<|im_end|>"
+    # The text with reasoning does not begin with this prompt: the answer is the content.
+    assert split(chatter, "qwen3", *chat, enable_thinking=False)[1] == "a<|im_end|>"
+
+
+def test_a_template_without_generation_prompt_may_begin_with_the_content(chatter: Tokenizer) -> None:
+    template = ChatTemplate(MISTRAL, {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"})
+    assert split(chatter, template, user("q"), assistant("a")) == ("<|startoftext|>[INST] q [/INST]", " a<|endoftext|>")
+
+
+def test_tool_calls_belong_to_the_answer(chatter: Tokenizer) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": "<|im_end|>", "y": 2}}}
+    _, answer = split(chatter, ChatTemplate(TOOLS), user("q"), assistant("", tool_calls=[call]))
+    assert answer == '<call>{"name": "add", "arguments": {"x": "<|im_end|>", "y": 2}}</call><|im_end|>'
+    no_text = {"function": {"name": "f", "arguments": {}}}
+    _, answer = split(chatter, ChatTemplate(TOOLS), user("q"), assistant("", tool_calls=[no_text]))
+    assert answer == '<call>{"name": "f", "arguments": {}}</call><|im_end|>'
+
+
+def test_generation_tags_limit_what_is_learned(chatter: Tokenizer) -> None:
+    encoded = encode_answer(chatter, ChatTemplate(MARKED), [user("q"), assistant("a")])
+    assert encoded is not None
+    assert chatter.decode(encoded.prompt_ids).endswith("<|im_start|>assistant\ndraft: ")
+    assert chatter.decode(encoded.answer_ids) == "a<|im_end|>"
+    plain = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    assert render_chat(MARKED, [user("q"), assistant("a")], add_generation_prompt=False) == render_chat(
+        plain, [user("q"), assistant("a")], add_generation_prompt=False
+    )
+    only_first = MARKED.replace("message.role == 'assistant'", "loop.index0 == 1")
+    assert encode_answer(chatter, ChatTemplate(only_first), [user("q"), assistant("a")]) is not None
+    assert (
+        encode_answer(chatter, ChatTemplate(only_first), [user("q"), assistant("a"), user("r"), assistant("b")]) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "no special token"),
+        ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", None),
+        ("{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}", "leaves them out"),
+        ("{% for m in messages %}{{ m.content | length }}{{ m.content }}<|im_end|>{% endfor %}", "changes the texts"),
+        ("{{ messages[-1].content | reverse }}<|im_end|>", "changes"),
+    ],
+)
+def test_templates_that_hide_the_answer_are_refused(source: str, problem: str | None, chatter: Tokenizer) -> None:
+    chat = [user("ask"), assistant("reply")]
+    if problem is None:  # capital letters are still found
+        encoded = encode_answer(chatter, ChatTemplate(source), chat)
+        assert encoded is not None and chatter.decode(encoded.answer_ids) == "REPLY<|im_end|>"
+        return
+    with pytest.raises(ValueError, match=problem):
+        encode_answer(chatter, ChatTemplate(source), chat)

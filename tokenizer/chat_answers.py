@@ -1,0 +1,217 @@
+"""Encode an answer of a chat for training: what its prompt is, and which tokens are learned.
+
+The prompt is what the sampler is given, the chat before the answer with the generation prompt. The end of the answer is
+found by markers around its texts in one rendering of the whole chat, never by comparing renderings: texts may repeat.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tokenizer.bpe import Tokenizer
+from tokenizer.chat import (
+    Message,
+    choose_markers,
+    is_same_text,
+    iterate_texts,
+    map_texts,
+    render_escaped,
+    render_variables,
+    template_variables,
+)
+from tokenizer.chat_template import ChatTemplate
+
+RENDERING_TIME = datetime(2025, 1, 1)
+"""The time that templates see in training: the same tokens on every day."""
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True)
+class EncodedAnswer:
+    """An answer with its prompt. Both are encoded apart, as when the model writes the answer."""
+
+    prompt_ids: tuple[int, ...]
+    """Equal to ``encode_chat(messages before the answer, add_generation_prompt=True)``; if the template marks its
+    answers with `{% generation %}`, also what it writes before the mark."""
+    answer_ids: tuple[int, ...]
+    """The tokens to learn; the last one is the stop token."""
+
+
+def encode_answer(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> EncodedAnswer | None:
+    """Encode the last message as an answer to those before it.
+
+    The answer is everything from the end of the generation prompt through the stop token, which is the first special
+    token after the last text of the message. What the template writes behind it is left out. If the text of the whole
+    chat does not begin with the prompt, because the generation prompt contains something that the template leaves out
+    of this answer, the answer begins with the content of the message.
+
+    Args:
+        messages: the last one has the role `assistant`.
+        tools, variables: as in `render_chat`.
+
+    Returns:
+        None if the template marks the answers to learn with `{% generation %}`, but not this one.
+
+    Raises:
+        ValueError: as in `encode_chat`; or the template changes the message in a way that hides where it ends, or
+            writes no special token after it.
+    """
+    prompt_data = template_variables(messages[:-1], True, tools, variables)
+    data = template_variables(messages, False, tools, variables)
+    markers = _Markers(*choose_markers([*iterate_texts(data), template.source], 5))
+    prompt = render_escaped(tokenizer, template, prompt_data, RENDERING_TIME, markers.escape)
+    rendered = _render_marked(tokenizer, template, data, markers)
+    start = _find_start(rendered, prompt)
+    stop = tokenizer.find_control_token(rendered.text[rendered.texts_end :])
+    if stop is None:
+        raise ValueError(
+            "the chat template writes no special token of the tokenizer after an answer, so the model could not learn "
+            "to stop: use the template that belongs to the tokenizer, or a tokenizer with its special tokens "
+            "(tokenizer.special_tokens)"
+        )
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode_marked(text, markers.escape))
+
+    prompt_ids = encode(prompt)
+    if _GENERATION_TAG.search(template.source):
+        tag_start = rendered.find_generation_start()
+        if tag_start is None:
+            return None
+        if tag_start > start:
+            prompt_ids, start = prompt_ids + encode(rendered.text[start:tag_start]), tag_start
+    return EncodedAnswer(prompt_ids, encode(rendered.text[start : rendered.texts_end + stop[1]]))
+
+
+@dataclass(frozen=True)
+class _Markers:
+    """Characters that occur in no text."""
+
+    escape: str
+    """Within special tokens that messages contain."""
+    content_start: str
+    text_end: str
+    """After each text of the answer: content, reasoning, names and arguments of tool calls."""
+    generation_start: str
+    generation_end: str
+
+
+@dataclass(frozen=True)
+class _RenderedChat:
+    text: str
+    """With `_Markers.escape`, without the other markers. Positions below refer to it."""
+    content_start: int | None
+    texts_end: int
+    """End of the last text of the answer."""
+    generation_spans: tuple[tuple[int, int], ...]
+    """What `{% generation %}` encloses."""
+
+    def find_generation_start(self) -> int | None:
+        """Find the start of the span that contains the end of the answer's texts."""
+        return next((start for start, end in self.generation_spans if start < self.texts_end <= end), None)
+
+
+def _find_start(rendered: _RenderedChat, prompt: str) -> int:
+    """Find the first position of the answer: the end of the prompt, if the text begins with it."""
+    content_start = rendered.content_start
+    if not rendered.text.startswith(prompt):
+        if content_start is None:
+            raise ValueError(
+                "the chat template writes the last answer otherwise than after its generation prompt, and changes its "
+                "content: it cannot be told where the answer begins"
+            )
+        return content_start
+    if content_start is not None and content_start < len(prompt):
+        raise ValueError("the chat template's generation prompt contains the answer")
+    return len(prompt)
+
+
+def _render_marked(
+    tokenizer: Tokenizer, template: ChatTemplate, data: Mapping[str, Any], markers: _Markers
+) -> _RenderedChat:
+    """Render a chat with markers in its last message."""
+    plain = render_variables(template, data, RENDERING_TIME)
+    escaped = map_texts(data, lambda text: tokenizer.mark_control_tokens(text, markers.escape))
+    tags = (markers.generation_start, markers.generation_end)
+    for content_start in (markers.content_start, ""):  # templates may test how a content begins
+        last = _mark_message(escaped["messages"][-1], content_start, markers.text_end)
+        variables = {**escaped, "messages": [*escaped["messages"][:-1], last]}
+        marked = _locate_markers(render_variables(template, variables, RENDERING_TIME, tags), markers)
+        if marked is not None and is_same_text(marked.text.replace(markers.escape, ""), plain):
+            return marked
+    raise ValueError(
+        "the chat template changes the texts of the last answer, or leaves them out, so that its end cannot be found"
+    )
+
+
+def _locate_markers(text: str, markers: _Markers) -> _RenderedChat | None:
+    """Remove the markers and note their positions; None if no text of the answer is there."""
+    kinds = (markers.content_start, markers.text_end, markers.generation_start, markers.generation_end)
+    positions: dict[str, list[int]] = {kind: [] for kind in kinds}
+    pieces: list[str] = []
+    length = 0
+    for piece in re.split(f"([{''.join(kinds)}])", text):
+        if piece in positions:
+            positions[piece].append(length)
+        else:
+            pieces.append(piece)
+            length += len(piece)
+    if not positions[markers.text_end]:
+        return None
+    if positions[markers.content_start] and positions[markers.content_start][0] > positions[markers.text_end][-1]:
+        return None
+    starts, ends = positions[markers.generation_start], positions[markers.generation_end]
+    return _RenderedChat(
+        text="".join(pieces),
+        content_start=min(positions[markers.content_start], default=None),
+        texts_end=positions[markers.text_end][-1],
+        generation_spans=tuple(zip(starts, ends, strict=False)),
+    )
+
+
+def _mark_message(message: Mapping[str, Any], content_start: str, text_end: str) -> dict[str, Any]:
+    """Mark the texts of an answer, inside of the spaces around them, which templates remove."""
+
+    def mark(start: str) -> Callable[[str], str]:
+        def insert(text: str) -> str:
+            core = text.strip()
+            return text.replace(core, f"{start}{core}{text_end}", 1) if core else text
+
+        return insert
+
+    marked = dict(message)
+    for key in _REASONING_KEYS:
+        if key in marked:
+            marked[key] = map_texts(marked[key], mark(""))
+    content = marked.get("content")
+    if isinstance(content, str):
+        marked["content"] = mark(content_start)(content)
+    elif isinstance(content, list):
+        marked["content"] = [
+            {**part, "text": map_texts(part["text"], mark(""))} if isinstance(part, dict) and "text" in part else part
+            for part in content
+        ]
+    if isinstance(marked.get("tool_calls"), list):
+        marked["tool_calls"] = [_mark_tool_call(call, mark("")) for call in marked["tool_calls"]]
+    return marked
+
+
+def _mark_tool_call(call: Any, mark: Callable[[str], str]) -> Any:
+    """Mark name and arguments of a call, which may be in its `function`."""
+    if not isinstance(call, dict):
+        return call
+    marked = {key: map_texts(call[key], mark) for key in ("name", "arguments") if key in call}
+    if "function" in call:
+        marked["function"] = _mark_tool_call(call["function"], mark)
+    return {**call, **marked}
