@@ -19,6 +19,7 @@ from config.base import (
     TupleOf,
     expand_kind,
 )
+from config.finetune.chat import ChatRowsConfig
 
 SampleBy = Literal["document", "paragraph", "line"]
 
@@ -43,6 +44,8 @@ class RecordSourceOptions(Section):
     nothing instead of text; the rest of a damaged file. raise: stop, and name the file and line. skip: leave the record
     out and count it. replace: repair the record if possible (U+FFFD for invalid bytes and surrogates, the digits of a
     number) and count it; skip others. Empty text is always left out."""
+    chat: ChatRowsConfig | None = None
+    """Read conversations in place of text; an empty table, `chat = {}`, has all defaults. None: text."""
 
 
 class LocalFiles(RecordSourceOptions):
@@ -244,7 +247,8 @@ class DataConfig(Section):
     rows: Literal["packed", "best_fit", "padded"] = "packed"
     """packed: documents follow each other without gaps and attend only to themselves; a document that is cut at the end
     of a row continues in the next row without its context. best_fit: documents are combined so that few are cut, and
-    the rest of a row is padding. padded: one document per row, truncated to the row's length."""
+    the rest of a row is padding. padded: one document per row, truncated to the row's length. Conversations are never
+    cut: packed combines them as best_fit does."""
     packing_window: PositiveInt = 1_000
     """Number of documents that best_fit packs together."""
     begin_with_eos: bool = False
@@ -279,6 +283,33 @@ class DataConfig(Section):
                 "or several of [[data.mixture]], each with its source"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_chats(self) -> Self:
+        if not self.chats:
+            return self
+        if self.random_length_probability:
+            raise ValueError(
+                f"random_length_probability = {self.random_length_probability} cuts rows, and conversations must not "
+                "be cut: set it to 0"
+            )
+        if self.fills_to_longest and (self.rows != "padded" or self.mixture):
+            raise ValueError(
+                'chat.fill = "batch_max" depends on the other conversations of a step, so it needs one source and rows '
+                'of one conversation each: set data.rows = "padded", or chat.fill = "length:N"'
+            )
+        return self
+
+    @property
+    def chats(self) -> list[ChatRowsConfig]:
+        """The sections ``chat`` of all sources that have one."""
+        sections = [getattr(entry.source, "chat", None) for entry in self.components]
+        return [section for section in sections if section is not None]
+
+    @property
+    def fills_to_longest(self) -> bool:
+        """Each conversation is filled up to the longest of its step."""
+        return any(section.fill == "batch_max" for section in self.chats)
 
     @property
     def components(self) -> tuple[MixtureEntry, ...]:

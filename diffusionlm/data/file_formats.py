@@ -19,9 +19,12 @@ import zstandard
 from config.data import SampleBy
 from diffusionlm.data.record_source import (
     MAX_SHOWN_CHARACTERS,
+    NOT_UTF8,
     SURROGATES,
     BadRecord,
     ParsedRecord,
+    RowParser,
+    TextField,
     decode_utf8,
     shorten_repr,
     validate_text,
@@ -233,15 +236,17 @@ DOCUMENT_SPLITTERS: dict[SampleBy, Callable[[BinaryIO, int, int], Iterator[Docum
 }
 
 
-def read_json_records(path: Path, field: str, offset: int, line: int) -> Iterator[ParsedRecord]:
-    """Read the texts under a field of JSON objects: one object per line, one array of objects, or one object.
+def read_json_records(path: Path, field: TextField, offset: int, line: int) -> Iterator[ParsedRecord]:
+    """Read the texts of JSON objects: one object per line, one array of objects, or one object.
 
     Offsets are bytes if each line is an object, else characters. Only a file that is one JSON value is held in memory.
     If an object has a field twice, the last one counts.
     """
-    if _has_json_lines(path):
+    if not _has_json_lines(path):
+        return _read_json_array(path, field, offset, line)
+    if isinstance(field, str):
         return _read_json_lines(path, field, offset, line)
-    return _read_json_array(path, field, offset, line)
+    return _read_json_rows(path, field, offset, line)
 
 
 def _has_json_lines(path: Path) -> bool:
@@ -287,11 +292,21 @@ def _read_json_lines(path: Path, field: str, offset: int, line: int) -> Iterator
                 yield content, offset, line
 
 
+def _read_json_rows(path: Path, parse_row: RowParser, offset: int, line: int) -> Iterator[ParsedRecord]:
+    with open_bytes(path, offset) as stream:
+        for raw_line in stream:
+            offset += len(raw_line)
+            line += 1
+            content = parse_json_text(raw_line, parse_row)
+            if content is not None:
+                yield content, offset, line
+
+
 class _NumberText(str):
     """A JSON number as it is spelled: parsing 1e3 or 1.50 would change the text."""
 
 
-def parse_json_text(source: bytes, field: str) -> str | BadRecord | None:
+def parse_json_text(source: bytes, field: TextField) -> str | BadRecord | None:
     """Return the text of a JSON object, or the reason why there is none; None for a blank line."""
     text = _decode_and_strip(source)
     if not text:
@@ -299,8 +314,12 @@ def parse_json_text(source: bytes, field: str) -> str | BadRecord | None:
     line = decode_utf8(source)
     content: str | BadRecord
     try:
-        value = json.loads(text, parse_int=_NumberText, parse_float=_NumberText)
-        content = _text_of_field(value, field)
+        if isinstance(field, str):
+            value = json.loads(text, parse_int=_NumberText, parse_float=_NumberText)
+            content = _text_of_field(value, field)
+        else:
+            value = json.loads(text)
+            content = field(value) if isinstance(value, dict) else BadRecord("not an object", shorten_repr(value))
     except json.JSONDecodeError as error:
         hint = "" if source.endswith(b"\n") else "; is the file cut off?"
         content = BadRecord("malformed JSON", f"{error.msg} at character {error.pos} of {shorten_repr(text)}{hint}")
@@ -323,7 +342,7 @@ def _text_of_field(value: Any, field: str) -> str | BadRecord:
     return validate_text(text)
 
 
-def _read_json_array(path: Path, field: str, offset: int, line: int) -> Iterator[ParsedRecord]:
+def _read_json_array(path: Path, field: TextField, offset: int, line: int) -> Iterator[ParsedRecord]:
     """Read the objects of an array; a single object is read as an array of one."""
     with open_bytes(path) as stream:
         content = stream.read()
@@ -349,7 +368,7 @@ def _read_json_array(path: Path, field: str, offset: int, line: int) -> Iterator
             return
         line = max(1, line) + text.count("\n", previous_offset, offset)
         record: str | BadRecord | None
-        if is_utf8 and type(value) is dict and type(value.get(field)) is str:
+        if is_utf8 and isinstance(field, str) and type(value) is dict and type(value.get(field)) is str:
             record = validate_text(value[field])
         else:
             record = parse_json_text(text[start:offset].encode("utf-8", "surrogateescape"), field)
@@ -363,11 +382,12 @@ def _skip_whitespace(text: str, start: int) -> int:
     return match.end()
 
 
-def read_parquet_records(path: Path, column: str, start_row: int, column_key: str) -> Iterator[ParsedRecord]:
+def read_parquet_records(path: Path, column: TextField, start_row: int, column_setting: str) -> Iterator[ParsedRecord]:
     """Read the cells of one column from ``start_row`` on; other columns are not read. Offsets are rows.
 
     Args:
-        column_key: config key of the column, for the error message.
+        column: a column, or what makes text of all columns of a row.
+        column_setting: config key of the column and its value, for the error message.
 
     Raises:
         ValueError: there is no such column.
@@ -380,40 +400,66 @@ def read_parquet_records(path: Path, column: str, start_row: int, column_key: st
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if column not in names:
+            if isinstance(column, str) and column not in names:
                 raise ValueError(
-                    f"{column_key} = {column!r} is no column of {path}; its columns are {', '.join(map(repr, names))}"
+                    f"{column_setting} is no column of {path}; its columns are {', '.join(map(repr, names))}"
                 )
-            for value in _read_column(file, column, start_row):
+            for value in _read_cells(file, column if isinstance(column, str) else None, start_row):
                 row += 1
-                yield validate_text(value), row, row
+                yield validate_text(value) if isinstance(column, str) else parse_arrow_row(column, value), row, row
     except (FileNotFoundError, PermissionError):
         raise
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError("damaged Parquet", f"{error}; download or copy it again") from error
 
 
-def _read_column(file: pq.ParquetFile, column: str, start_row: int) -> Iterator[object]:
-    """Yield the cells from ``start_row`` on; text as bytes, because Parquet does not check that it is UTF-8."""
+def _read_cells(file: pq.ParquetFile, column: str | None, start_row: int) -> Iterator[Any]:
+    """Yield the cells of a column from ``start_row`` on; None: whole rows, or the error of decoding one.
+
+    Text of a column is bytes, because Parquet does not check that it is UTF-8.
+    """
     first_row = 0
     for group in range(file.metadata.num_row_groups):
         num_rows = file.metadata.row_group(group).num_rows
         if start_row < first_row + num_rows:
             batch_rows = _choose_batch_rows(file, column, group)
             num_skipped = max(0, start_row - first_row)
-            for batch in file.iter_batches(batch_rows, [group], [column], use_threads=False):
+            columns = None if column is None else [column]
+            for batch in file.iter_batches(batch_rows, [group], columns, use_threads=False):
                 if num_skipped < len(batch):
-                    yield from _to_python(batch.column(0).slice(num_skipped))
+                    rest = batch.slice(num_skipped)
+                    yield from _rows_to_python(rest) if column is None else _to_python(rest.column(0))
                 num_skipped = max(0, num_skipped - len(batch))
         first_row += num_rows
 
 
-def _choose_batch_rows(file: pq.ParquetFile, column: str, group: int) -> int:
+def _choose_batch_rows(file: pq.ParquetFile, column: str | None, group: int) -> int:
     metadata = file.metadata.row_group(group)
     chunks = [metadata.column(index) for index in range(metadata.num_columns)]
-    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
-    num_rows: int = PARQUET_BATCH_BYTES * metadata.num_rows // max(1, size)
+    sizes = (chunk.total_uncompressed_size for chunk in chunks if column in (None, chunk.path_in_schema.split(".")[0]))
+    num_rows: int = PARQUET_BATCH_BYTES * metadata.num_rows // max(1, sum(sizes))
     return max(1, min(MAX_PARQUET_BATCH_ROWS, num_rows))
+
+
+def _rows_to_python(batch: pa.RecordBatch) -> Iterator[Any]:
+    for index in range(len(batch)):
+        try:
+            yield batch.slice(index, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield error
+
+
+def parse_arrow_row(parse_row: RowParser, row: Any) -> str | BadRecord:
+    """Parse a row of Arrow, which has null for every key that another row has."""
+    if isinstance(row, UnicodeDecodeError):
+        return BadRecord(NOT_UTF8, str(row))
+    return parse_row(_drop_nulls(row))
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _to_python(values: pa.Array) -> list[object]:

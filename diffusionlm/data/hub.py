@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.data import HubDataset
+from diffusionlm.data.chat.formats import ChatRowParser
+from diffusionlm.data.file_formats import parse_arrow_row
 from diffusionlm.data.local_files import FileFingerprint, find_files
 from diffusionlm.data.reader import Split
-from diffusionlm.data.record_source import BadRecord, RecordSource, read_texts, validate_text
-from diffusionlm.data.validation_split import DocumentSplit, EndSplit, WholeSource, choose_split
+from diffusionlm.data.record_source import BadRecord, RecordSource, TextField, read_texts, validate_text
+from diffusionlm.data.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
 from files.portable_path import portable_path
 
 CACHE_MODULE = "datasets.packaged_modules.cache."
@@ -43,15 +45,19 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     stream = _open_stream(config, builder, key, split_key, split_name)
     version, origin = _dataset_version(config, builder, key)
     validation_fraction = None if has_own_split else config.validation_fraction
-    records = HubRecords(stream, stream.state_dict(), config.dataset, config.text_field, key)
+    is_chat = config.chat is not None
+    field: TextField = config.text_field if config.chat is None else ChatRowParser(config.chat)
+    field_setting = f"{key}.chat" if is_chat else f"{key}.text_field = {config.text_field!r}"
+    records = HubRecords(stream, stream.state_dict(), config.dataset, field, key, field_setting)
     document_split: DocumentSplit = WholeSource()
     if validation_fraction is not None:
         texts = read_texts(records, config.on_bad_row)
-        document_split = choose_split(texts, validation_fraction, is_validation, split_key)
-    options = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
+        document_split = choose_split(texts, validation_fraction, is_validation, split_key, can_cut=not is_chat)
+    options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
+    options += [] if config.chat is None else [config.chat.model_dump_json()]
     title = portable_path(config.dataset) if is_directory(config) else config.dataset
     limit = "" if max_documents is None else f", the first {max_documents:,} documents"
-    if isinstance(document_split, EndSplit):
+    if not isinstance(document_split, WholeSource | HashSplit):
         options.append("ends")
         limit += f"; {document_split.description}"
     digest = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
@@ -63,6 +69,7 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
         on_bad_row=config.on_bad_row,
         max_documents=max_documents,
         split=document_split,
+        is_located=is_chat,
     )
 
 
@@ -97,7 +104,7 @@ def _load_builder(config: HubDataset, key: str) -> Any:
 
 
 def _open_stream(config: HubDataset, builder: Any, key: str, split_key: str, split_name: str) -> Any:
-    """Return the text column of a split."""
+    """Return the text column of a split, or all columns of conversations."""
     try:
         stream = builder.as_streaming_dataset(split=split_name)
         columns = stream.column_names
@@ -105,7 +112,7 @@ def _open_stream(config: HubDataset, builder: Any, key: str, split_key: str, spl
         raise ValueError(
             f"{split_key} = {split_name!r} of {config.dataset} cannot be opened: {_error_text(error)}"
         ) from error
-    if columns is None:  # unknown before the first row is read
+    if columns is None or config.chat is not None:  # None: unknown before the first row is read
         return stream
     if config.text_field not in columns:
         raise ValueError(
@@ -150,15 +157,17 @@ class HubRecords:
     start: dict[str, Any]
     """State of the stream before its first row."""
     dataset: str
-    text_field: str
+    field: TextField
     key: str
     """Config key of the source's section."""
+    field_setting: str
+    """Config key of the text field, and its value, for errors."""
 
     def cursor(self, position: dict[str, Any] | None) -> HubCursor:
         return HubCursor(self, **(position or {"state": self.start, "row": 0}))
 
     def error_key(self, *, is_field_error: bool) -> str:
-        return f"{self.key}.text_field = {self.text_field!r}" if is_field_error else f"{self.key}.dataset"
+        return self.field_setting if is_field_error else f"{self.key}.dataset"
 
 
 @dataclass
@@ -172,7 +181,7 @@ class HubCursor:
     """Number of rows read."""
 
     def __iter__(self) -> Iterator[str | BadRecord]:
-        stream, field = self.records.stream, self.records.text_field
+        stream, field = self.records.stream, self.records.field
         stream.load_state_dict(self.state)
         rows = iter(stream)
         while True:
@@ -187,7 +196,9 @@ class HubCursor:
             if row is None:
                 return
             self.row += 1
-            if field in row:
+            if not isinstance(field, str):
+                yield parse_arrow_row(field, row)
+            elif field in row:
                 yield validate_text(row[field])
             else:
                 yield BadRecord(

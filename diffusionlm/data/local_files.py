@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from config.data import LocalFiles, PythonStdlib, SampleBy
+from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.file_formats import (
     DECOMPRESSORS,
     CorruptFileError,
@@ -22,8 +23,8 @@ from diffusionlm.data.file_formats import (
     read_plain_records,
 )
 from diffusionlm.data.reader import ReaderPosition, Split
-from diffusionlm.data.record_source import BadRecord, ParsedRecord, RecordSource, read_texts
-from diffusionlm.data.validation_split import DocumentSplit, EndSplit, WholeSource, choose_split
+from diffusionlm.data.record_source import BadRecord, ParsedRecord, RecordSource, TextField, read_texts
+from diffusionlm.data.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
 from files.portable_path import portable_path
 
 FINGERPRINT_BYTES = 1 << 16
@@ -170,14 +171,18 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     files = [file for file in files if file not in invalid]
     validation_fraction = None if has_own_paths else config.validation_fraction
     max_documents = None if is_validation else config.max_documents
-    records = LocalFileRecords(files, f"{key}.{name}", f"{key}.text_field", config.text_field, config.sample_by)
+    is_chat = config.chat is not None
+    field: TextField = config.text_field if config.chat is None else ChatRowParser(config.chat)
+    field_setting = f"{key}.chat" if is_chat else f"{key}.text_field = {config.text_field!r}"
+    records = LocalFileRecords(files, f"{key}.{name}", field_setting, field, config.sample_by)
     document_split: DocumentSplit = WholeSource()
     if validation_fraction is not None:
         texts = read_texts(records, config.on_bad_row)
-        document_split = choose_split(texts, validation_fraction, is_validation, f"{key}.{name}")
-    options = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
+        document_split = choose_split(texts, validation_fraction, is_validation, f"{key}.{name}", can_cut=not is_chat)
+    options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
+    options += [] if config.chat is None else [config.chat.model_dump_json()]
     provenance = _describe_files(files, patterns)
-    if isinstance(document_split, EndSplit):
+    if not isinstance(document_split, WholeSource | HashSplit):
         options.append("ends")
         provenance += f"; {document_split.description}"
     lines = [f"{file.format} {file.fingerprint.identity}" for file in files]
@@ -191,6 +196,7 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
         max_documents=max_documents,
         split=document_split,
         skipped={"empty file": len(invalid)} if invalid else {},
+        is_located=is_chat,
     )
 
 
@@ -211,6 +217,11 @@ def _find_data_files(config: LocalFiles, patterns: tuple[str, ...], name: str, k
             )
         files.append(DataFile(FileFingerprint.read(path, f"{key}.{name}"), file_format))
     plain = [file for file in files if file.format == "text"]
+    if plain and config.chat is not None:
+        raise ValueError(
+            f"{key}.{name}: {plain[0].path} is plain text, and {key}.chat reads conversations from JSON or Parquet: "
+            "leave the file out, or remove chat"
+        )
     if plain and len(plain) < len(files):
         structured = next(file for file in files if file.format != "text")
         raise ValueError(
@@ -241,25 +252,26 @@ class LocalFileRecords:
     files: list[DataFile]
     paths_key: str
     """Config key of the paths, for errors."""
-    text_field_key: str
-    text_field: str
+    field_setting: str
+    """Config key of the text field, and its value, for errors."""
+    field: TextField
     sample_by: SampleBy
 
     def cursor(self, position: dict[str, int] | None) -> LocalFileCursor:
         return LocalFileCursor(self, **(position or {}))
 
     def error_key(self, *, is_field_error: bool) -> str:
-        return f"{self.text_field_key} = {self.text_field!r}" if is_field_error else self.paths_key
+        return self.field_setting if is_field_error else self.paths_key
 
     def read_file(self, file: DataFile, offset: int, line: int) -> Iterator[ParsedRecord]:
         """Read the records of one file from an offset on."""
         match file.format:
             case "json":
-                return read_json_records(file.path, self.text_field, offset, line)
+                return read_json_records(file.path, self.field, offset, line)
             case "text":
                 return read_plain_records(file.path, self.sample_by, offset, line)
             case "parquet":
-                return read_parquet_records(file.path, self.text_field, offset, self.text_field_key)
+                return read_parquet_records(file.path, self.field, offset, self.field_setting)
 
 
 @dataclass

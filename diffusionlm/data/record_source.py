@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +33,25 @@ class BadRecord:
     """None: the record cannot be repaired."""
     is_field_error: bool = False
     """The record is valid, but its text field is missing or holds no text."""
+
+
+RowParser = Callable[[Mapping[str, Any]], "str | BadRecord"]
+"""Turns a whole row into text."""
+
+TextField = str | RowParser
+"""The field of a row that holds the text, or what makes text of the whole row."""
+
+
+class LocatedText(str):
+    """A text that knows its record, for errors of later stages."""
+
+    location: str
+    """Such as a file and a line."""
+
+    def __new__(cls, text: str, location: str) -> LocatedText:
+        located = super().__new__(cls, text)
+        located.location = location
+        return located
 
 
 ParsedRecord = tuple[str | BadRecord, int, int]
@@ -86,6 +105,8 @@ class RecordSource:
     """Selects the text of the split from each record."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Records left out or repaired in the first epoch, by reason."""
+    is_located: bool = False
+    """Documents are `LocatedText`."""
 
     def __post_init__(self) -> None:
         self._seek(None)
@@ -145,6 +166,8 @@ class RecordSource:
                 self._count_skipped("empty", epoch)
             elif text is not None:
                 self._parts = self.split.select(text)
+        if self.is_located:
+            self._parts = [LocatedText(part, self._cursor.location()) for part in self._parts]
         return True
 
     def _handle_bad_record(self, record: BadRecord, epoch: int) -> str | None:

@@ -1,7 +1,8 @@
 """Select the validation text of a source that has no validation files or split of its own.
 
 Of many documents, a hash of their text selects those for validation. Few documents, such as one large text, are divided
-themselves: their ends are for validation. Copies of a document are divided alike, so that no text is in both splits.
+themselves: their ends are for validation. Conversations are never divided. Copies of a document are divided alike, so
+that no text is in both splits.
 """
 
 from __future__ import annotations
@@ -63,12 +64,28 @@ class EndSplit:
         return cut_into_parts(text[start:] if self.is_validation else text[:start])
 
 
-DocumentSplit = WholeSource | HashSplit | EndSplit
+@dataclass(frozen=True)
+class SmallestHashSplit:
+    """The documents with the smallest hashes are for validation."""
+
+    validation_digests: frozenset[bytes]
+    """SHA-256 of their texts."""
+    is_validation: bool
+    description: str
+
+    def select(self, text: str) -> list[str]:
+        is_selected = hashlib.sha256(text.encode()).digest() in self.validation_digests
+        return [text] if is_selected == self.is_validation else []
+
+
+DocumentSplit = WholeSource | HashSplit | EndSplit | SmallestHashSplit
 """Assigns documents to the training or the validation split. ``select(text)`` returns the parts of a document that are
 in the split, in order."""
 
 
-def choose_split(texts: Iterable[str], validation_fraction: float, is_validation: bool, key: str) -> DocumentSplit:
+def choose_split(
+    texts: Iterable[str], validation_fraction: float, is_validation: bool, key: str, *, can_cut: bool = True
+) -> DocumentSplit:
     """Select whole documents by hash if there are enough of them, else divide the documents.
 
     There are enough if both splits can expect `MIN_EXPECTED_DOCUMENTS` different ones and have at least one.
@@ -76,9 +93,10 @@ def choose_split(texts: Iterable[str], validation_fraction: float, is_validation
     Args:
         texts: all documents; read up to the one that decides.
         key: the config key of the source, for errors.
+        can_cut: False: documents are not divided; those with the smallest hashes are for validation.
 
     Raises:
-        ValueError: the text is too short to be divided.
+        ValueError: the text is too short to be divided, or there is a single document that must not be cut.
     """
     min_documents = MIN_EXPECTED_DOCUMENTS / min(validation_fraction, 1.0 - validation_fraction)
     sizes: dict[bytes, tuple[int, int]] = {}
@@ -94,7 +112,24 @@ def choose_split(texts: Iterable[str], validation_fraction: float, is_validation
             return HashSplit(validation_fraction, is_validation)
     if not sizes:  # the reader of the documents has the reason
         return HashSplit(validation_fraction, is_validation)
+    if not can_cut:
+        return _select_smallest_hashes(sizes, validation_fraction, is_validation, key)
     return _divide_documents(sizes, validation_fraction, is_validation, key)
+
+
+def _select_smallest_hashes(
+    digests: Iterable[bytes], validation_fraction: float, is_validation: bool, key: str
+) -> SmallestHashSplit:
+    """Hold out the share of the documents, at least one and not all."""
+    ordered = sorted(digests)
+    if len(ordered) == 1:
+        raise ValueError(
+            f"{key}: there is only one conversation, and validation needs another one: add conversations, or name "
+            "validation_paths"
+        )
+    count = min(len(ordered) - 1, max(1, round(validation_fraction * len(ordered))))
+    description = f"{count:,} of its {len(ordered):,} conversations are for validation"
+    return SmallestHashSplit(frozenset(ordered[:count]), is_validation, description)
 
 
 def _divide_documents(

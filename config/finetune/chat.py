@@ -1,0 +1,122 @@
+"""``[data.source.chat]``: conversations in place of text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from config.base import NonEmptyStr, Section
+
+ChatFormat = Literal["auto", "messages", "conversations", "alpaca", "prompt_completion", "preference"]
+
+TurnSelection = Literal["all", "last", "one", "expand"]
+
+ChatRole = Literal["system", "user", "assistant", "tool", "function_call"]
+
+COLUMNS = (
+    "messages", "conversations", "role", "content", "system", "tools", "instruction", "input", "output", "history",
+    "prompt", "completion", "chosen", "rejected",
+)  # fmt: skip
+"""The fields of the formats, which `columns` maps to those of the data."""
+
+ROLE_ALIASES: dict[str, ChatRole] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_call": "function_call",
+}
+"""Role names that are understood without `roles`."""
+
+FILL_PATTERN = re.compile(r"none|block|batch_max|length:([1-9][0-9]*)")
+
+
+def _check_fill(fill: str) -> str:
+    if FILL_PATTERN.fullmatch(fill) is None:
+        raise ValueError(f'{fill!r} is none of "none", "block", "length:N" (N a number of tokens) and "batch_max"')
+    return fill
+
+
+class ChatRowsConfig(Section):
+    """Each record is a conversation; answers are noised and learned, everything else is context."""
+
+    format: ChatFormat = "auto"
+    """messages: a list of objects with role and content. conversations: the same, or from and value, beside optional
+    columns system and tools. alpaca: instruction, input, output, and optional system and history. prompt_completion:
+    strings or lists of messages. preference: prompt, chosen and rejected (without a prompt, it is their common
+    beginning). auto: by the columns of each record."""
+    columns: Mapping[str, NonEmptyStr] = Field(default_factory=dict)
+    """Field of the format -> column of the data, such as {prompt = "question", completion = "answer"}. Others have
+    their own names."""
+    roles: Mapping[str, ChatRole] = Field(default_factory=dict)
+    """Further role names -> system, user, assistant, tool or function_call. human, gpt, model, bot, developer,
+    observation and function are known."""
+    system: NonEmptyStr | None = None
+    """System message of conversations that have none."""
+    template: NonEmptyStr | None = None
+    """Name of a built-in template (chatml, qwen3, llama3, llada), a file with Jinja, or a directory with a tokenizer.
+    None: the template of the run's tokenizer."""
+    template_variables: Mapping[str, bool | int | str] = Field(default_factory=dict)
+    """Other variables of the template, such as {enable_thinking = false}."""
+    turns: TurnSelection | None = None
+    """Answers that are learned. all: those of the whole conversation in one row; where the template changes earlier
+    answers, as that of Qwen3 does with reasoning, the conversation is expanded. expand: each answer with what precedes
+    it is a document of its own. last: the last one. one: a random one, another one in each epoch. None: expand for
+    masked diffusion, in which an answer would see later questions, else all."""
+    truncate_mode: Literal["drop", "cut"] = "drop"
+    """Conversations that are longer than a row: drop leaves them out; cut keeps the beginning, without a stop token
+    after the answer that was cut. Both are counted."""
+    fill: Annotated[str, AfterValidator(_check_fill)] | None = None
+    """End-of-text tokens after the last answer of a document. They are learned, because a canvas of fixed length has
+    them. none; block: up to the end of the block; length:N: up to N tokens of answer and fill; batch_max: up to the
+    longest conversation of the step, with rows = "padded" only. None: length:128 for masked diffusion, block for block
+    diffusion, none for next tokens."""
+    allow_empty_answers: bool = False
+    """Learn answers without text: they teach only to stop. False: such a record is bad."""
+
+    @field_validator("columns")
+    @classmethod
+    def _check_columns(cls, columns: Mapping[str, str]) -> Mapping[str, str]:
+        unknown = next((name for name in columns if name not in COLUMNS), None)
+        if unknown is not None:
+            raise ValueError(f"{unknown!r} is no field of a format; the fields are {', '.join(COLUMNS)}")
+        return columns
+
+    @model_validator(mode="after")
+    def _check_turns(self) -> Self:
+        if self.format == "preference" and self.turns not in (None, "last"):
+            raise ValueError(
+                f'turns = "{self.turns}": a preference concerns the last answer; set "last" or leave it out'
+            )
+        return self
+
+    @property
+    def role_aliases(self) -> dict[str, ChatRole]:
+        """Role name in the data -> role."""
+        return ROLE_ALIASES | dict(self.roles)
+
+    @property
+    def fill_length(self) -> int | None:
+        """N of ``length:N``."""
+        match = FILL_PATTERN.fullmatch(self.fill or "none")
+        return None if match is None or match[1] is None else int(match[1])
+
+    def resolve(self, block_length: int | None) -> ChatRowsConfig:
+        """Return a copy with `turns` and `fill` that fit an objective, where they are not set.
+
+        Args:
+            block_length: None: masked diffusion; 1: next tokens.
+        """
+        turns = self.turns or ("last" if self.format == "preference" else "expand" if block_length is None else "all")
+        fill = self.fill or ("length:128" if block_length is None else "none" if block_length == 1 else "block")
+        return self.model_copy(update={"turns": turns, "fill": fill})

@@ -1,0 +1,321 @@
+"""Read conversations from the rows of data sets: messages, ShareGPT, Alpaca, prompt and completion, preferences.
+
+Whatever its format, a conversation becomes the same canonical JSON text, so that shuffling, the validation split and
+checkpoints treat it as any other text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from config.finetune.chat import ChatRowsConfig
+from diffusionlm.data.record_source import BadRecord, shorten_repr, validate_text
+
+Message = dict[str, Any]
+
+RowFormatName = Literal["messages", "conversations", "alpaca", "prompt_completion", "preference"]
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+MESSAGE_KEYS = ("name", "tool_call_id")
+"""Keys of a message that templates may read, beside role, content, reasoning and tool calls."""
+
+MAX_SHOWN_COLUMNS = 20
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat. With a preference, `messages` is the prompt and the chosen answer."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] | None = None
+    rejected: tuple[Message, ...] | None = None
+    """Prompt and rejected answer of a preference."""
+    prompt_length: int | None = None
+    """Messages of the prompt that the chosen and the rejected answer have in common."""
+
+    @classmethod
+    def from_text(cls, text: str) -> Conversation:
+        """Read the canonical text."""
+        value = json.loads(text)
+        tools = value.get("tools")
+        if "chosen" in value:
+            prompt, chosen, rejected = (tuple(value[key]) for key in ("prompt", "chosen", "rejected"))
+            return cls(prompt + chosen, tools and tuple(tools), prompt + rejected, len(prompt))
+        return cls(tuple(value["messages"]), tools and tuple(tools))
+
+    def to_text(self) -> str:
+        """Format the canonical text: equal conversations have equal texts."""
+        value: dict[str, Any] = {} if self.tools is None else {"tools": self.tools}
+        if self.rejected is None:
+            value["messages"] = self.messages
+        else:
+            value |= {
+                "prompt": self.messages[: self.prompt_length],
+                "chosen": self.messages[self.prompt_length :],
+                "rejected": self.rejected[self.prompt_length :],
+            }
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+class _InvalidRowError(Exception):
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class ChatRowParser:
+    """Turns a row into the canonical text of its conversation, or says why it cannot."""
+
+    config: ChatRowsConfig
+
+    def __call__(self, row: Mapping[str, Any]) -> str | BadRecord:
+        """Parse the columns of one row."""
+        try:
+            text = self._parse(row).to_text()
+        except _InvalidRowError as error:
+            return BadRecord(error.reason, error.detail, is_field_error=True)
+        checked = validate_text(text)
+        return checked if isinstance(checked, str) else BadRecord(checked.reason, checked.detail, is_field_error=True)
+
+    def column(self, name: str) -> str:
+        """Return the column of the data for a field of a format."""
+        return self.config.columns.get(name, name)
+
+    def detect_format(self, row: Mapping[str, Any]) -> RowFormatName:
+        """Return the format whose columns a row has."""
+        present = {name for name in FORMAT_COLUMNS_ALL if row.get(self.column(name)) is not None}
+        for name, needed in FORMAT_COLUMNS.items():
+            if needed <= present:
+                return name
+        columns = ", ".join(map(repr, list(row)[:MAX_SHOWN_COLUMNS]))
+        raise _InvalidRowError(
+            "no conversation",
+            f"its columns {columns} are those of no format; name them in chat.columns, such as "
+            '{prompt = "question", completion = "answer"}',
+        )
+
+    def _parse(self, row: Mapping[str, Any]) -> Conversation:
+        name = self.detect_format(row) if self.config.format == "auto" else self.config.format
+        value = {field: row.get(self.column(field)) for field in FORMAT_COLUMNS_ALL}
+        missing = next((field for field in sorted(FORMAT_COLUMNS[name]) if value[field] is None), None)
+        if missing is not None:
+            columns = ", ".join(map(repr, list(row)[:MAX_SHOWN_COLUMNS]))
+            raise _InvalidRowError(f"no column {self.column(missing)!r}", f"its columns are {columns}")
+        tools = _parse_tools(row.get(self.column("tools")))
+        rejected: tuple[Message, ...] | None = None
+        prompt_length: int | None = None
+        match name:
+            case "messages" | "conversations":
+                messages = self._parse_messages(value[name])
+            case "alpaca":
+                messages = self._parse_alpaca(value)
+            case "prompt_completion":
+                prompt = self._parse_prompt(value["prompt"])
+                messages = prompt + self._parse_completion(value["completion"], prompt)
+            case "preference":
+                prompt, chosen, worse = self._parse_preference(value)
+                messages, rejected = prompt + chosen, self._complete(prompt + worse, row)
+                prompt_length = len(rejected) - 1
+        messages = self._complete(messages, row)
+        if rejected is not None:
+            _check_preference(messages, rejected, len(rejected) - 1)
+        return Conversation(messages, tools, rejected, prompt_length)
+
+    def _complete(self, messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[Message, ...]:
+        """Add the system message if there is none, and check the order of roles."""
+        system = row.get(self.column("system"))
+        if system is not None and not isinstance(system, str):
+            raise _InvalidRowError("system is not text", shorten_repr(system))
+        content = system or self.config.system
+        if content and messages and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": content}, *messages)
+        _check_order(messages, self.config.allow_empty_answers)
+        return messages
+
+    def _parse_messages(self, value: Any) -> tuple[Message, ...]:
+        if isinstance(value, str):  # a column of JSON
+            value = _parse_json(value, "messages")
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+            raise _InvalidRowError("no messages", f"{shorten_repr(value)}, expected a list of messages")
+        return tuple(self._parse_message(message) for message in value)
+
+    def _parse_message(self, value: Any) -> Message:
+        if not isinstance(value, Mapping):
+            raise _InvalidRowError("message is no object", shorten_repr(value))
+        name = _first_of(value, self.config.columns.get("role"), "role", "from")
+        role = self.config.role_aliases.get(name) if isinstance(name, str) else None
+        if role is None:
+            problem = f"{name!r}; name it in chat.roles if it stands for a role"
+            raise _InvalidRowError("unknown role" if name is not None else "message without role", problem)
+        content = _first_of(value, self.config.columns.get("content"), "content", "value")
+        if role == "function_call":
+            return {"role": "assistant", "content": "", "tool_calls": _parse_tool_calls(content)}
+        message: Message = {"role": role, "content": _parse_content(content, has_calls=bool(value.get("tool_calls")))}
+        reasoning = _first_of(value, *REASONING_KEYS)
+        if isinstance(reasoning, str) and reasoning:
+            message["reasoning_content"] = reasoning
+        if value.get("tool_calls"):
+            message["tool_calls"] = _parse_tool_calls(value["tool_calls"])
+        return message | {key: value[key] for key in MESSAGE_KEYS if isinstance(value.get(key), str)}
+
+    def _parse_alpaca(self, value: Mapping[str, Any]) -> tuple[Message, ...]:
+        """The prompt is instruction and input on lines of their own, as in LLaMA-Factory."""
+        texts = [_check_text(value[key] or "", key) for key in ("instruction", "input")]
+        messages: list[Message] = []
+        for pair in value["history"] or ():
+            if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+                raise _InvalidRowError("history is no list of pairs", shorten_repr(pair))
+            messages += _make_pair(*(_check_text(text, "history") for text in pair))
+        prompt = "\n".join(text for text in texts if text)
+        return (*messages, *_make_pair(prompt, _check_text(value["output"], "output")))
+
+    def _parse_prompt(self, value: Any) -> tuple[Message, ...]:
+        if isinstance(value, str):
+            return ({"role": "user", "content": value},)
+        return self._parse_messages(value)
+
+    def _parse_completion(self, value: Any, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
+        """An answer as text or as messages, which may repeat the prompt."""
+        if isinstance(value, str):
+            return ({"role": "assistant", "content": value},)
+        messages = self._parse_messages(value)
+        repeats_prompt = len(messages) > len(prompt) and messages[: len(prompt)] == prompt
+        return messages[len(prompt) :] if repeats_prompt else messages
+
+    def _parse_preference(self, value: Mapping[str, Any]) -> tuple[tuple[Message, ...], ...]:
+        """Prompt, chosen and rejected answer; an implicit prompt is what both have in common."""
+        if value["prompt"] is not None:
+            prompt = self._parse_prompt(value["prompt"])
+            return prompt, *(self._parse_completion(value[key], prompt) for key in ("chosen", "rejected"))
+        for key in ("chosen", "rejected"):
+            if isinstance(value[key], str):
+                raise _InvalidRowError("preference without prompt", f"{key} is text: {shorten_repr(value[key])}")
+        chosen, rejected = (self._parse_messages(value[key]) for key in ("chosen", "rejected"))
+        pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+        length = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)) - 1)
+        return chosen[:length], chosen[length:], rejected[length:]
+
+
+FORMAT_COLUMNS: dict[RowFormatName, set[str]] = {
+    "messages": {"messages"},
+    "conversations": {"conversations"},
+    "preference": {"chosen", "rejected"},
+    "alpaca": {"instruction", "output"},
+    "prompt_completion": {"prompt", "completion"},
+}
+"""Columns that a format must have, in the order of detection."""
+
+FORMAT_COLUMNS_ALL = (
+    "messages", "conversations", "prompt", "chosen", "rejected", "completion", "instruction", "input", "output",
+    "history",
+)  # fmt: skip
+
+
+def _make_pair(question: str, answer: str) -> tuple[Message, Message]:
+    return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+
+
+def _first_of(value: Mapping[str, Any], *keys: str | None) -> Any:
+    """Return the first value that is there and not null."""
+    return next((value[key] for key in keys if key is not None and value.get(key) is not None), None)
+
+
+def _check_text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _InvalidRowError(f"{name} is not text", shorten_repr(value))
+    return value
+
+
+def _parse_content(value: Any, *, has_calls: bool) -> str:
+    """Text, or a list of text parts, which are joined."""
+    if value is None and has_calls:
+        return ""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return "".join(map(_parse_part, value))
+    if not isinstance(value, str):
+        raise _InvalidRowError("content is not text", shorten_repr(value))
+    return value
+
+
+def _parse_part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    raise _InvalidRowError("content part is not text", f"type {kind!r}" if kind else shorten_repr(part))
+
+
+def _parse_json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _InvalidRowError(f"{name} is no JSON", f"{shorten_repr(text)}: {error}") from None
+
+
+def _parse_tool_calls(value: Any) -> list[dict[str, Any]]:
+    """Calls as `{"type": "function", "function": {name, arguments}}`, with arguments as an object."""
+    if isinstance(value, str):
+        value = _parse_json(value, "function_call")
+    calls = value if isinstance(value, Sequence) else [value]
+    parsed: list[dict[str, Any]] = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) and call.get("function") is not None else call
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise _InvalidRowError("tool call without name", shorten_repr(call))
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parse_json(arguments, "arguments of a tool call")
+        entry: dict[str, Any] = {"function": {"name": function["name"], "arguments": arguments or {}}}
+        identifier = call.get("id")
+        parsed.append({"type": "function", **entry} | ({"id": identifier} if isinstance(identifier, str) else {}))
+    return parsed
+
+
+def _parse_tools(value: Any) -> tuple[Any, ...] | None:
+    if isinstance(value, str):
+        value = _parse_json(value, "tools") if value.strip() else None
+    if not value:
+        return None
+    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
+        raise _InvalidRowError("tools are no list of objects", shorten_repr(value))
+    return tuple(value)
+
+
+def _check_preference(messages: Sequence[Message], rejected: Sequence[Message], prompt_length: int) -> None:
+    """Check that two chats differ in their last messages only, which are answers."""
+    for name, chat in (("chosen", messages), ("rejected", rejected)):
+        if chat[-1]["role"] != "assistant" or len(chat) != prompt_length + 1:
+            raise _InvalidRowError(f"{name} is not one answer", f"the last roles are {[m['role'] for m in chat[-2:]]}")
+    if messages[:prompt_length] != rejected[:prompt_length]:
+        raise _InvalidRowError("chosen and rejected have different prompts", shorten_repr(messages[0]["content"]))
+    if messages[-1] == rejected[-1]:
+        raise _InvalidRowError("chosen and rejected are equal", shorten_repr(messages[-1]["content"]))
+
+
+def _check_order(messages: Sequence[Message], allow_empty_answers: bool) -> None:
+    """Check that questions and answers alternate, and that no answer is empty."""
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if "assistant" not in turns:
+        raise _InvalidRowError("no answer", f"its roles are {', '.join(roles)}")
+    if "system" in turns:
+        raise _InvalidRowError("system message after the first message", f"its roles are {', '.join(roles)}")
+    for before, role in zip([None, *turns], turns, strict=False):
+        follows = {None: ("user",), "user": ("assistant",), "tool": ("assistant", "tool")}
+        if before in follows and role not in follows[before]:
+            problem = (
+                "does not begin with a user message" if before is None else f"{role} message after {before} message"
+            )
+            raise _InvalidRowError(problem, f"its roles are {', '.join(roles)}")
+        if before == role == "assistant":
+            raise _InvalidRowError("two assistant messages in a row", f"its roles are {', '.join(roles)}")
+    if allow_empty_answers:
+        return
+    for message in messages:
+        if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
+            raise _InvalidRowError("empty answer", f"after {shorten_repr(messages[0]['content'])}")

@@ -1,0 +1,169 @@
+"""One conversation in every format is the same conversation; irregular rows have a reason."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from config.finetune.chat import ChatRowsConfig
+from diffusionlm.data.chat.formats import ChatRowParser, Conversation
+from diffusionlm.data.record_source import BadRecord
+
+SYSTEM, Q1, A1, Q2, A2 = "Be brief.", "One?", "1", "Two?", "2"
+
+
+def turn(role: str, content: Any, **keys: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **keys}
+
+
+def shared(name: str, value: Any) -> dict[str, Any]:
+    return {"from": name, "value": value}
+
+
+CANONICAL = [turn("system", SYSTEM), turn("user", Q1), turn("assistant", A1), turn("user", Q2), turn("assistant", A2)]
+
+EQUAL_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "messages": ({"messages": CANONICAL}, {}),
+    "content parts": (
+        {"messages": [turn(m["role"], [{"type": "text", "text": c} for c in m["content"]]) for m in CANONICAL]},
+        {},
+    ),
+    "messages with other keys": ({"messages": [m | {"id": 3, "weight": None} for m in CANONICAL], "source": "x"}, {}),
+    "messages as JSON text": ({"messages": json.dumps(CANONICAL)}, {}),
+    "sharegpt": (
+        {
+            "system": SYSTEM,
+            "conversations": [shared("human", Q1), shared("gpt", A1), shared("human", Q2), shared("gpt", A2)],
+        },
+        {},
+    ),
+    "conversations with roles": ({"conversations": CANONICAL}, {}),
+    "alpaca": ({"instruction": Q2, "input": "", "output": A2, "history": [[Q1, A1]], "system": SYSTEM}, {}),
+    "prompt and completion": ({"prompt": CANONICAL[:4], "completion": CANONICAL[4:]}, {}),
+    "completion as text": ({"prompt": CANONICAL[:4], "completion": A2}, {}),
+    "own columns and roles": (
+        {"chat": [{"who": w, "says": m["content"]} for w, m in zip("sqaqa", CANONICAL, strict=True)]},
+        {
+            "columns": {"messages": "chat", "role": "who", "content": "says"},
+            "roles": {"s": "system", "q": "user", "a": "assistant"},
+        },
+    ),
+    "system of the config": ({"messages": CANONICAL[1:]}, {"system": SYSTEM}),
+}
+
+
+def parse(row: dict[str, Any], **options: Any) -> str | BadRecord:
+    return ChatRowParser(ChatRowsConfig.model_validate(options))(row)
+
+
+@pytest.mark.parametrize(("row", "options"), EQUAL_ROWS.values(), ids=EQUAL_ROWS)
+def test_every_format_gives_the_same_text(row: dict[str, Any], options: dict[str, Any]) -> None:
+    text = parse(row, **options)
+    assert isinstance(text, str), text
+    assert Conversation.from_text(text) == Conversation(tuple(CANONICAL))
+    assert json.loads(text) == {"messages": CANONICAL}
+
+
+def test_short_formats() -> None:
+    expected = parse({"messages": [turn("user", "2+2\nshort"), turn("assistant", "4")]})
+    assert parse({"instruction": "2+2", "input": "short", "output": "4"}) == expected
+    columns = {"prompt": "question", "completion": "answer"}
+    assert parse({"question": "2+2\nshort", "answer": "4"}, columns=columns) == expected
+    assert parse({"prompt": "2+2\nshort", "completion": "4"}, format="prompt_completion") == expected
+
+
+def test_tools_and_reasoning() -> None:
+    arguments = {"x": 1}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    expected = [
+        turn("user", "q"),
+        turn("assistant", "", tool_calls=[call]),
+        turn("tool", "7"),
+        turn("assistant", "seven", reasoning_content="hm"),
+    ]
+    as_text = call | {"function": {"name": "f", "arguments": json.dumps(arguments)}}
+    rows: list[dict[str, Any]] = [
+        {"messages": [*expected[:1], turn("assistant", None, tool_calls=[as_text]), *expected[2:]], "tools": [tool]},
+        {
+            "conversations": [
+                shared("human", "q"),
+                shared("function_call", json.dumps({"name": "f", "arguments": arguments})),
+                shared("observation", "7"),
+                {"from": "gpt", "value": "seven", "thinking": "hm"},
+            ],
+            "tools": json.dumps([tool]),
+        },
+    ]
+    for row in rows:
+        text = parse(row)
+        assert isinstance(text, str), text
+        assert json.loads(text) == {"messages": expected, "tools": [tool]}
+
+
+def test_preferences() -> None:
+    expected = parse({"prompt": "q", "chosen": "good", "rejected": "bad"})
+    assert isinstance(expected, str)
+    conversation = Conversation.from_text(expected)
+    assert conversation.messages == (turn("user", "q"), turn("assistant", "good"))
+    assert conversation.rejected == (turn("user", "q"), turn("assistant", "bad"))
+    answers = {key: [turn("assistant", text)] for key, text in (("chosen", "good"), ("rejected", "bad"))}
+    whole = {key: [turn("user", "q"), *answer] for key, answer in answers.items()}
+    assert parse({"prompt": [turn("user", "q")], **answers}) == expected
+    assert parse({"prompt": "q", **whole}) == expected
+    assert parse(whole) == expected, "the prompt is the common beginning"
+    assert conversation.to_text() == expected
+
+
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown role": ({"messages": [turn("wizard", "x"), turn("assistant", "y")]}, "unknown role"),
+    "no role": ({"messages": [{"content": "x"}]}, "message without role"),
+    "two users": (
+        {"messages": [turn("user", "x"), turn("user", "y"), turn("assistant", "z")]},
+        "user message after user",
+    ),
+    "two answers": ({"messages": [*CANONICAL, turn("assistant", "z")]}, "two assistant messages"),
+    "answer first": ({"messages": CANONICAL[2:]}, "does not begin with a user message"),
+    "late system": ({"messages": [*CANONICAL[1:], turn("system", "x")]}, "system message after"),
+    "empty answer": ({"messages": [turn("user", "x"), turn("assistant", " \n")]}, "empty answer"),
+    "no answer": ({"messages": CANONICAL[:2]}, "no answer"),
+    "no messages": ({"messages": []}, "no messages"),
+    "number": ({"messages": [turn("user", 3), turn("assistant", "x")]}, "content is not text"),
+    "image": ({"messages": [turn("user", [{"type": "image", "url": "x"}]), turn("assistant", "x")]}, "content part"),
+    "no content": ({"messages": [turn("user", "x"), turn("assistant", None)]}, "content is not text"),
+    "message is text": ({"messages": ["x"]}, "message is no object"),
+    "other columns": ({"text": "x"}, "no conversation"),
+    "broken call": (
+        {"conversations": [shared("human", "x"), shared("function_call", "{")]},
+        "function_call is no JSON",
+    ),
+    "number as output": ({"instruction": "x", "output": 4}, "output is not text"),
+    "equal preference": ({"prompt": "x", "chosen": "y", "rejected": "y"}, "chosen and rejected are equal"),
+    "surrogate": ({"prompt": "x", "completion": "\ud800"}, "lone surrogate"),
+    "system is a number": ({"system": 1, "prompt": "x", "completion": "y"}, "system is not text"),
+}
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_irregular_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
+    record = parse(row)
+    assert isinstance(record, BadRecord), record
+    assert record.reason.startswith(reason) and record.detail
+    assert record.repaired_text is None
+
+
+def test_options_of_the_section() -> None:
+    empty = {"messages": [turn("user", "x"), turn("assistant", "")]}
+    assert isinstance(parse(empty, allow_empty_answers=True), str)
+    record = parse({"messages": CANONICAL}, format="alpaca")
+    assert isinstance(record, BadRecord) and record.reason == "no column 'instruction'"
+    for options, problem in (
+        ({"columns": {"question": "q"}}, "no field of a format"),
+        ({"fill": "length:0"}, "length:N"),
+        ({"roles": {"x": "wizard"}}, "system"),
+        ({"format": "preference", "turns": "all"}, "last answer"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            ChatRowsConfig.model_validate(options)
