@@ -10,10 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
+from config.data import TextSource
 from config.dump import to_toml
 from config.tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import write_directory_atomically
-from diffusionlm.data.reader import DocumentSource, read_first_documents
+from diffusionlm.data.chat.texts import ConversationTexts
+from diffusionlm.data.reader import DocumentSource, Split, read_first_documents
 from diffusionlm.data.sources import open_source
 from files.output_paths import check_can_write
 from logger.progress import ProgressMeter
@@ -67,8 +69,7 @@ def train_tokenizer(config: TrainTokenizerConfig, stream: TextIO) -> TokenizerRe
     Raises:
         ValueError: there is no text, or the output directory cannot be written.
     """
-    source = open_source(config.source, "train", "source")
-    held_out = open_source(config.source, "validation", "source")
+    source, held_out = _open_text(config.source, "train"), _open_text(config.source, "validation")
     training_text, measured = TextVolume(), TextVolume()
     tokenizer = _train_on_documents(config, source, training_text, stream)
     tokens = 0
@@ -82,6 +83,12 @@ def train_tokenizer(config: TrainTokenizerConfig, stream: TextIO) -> TokenizerRe
 
     write_directory_atomically(config.output.directory, write)
     return TokenizerResult(config, tokenizer, training_text, dict(source.skipped), measured, tokens)
+
+
+def _open_text(config: TextSource, split: Split) -> DocumentSource:
+    """Open a split; of conversations, their contents."""
+    source = open_source(config, split, "source")
+    return source if getattr(config, "chat", None) is None else ConversationTexts(source)
 
 
 def check_output_directory(directory: Path) -> None:

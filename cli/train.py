@@ -74,20 +74,24 @@ def check_files(config: TrainConfig) -> None:
     """
     # Imported here, so that --help and config errors do not wait for numpy and regex.
     from diffusionlm.checkpoints.model_files import check_weight_files, load_tokenizer
+    from diffusionlm.data.chat.templates import resolve_chat_template
     from diffusionlm.data.pipeline import open_components
 
-    directory, init_from, tokenizer = config.run.directory, config.model.init_from, config.tokenizer.path
+    directory, init_from, path = config.run.directory, config.model.init_from, config.tokenizer.path
     check_can_write(directory, f"run.directory = {directory}")
     is_new = not (directory / "tokenizer").is_dir()
+    tokenizer = None
     if init_from is not None:
         with _errors_name(f"model.init_from = {init_from}"):
             check_weight_files(init_from)
-            if tokenizer is None and is_new:
-                load_tokenizer(init_from)
-    if tokenizer is not None and is_new:
-        with _errors_name(f"tokenizer.path = {tokenizer}"):
-            load_tokenizer(tokenizer)
-    open_components(config.data, "train", LOCAL_SOURCES)
+            if path is None and is_new:
+                tokenizer = load_tokenizer(init_from)
+    if path is not None and is_new:
+        with _errors_name(f"tokenizer.path = {path}"):
+            tokenizer = load_tokenizer(path)
+    for component in open_components(config.data, "train", LOCAL_SOURCES):
+        if component.chat is not None and tokenizer is not None:
+            resolve_chat_template(component.chat.config, tokenizer, component.chat.key)
     warn_about_memory(config)
 
 

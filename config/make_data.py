@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section
 from config.data import TextSourceOrName
@@ -37,3 +39,12 @@ class MakeDataConfig(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     """A path, or options to train a tokenizer on the first training documents."""
     output: MakeDataOutputConfig
+
+    @model_validator(mode="after")
+    def _check_is_text(self) -> Self:
+        if getattr(self.source, "chat", None) is not None:
+            raise ValueError(
+                "source.chat: shards hold tokens without prompts and answers, so they cannot hold conversations: train "
+                "on the files themselves, with the same table as [data.source]"
+            )
+        return self

@@ -197,6 +197,11 @@ class MaskedDiffusionConfig(_DiffusionConfig):
         """The whole row is one block."""
         return None
 
+    @property
+    def longest_block_length(self) -> None:
+        """The whole row is one block."""
+        return None
+
     @model_validator(mode="after")
     def _check_draw_per(self) -> Self:
         if self.estimator.draw_per == "block":
@@ -250,6 +255,11 @@ class BlockDiffusionConfig(_DiffusionConfig):
         """Block length for decoding with the finished model: that of the last stage, or the longest of a list."""
         return self.block_lengths[-1] if self.stages else max(self.block_lengths)
 
+    @property
+    def longest_block_length(self) -> int:
+        """Longest block of all steps: what fills it also fills the shorter ones that divide it."""
+        return max(self.block_lengths)
+
 
 class NextTokenConfig(Section):
     """Autoregression: predict each token from those before it. Needs model.logit_alignment = "shifted"."""
@@ -273,6 +283,10 @@ class NextTokenConfig(Section):
 
     @property
     def final_block_length(self) -> int:
+        return 1
+
+    @property
+    def longest_block_length(self) -> int:
         return 1
 
 

@@ -10,7 +10,7 @@ from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Se
 from config.data import TextSourceOrName
 
 NUM_BYTES = 256
-TRAINING_KEYS = ("vocab_size", "pattern", "max_training_bytes")
+TRAINING_KEYS = ("vocab_size", "pattern", "special_tokens", "max_training_bytes")
 """Keys of `TokenizerConfig` that only matter when a tokenizer is trained."""
 
 SplitPattern = Literal["gpt2", "gpt4", "qwen", "llama3"]
@@ -26,6 +26,9 @@ class TokenizerConfig(Section):
     """Tokens, with end-of-text and mask."""
     pattern: SplitPattern = "qwen"
     """Pattern that splits text into words before merging."""
+    special_tokens: TupleOf[NonEmptyStr] = ()
+    """Special tokens beside end-of-text and mask, such as those of a chat template: `["<|im_start|>", "<|im_end|>"]`
+    for chatml."""
     max_training_bytes: PositiveInt = 64_000_000
     """Learn merges on the first documents, up to this many bytes."""
 
@@ -36,7 +39,19 @@ class TokenizerConfig(Section):
         changed = sorted(name for name, default in defaults.items() if getattr(self, name) != default)
         if self.path is not None and changed:
             raise ValueError(f"path = {self.path!r} is a trained tokenizer: remove {', '.join(changed)}, or path")
+        check_distinct({"special_tokens": self.all_special_tokens})
+        min_size = NUM_BYTES + len(self.all_special_tokens)
+        if self.vocab_size < min_size:
+            raise ValueError(
+                f"vocab_size = {self.vocab_size} is too small for {NUM_BYTES} bytes and "
+                f"{len(self.all_special_tokens)} special tokens: set at least {min_size}"
+            )
         return self
+
+    @property
+    def all_special_tokens(self) -> tuple[str, ...]:
+        """End-of-text, mask and `special_tokens`, in the order of their ids."""
+        return ("<|endoftext|>", "<|mask|>", *self.special_tokens)
 
 
 class TokenizerTrainingConfig(Section):

@@ -25,8 +25,8 @@ from torch import Tensor
 from config.data import DataConfig
 from config.model import ModelConfig
 from config.objective import ObjectiveConfig
-from diffusionlm.data.packing import Row, split_row_randomly
-from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
+from diffusionlm.data.packing import Row, fill_to_longest, split_row_randomly
+from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, describe_skipped, open_components
 from diffusionlm.data.reader import ReaderPosition, ResumableReader
 from diffusionlm.data.tokenization import SPAWN_CONTEXT, TextEncoder, block_signals, open_text_encoder
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
@@ -134,6 +134,8 @@ class Loader:
     world_size: int = 1
     components: Sequence[MixtureComponent] = ()
     """The sources of the rows, for their skip counts."""
+    fills_to_longest: bool = False
+    """Each row of a step is filled up to the length of its longest conversation."""
 
     def __post_init__(self) -> None:
         if self.batch_size % self.world_size:
@@ -153,6 +155,8 @@ class Loader:
         rows_per_rank = self.batch_size // self.world_size
         first_row = self.rank * rows_per_rank
         all_rows = self._next_rows()
+        if self.fills_to_longest:
+            all_rows = fill_to_longest(all_rows)
         self._count_positions(all_rows)
         rows = all_rows[first_row : first_row + rows_per_rank]
         if keyed_rng(self.seed, RngStream.RANDOM_LENGTH, step).random() < self.random_length_probability:
@@ -181,7 +185,10 @@ class Loader:
             is_epoch_start = self.position is None
             new_rows, self.position = self.rows.read(self.epoch, self.position, self.batch_size - len(rows))
             if is_epoch_start and not new_rows:
-                raise ValueError("[data]: the sources have no documents to train on; check their paths and limits")
+                left_out = describe_skipped(self.components)
+                raise ValueError(
+                    f"[data]: the sources have no documents to train on{left_out}; check their paths and limits"
+                )
             rows += new_rows
             if self.position is None:
                 self.epoch += 1
@@ -247,7 +254,15 @@ class LoaderSpec:
         """
         components = open_components(self.data, "train") if components is None else components
         return Loader(
-            rows=build_row_reader(components, self.data, self.tokenizer, self.row_length, self.seed, encoder=encoder),
+            rows=build_row_reader(
+                components,
+                self.data,
+                self.tokenizer,
+                self.row_length,
+                self.seed,
+                encoder=encoder,
+                block_length=self.objective.longest_block_length,
+            ),
             objective=build_objective(self.objective, self.model),
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
@@ -256,6 +271,7 @@ class LoaderSpec:
             rank=self.rank,
             world_size=self.world_size,
             components=components,
+            fills_to_longest=self.data.fills_to_longest,
         )
 
 

@@ -249,17 +249,20 @@ def split_row_randomly(row: Row, rng: np.random.Generator) -> Row:
 
 
 def pack_conversations(
-    upstream: ResumableReader[Document], row_length: int, padding_token_id: int, window_size: int, *, is_padded: bool
+    upstream: ResumableReader[Document], row_format: RowFormat, window_size: int, *, is_padded: bool
 ) -> WindowedReader[Document, Row]:
-    """Pack whole conversations: one per row, or combined as `pack_best_fit` does. None is cut.
+    """Pack whole conversations: one per row, or combined as `pack_best_fit` does. None is cut, and they bring all of
+    their tokens, whatever the format says of end-of-text tokens.
 
     Args:
         window_size: documents that are packed together.
     """
-    row_format = RowFormat(row_length, padding_token_id)
+    row_format = replace(row_format, begin_with_eos=False, end_with_eos=False)
 
     def pack(documents: list[Document]) -> list[Row]:
-        groups = [[document] for document in documents] if is_padded else group_best_fit(documents, row_length)
+        groups = (
+            [[document] for document in documents] if is_padded else group_best_fit(documents, row_format.row_length)
+        )
         return [_build_conversation_row(group, row_format) for group in groups]
 
     return WindowedReader(upstream, window_size, lambda _epoch, _index, documents: lambda: pack(documents))
@@ -292,3 +295,25 @@ class SegmentLabelingReader:
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
         rows, position = self.upstream.read(epoch, position, limit)
         return [label_segments(row) for row in rows], position
+
+
+def fill_to_longest(rows: Sequence[Row]) -> list[Row]:
+    """Return rows of one conversation each, filled with end-of-text up to the longest of them: LLaDA's batches.
+
+    The fill belongs to the last answer and is learned.
+    """
+    length = max(int((row.document_ids_L >= 0).sum()) for row in rows)
+    return [_fill_row(row, length) for row in rows]
+
+
+def _fill_row(row: Row, length: int) -> Row:
+    assert row.segment_ids_L is not None and row.is_fill_L is not None
+    size = int((row.document_ids_L >= 0).sum())
+    fill = slice(size, length)  # padding is end-of-text already
+    filled = Row(*(values.copy() for values in vars(row).values()))
+    assert filled.segment_ids_L is not None and filled.is_fill_L is not None
+    filled.document_ids_L[fill] = 0
+    filled.segment_ids_L[fill] = row.segment_ids_L[size - 1]
+    filled.loss_mask_L[fill] = True
+    filled.is_fill_L[fill] = True
+    return filled

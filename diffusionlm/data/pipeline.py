@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from config.data import DataConfig, Shards
-from diffusionlm.data.packing import PackedRowReader, PaddedRowReader, Row, RowFormat, pack_best_fit
+from config.data import DataConfig, RecordSourceOptions, Shards, Source
+from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, encode_reader
+from diffusionlm.data.packing import (
+    Document,
+    PackedRowReader,
+    PaddedRowReader,
+    Row,
+    RowFormat,
+    SegmentLabelingReader,
+    pack_best_fit,
+    pack_conversations,
+)
 from diffusionlm.data.reader import (
     DOCUMENTS_PER_READ,
     REPAIRED_PREFIX,
@@ -37,16 +48,28 @@ class MixtureComponent:
     name: str
     weight: float
     source: DocumentSource | ShardDocuments
+    chat: ChatRecords | None = None
+    """None: the documents are text."""
 
     @property
     def skipped(self) -> dict[str, int]:
         """Number of records left out or repaired so far, by reason."""
-        return {} if isinstance(self.source, ShardDocuments) else self.source.skipped
+        records = {} if isinstance(self.source, ShardDocuments) else self.source.skipped
+        return records if self.chat is None else records | self.chat.counts
 
     @property
     def num_skipped(self) -> int:
         """Number of records left out so far."""
         return sum(count for reason, count in self.skipped.items() if not reason.startswith(REPAIRED_PREFIX))
+
+
+def describe_skipped(components: Sequence[MixtureComponent]) -> str:
+    """Format the numbers of records left out or repaired so far, for the end of a clause; empty if there are none."""
+    counts = Counter[str]()
+    for component in components:
+        counts.update(component.skipped)
+    listed = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
+    return f" (left out: {listed})" if listed else ""
 
 
 def open_components(config: DataConfig, split: Split, kinds: Collection[str] | None = None) -> list[MixtureComponent]:
@@ -69,12 +92,19 @@ def open_components(config: DataConfig, split: Split, kinds: Collection[str] | N
             if isinstance(section, Shards)
             else open_source(section, split, key)
         )
-        components.append(MixtureComponent(entry.name or f"{section.kind}-{index}", entry.weight, source))
+        chat = _open_chat(section, f"{key}.chat")
+        components.append(MixtureComponent(entry.name or f"{section.kind}-{index}", entry.weight, source, chat))
     names = [component.name for component in components]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
         raise ValueError(f"data.mixture: two entries are named {duplicate!r}; give each its own name")
     return components
+
+
+def _open_chat(section: Source, key: str) -> ChatRecords | None:
+    if isinstance(section, RecordSourceOptions) and section.chat is not None:
+        return ChatRecords(section.chat, key, section.on_bad_row)
+    return None
 
 
 def compute_data_identity(components: Sequence[MixtureComponent]) -> str:
@@ -119,9 +149,7 @@ def build_token_reader(
     source = component.source
     if isinstance(source, ShardDocuments):
         return ShardReader(source, seed, shuffle_window > 1, key)
-    texts: ResumableReader[str] = source
-    if shuffle_window > 1:
-        texts = shuffle_windows(texts, shuffle_window, seed, RngStream.DOCUMENT_ORDER, *key)
+    texts = _shuffle_texts(source, shuffle_window, seed, key)
     return tokenize_reader(texts, encoder or InlineTextEncoder(tokenizer.encode))
 
 
@@ -134,15 +162,19 @@ def build_row_reader(
     *,
     repeat: bool = True,
     encoder: TextEncoder | None = None,
+    block_length: int | None = None,
 ) -> ResumableReader[Row]:
     """Read the rows of all components.
 
     Args:
         repeat: a component that ends starts again until each was read to its end once. False: each is read once.
-        encoder: None: tokenize in this process.
+        encoder: None: tokenize text in this process.
+        block_length: of block diffusion, the longest; 1 for next tokens. None: bidirectional. Conversations are
+            prepared for it.
 
     Raises:
-        ValueError: the tokenizer has no end-of-text token, rows are too short, or shards have another tokenizer.
+        ValueError: the tokenizer has no end-of-text token, rows are too short, shards have another tokenizer, or the
+            chat template does not allow to learn answers.
     """
     check_shard_tokenizer(components, tokenizer)
     if tokenizer.eos_token_id is None:
@@ -150,18 +182,21 @@ def build_row_reader(
             "the tokenizer has no end-of-text token, which separates documents and pads rows; use one that has"
         )
     row_format = RowFormat(row_length, tokenizer.eos_token_id, config.begin_with_eos, config.end_with_eos)
+    has_chats = any(component.chat is not None for component in components)
     readers: list[ResumableReader[Row]] = []
     for index, component in enumerate(components):
         key = (index,) if len(components) > 1 else ()
-        documents = build_token_reader(component, tokenizer, config.document_shuffle_window, seed, key, encoder)
         rows: ResumableReader[Row]
-        match config.rows:
-            case "packed":
-                rows = PackedRowReader(documents, row_format)
-            case "best_fit":
-                rows = pack_best_fit(documents, row_format, config.packing_window)
-            case "padded":
-                rows = PaddedRowReader(documents, row_format)
+        if component.chat is not None:
+            chat_encoder = ChatEncoder(component.chat, tokenizer, row_length, block_length)
+            documents = read_conversations(component, chat_encoder, config.document_shuffle_window, seed, key)
+            is_padded = config.rows == "padded"
+            rows = pack_conversations(documents, row_format, config.packing_window, is_padded=is_padded)
+        else:
+            tokens = build_token_reader(component, tokenizer, config.document_shuffle_window, seed, key, encoder)
+            rows = _pack_text(tokens, config, row_format)
+            if has_chats:
+                rows = SegmentLabelingReader(rows)
         if config.row_shuffle_window > 1:
             rows = shuffle_windows(rows, config.row_shuffle_window, seed, RngStream.SEQUENCE_ORDER, *key)
         readers.append(rows)
@@ -169,6 +204,32 @@ def build_row_reader(
         return readers[0]
     weights, names = [component.weight for component in components], [component.name for component in components]
     return MixedRowReader(readers, weights, names, repeat)
+
+
+def _pack_text(documents: ResumableReader[Tokens], config: DataConfig, row_format: RowFormat) -> ResumableReader[Row]:
+    match config.rows:
+        case "packed":
+            return PackedRowReader(documents, row_format)
+        case "best_fit":
+            return pack_best_fit(documents, row_format, config.packing_window)
+        case "padded":
+            return PaddedRowReader(documents, row_format)
+
+
+def read_conversations(
+    component: MixtureComponent,
+    encoder: ChatEncoder,
+    shuffle_window: int,
+    seed: int,
+    key: tuple[int, ...] = (),
+) -> ResumableReader[Document]:
+    """Read the documents of a component's conversations, shuffled as texts are (`build_token_reader`)."""
+    assert not isinstance(component.source, ShardDocuments), "shards have no conversations"
+    return encode_reader(_shuffle_texts(component.source, shuffle_window, seed, key), encoder, seed, key)
+
+
+def _shuffle_texts(texts: ResumableReader[str], window: int, seed: int, key: tuple[int, ...]) -> ResumableReader[str]:
+    return shuffle_windows(texts, window, seed, RngStream.DOCUMENT_ORDER, *key) if window > 1 else texts
 
 
 @dataclass
@@ -226,7 +287,8 @@ class _ComponentState:
 def read_training_tokens(
     components: Sequence[MixtureComponent], tokenizer: Tokenizer, limit: int, end_with_eos: bool = True
 ) -> Tokens:
-    """Return the first tokens of the training documents, up to ``limit`` and the end of a document.
+    """Return the first tokens of the training documents, up to ``limit`` and the end of a document: of conversations,
+    those of their answers.
 
     The components of a mixture contribute by their weights.
     """
@@ -234,6 +296,9 @@ def read_training_tokens(
     total_weight = sum(component.weight for component in components)
     pieces: list[Tokens] = []
     for component in components:
+        if component.chat is not None:
+            pieces += _read_answers(component, tokenizer, round(limit * component.weight / total_weight))
+            continue
         reader = build_token_reader(component, tokenizer, shuffle_window=0, seed=0)
         num_left, position = limit * component.weight / total_weight, None
         while num_left > 0:
@@ -243,3 +308,22 @@ def read_training_tokens(
             if position is None:
                 break
     return np.concatenate(pieces)
+
+
+def _read_answers(component: MixtureComponent, tokenizer: Tokenizer, limit: int) -> list[Tokens]:
+    """Return the tokens of the first answers of conversations, without fill."""
+    assert component.chat is not None
+    records = ChatRecords(component.chat.config, component.chat.key, component.chat.on_bad_row)  # with its own counts
+    reader = read_conversations(
+        component, ChatEncoder(records, tokenizer, limit, block_length=1), shuffle_window=0, seed=0
+    )
+    pieces: list[Tokens] = []
+    num_left, position = limit, None
+    while num_left > 0:
+        documents, position = reader.read(0, position, DOCUMENTS_PER_READ)
+        answers = [document.tokens[document.loss_mask & ~document.is_fill] for document in documents]
+        pieces += answers
+        num_left -= sum(map(len, answers))
+        if position is None:
+            break
+    return pieces

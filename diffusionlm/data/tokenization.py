@@ -33,7 +33,9 @@ SPAWN_CONTEXT = get_context("spawn")
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig, log: Callable[[str], None]) -> Tokenizer:
     """Train a byte-level BPE tokenizer; messages go to ``log``."""
     log(f"training a byte-level BPE tokenizer of {config.vocab_size:,} tokens ...")
-    tokenizer = train_bpe(texts, vocab_size=config.vocab_size, pattern=config.pattern)
+    tokenizer = train_bpe(
+        texts, vocab_size=config.vocab_size, special_tokens=config.all_special_tokens, pattern=config.pattern
+    )
     if tokenizer.vocab_size < config.vocab_size:
         log(f"the text has no more pairs to merge: the tokenizer has {tokenizer.vocab_size:,} tokens")
     return tokenizer

@@ -31,6 +31,8 @@ class RngStream(IntEnum):
     """(split, epoch, block of documents): text of a synthetic source."""
     ADAPTER_DROPOUT = 14
     """(step): key of the dropout masks of adapters."""
+    ANSWER = 15
+    """(epoch, window, conversation in it): the answer that is learned; in a mixture preceded by the component."""
     LIKELIHOOD_LEVELS = 20
     """(): offsets of the sequences of an evaluation; (sequence): order of its blocks."""
     LIKELIHOOD_MASKS = 21

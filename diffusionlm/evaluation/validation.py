@@ -46,7 +46,15 @@ class Validator:
             ValueError: there is no validation text.
         """
         components = open_components(config.data, "validation")
-        reader = build_row_reader(components, config.data, tokenizer, config.row_length, VALIDATION_SEED, repeat=False)
+        reader = build_row_reader(
+            components,
+            config.data,
+            tokenizer,
+            config.row_length,
+            VALIDATION_SEED,
+            repeat=False,
+            block_length=config.objective.longest_block_length,
+        )
         rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
         if not rows:
             raise ValueError(

@@ -25,6 +25,8 @@ from diffusionlm.checkpoints.adapter_files import fingerprint_weights
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model_with_config
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
 from diffusionlm.checkpoints.model_files import load_tokenizer
+from diffusionlm.data.chat.templates import find_stop_token, resolve_chat_template
+from diffusionlm.data.chat.texts import ConversationTexts
 from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
@@ -73,10 +75,11 @@ def prepare_tokenizer(
     config: TokenizerConfig, init_from: Path | None, components: list[MixtureComponent], directory: Path, log: Log
 ) -> Tokenizer:
     """Load the tokenizer of the run directory, or create it there: a copy of ``tokenizer.path``, of ``init_from``'s or
-    of the shards', else one that is trained on the first documents.
+    of the shards', else one that is trained on the first documents. Its chat template is that of the conversations.
 
     Raises:
-        ValueError: the tokenizer cannot be read or has no end-of-text token, or there are no documents.
+        ValueError: the tokenizer cannot be read or has no end-of-text token, there are no documents, or the chat
+            template does not allow to learn answers.
     """
     if directory.is_dir():
         verify_directory(directory)
@@ -89,6 +92,9 @@ def prepare_tokenizer(
         )
         source = config.path or init_from or next(shard_directories, None)
         tokenizer = load_tokenizer(source) if source else _train_tokenizer(config, components, log)
+        chat = next((component.chat for component in components if component.chat is not None), None)
+        if chat is not None:
+            tokenizer = tokenizer.with_chat_template(resolve_chat_template(chat.config, tokenizer, chat.key))
         write_directory_atomically(directory, lambda folder: save_tokenizer(tokenizer, folder))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {directory} has no end-of-text token, which every sequence ends with")
@@ -108,7 +114,8 @@ def _train_tokenizer(config: TokenizerConfig, components: list[MixtureComponent]
         for component in components
         if not isinstance(component.source, ShardDocuments)
         for text in read_first_documents(
-            component.source, int(config.max_training_bytes * component.weight / total_weight)
+            component.source if component.chat is None else ConversationTexts(component.source),
+            int(config.max_training_bytes * component.weight / total_weight),
         )
     )
     first_text = next(texts, None)
@@ -212,6 +219,8 @@ def create_model_builder(
         section.check_same_architecture(source_config)
         vocab_size = _check_vocab_size(source_config, section.init_from, tokenizer)
         stop_token_ids = _merge_stop_tokens(source_config, tokenizer)
+    if config.data.chats:
+        stop_token_ids = _add_chat_stop(stop_token_ids, tokenizer)
     model_config = section.to_model_config(
         vocab_size=vocab_size,
         mask_token_id=tokenizer.mask_token_id,
@@ -253,6 +262,15 @@ def _merge_stop_tokens(source_config: ModelConfig, tokenizer: Tokenizer) -> tupl
     if end is None or end not in source_config.stop_token_ids:
         return ()
     return tuple(dict.fromkeys([end, *source_config.stop_token_ids]))
+
+
+def _add_chat_stop(stop_token_ids: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The stop tokens with that of the chat template, at which the model learns to end its answers."""
+    assert tokenizer.chat_template is not None and tokenizer.eos_token_id is not None, "prepare_tokenizer has set them"
+    stop = find_stop_token(tokenizer.chat_template, tokenizer)
+    if stop in (tokenizer.eos_token_id, *stop_token_ids):
+        return stop_token_ids
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *stop_token_ids, stop]))
 
 
 def parallelize(

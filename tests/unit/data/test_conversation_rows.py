@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diffusionlm.data.loader import collate_rows
-from diffusionlm.data.packing import Document, Row, SegmentLabelingReader, group_best_fit, label_segments
+from diffusionlm.data.packing import Document, Row, RowFormat, SegmentLabelingReader, group_best_fit, label_segments
 from diffusionlm.data.packing import pack_conversations as pack
 
 Drain = Callable[..., list[Any]]
@@ -35,7 +35,7 @@ def facts(row: Row) -> tuple[list[int], ...]:
 
 def test_two_conversations_share_a_row(list_reader: Any, drain: Drain) -> None:
     documents = [document("pa", "paf"), document("ppa", first_token=20)]
-    rows = drain(pack(list_reader(documents), 9, PAD, 10, is_padded=False))
+    rows = drain(pack(list_reader(documents), RowFormat(9, PAD), 10, is_padded=False))
     assert [facts(row) for row in rows] == [
         (
             [0, 1, 2, 3, 4, 20, 21, 22, PAD],
@@ -49,7 +49,7 @@ def test_two_conversations_share_a_row(list_reader: Any, drain: Drain) -> None:
 
 def test_padded_rows_hold_one_conversation_each(list_reader: Any, drain: Drain) -> None:
     documents = [document("pa"), document("pa", "paf", first_token=10)]
-    rows = drain(pack(list_reader(documents), 6, PAD, 10, is_padded=True))
+    rows = drain(pack(list_reader(documents), RowFormat(6, PAD), 10, is_padded=True))
     assert [row.tokens_L.tolist() for row in rows] == [[0, 1, PAD, PAD, PAD, PAD], [10, 11, 12, 13, 14, PAD]]
 
 
@@ -60,7 +60,7 @@ def test_no_conversation_is_cut_or_lost(row_length: int, list_reader: Any, drain
         document("p" * int(rng.integers(1, 4)) + "a" * int(rng.integers(1, 4)), first_token=100 * index)
         for index in range(50)
     ]
-    rows = drain(pack(list_reader(documents), row_length, PAD, 16, is_padded=False))
+    rows = drain(pack(list_reader(documents), RowFormat(row_length, PAD), 16, is_padded=False))
     found = [
         (row.tokens_L[mine].tolist(), row.loss_mask_L[mine].tolist())
         for row in rows
@@ -74,7 +74,7 @@ def test_text_beside_conversations_has_a_segment_per_document(list_reader: Any, 
     text = Row(np.arange(5, dtype=np.int32), np.array([0, 0, 1, 1, -1], dtype=np.int32), np.ones(5, dtype=np.bool_))
     (row,) = drain(SegmentLabelingReader(list_reader([text])))
     assert facts(row)[3:] == ([0] * 5, [0, 0, 1, 1, -1])
-    chat = drain(pack(list_reader([document("pa")]), 5, PAD, 1, is_padded=True))[0]
+    chat = drain(pack(list_reader([document("pa")]), RowFormat(5, PAD), 1, is_padded=True))[0]
     batch = collate_rows([row, chat])
     assert batch.segment_BL is not None and batch.is_fill_BL is not None
     assert batch.segment_BL.tolist() == [[0, 0, 1, 1, -1], [0, 0, -1, -1, -1]]

@@ -1,0 +1,218 @@
+"""Turn conversations into documents of tokens, with targets, fill and segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from config.data import OnBadRow
+from config.finetune.chat import ChatRowsConfig, TurnSelection
+from diffusionlm.data.chat.formats import Conversation, Message
+from diffusionlm.data.chat.templates import resolve_chat_template
+from diffusionlm.data.packing import Document
+from diffusionlm.data.reader import REPAIRED_PREFIX, ItemsFuture, ResumableReader, WindowedReader
+from diffusionlm.data.record_source import LocatedText
+from diffusionlm.data.tokenization import CHUNK_DOCUMENTS
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from tokenizer import EncodedAnswer, Tokenizer, encode_answer
+
+TOO_LONG = "longer than a row"
+PROMPT_TOO_LONG = "prompt as long as a row"
+REFUSED = "the chat template refuses it"
+NOT_LEARNED = "no answer that the chat template marks with generation"
+CUT = f"{REPAIRED_PREFIX}cut at the end of a row"
+EXPANDED = f"{REPAIRED_PREFIX}expanded, because the chat template changes earlier answers"
+UNANSWERED = f"{REPAIRED_PREFIX}messages after the last answer left out"
+
+
+@dataclass(frozen=True)
+class ChatRecords:
+    """What the records of a source mean as conversations."""
+
+    config: ChatRowsConfig
+    key: str
+    """Config key of the section, for errors."""
+    on_bad_row: OnBadRow
+    counts: dict[str, int] = field(default_factory=dict)
+    """Conversations left out or changed by the encoder in the first epoch, by reason."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer with the tokens since the answer before it."""
+
+    context: tuple[int, ...]
+    answer: tuple[int, ...]
+    """Ends with the stop token."""
+
+
+class ChatEncoder:
+    """Encodes conversations for rows of a fixed length.
+
+    Args:
+        block_length: of block diffusion; None: bidirectional. It selects the defaults of `turns` and `fill`.
+
+    Raises:
+        ValueError: the template does not allow to learn answers, or the fill does not fit the objective.
+    """
+
+    def __init__(
+        self, records: ChatRecords, tokenizer: Tokenizer, row_length: int, block_length: int | None = None
+    ) -> None:
+        self.config = records.config.resolve(block_length)
+        self.records, self.row_length, self.block_length = records, row_length, block_length
+        self._tokenizer = tokenizer
+        self._template = resolve_chat_template(self.config, tokenizer, records.key)
+        if self.config.fill == "block" and block_length is None:
+            raise ValueError(
+                f'{records.key}.fill = "block" needs blocks: set "length:N", or objective.kind = "block_diffusion"'
+            )
+        assert tokenizer.eos_token_id is not None, "build_row_reader has checked it"
+        self._fill_token_id = tokenizer.eos_token_id
+
+    def encode(self, text: str, rng: np.random.Generator | None = None, *, is_counted: bool = False) -> list[Document]:
+        """Encode the canonical text of a conversation; a preference is its chosen answer.
+
+        Args:
+            rng: selects the answer for `turns` = "one".
+            is_counted: add what is left out to the counts.
+
+        Raises:
+            ValueError: the template refuses the conversation while `on_bad_row` is "raise".
+        """
+        counts: list[str] = []
+        try:
+            conversation = Conversation.from_text(text)
+            selection = self.config.turns if conversation.rejected is None else "last"
+            documents = self._encode_conversation(conversation, selection, rng, counts)
+        except ValueError as error:
+            if self.records.on_bad_row == "raise":
+                place = f"{text.location}: " if isinstance(text, LocatedText) else ""
+                raise ValueError(
+                    f'{self.records.key}: {place}{error}; set on_bad_row = "skip" beside chat to leave such '
+                    "conversations out and count them"
+                ) from error
+            counts, documents = [REFUSED], []
+        if is_counted:
+            for reason in counts:
+                self.records.counts[reason] = self.records.counts.get(reason, 0) + 1
+        return documents
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[object] | None) -> EncodedAnswer | None:
+        """Encode the last message as the answer to those before it."""
+        return encode_answer(self._tokenizer, self._template, messages, tools=tools)  # type: ignore[arg-type]
+
+    def encode_preference(self, text: str) -> tuple[Document, Document] | None:
+        """Encode the chosen and the rejected answer with their prompt; None if one of them is left out."""
+        conversation = Conversation.from_text(text)
+        assert conversation.rejected is not None, "the format is preference"
+        pair: list[Document] = []
+        for messages in (conversation.messages, conversation.rejected):
+            pair += self._encode_conversation(Conversation(messages, conversation.tools), "last", None, [])
+        return (pair[0], pair[1]) if len(pair) == 2 else None
+
+    def _encode_conversation(
+        self,
+        conversation: Conversation,
+        selection: TurnSelection | None,
+        rng: np.random.Generator | None,
+        counts: list[str],
+    ) -> list[Document]:
+        messages = conversation.messages
+        positions = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if positions[-1] + 1 < len(messages):
+            counts.append(UNANSWERED)
+        match selection:
+            case "last":
+                positions = positions[-1:]
+            case "one" if rng is not None:
+                positions = [positions[int(rng.integers(len(positions)))]]
+        answers = [
+            answer
+            for position in positions
+            if (answer := self.encode_prompt(messages[: position + 1], conversation.tools)) is not None
+        ]
+        if not answers:
+            counts.append(NOT_LEARNED)
+            return []
+        chains = [[Turn(answer.prompt_ids, answer.answer_ids)] for answer in answers]
+        if selection == "all" and len(answers) > 1:
+            joined = _join_turns(answers)
+            if joined is None:
+                counts.append(EXPANDED)
+            else:
+                chains = [joined]
+        documents = (self._build_document(turns, counts) for turns in chains)
+        return [document for document in documents if document is not None]
+
+    def _build_document(self, turns: Sequence[Turn], counts: list[str]) -> Document | None:
+        """Concatenate the turns and add the fill; None if they do not fit."""
+        tokens = [token for turn in turns for token in (*turn.context, *turn.answer)]
+        is_answer = [kind for turn in turns for kind in (*[False] * len(turn.context), *[True] * len(turn.answer))]
+        sizes = [len(turn.context) + len(turn.answer) for turn in turns]
+        num_fill = 0
+        if len(tokens) > self.row_length:
+            end = next((index for index in range(self.row_length, 0, -1) if is_answer[index - 1]), 0)
+            if self.config.truncate_mode == "drop" or not end:
+                counts.append(TOO_LONG if self.config.truncate_mode == "drop" else PROMPT_TOO_LONG)
+                return None
+            counts.append(CUT)
+            tokens, is_answer = tokens[:end], is_answer[:end]  # ends with an answer: a context alone teaches nothing
+        else:
+            num_fill = min(self._count_fill(turns[-1]), self.row_length - len(tokens))
+            sizes[-1] += num_fill
+        return Document(
+            np.array(tokens + [self._fill_token_id] * num_fill, dtype=np.int32),
+            np.array(is_answer + [True] * num_fill, dtype=np.bool_),
+            np.array([False] * len(tokens) + [True] * num_fill, dtype=np.bool_),
+            np.repeat(np.arange(len(turns), dtype=np.int32), sizes)[: len(tokens) + num_fill],
+        )
+
+    def _count_fill(self, turn: Turn) -> int:
+        """Fill tokens after the last answer. Blocks are counted from the start of its segment."""
+        if self.config.fill == "block":
+            assert self.block_length is not None
+            return -(len(turn.context) + len(turn.answer)) % self.block_length
+        length = self.config.fill_length
+        return 0 if length is None else max(0, length - len(turn.answer))
+
+
+def _join_turns(answers: Sequence[EncodedAnswer]) -> list[Turn] | None:
+    """Divide a conversation into its turns; None if a prompt does not begin with the turns before it.
+
+    Then the model would see other tokens in training than when it answers.
+    """
+    turns: list[Turn] = []
+    before: tuple[int, ...] = ()
+    for answer in answers:
+        if answer.prompt_ids[: len(before)] != before:
+            return None
+        turns.append(Turn(answer.prompt_ids[len(before) :], answer.answer_ids))
+        before = answer.prompt_ids + answer.answer_ids
+    return turns
+
+
+def encode_reader(
+    upstream: ResumableReader[str], encoder: ChatEncoder, seed: int, key: tuple[int, ...] = ()
+) -> WindowedReader[str, Document]:
+    """Read the documents of conversations. For `turns` = "one", (seed, key, epoch, index) select the answer."""
+    last_counted = -1
+
+    def encode(epoch: int, index: int, texts: list[str]) -> list[Document]:
+        nonlocal last_counted
+        is_counted = epoch == 0 and index > last_counted
+        if is_counted:
+            last_counted = index
+        is_random = encoder.config.turns == "one"
+        documents: list[Document] = []
+        for position, text in enumerate(texts):
+            rng = keyed_rng(seed, RngStream.ANSWER, *key, epoch, index, position) if is_random else None
+            documents += encoder.encode(text, rng, is_counted=is_counted)
+        return documents
+
+    def transform(epoch: int, index: int, texts: list[str]) -> ItemsFuture[Document]:
+        return lambda: encode(epoch, index, texts)
+
+    return WindowedReader(upstream, CHUNK_DOCUMENTS, transform)

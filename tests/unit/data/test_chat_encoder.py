@@ -1,0 +1,246 @@
+"""Documents of conversations: answers through their stop token are learned, prompts are those of the sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.finetune.chat import ChatRowsConfig
+from diffusionlm.data.chat.encoder import CUT, EXPANDED, PROMPT_TOO_LONG, TOO_LONG, UNANSWERED, ChatEncoder, ChatRecords
+from diffusionlm.data.chat.encoder import encode_reader as read_documents
+from diffusionlm.data.chat.formats import ChatRowParser
+from diffusionlm.data.chat.templates import find_stop_token, resolve_chat_template
+from diffusionlm.data.packing import Document
+from diffusionlm.data.record_source import LocatedText
+from tests.unit.data.chat_cases import EOS, STOP, chat, chat_tokenizer, spell
+from tokenizer import Tokenizer, encode_chat
+
+USER, ASSISTANT = "<|im_start|>user\n", "<|im_start|>assistant\n"
+LONG = 1_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return chat_tokenizer()
+
+
+def make_encoder(
+    tokenizer: Tokenizer, row_length: int = LONG, block_length: int | None = None, **options: Any
+) -> ChatEncoder:
+    config = ChatRowsConfig.model_validate(options)
+    return ChatEncoder(ChatRecords(config, "data.source.chat", "skip"), tokenizer, row_length, block_length)
+
+
+def encode(encoder: ChatEncoder, row: dict[str, Any], rng: np.random.Generator | None = None) -> list[Document]:
+    text = ChatRowParser(encoder.config)(row)
+    assert isinstance(text, str), text
+    return encoder.encode(text, rng, is_counted=True)
+
+
+def test_all_turns_are_segments_of_one_document(tokenizer: Tokenizer) -> None:
+    encoder = make_encoder(tokenizer, turns="all", fill="none")
+    (document,) = encode(encoder, chat("q1", "a1", "q2", "a2"))
+    assert spell(document, tokenizer) == [
+        (f"{USER}q1{STOP}\n{ASSISTANT}", f"a1{STOP}", ""),
+        (f"\n{USER}q2{STOP}\n{ASSISTANT}", f"a2{STOP}", ""),
+    ]
+    assert document.tokens.dtype == document.segment_ids.dtype == np.int32
+    assert document.loss_mask.dtype == document.is_fill.dtype == np.bool_
+
+
+def test_expanded_turns_have_the_prompts_of_the_sampler(tokenizer: Tokenizer) -> None:
+    row = chat("q1", "a1", "q2", "a2")
+    documents = encode(make_encoder(tokenizer, fill="none"), row)
+    assert len(documents) == 2, "masked diffusion expands by default"
+    for index, document in enumerate(documents):
+        prompt = row["messages"][: 2 * index + 1]
+        num_prompt = int((~document.loss_mask).sum())
+        assert document.tokens[:num_prompt].tolist() == encode_chat(
+            tokenizer, "chatml", prompt, add_generation_prompt=True
+        )
+        assert document.loss_mask[num_prompt:].all()
+        assert tokenizer.decode(document.tokens[num_prompt:].tolist()) == f"a{index + 1}{STOP}"
+        assert not document.segment_ids.any()
+
+
+def test_stop_tokens_are_targets_once_per_answer(tokenizer: Tokenizer) -> None:
+    rng = np.random.default_rng(0)
+    stop = tokenizer.special_tokens[STOP]
+    for block_length in (None, 1, 3, 8):
+        encoder = make_encoder(tokenizer, block_length=block_length)
+        for num_turns in range(1, 5):
+            row = chat(*("x" * int(rng.integers(1, 9)) for _ in range(2 * num_turns)))
+            documents = encode(encoder, row)
+            scored = [document.tokens[document.loss_mask & ~document.is_fill].tolist() for document in documents]
+            assert sum(tokens.count(stop) for tokens in scored) == num_turns
+            assert all(tokens[-1] == stop for tokens in scored)
+            for document in documents:
+                last = document.segment_ids == document.segment_ids[-1]
+                assert block_length is None or last.sum() % block_length == 0, "the last block is full"
+    assert find_stop_token(resolve_chat_template(encoder.config, tokenizer, "chat"), tokenizer) == stop
+
+
+def test_one_turn_is_random_per_epoch_and_reproducible(tokenizer: Tokenizer, list_reader: Any) -> None:
+    encoder = make_encoder(tokenizer, turns="one", fill="none")
+    text = ChatRowParser(encoder.config)(chat("q1", "a1", "q2", "a2", "q3", "a3"))
+    reader = read_documents(list_reader([text] * 20), encoder, seed=3)
+
+    def answers(epoch: int) -> list[str]:
+        documents, _ = reader.read(epoch, None, 100)
+        return [spell(document, tokenizer)[-1][1] for document in documents]
+
+    assert set(answers(0)) == {f"a{index}{STOP}" for index in (1, 2, 3)}
+    assert answers(0) == answers(0) != answers(1)
+    last = make_encoder(tokenizer, turns="last", fill="none")
+    assert spell(encode(last, chat("q1", "a1", "q2", "a2"))[0], tokenizer)[0][1] == f"a2{STOP}"
+
+
+def test_fill(tokenizer: Tokenizer) -> None:
+    row = chat("q", "abc")  # an answer of 4 tokens
+    (plain,) = encode(make_encoder(tokenizer, fill="none"), row)
+    num_prompt = int((~plain.loss_mask).sum())
+    for fill, expected in (("none", 0), ("length:3", 0), ("length:4", 0), ("length:9", 5)):
+        (document,) = encode(make_encoder(tokenizer, fill=fill), row)
+        assert spell(document, tokenizer)[0][1:] == (f"abc{STOP}", EOS * expected)
+        assert document.loss_mask[num_prompt:].all()
+    for block_length in (1, 2, 5, 16, 64):
+        (document,) = encode(make_encoder(tokenizer, block_length=block_length, fill="block"), row)
+        assert int(document.is_fill.sum()) == -(num_prompt + 4) % block_length
+    (short,) = encode(make_encoder(tokenizer, row_length=num_prompt + 6, fill="length:100"), row)
+    assert int(short.is_fill.sum()) == 2, "the fill ends with the row"
+    two_turns = encode(make_encoder(tokenizer, block_length=8), chat("q1", "a1", "q2", "a2"))
+    assert next(fill for _, _, fill in spell(two_turns[0], tokenizer)) == "", "an inner answer ends in a short block"
+
+
+def test_vector_d_the_fill_completes_the_block_of_the_document(tokenizer: Tokenizer) -> None:
+    """Prompt of 6, answer of 4, blocks of 4: two fill tokens, six targets."""
+    (document,) = encode(make_encoder(tokenizer, block_length=4), chat("q", "abc"))
+    size = int((~document.loss_mask).sum())
+    extra = (6 - size) % 4
+    (document,) = encode(make_encoder(tokenizer, block_length=4), chat("q" * (1 + extra), "abc"))
+    assert int((~document.loss_mask).sum()) % 4 == 6 % 4
+    assert int(document.loss_mask.sum()) == 6 and int(document.is_fill.sum()) == 2
+
+
+@pytest.mark.parametrize("row_length", range(20, 60))
+def test_truncation(row_length: int, tokenizer: Tokenizer) -> None:
+    row = chat("question", "answer of some length", "and", "another")
+    stop = tokenizer.special_tokens[STOP]
+    whole = encode(make_encoder(tokenizer, turns="all", fill="none"), row)[0]
+    drop = make_encoder(tokenizer, row_length, 4, turns="all")
+    assert not encode(drop, row)
+    assert drop.records.counts == {TOO_LONG: 1}
+    cut = make_encoder(tokenizer, row_length, 4, turns="all", truncate_mode="cut")
+    documents = encode(cut, row)
+    if not documents:
+        assert cut.records.counts == {PROMPT_TOO_LONG: 1}
+        assert not whole.loss_mask[:row_length].any()
+        return
+    assert cut.records.counts == {CUT: 1}
+    (document,) = documents
+    size = len(document)
+    assert size <= row_length and not document.is_fill.any() and document.loss_mask[-1]
+    assert not whole.loss_mask[size:row_length].any(), "only a context without answer is left out"
+    for name in ("tokens", "loss_mask", "segment_ids"):
+        assert np.array_equal(getattr(document, name), getattr(whole, name)[:size])
+    num_complete = int((whole.tokens[whole.loss_mask & (np.arange(len(whole)) < size)] == stop).sum())
+    assert int((document.tokens[document.loss_mask] == stop).sum()) == num_complete
+
+
+def test_a_conversation_that_the_template_rewrites_is_expanded() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    row = chat("q1", "a1", "q2", "a2")
+    row["messages"][1]["reasoning_content"] = "r1"
+    encoder = make_encoder(tokenizer, block_length=4, fill="none")
+    documents = encode(encoder, row)
+    assert [spell(document, tokenizer)[0][1] for document in documents] == [
+        f"<think>\nr1\n</think>\n\na1{STOP}",
+        f"<think>\n\n</think>\n\na2{STOP}",
+    ]
+    assert encoder.records.counts == {EXPANDED: 1}
+    short = make_encoder(tokenizer, template="chatml", block_length=4)
+    assert len(encode(short, row)) == 1 and not short.records.counts
+
+
+def test_messages_after_the_last_answer_are_left_out_and_counted(tokenizer: Tokenizer) -> None:
+    encoder = make_encoder(tokenizer, turns="all", fill="none")
+    (document,) = encode(encoder, chat("q1", "a1", "q2"))
+    assert [answer for _, answer, _ in spell(document, tokenizer)] == [f"a1{STOP}"]
+    assert encoder.records.counts == {UNANSWERED: 1}
+
+
+def test_what_the_template_refuses_names_its_place(tokenizer: Tokenizer) -> None:
+    template = "{{ raise_exception('no tables, please') if 'table' in messages[0].content else '' }}"
+    assert tokenizer.chat_template is not None
+    tokenizer = tokenizer.with_chat_template(type(tokenizer.chat_template)(template + tokenizer.chat_template.source))
+    skipping = make_encoder(tokenizer)
+    assert not encode(skipping, chat("a table", "x"))
+    assert skipping.records.counts == {"the chat template refuses it": 1}
+    strict = ChatEncoder(ChatRecords(ChatRowsConfig(), "data.source.chat", "raise"), tokenizer, LONG)
+    text = ChatRowParser(ChatRowsConfig())(chat("a table", "x"))
+    assert isinstance(text, str)
+    with pytest.raises(ValueError, match=r"c.jsonl, line 7: .*no tables, please"):
+        strict.encode(LocatedText(text, "c.jsonl, line 7"))
+
+
+NO_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (None, "no chat template"),
+        ("chatty", "no such built-in template"),
+        (NO_PROMPT, "no generation prompt"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "no generation prompt"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token"),
+        ("{% for", "cannot be applied"),
+    ],
+)
+def test_unusable_templates_are_refused_before_work(template: str | None, problem: str, tmp_path: Any) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(template or "")
+    name = template if template in (None, "chatty") else str(path)
+    with pytest.raises(ValueError, match=f"data.source.chat.template.*{problem}"):
+        make_encoder(chat_tokenizer(None), template=name)
+
+
+def test_a_second_beginning_of_text_is_refused() -> None:
+    tokenizer = chat_tokenizer()
+    options = tokenizer.options.__class__.from_json({"bos_token": "<|mask|>"})
+    assert tokenizer.chat_template is not None
+    twice = type(tokenizer.chat_template)("<|mask|><|mask|>" + tokenizer.chat_template.source)
+    with pytest.raises(ValueError, match="more than once"):
+        make_encoder(tokenizer.with_options(options).with_chat_template(twice))
+
+
+def test_variables_of_the_template_are_kept_with_it() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    config = ChatRowsConfig.model_validate({"template_variables": {"enable_thinking": False}})
+    template = resolve_chat_template(config, tokenizer, "chat")
+    prompt = encode_chat(tokenizer, template, [{"role": "user", "content": "q"}], add_generation_prompt=True)
+    assert tokenizer.decode(prompt).endswith("<think>\n\n</think>\n\n")
+    encoder = make_encoder(tokenizer, template_variables={"enable_thinking": False}, fill="none")
+    assert spell(encode(encoder, chat("q", "a"))[0], tokenizer)[0][1] == f"a{STOP}"
+
+
+def test_block_fill_needs_blocks(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="needs blocks"):
+        make_encoder(tokenizer, fill="block")
+
+
+def test_preferences_are_pairs_with_the_same_prompt(tokenizer: Tokenizer) -> None:
+    encoder = make_encoder(tokenizer, fill="none", format="preference")
+    text = ChatRowParser(encoder.config)({"prompt": "q", "chosen": "good", "rejected": "bad"})
+    assert isinstance(text, str)
+    pair = encoder.encode_preference(text)
+    assert pair is not None
+    assert [spell(document, tokenizer)[0][1] for document in pair] == [f"good{STOP}", f"bad{STOP}"]
+    prompts = [document.tokens[~document.loss_mask].tolist() for document in pair]
+    assert prompts[0] == prompts[1]
+    (chosen,) = encoder.encode(text)
+    assert np.array_equal(chosen.tokens, pair[0].tokens), "fine-tuning learns the chosen answer"
+    short = make_encoder(tokenizer, row_length=len(pair[0]) - 1, fill="none", format="preference")
+    assert short.encode_preference(text) is None

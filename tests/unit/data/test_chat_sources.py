@@ -1,0 +1,203 @@
+"""Conversations from JSON lines, JSON, Parquet and datasets: the same rows, nothing lost, nothing in both splits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from config.data import DataConfig
+from config.make_data import MakeDataConfig
+from config.model import ModelConfig
+from config.objective import MaskedDiffusionConfig
+from diffusionlm.data.chat.texts import ConversationTexts
+from diffusionlm.data.loader import Loader
+from diffusionlm.data.packing import Row, fill_to_longest
+from diffusionlm.data.pipeline import build_row_reader, describe_skipped, open_components, read_training_tokens
+from diffusionlm.data.sources import open_source
+from diffusionlm.diffusion.objectives import build_objective
+from tests.unit.data.chat_cases import chat, chat_tokenizer
+
+Drain = Callable[..., list[Any]]
+ROWS = [chat(f"question {index}", f"answer {index * index}") for index in range(120)]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=50)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config_of(path: Path, chat_options: dict[str, Any] | None = None, **source: Any) -> DataConfig:
+    values = {"kind": "files", "paths": [str(path)], "chat": chat_options or {}, **source}
+    return DataConfig.model_validate({"source": values, "document_shuffle_window": 0, "row_shuffle_window": 0})
+
+
+def read_texts(config: DataConfig, split: Any = "train") -> list[str]:
+    texts, position = open_source(config.components[0].source, split, "data.source").read(0, None, 10_000)  # type: ignore[arg-type]
+    assert position is None
+    return [str(text) for text in texts]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "hub"])
+def test_every_file_format_gives_the_same_conversations(name: str, tmp_path: Path) -> None:
+    expected = read_texts(config_of(write(tmp_path / "expected.jsonl", ROWS)))
+    assert len(expected) > 90
+    if name == "hub":
+        folder = tmp_path / "dataset"
+        folder.mkdir()
+        write(folder / "train.jsonl", ROWS)
+        values = {"kind": "hub", "dataset": str(folder), "validation_fraction": 0.05, "chat": {}}
+        config = DataConfig.model_validate({"source": values})
+    else:
+        config = config_of(write(tmp_path / name, ROWS))
+    assert read_texts(config) == expected
+    held_out = read_texts(config, "validation")
+    assert held_out and sorted(held_out + expected) == sorted(
+        read_texts(config_of(tmp_path / "expected.jsonl")) + held_out
+    )
+    assert set(held_out).isdisjoint(expected), "a hash of the conversation decides"
+
+
+def test_keys_that_only_some_messages_have(tmp_path: Path) -> None:
+    """Parquet has null for them in all others."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    other = {"type": "function", "function": {"name": "g", "arguments": {"y": 2}}}
+    answers = [{"role": "assistant", "content": "", "tool_calls": [item]} for item in (call, other)]
+    rows = [{"messages": [{"role": "user", "content": "q"}, answer]} for answer in answers] * 2 + ROWS[:2]
+    held_out = [str(write(tmp_path / "v.jsonl", ROWS[:1]))]
+    texts = [
+        read_texts(config_of(write(tmp_path / name, rows), validation_paths=held_out))
+        for name in ("a.jsonl", "a.parquet")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == len(rows)
+
+
+def test_bad_rows_name_file_and_line_or_are_counted(tmp_path: Path) -> None:
+    bad = [{"messages": [{"role": "wizard", "content": "x"}]}, chat("a", " "), {"text": "x"}, [1]]
+    path = write(tmp_path / "a.jsonl", [*ROWS[:60], bad[0], *ROWS[60:], *bad[1:]])
+    with pytest.raises(ValueError, match=r"data.source.chat: .*a.jsonl, line 61: unknown role: 'wizard'.*on_bad_row"):
+        read_texts(config_of(path))
+    config = config_of(path, on_bad_row="skip")
+    (component,) = open_components(config, "train")
+    tokenizer = chat_tokenizer()
+    reader = build_row_reader([component], config, tokenizer, 64, 0, repeat=False)
+    rows, _ = reader.read(0, None, 1000)
+    assert len(read_texts(config)) + len(read_texts(config, "validation")) == len(ROWS)
+    assert component.skipped == {"unknown role": 1, "empty answer": 1, "no conversation": 1, "not an object": 1}
+    assert component.num_skipped == 4 and len(rows) > 50
+
+
+def test_a_map_that_fits_nothing_says_what_is_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"ask": "x", "reply": "y"}] * 3)
+    with pytest.raises(ValueError, match=r"a.jsonl, line 1: no conversation: its columns 'ask', 'reply'.*chat.columns"):
+        read_texts(config_of(path, {"columns": {"prompt": "question"}}))
+
+
+def test_too_long_conversations_are_counted_and_none_left_is_an_error(
+    tmp_path: Path, make_config: Callable[..., ModelConfig]
+) -> None:
+    config = config_of(write(tmp_path / "a.jsonl", [*ROWS, chat("q" * 100, "a")]))
+    components = open_components(config, "train")
+    tokenizer = chat_tokenizer()
+    rows, _ = build_row_reader(components, config, tokenizer, 70, 0).read(0, None, 1000)
+    assert rows and components[0].skipped == {"longer than a row": 1}
+    reader = build_row_reader(components, config, tokenizer, 20, 0)
+    objective = build_objective(MaskedDiffusionConfig(), make_config(vocab_size=260, mask_token_id=257))
+    loader = Loader(reader, objective, 4, 4, 0, components=components)
+    with pytest.raises(ValueError, match=r"no documents to train on \(left out: \d+ longer than a row\)"):
+        loader.next_step(0)
+    assert describe_skipped(components).startswith(" (left out: ")
+
+
+def test_few_conversations_are_not_cut(tmp_path: Path) -> None:
+    config = config_of(write(tmp_path / "a.jsonl", ROWS[:8]))
+    train, held_out = read_texts(config), read_texts(config, "validation")
+    assert (len(train), len(held_out)) == (7, 1)
+    with pytest.raises(ValueError, match="only one conversation"):
+        read_texts(config_of(write(tmp_path / "b.jsonl", ROWS[:1] * 5)))
+
+
+def test_rows_resume_exactly_and_shuffle(tmp_path: Path, drain: Drain) -> None:
+    path = write(tmp_path / "a.jsonl", [chat(*(f"t{i}{j}" for j in range(2 + 2 * (i % 3)))) for i in range(100)])
+    values = config_of(path, {"turns": "one", "fill": "length:3"}).model_dump()
+    config = DataConfig.model_validate(values | {"document_shuffle_window": 16, "row_shuffle_window": 7})
+    tokenizer = chat_tokenizer()
+
+    def make() -> Any:
+        return build_row_reader(open_components(config, "train"), config, tokenizer, 90, 5)
+
+    whole = drain(make(), epoch=2)
+    part, position = make().read(2, None, 11)
+    resumed = part + drain(make(), (3,), epoch=2, position=json.loads(json.dumps(position)))
+    assert len(whole) == len(resumed)
+    for a, b in zip(whole, resumed, strict=True):
+        assert all(np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+    assert any(not np.array_equal(a.tokens_L, b.tokens_L) for a, b in zip(whole, drain(make(), epoch=3), strict=False))
+
+
+def test_text_and_conversations_in_one_run(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("\n\n".join(f"paragraph {index} of text" for index in range(300)))
+    text = {"kind": "files", "paths": [str(tmp_path / "t.txt")], "sample_by": "paragraph"}
+    chats = {"kind": "files", "paths": [str(write(tmp_path / "a.jsonl", ROWS))], "chat": {}}
+    config = DataConfig.model_validate({"mixture": [{"source": text}, {"source": chats}]})
+    tokenizer = chat_tokenizer()
+    components = open_components(config, "train")
+    rows, _ = build_row_reader(components, config, tokenizer, 64, 0, block_length=4).read(0, None, 40)
+    kinds = set()
+    for row in rows:
+        assert row.segment_ids_L is not None and row.is_fill_L is not None
+        kinds.add(bool((row.loss_mask_L == (row.document_ids_L >= 0)).all()))
+        assert ((row.segment_ids_L >= 0) == (row.document_ids_L >= 0)).all()
+    assert kinds == {True, False}
+    answers = read_training_tokens(components[1:], tokenizer, 50)
+    assert tokenizer.decode(answers.tolist()).startswith("answer ")
+    with pytest.raises(ValueError, match="random_length_probability"):
+        DataConfig.model_validate({"source": chats, "random_length_probability": 0.1})
+
+
+def test_fill_up_to_the_longest_of_a_step(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chat("q", "a" * (1 + index % 7)) for index in range(100)])
+    with pytest.raises(ValueError, match="padded"):
+        config_of(path, {"fill": "batch_max"})
+    values = {"kind": "files", "paths": [str(path)], "chat": {"fill": "batch_max"}}
+    config = DataConfig.model_validate({"source": values, "rows": "padded"})
+    tokenizer = chat_tokenizer()
+    batches: list[list[Row]] = []
+    reader = build_row_reader(open_components(config, "train"), config, tokenizer, 64, 0)
+    for _ in range(3):
+        rows, _ = reader.read(0, None, 10)
+        batches.append(fill_to_longest(rows))
+    for before, row in zip(rows, batches[-1], strict=True):
+        assert row.is_fill_L is not None and row.segment_ids_L is not None
+        size, old_size = int((row.document_ids_L >= 0).sum()), int((before.document_ids_L >= 0).sum())
+        assert size == max(int((other.document_ids_L >= 0).sum()) for other in rows)
+        assert row.is_fill_L.nonzero()[0].tolist() == list(range(old_size, size))
+        assert row.loss_mask_L[old_size:size].all() and not row.loss_mask_L[size:].any()
+        assert not row.segment_ids_L[:size].any() and (row.segment_ids_L[size:] == -1).all()
+        assert (row.tokens_L[old_size:] == tokenizer.eos_token_id).all()
+
+
+def test_texts_of_conversations_for_a_tokenizer(tmp_path: Path) -> None:
+    (component,) = open_components(config_of(write(tmp_path / "a.jsonl", ROWS)), "train")
+    texts, _ = ConversationTexts(component.source).read(0, None, 1)  # type: ignore[arg-type]
+    assert texts == ["question 0\n\nanswer 0"]
+
+
+def test_make_data_and_plain_text_refuse_conversations(tmp_path: Path) -> None:
+    source = {"kind": "files", "paths": [str(write(tmp_path / "a.jsonl", ROWS))], "chat": {}}
+    with pytest.raises(ValueError, match="cannot hold conversations"):
+        MakeDataConfig.model_validate({"source": source, "output": {"directory": "x"}})
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match="reads conversations from JSON or Parquet"):
+        read_texts(config_of(tmp_path / "a.txt"))
