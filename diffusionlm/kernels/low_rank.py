@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _LOW_32_BITS = 0xFFFFFFFF
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x5A6B4A35
@@ -57,8 +58,10 @@ class _LowRankLinear(torch.autograd.Function):
         x_TI = x.reshape(-1, x.shape[-1])
         A, B = A_rI.to(x.dtype), B_Or.to(x.dtype)
         h_Tr = F.linear(x_TI if keep_TI is None else x_TI * keep_TI, A)
-        out_TO = F.linear(x_TI, weight_OI.to(x.dtype), None if bias_O is None else bias_O.to(x.dtype))
-        out_TO.addmm_(h_Tr, B.T, alpha=scale)
+        base_TO = F.linear(x_TI, weight_OI.to(x.dtype), None if bias_O is None else bias_O.to(x.dtype))
+        # Selective activation checkpointing saves the result of this product, which must not change then.
+        out_TO = base_TO if _get_current_dispatch_mode() is None else torch.empty_like(base_TO)
+        torch.addmm(base_TO, h_Tr, B.T, alpha=scale, out=out_TO)
         ctx.save_for_backward(x_TI, weight_OI, A_rI, B_Or, h_Tr, keep_TI)
         ctx.scale = scale
         return out_TO.view(*x.shape[:-1], -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from config.convert import ConvertConfig
 from config.load import ConfigError, load_config
@@ -227,3 +228,23 @@ def test_default_optimizer_is_adamw(base: Path, train_config: TrainConfig) -> No
     values = train_config.model_dump(exclude_unset=True)
     config = TrainConfig.model_validate(values | {"lora": {}, "model": {"init_from": str(base)}})
     assert (config.optimizer.kind, config.optimizer.learning_rate) == ("adamw", 2e-4)
+
+
+def test_a_full_disk_at_an_adapter_save_loses_nothing(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Path] = []
+
+    def save(tensors: Any, path: Path, metadata: Any) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr("diffusionlm.checkpoints.adapter_files.save_file", save)
+    config = configure(checkpoint={"every_steps": 1, "keep_last": 9}, training={"max_steps": 3})
+    assert train(config).step == 3
+    checkpoints = config.run.directory / "checkpoints"
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-00000001", "step-00000003"]
+    events = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "No space left on device" in events
+    load_model(config.run.directory)

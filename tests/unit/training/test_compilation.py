@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from config.lora import LoraConfig
 from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.models.lora import add_adapter, find_dropout
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.block_wrapping import checkpoint_activations, compile_blocks
@@ -79,3 +81,34 @@ def test_number_of_compilations_is_independent_of_depth_and_documents(tiny_model
             gradients(model, Causal(documents.roll(end, 1).sort().values), torch.arange(end))
         assert len(compiled) == counts[depth]
     assert counts[5] == counts[2]
+
+
+def test_adapters_with_dropout_are_compiled_once_for_all_layers(tiny_model: MakeModel) -> None:
+    """But for the first one, whose input needs no gradient, and the last one, which has fewer rows."""
+    counts = {}
+    for depth in (3, 5):
+        torch._dynamo.reset()
+        compiled: list[Any] = []
+
+        def backend(graph: Any, inputs: Any, compiled: list[Any] = compiled) -> Any:
+            compiled.append(graph)
+            return graph.forward
+
+        results = []
+        for is_compiled in (True, False):
+            model = tiny_model(torch.float64, num_hidden_layers=depth)
+            add_adapter(model, LoraConfig(rank=2, dropout=0.5))
+            dropout = find_dropout(model)
+            assert dropout is not None
+            trained = [value for value in model.parameters() if value.requires_grad]
+            if is_compiled:
+                compile_blocks(model, backend)
+            tokens, rows = torch.arange(18).view(2, 9), torch.tensor([0, 3, 5])
+            with dropout.forward_of(5, torch.arange(2), 9, rows):
+                loss_inputs = LossInputs(rows, torch.ones(3))
+                output = model(tokens, pattern=Bidirectional(), output_positions=rows, loss_inputs=loss_inputs)
+                results += [output.loss_sum.detach(), *torch.autograd.grad(output.total_loss, trained)]
+        half = len(results) // 2
+        torch.testing.assert_close(results[:half], results[half:], rtol=1e-10, atol=1e-10)
+        counts[depth] = len(compiled)
+    assert counts[3] == counts[5] > 0
