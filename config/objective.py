@@ -86,7 +86,7 @@ NoiseScheduleConfig = Annotated[
 
 NoiseGrouping = Literal["row", "document", "block"]
 
-LossWeighting = Literal["elbo", "inverse_p", "uniform"]
+LossWeighting = Literal["elbo", "inverse_p", "uniform", "cart"]
 
 NoiseLevelRange = Annotated[tuple[Probability, Probability], Field(strict=False)]
 
@@ -101,7 +101,10 @@ class _MaskingOptions(Section):
     variance, but no longer the NELBO."""
     weight: LossWeighting | None = None
     """Loss weight of a masked token. elbo: -alpha'(t) / (1 - alpha(t)), or n / k with kind = "counts". inverse_p: one
-    over the masking probability, or n / k. uniform: 1. None: the weight that belongs to `loss`."""
+    over the masking probability, or n / k. uniform: 1. cart: by the visible tokens near it (Dream), masked diffusion
+    only. None: the weight that belongs to `loss`."""
+    cart_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.3
+    """With weight = "cart": a visible token at distance d adds p (1 - p)^(d - 1) / 2 to the weight."""
     reweight_cap: Annotated[float, Field(ge=1.0)] | None = None
     """Largest loss weight; larger ones are reduced to it, which is no longer the NELBO."""
     contiguous_probability: Probability = 0.0
@@ -173,6 +176,18 @@ class _DiffusionConfig(Section):
     fill_weight: NonNegativeFloat = 1.0
     """Loss weight, and share in the divisor, of a target token that fills up the space after an answer
     (`data.source.chat.fill`), relative to other target tokens."""
+    next_token_weight: NonNegativeFloat = 0.0
+    """Weight of an auxiliary next-token loss on the clean tokens, divided like the loss. It is computed by a causal
+    forward of its own: in a block-causal one, outputs know the tokens after them. Output i - 1 predicts token i."""
+
+    @model_validator(mode="after")
+    def _check_next_token_weight(self) -> Self:
+        if self.next_token_weight and self.loss == "masked_mean":
+            raise ValueError(
+                f'next_token_weight = {self.next_token_weight} is per target token, and loss = "masked_mean" divides '
+                'by masked tokens: set loss = "elbo" (with estimator.weight = "uniform") or next_token_weight = 0'
+            )
+        return self
 
     @property
     def smoothing(self) -> float:
@@ -186,6 +201,9 @@ class MaskedDiffusionConfig(_DiffusionConfig):
     """Masked diffusion: predict the masked tokens of a row from all others, in both directions."""
 
     kind: Literal["masked_diffusion"] = "masked_diffusion"
+    anneal_attention_steps: NonNegativeInt = 0
+    """Adapt an autoregressive model: in step s of these (from 1), a token after the query is visible with probability
+    s / anneal_attention_steps (DiffuLLaMA). 0: attention is bidirectional from the start."""
 
     @property
     def block_lengths(self) -> tuple[None]:
@@ -230,6 +248,14 @@ class BlockDiffusionConfig(_DiffusionConfig):
     model can decode with any. Set either this or `stages`."""
     stages: TupleOf[BlockLengthStage] = ()
     """Block lengths that change during training, in order; the first stage starts at step 0."""
+
+    @model_validator(mode="after")
+    def _check_weight(self) -> Self:
+        if self.estimator.weight == "cart":
+            raise ValueError(
+                'estimator.weight = "cart" needs kind = "masked_diffusion": a block sees no tokens after it'
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_block_lengths(self) -> Self:

@@ -90,7 +90,7 @@ class StepLoader(Protocol):
     """Source of a run's noised batches: `Loader` in this process, `WorkerLoader` with workers."""
 
     def next_step(self, step: int) -> list[NoisedBatch]:
-        """Return this rank's micro-batches of a step, in order.
+        """Return the forwards of this rank's micro-batches of a step, in order.
 
         Raises:
             ValueError: the sources cannot be read, or have no documents.
@@ -170,8 +170,12 @@ class Loader:
         for start in range(0, rows_per_rank, self.micro_batch_size):
             batch = collate_rows(rows[start : start + self.micro_batch_size])
             key = NoiseKey(self.seed, step, first_sequences[first_row + start], first_sequences[-1])
-            noised_batch = self.objective.build_noised_batch(batch, key)
-            noised_batches.append(replace(noised_batch, first_row=first_row + start, num_rows=len(batch.tokens_BL)))
+            forwards = (self.objective.build_noised_batch(batch, key), self.objective.build_auxiliary_batch(batch))
+            noised_batches += [
+                replace(noised_batch, first_row=first_row + start, num_rows=len(batch.tokens_BL))
+                for noised_batch in forwards
+                if noised_batch is not None
+            ]
         self._last_seconds = time.perf_counter() - started
         self._seconds += self._last_seconds
         return noised_batches

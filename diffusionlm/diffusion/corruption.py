@@ -130,7 +130,8 @@ def sample_masks(group_ids_BL: Ints, key: NoiseKey, estimator: Estimator, weight
     eq. 6), with less variance than any estimator that samples times. Independent masking: see
     `config.objective.IndependentMasking`.
 
-    ``group_ids_BL`` is the result of `assign_noise_groups`.
+    ``group_ids_BL`` is the result of `assign_noise_groups`. Weights "cart" are 1 here, and multiplied later by
+    `context_adaptive_weights`.
     """
     B = len(group_ids_BL)
     offsets_B = sample_sequence_offsets(
@@ -153,7 +154,7 @@ def sample_masks(group_ids_BL: Ints, key: NoiseKey, estimator: Estimator, weight
             case _:
                 assert_never(estimator)
         for index, (is_masked, weight_G) in enumerate(samples):
-            weight_G = np.ones_like(weight_G) / num_samples if weight == "uniform" else weight_G
+            weight_G = np.ones_like(weight_G) / num_samples if weight in ("uniform", "cart") else weight_G
             if estimator.reweight_cap is not None:
                 weight_G = np.minimum(weight_G, estimator.reweight_cap / num_samples)
             masked[index, row, positions] = is_masked

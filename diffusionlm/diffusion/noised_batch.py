@@ -106,6 +106,8 @@ class NoisedBatch:
     """True for targets that fill up the space after an answer. None: there are none."""
     fill_denominator: float = 0.0
     """Part of `denominator` that fill contributes."""
+    is_auxiliary: bool = False
+    """True for the forward of an auxiliary loss, which is not counted: no targets, no denominator."""
 
     def number_rows(self) -> Tensor:
         """Number of each row of the inputs, [B], int64: unique in the step, whatever its division into batches."""

@@ -26,6 +26,7 @@ from config.objective import (
     NoiseGrouping,
     ObjectiveConfig,
 )
+from diffusionlm.diffusion.adaptation import anneal_attention, context_adaptive_weights
 from diffusionlm.diffusion.corruption import MaskSample, assign_noise_groups, sample_masks, sample_replacement_tokens
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
@@ -46,6 +47,9 @@ class Objective(Protocol):
 
     def build_noised_batch(self, batch: CleanBatch, key: NoiseKey) -> NoisedBatch:
         """Sample masks and build the inputs of the forward."""
+
+    def build_auxiliary_batch(self, batch: CleanBatch) -> NoisedBatch | None:
+        """Build the inputs of a second forward, whose loss is added; None: there is none."""
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         """Targets and weights of the forward; the weights are divided by the denominator of the step."""
@@ -79,15 +83,42 @@ class DiffusionObjective:
                 maskable_QM.shape, self.vocab_size, layout.mask_token, key
             )
             replacement_tokens_BL = np.tile(sequences.scatter(replacement_tokens_QM), (len(samples), 1))
+        repeated = batch.repeat(len(samples))
+        masked = np.concatenate([sequences.scatter(sample.masked_BL) for sample in samples])
+        scattered_weights = np.concatenate([sequences.scatter(weights_QM) for weights_QM in weights])
+        if weight == "cart":
+            scattered_weights *= context_adaptive_weights(repeated, masked, estimator.cart_p)
         noised_batch = layout.build_noised_batch(
-            batch.repeat(len(samples)),
-            np.concatenate([sequences.scatter(sample.masked_BL) for sample in samples]),
-            np.concatenate([sequences.scatter(weights_QM) for weights_QM in weights]),
+            repeated,
+            masked,
+            scattered_weights,
             num_targets=int(maskable_BL.sum()),
             denominator=denominator,
             replacement_tokens_BL=replacement_tokens_BL,
         )
-        return replace(noised_batch, fill_denominator=fill_denominator)
+        pattern = noised_batch.pattern
+        if isinstance(config, MaskedDiffusionConfig):
+            pattern = anneal_attention(pattern, masked.shape[1], key, config.anneal_attention_steps)
+        return replace(noised_batch, pattern=pattern, fill_denominator=fill_denominator)
+
+    def build_auxiliary_batch(self, batch: CleanBatch) -> NoisedBatch | None:
+        """The next-token loss on the clean tokens, if it has a weight.
+
+        A token counts as much as in the divisor of the objective: the same, or the same share of its answer.
+        """
+        config = self.config
+        if not config.next_token_weight:
+            return None
+        sequences = NoiseSequences.from_batch(batch)
+        shares = TargetShares.from_batch(sequences, sequences.gather(self.layout.maskable(batch)), config.fill_weight)
+        weights_QM = config.next_token_weight * shares.values_QM
+        _, normalizer = loss_weighting(config)
+        if normalizer != "targets":
+            sizes_Q1 = shares.values_QM.sum(axis=1, keepdims=True)
+            weights_QM = weights_QM / np.where(sizes_Q1 > 0.0, sizes_Q1, 1.0)
+        layout = InputLayout(1, "shifted", self.layout.mask_token)
+        noised_batch = layout.build_noised_batch(batch, layout.maskable(batch), sequences.scatter(weights_QM))
+        return replace(noised_batch, is_auxiliary=True)
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
@@ -115,6 +146,9 @@ class NextTokenObjective:
             denominator=float(shares.values_QM.sum()),
         )
         return replace(noised_batch, fill_denominator=float(shares.fill_QM.sum()))
+
+    def build_auxiliary_batch(self, batch: CleanBatch) -> None:
+        """None: there is no auxiliary loss."""
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
@@ -178,6 +212,7 @@ def why_not_nelbo(config: ObjectiveConfig) -> str | None:
     is_linear = isinstance(estimator, FixedCountMasking) or estimator.schedule.kind == "linear"
     reasons = [
         (weight == "uniform", "masked tokens are not weighted"),
+        (weight == "cart", "masked tokens are weighted by their context"),
         (weight == "inverse_p" and not is_linear, "weights 1 / p undo a linear schedule only"),
         (normalizer == "rows", "rows weigh the same whatever their number of targets"),
         (normalizer in ("masked", "masked_rows"), "the sum is divided by masked tokens, not by target tokens"),
@@ -194,6 +229,11 @@ def why_not_nelbo(config: ObjectiveConfig) -> str | None:
             "min_masking_rate raises small shares",
         ),
         (config.fill_weight != 1.0, "fill has another weight than answers"),
+        (config.next_token_weight > 0.0, "there is a next-token loss"),
+        (
+            isinstance(config, MaskedDiffusionConfig) and config.anneal_attention_steps > 0,
+            "attention is annealed at first",
+        ),
         (config.smoothing > 0.0, "labels are smoothed"),
         (config.z_loss > 0.0, "there is a z-loss"),
     ]

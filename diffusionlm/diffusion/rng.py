@@ -21,6 +21,8 @@ class RngStream(IntEnum):
     """(step, sequence in the step): random tokens in place of masked ones."""
     BLOCK_LENGTH = 2
     """(step): block length of the step, if there are several."""
+    ATTENTION_ANNEALING = 4
+    """(step): which later tokens are visible while attention is annealed."""
     DOCUMENT_ORDER = 10
     """(epoch, window), for shards (epoch); in a mixture preceded by the component."""
     SEQUENCE_ORDER = 11
@@ -33,8 +35,6 @@ class RngStream(IntEnum):
     """(step): key of the dropout masks of adapters."""
     ANSWER = 15
     """(epoch, window, conversation in it): the answer that is learned; in a mixture preceded by the component."""
-    CHAT_TASKS = 16
-    """(split, epoch, block of conversations): synthetic conversations."""
     LIKELIHOOD_LEVELS = 20
     """(): offsets of the sequences of an evaluation; (sequence): order of its blocks."""
     LIKELIHOOD_MASKS = 21

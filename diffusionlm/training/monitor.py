@@ -45,9 +45,8 @@ class StepMonitor:
     _sums: Tensor | None = None
     """[2 K + 1], fp64: negative log-likelihoods by bin, masked tokens by bin, target tokens. None: not a logged
     step."""
-    _fill_sums: Tensor | None = None
-    """[4], fp64: weighted negative log-likelihoods of answers and of their fill, and what they contribute to the loss
-    denominator. None: not a logged step."""
+    _part_sums: Tensor | None = None
+    """[2, 3], fp64: see `sum_loss_parts`. None: not a logged step."""
     _activations: NormsByName = field(default_factory=dict)
     _weights: NormsByName = field(default_factory=dict)
 
@@ -59,19 +58,19 @@ class StepMonitor:
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Context of the forwards, backwards and update of a step, from 1. All ranks enter it."""
-        self._sums, self._fill_sums, self._activations, self._weights = None, None, {}, {}
+        self._sums, self._part_sums, self._activations, self._weights = None, None, {}, {}
         should_record_norms = self.should_record_norms(step)
         if step % self.config.every_steps and step != self.max_steps and not should_record_norms:
             yield
             return
         device = self.model.model.norm.weight.device
         self._sums = torch.zeros(2 * NUM_LOSS_BINS + 1, dtype=torch.float64, device=device)
-        self._fill_sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._part_sums = torch.zeros(2, 3, dtype=torch.float64, device=device)
         activations = ActivationNorms(self.model) if should_record_norms else None
         with activations.record_forwards() if activations is not None else contextlib.nullcontext():
             yield
         self.parallel.world.all_reduce_on_device(self._sums)
-        self.parallel.world.all_reduce_on_device(self._fill_sums)
+        self.parallel.world.all_reduce_on_device(self._part_sums)
         if activations is not None:
             self._activations = activations.result(self.parallel.world)
             self.parallel.wait_for_weights()
@@ -81,8 +80,8 @@ class StepMonitor:
     def add_micro_batch(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
         """Add the losses of a micro-batch, both on the device. Next-token prediction masks nothing and has no masked
         fractions."""
-        if self._fill_sums is not None and noised_batch.is_fill_N is not None:
-            self._fill_sums += sum_answer_and_fill_losses(noised_batch, nll_N.detach())
+        if self._part_sums is not None and (noised_batch.is_fill_N is not None or noised_batch.is_auxiliary):
+            self._part_sums += sum_loss_parts(noised_batch, nll_N.detach())
         if self._sums is None or isinstance(noised_batch.pattern, Causal):
             return
         sums_2K = sum_losses_by_masked_fraction(noised_batch, nll_N.detach(), self.model.config.logit_alignment)
@@ -95,10 +94,10 @@ class StepMonitor:
         ``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked
         token where more than 0.2 and at most 0.4 of the sequence, or block, was masked; left out if there was none.
         ``loss_answer``, ``loss_fill``: the loss of answers and of the fill after them, each divided by its own part of
-        the denominator; left out if no answer has fill.
+        the denominator; left out if no answer has fill. ``loss_next_token``: the auxiliary loss, without its weight.
         ``weight_norms/...`` and ``activation_norms/...``: see `summarize_norms`.
         """
-        if self._sums is None or self._fill_sums is None:
+        if self._sums is None or self._part_sums is None:
             return {}
         sums = self._sums.tolist()
         nll_K, count_K, num_targets = sums[:NUM_LOSS_BINS], sums[NUM_LOSS_BINS:-1], sums[-1]
@@ -107,23 +106,26 @@ class StepMonitor:
             bin_name = f"{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"
             if count:
                 metrics[f"loss_by_masked_fraction/{bin_name}"] = nll / count
-        answer_loss, fill_loss, answer_denominator, fill_denominator = self._fill_sums.tolist()
-        if fill_denominator and answer_denominator:
-            metrics |= {"loss_answer": answer_loss / answer_denominator, "loss_fill": fill_loss / fill_denominator}
+        (answer, fill, next_token), (num_answer, num_fill, num_next_token) = self._part_sums.tolist()
+        if num_answer and num_fill:
+            metrics |= {"loss_answer": answer / num_answer, "loss_fill": fill / num_fill}
+        if num_next_token:
+            metrics["loss_next_token"] = next_token / num_next_token
         for prefix, norms in (("weight_norms", self._weights), ("activation_norms", self._activations)):
             metrics |= summarize_norms(prefix, norms) if norms else {}
         return metrics
 
 
-def sum_answer_and_fill_losses(noised_batch: NoisedBatch, nll_N: Tensor) -> Tensor:
-    """Weighted negative log-likelihoods of answers and of fill, and their parts of the denominator, [4], fp64."""
+def sum_loss_parts(noised_batch: NoisedBatch, nll_N: Tensor) -> Tensor:
+    """Weighted negative log-likelihoods of answers, of fill and of the auxiliary next-token loss, and their divisors,
+    [2, 3], fp64, without a host sync."""
+    loss_N, zero = noised_batch.weights_N * nll_N.double(), torch.zeros((), dtype=torch.float64, device=nll_N.device)
+    if noised_batch.is_auxiliary:
+        return torch.stack([zero, zero, loss_N.sum(), zero, zero, noised_batch.weights_N.sum()]).view(2, 3)
     assert noised_batch.is_fill_N is not None
-    loss_N = noised_batch.weights_N * nll_N.double()
-    fill_loss = (loss_N * noised_batch.is_fill_N).sum()
-    fill_denominator = noised_batch.fill_denominator
-    denominators = torch.tensor([noised_batch.denominator - fill_denominator, fill_denominator], dtype=torch.float64)
-    losses = torch.stack([loss_N.sum() - fill_loss, fill_loss])
-    return torch.cat([losses, denominators.to(losses.device, non_blocking=True)])
+    fill_loss, num_fill = (loss_N * noised_batch.is_fill_N).sum(), zero + noised_batch.fill_denominator
+    answer_loss, num_answer = loss_N.sum() - fill_loss, noised_batch.denominator - num_fill
+    return torch.stack([answer_loss, fill_loss, zero, num_answer, num_fill, zero]).view(2, 3)
 
 
 def sum_losses_by_masked_fraction(noised_batch: NoisedBatch, nll_N: Tensor, alignment: LogitAlignment) -> Tensor:

@@ -23,6 +23,7 @@ from diffusionlm.models.patterns import (
     BlockCausal,
     BlockDiffusion,
     Causal,
+    DenseBias,
     PromptAndOwnBlock,
 )
 from diffusionlm.training.step_metrics import StepMetrics, TrainingProgress
@@ -39,7 +40,14 @@ MAX_PENDING_BATCHES = 16
 NUM_SHOWN_SEQUENCES = 4
 """Sequences whose text is in the record."""
 
-PATTERNS: tuple[type[AttentionPattern], ...] = (Bidirectional, BlockCausal, BlockDiffusion, Causal, PromptAndOwnBlock)
+PATTERNS: tuple[type[AttentionPattern], ...] = (
+    Bidirectional,
+    BlockCausal,
+    BlockDiffusion,
+    Causal,
+    DenseBias,
+    PromptAndOwnBlock,
+)
 FILE_KEYS = {"inputs_BS": "inputs_BS", "positions_N": "rows_R", "targets_N": "targets_R", "weights_N": "weights_R"}
 """Tensors of a `NoisedBatch` and their keys in the file."""
 

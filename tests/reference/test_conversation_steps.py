@@ -33,6 +33,7 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
     "masked": MaskedDiffusionConfig(fill_weight=0.5),
     "per answer": MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking(), fill_weight=0.5),
     "blocks": BlockDiffusionConfig(block_length=3, fill_weight=0.5),
+    "next token, too": BlockDiffusionConfig(block_length=3, loss="guidelines", next_token_weight=0.3),
     "pairs": BlockDiffusionConfig(block_length=2, loss="guidelines", estimator=FixedCountMasking(complementary=True)),
 }
 
@@ -93,8 +94,9 @@ def loss_and_gradient(config: ObjectiveConfig, model: Transformer, ranks: list[l
 def test_steps_do_not_depend_on_ranks_and_accumulation(tiny_model: MakeModel, name: str) -> None:
     """Answers of 0 to 9 tokens: of two ranks with micro-batches of one row, one has no target in a micro-batch."""
     config, model = OBJECTIVES[name], tiny_model(torch.float64)
-    [[whole]] = load(config, model, ROWS, 1)
-    expected = loss_and_gradient(config, model, [[whole]])
+    [forwards] = load(config, model, ROWS, 1)
+    whole = forwards[0]
+    expected = loss_and_gradient(config, model, [forwards])
     assert expected[0] > 0
     for micro_batch_size, world_size in ((2, 1), (1, 1), (2, 2), (1, 2), (1, 4)):
         ranks = load(config, model, micro_batch_size, world_size)

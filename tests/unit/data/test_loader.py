@@ -50,6 +50,9 @@ class RecordingObjective:
         self.keys.append(key)
         return self.inner.build_noised_batch(batch, key)
 
+    def build_auxiliary_batch(self, batch: CleanBatch) -> None:
+        return None
+
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> Any:
         return self.inner.build_loss_inputs(noised_batch, denominator)
 
