@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from config.data import DataConfig, RecordSourceOptions, Shards, Source
+from config.data import ChatTasks, DataConfig, RecordSourceOptions, Shards, Source
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, encode_reader
 from diffusionlm.data.packing import (
     Document,
@@ -104,7 +104,7 @@ def open_components(config: DataConfig, split: Split, kinds: Collection[str] | N
 def _open_chat(section: Source, key: str) -> ChatRecords | None:
     if isinstance(section, RecordSourceOptions) and section.chat is not None:
         return ChatRecords(section.chat, key, section.on_bad_row)
-    return None
+    return ChatRecords(section.chat, key, "raise") if isinstance(section, ChatTasks) else None
 
 
 def compute_data_identity(components: Sequence[MixtureComponent]) -> str:
