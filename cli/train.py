@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
+from config.families.model_directory import resolve_model_directory
 from config.train import KEY_HINTS, TrainConfig
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
@@ -73,7 +74,7 @@ def check_files(config: TrainConfig) -> None:
         ValueError: a file is missing or unreadable, or the run directory cannot be written; names the key.
     """
     # Imported here, so that --help and config errors do not wait for numpy and regex.
-    from diffusionlm.checkpoints.model_files import check_weight_files, load_tokenizer
+    from diffusionlm.checkpoints.model_files import list_weight_files, load_tokenizer
     from diffusionlm.data.chat.templates import resolve_chat_template
     from diffusionlm.data.pipeline import open_components
 
@@ -83,7 +84,7 @@ def check_files(config: TrainConfig) -> None:
     tokenizer = None
     if init_from is not None:
         with _errors_name(f"model.init_from = {init_from}"):
-            check_weight_files(init_from)
+            list_weight_files(resolve_model_directory(init_from))
             if path is None and is_new:
                 tokenizer = load_tokenizer(init_from)
     if path is not None and is_new:

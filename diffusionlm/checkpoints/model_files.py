@@ -92,12 +92,13 @@ def read_weight_index(path: Path) -> dict[str, str]:
 
 
 def check_weight_files(path: str | Path) -> None:
-    """Check that all files with a model's weights exist. Those of a model on the Hub are downloaded.
+    """Check that all files with a model's weights exist, of an adapter those of its base. Those of a model on the Hub
+    are downloaded.
 
     Raises:
         ValueError: there is no model, or a file is missing; names it.
     """
-    list_weight_files(resolve_model_directory(path))
+    list_weight_files(find_weights_directory(resolve_model_directory(path)))
 
 
 def find_weights_directory(directory: Path) -> Path:
