@@ -42,6 +42,7 @@ infer = Command("infer", "cli.infer", "continue prompts, answer chats and fill m
 evaluate = Command("eval", "cli.eval", "likelihood of a text under a model")
 train_tokenizer = Command("train-tokenizer", "cli.train_tokenizer", "train a byte-level BPE tokenizer")
 make_data = Command("make-data", "cli.make_data", "tokenize text into shards")
+data = Command("data", "cli.data", "show the rows of a training run: prompts, targets, what is left out")
 convert = Command("convert", "cli.convert", "write a model with another dtype or family, or for diffusion")
 analyze = Command("analyze", "cli.analyze", "describe a model directory, or compare two")
 report = Command("report", "cli.report", "a page of one run, or of several side by side")
@@ -61,6 +62,7 @@ COMMANDS = {
         evaluate,
         train_tokenizer,
         make_data,
+        data,
         convert,
         analyze,
         report,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -85,16 +85,7 @@ def prepare_tokenizer(
         verify_directory(directory)
         tokenizer = load_tokenizer(directory)
     else:
-        shard_directories = (
-            component.source.tokenizer_directory
-            for component in components
-            if isinstance(component.source, ShardDocuments)
-        )
-        source = config.path or init_from or next(shard_directories, None)
-        tokenizer = load_tokenizer(source) if source else _train_tokenizer(config, components, log)
-        chat = next((component.chat for component in components if component.chat is not None), None)
-        if chat is not None:
-            tokenizer = tokenizer.with_chat_template(resolve_chat_template(chat.config, tokenizer, chat.key))
+        tokenizer = find_tokenizer(config, init_from, components, log)
         write_directory_atomically(directory, lambda folder: save_tokenizer(tokenizer, folder))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {directory} has no end-of-text token, which every sequence ends with")
@@ -102,7 +93,22 @@ def prepare_tokenizer(
     return tokenizer
 
 
-def _train_tokenizer(config: TokenizerConfig, components: list[MixtureComponent], log: Log) -> Tokenizer:
+def find_tokenizer(
+    config: TokenizerConfig, init_from: Path | None, components: Sequence[MixtureComponent], log: Log
+) -> Tokenizer:
+    """Load or train the tokenizer of a new run (`prepare_tokenizer`), without writing it."""
+    shard_directories = (
+        component.source.tokenizer_directory for component in components if isinstance(component.source, ShardDocuments)
+    )
+    source = config.path or init_from or next(shard_directories, None)
+    tokenizer = load_tokenizer(source) if source else _train_tokenizer(config, components, log)
+    chat = next((component.chat for component in components if component.chat is not None), None)
+    if chat is None:
+        return tokenizer
+    return tokenizer.with_chat_template(resolve_chat_template(chat.config, tokenizer, chat.key))
+
+
+def _train_tokenizer(config: TokenizerConfig, components: Sequence[MixtureComponent], log: Log) -> Tokenizer:
     """Train on the first documents of each component, by its weight.
 
     Raises:

@@ -1,0 +1,109 @@
+"""``diffusionlm-data``: show the rows that a training run reads: prompts, targets, fill, and what is left out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path_argument, usage_errors
+from cli.tables import print_parts
+from config.load import ConfigError, load_config
+from config.train import KEY_HINTS, TrainConfig
+
+if TYPE_CHECKING:
+    from cli.data.reading import RowSettings
+
+NAME = "diffusionlm-data"
+
+EXAMPLE = f"""  {NAME} --config config/resources/train.toml --rows 2
+  {NAME} chats.jsonl --tokenizer models/qwen3 --block-length 4
+  {NAME} chats.jsonl --tokenizer runs/quickstart --template chatml --json | jq .counts"""
+
+MAX_COUNTED_ROWS = 10_000
+DEFAULT_ROW_LENGTH = 1_024
+
+
+@friendly_errors(NAME)
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = _build_parser().parse_args(argv)
+    config = _load_train_config(arguments)
+    # Imported here, so that --help and config errors do not wait.
+    from cli.data.formatting import format_counts, format_row, row_to_json
+    from cli.data.reading import count_rows, read_rows, settings_of_config, settings_of_files
+
+    settings: RowSettings
+    if config is not None:
+        settings = settings_of_config(config, arguments.split)
+    else:
+        with usage_errors(NAME):
+            settings = settings_of_files(
+                arguments.files,
+                arguments.tokenizer,
+                arguments.template,
+                arguments.row_length or DEFAULT_ROW_LENGTH,
+                arguments.block_length,
+                arguments.split,
+            )
+    rows, counts = count_rows(read_rows(settings), settings, arguments.rows, MAX_COUNTED_ROWS)
+    if arguments.json:
+        shown = [row_to_json(row, settings.tokenizer) for row in rows]
+        print(json.dumps({"rows": shown, "counts": counts.to_json()}, ensure_ascii=False))
+        return
+    parts = [part for number, row in enumerate(rows, 1) for part in format_row(row, number, settings)]
+    print_parts([*parts, *format_counts(counts, settings)])
+
+
+def _load_train_config(arguments: argparse.Namespace) -> TrainConfig | None:
+    """Load the training config; None if there are files instead."""
+    if (arguments.config is None) == (not arguments.files):
+        exit_with_usage_error(NAME, "name either --config FILE.toml, or files with --tokenizer DIR")
+    if arguments.config is None:
+        if arguments.tokenizer is None:
+            exit_with_usage_error(NAME, "no tokenizer: add --tokenizer DIR, a model, a run or a tokenizer")
+        if arguments.overrides:
+            exit_with_usage_error(NAME, "--set changes a config: it needs --config FILE.toml")
+        return None
+    for name in ("tokenizer", "template", "row_length", "block_length"):
+        if getattr(arguments, name) is not None:
+            exit_with_usage_error(NAME, f"--{name.replace('_', '-')} is for files; with --config, use --set")
+    try:
+        return load_config(TrainConfig, arguments.config, arguments.overrides, key_hints=KEY_HINTS)
+    except ConfigError as error:
+        exit_with_usage_error(NAME, str(error))
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive_int(text)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = build_parser(
+        NAME,
+        "Show the rows that a training run reads, and count what is learned, filled, padded and left out. In color on "
+        "a terminal.",
+        EXAMPLE,
+    )
+    parser.add_argument("files", metavar="FILE", nargs="*", help="files of conversations, in place of --config")
+    parser.add_argument("--config", metavar="FILE.toml", type=path_argument, help="config of a training run")
+    parser.add_argument(
+        "--set", dest="overrides", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override a value"
+    )
+    parser.add_argument("--split", choices=("train", "validation"), default="train", help="split (default: train)")
+    parser.add_argument("--rows", metavar="N", type=_count, default=3, help="rows to show (default: 3)")
+    parser.add_argument("--json", action="store_true", help="one JSON object: rows and counts")
+    group = parser.add_argument_group("for files")
+    group.add_argument("--tokenizer", metavar="DIR", help="tokenizer, model or run, with its chat template")
+    group.add_argument("--template", metavar="NAME", help="built-in template, file or directory")
+    group.add_argument("--row-length", metavar="N", type=_positive_int, help=f"default: {DEFAULT_ROW_LENGTH:,}")
+    group.add_argument(
+        "--block-length", metavar="N", type=_positive_int, help="of block diffusion; default: masked diffusion"
+    )
+    return parser

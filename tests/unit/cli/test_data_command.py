@@ -1,0 +1,130 @@
+"""diffusionlm-data: rows with their prompts, targets and fill, and numbers that agree with the rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.text import Text
+
+from cli.data import main
+from cli.data.formatting import STYLES, format_row
+from cli.data.reading import read_rows, settings_of_files
+from tests.tiny_run import write_train_config
+from tests.unit.data.chat_cases import chat, chat_tokenizer
+from tokenizer import save_tokenizer
+
+LONG_ROWS = [chat(letter * 200, "z") for letter in "abc"]
+
+EXPECTED = """\
+prompts as they are, [[learned tokens]], {fill}, | begins a block
+
+row 1: 56 of 70 positions, 13 learned
+- document 1, segment 1: 21 context, 3 learned, 0 fill
+<|im_start|>user
+q0<|im_end|>
+<|im_start|>assis|tant
+[[a0<|im_end|>]]
+- document 1, segment 2: 22 context, 3 learned, 7 fill
+
+<|im_start|>user
+r0<|im_end|>
+<|im_start|>assi|stant
+[[b0<|im_end|>]]{7 x <|endoftext|>}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """A file of six conversations of two turns, two bad rows and three long ones; and a tokenizer."""
+    rows: list[Any] = [chat(f"q{index}", f"a{index}", f"r{index}", f"b{index}") for index in range(6)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*rows, {"messages": []}, chat("x", ""), *LONG_ROWS])))
+    save_tokenizer(chat_tokenizer(), tmp_path / "tokenizer")
+    return str(path), str(tmp_path / "tokenizer")
+
+
+def test_rows_are_shown_with_their_targets(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    path, tokenizer = files
+    arguments = [path, "--tokenizer", tokenizer, "--row-length", "70", "--block-length", "16", "--rows", "1"]
+    main(arguments)
+    output = capsys.readouterr().out
+    row, _, counts = output.partition("\n\nrows")
+    number = next(line for line in row.split("\n") if line.startswith("[[a"))[3]
+    assert row.replace(f"{number}<", "0<").strip() == EXPECTED.strip()
+    assert "\x1b" not in output
+    for line in ("of 70 positions (of an epoch)", "blocks               16 tokens", "1                  empty answer"):
+        assert line in counts, output
+    assert "longer than a row" in counts and "1                  no messages" in counts
+
+
+def test_json_agrees_with_the_rows(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    path, tokenizer = files
+    main([path, "--tokenizer", tokenizer, "--row-length", "100", "--json", "--rows", "1000"])
+    result = json.loads(capsys.readouterr().out)
+    rows, counts = result["rows"], result["counts"]
+    assert counts["rows"] == len(rows) and counts["is_complete"]
+    assert counts["targets"] == sum(map(sum, (row["loss_mask"] for row in rows)))
+    assert counts["fill"] == sum(map(sum, (row["is_fill"] for row in rows)))
+    assert counts["documents"] == counts["answers"] == sum(max(row["document_ids"]) + 1 for row in rows)
+    assert counts["skipped"].pop("longer than a row") >= len(LONG_ROWS) - 1, "one may be held out"
+    assert counts["skipped"] == {"no messages": 1, "empty answer": 1}
+    for row in rows:
+        for segment in row["segments"]:
+            assert segment["context"].endswith("<|im_start|>assistant\n") and segment["answer"].endswith("<|im_end|>")
+            assert not segment["fill"].replace("<|endoftext|>", "")
+
+
+def test_tokens_are_colored(files: tuple[str, str]) -> None:
+    path, tokenizer = files
+    settings = settings_of_files([path], tokenizer, None, 70, None, "train")
+    text = next(
+        part for part in format_row(next(read_rows(settings)), 1, settings) if "[[" in getattr(part, "plain", "")
+    )
+    assert isinstance(text, Text)
+    styled = {str(span.style): text.plain[span.start : span.end] for span in text.spans}
+    assert styled[STYLES["stop"]] == "<|im_end|>"
+    assert styled[STYLES["fill"]].endswith("}")
+    assert styled[STYLES["answer"]] == "]]"
+
+
+def test_a_training_config_with_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = {"kind": "chat_tasks", "documents_per_epoch": 30, "chat": {"template": "chatml"}}
+    special = ["<|im_start|>", "<|im_end|>"]
+    config = write_train_config(
+        tmp_path,
+        model={"max_position_embeddings": 64},
+        data={"source": source},
+        tokenizer={"vocab_size": 262, "special_tokens": special},
+    )
+    main(["--config", str(config), "--rows", "1", "--split", "validation"])
+    output = capsys.readouterr()
+    assert "<|im_end|>]]" in output.out and "none, both directions" in output.out
+    assert not (tmp_path / "run").exists()
+    text = write_train_config(tmp_path, "text")
+    main(["--config", str(text), "--rows", "1"])
+    assert "[[the cat" in capsys.readouterr().out
+
+
+def test_usage_errors(files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, tokenizer = files
+    for arguments, problem in (
+        ([], "either --config"),
+        ([path, "--config", "x.toml"], "either --config"),
+        ([path], "no tokenizer"),
+        ([path, "--tokenizer", str(tmp_path / "none")], "none"),
+        ([path, "--tokenizer", tokenizer, "--set", "run.seed=1"], "--set changes a config"),
+        (["--config", "x.toml", "--template", "chatml"], "--template is for files"),
+        (["--config", str(tmp_path / "missing.toml")], "missing.toml"),
+        ([str(tmp_path / "missing.jsonl"), "--tokenizer", tokenizer], "matches no file"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2, arguments
+        assert problem in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([path, "--tokenizer", tokenizer, "--row-length", "5"])
+    assert ended.value.code == 1
+    assert "longer than a row" in capsys.readouterr().err
