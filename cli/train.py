@@ -20,7 +20,8 @@ from config.train import KEY_HINTS, TrainConfig
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
 from files.terminal_text import print_message
-from profiling.estimate import estimate_run, parallel_strategy
+from profiling.adapter_size import check_targets
+from profiling.estimate import ResourceEstimate, estimate_run, parallel_strategy
 from profiling.machine import read_memory
 from profiling.torch_setup import drivers
 
@@ -74,6 +75,7 @@ def check_files(config: TrainConfig) -> None:
         ValueError: a file is missing or unreadable, or the run directory cannot be written; names the key.
     """
     # Imported here, so that --help and config errors do not wait for numpy and regex.
+    from diffusionlm.checkpoints.adapter_config import read_adapter_config
     from diffusionlm.checkpoints.model_files import list_weight_files, load_tokenizer
     from diffusionlm.data.chat.templates import resolve_chat_template
     from diffusionlm.data.pipeline import open_components
@@ -90,6 +92,11 @@ def check_files(config: TrainConfig) -> None:
     if path is not None and is_new:
         with _errors_name(f"tokenizer.path = {path}"):
             tokenizer = load_tokenizer(path)
+    if config.lora is not None:
+        check_targets(config.lora, config.model.to_adapted_config(vocab_size=config.tokenizer.vocab_size))
+        if config.lora.init_from is not None:
+            with _errors_name(f"lora.init_from = {config.lora.init_from}"):
+                read_adapter_config(config.lora.init_from)
     for component in open_components(config.data, "train", LOCAL_SOURCES):
         if component.chat is not None and tokenizer is not None:
             resolve_chat_template(component.chat.config, tokenizer, component.chat.key)
@@ -165,6 +172,7 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> RenderableType:
     per_step = training.batch_size * row_length
     lines = [
         ("parameters", f"{estimate.parameters:,} ({estimate.embedding_parameters:,} in embedding and head)"),
+        *([("trained", _format_trained(estimate))] if config.lora else []),
         *([("of them active", f"{estimate.active_parameters:,} for each token")] if config.model.num_experts else []),
         ("vocabulary", f"{vocab_size:,} tokens" + ("" if is_vocab_known else " assumed; the tokenizer decides")),
         ("tokens per step", f"{per_step:,} ({training.batch_size} sequences of {row_length})"),
@@ -184,6 +192,10 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> RenderableType:
     ):
         lines.append((name, f"{_format_bytes(size)}{note}"))
     return make_table(lines)
+
+
+def _format_trained(estimate: ResourceEstimate) -> str:
+    return f"{estimate.trained_parameters:,} ({estimate.trained_parameters / estimate.parameters:.2%})"
 
 
 def _format_bytes(size: float) -> str:

@@ -22,6 +22,9 @@ from config.base import (
 )
 
 ALL_LINEAR = "all-linear"
+HEAD = "lm_head"
+ROUTER_SUFFIX = ".mlp.gate"
+"""End of a router's name, which "all-linear" leaves out."""
 _Value = TypeVar("_Value", int, float)
 
 
@@ -89,6 +92,17 @@ class LoraConfig(Section):
     def excludes(self, module_name: str) -> bool:
         """Whether `exclude` names a module."""
         return any(is_module(module_name, name) for name in self.exclude)
+
+    def adapts(self, name: str, module_name: str) -> bool:
+        """Whether a projection has an adapter.
+
+        Args:
+            name: of the projection in the model.
+            module_name: its name in the checkpoints of the model's family, which targets and patterns mean.
+        """
+        if self.targets == ALL_LINEAR and (name == HEAD or name.endswith(ROUTER_SUFFIX)):
+            return False
+        return self.selects(module_name) and not self.excludes(module_name)
 
     def rank_of(self, module_name: str) -> int:
         """Rank of a module's adapter."""

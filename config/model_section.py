@@ -9,6 +9,7 @@ from pydantic import ModelWrapValidatorHandler, model_validator
 
 from config.base import ConfigPath
 from config.families.model_directory import read_model_config, resolve_model_directory
+from config.families.registry import get_family
 from config.model import Architecture, ModelConfig
 
 CHANGEABLE_OPTIONS = ("max_position_embeddings", "initializer_range", "logit_alignment", "router_aux_loss_coef")
@@ -62,3 +63,15 @@ class ModelSection(Architecture):
     def to_model_config(self, **vocabulary: Any) -> ModelConfig:
         """Build the complete model config, with the options that only `ModelConfig` has."""
         return ModelConfig(**self.model_dump(exclude={"init_from"}), **vocabulary)
+
+    def to_adapted_config(self, **vocabulary: Any) -> ModelConfig:
+        """The same for a model with an adapter: of the family of `init_from`, whose module names the adapter's files
+        have, unless that family has no model with these options."""
+        config = self.to_model_config(**vocabulary)
+        try:
+            source = read_model_config(resolve_model_directory(self.init_from or "", needs_weights=False))
+            adapted = config.model_copy(update={"model_type": source.model_type})
+            get_family(adapted).to_config_json(adapted)
+        except ValueError:
+            return config
+        return adapted

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from config.lora import LoraTrainingConfig
 from config.model import Architecture
 from config.objective import BlockDiffusionConfig, NextTokenConfig
 from config.parallel import DDP, FSDP
 from config.train import TrainConfig
+from profiling.adapter_size import measure_adapter
 from profiling.flops import (
     AttentionKind,
     count_idle_parameters,
@@ -34,6 +36,8 @@ class ResourceEstimate:
     """Parameters that one token uses: of a mixture of experts, the router and the experts chosen for it."""
     embedding_parameters: int
     """Parameters of embedding and head."""
+    trained_parameters: int
+    """All, or those of the adapter."""
     tokens: int | None
     """Tokens of the whole run; None: unknown before the data is read."""
     flops_per_token: float
@@ -67,6 +71,8 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         blocks=_attention_kind(config),
         checkpointing=config.runtime.activation_checkpointing,
     )
+    if config.lora is not None:
+        estimate = _freeze_base(estimate, config, config.lora)
     if ranks == 1:
         return estimate
     parallel = config.parallel
@@ -81,11 +87,39 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         reshards_after_forward=not isinstance(parallel, FSDP) or parallel.reshard_after_forward,
     )
     memory = estimate_rank_memory(job)
+    # Shares of one rank: an adapter has other sizes than the whole model that the job describes.
+    whole = 4.0 * estimate.parameters
     return replace(
         estimate,
-        bytes_weights=round(memory.weights + memory.gathered),
-        bytes_gradients=round(memory.gradients),
-        bytes_optimizer=round(memory.optimizer),
+        bytes_weights=round(estimate.bytes_weights * (memory.weights + memory.gathered) / whole),
+        bytes_gradients=round(estimate.bytes_gradients * memory.gradients / whole),
+        bytes_optimizer=round(estimate.bytes_optimizer * memory.optimizer / (whole * job.floats_per_parameter)),
+    )
+
+
+def _freeze_base(estimate: ResourceEstimate, config: TrainConfig, lora: LoraTrainingConfig) -> ResourceEstimate:
+    """The estimate of a run that trains an adapter, from that of training the whole model."""
+    model = config.model.to_adapted_config(vocab_size=config.tokenizer.vocab_size)
+    size = measure_adapter(lora, model)
+    is_narrow = lora.base == "bfloat16" or (lora.base == "auto" and config.training.precision == "bfloat16")
+    kind, block_length = _attention_kind(config)
+    return replace(
+        estimate,
+        parameters=estimate.parameters + size.parameters,
+        active_parameters=estimate.active_parameters + size.active_factors,
+        trained_parameters=size.parameters,
+        flops_per_token=flops_per_token(
+            config.model,
+            config.tokenizer.vocab_size,
+            config.row_length,
+            1.0 if kind == "causal" else 0.5,
+            kind,
+            block_length,
+            size.active_factors,
+        ),
+        bytes_weights=estimate.bytes_weights + 4 * size.parameters - (2 * size.adapted_weights if is_narrow else 0),
+        bytes_gradients=4 * size.parameters,
+        bytes_optimizer=round(4 * _optimizer_floats(config) * size.parameters),
     )
 
 
@@ -118,6 +152,7 @@ def estimate_resources(
         parameters=parameters,
         active_parameters=parameters - count_idle_parameters(model),
         embedding_parameters=tables,
+        trained_parameters=parameters,
         tokens=tokens,
         flops_per_token=flops_per_token(model, vocab_size, row_length, masked_share, kind, block_length),
         bytes_weights=4 * parameters,

@@ -91,26 +91,40 @@ def _visible_key_ranges(pattern: AttentionKind, n: int, b: int, first: int, last
     return ranges
 
 
-def step_flops(model: Architecture, vocab_size: int, *, positions: int, scored: int, pairs: Sequence[int]) -> float:
-    """Count the FLOPs of the matrix products of a forward and its backward, which has two for each one of the forward.
+def step_flops(
+    model: Architecture,
+    vocab_size: int,
+    *,
+    positions: int,
+    scored: int,
+    pairs: Sequence[int],
+    active_factors: int | None = None,
+) -> float:
+    """Count the FLOPs of the matrix products of a forward and its backward, which has two for each one of the forward,
+    or one if the weight is frozen.
 
     Args:
         vocab_size: rows of the head.
         positions: input positions, over all sequences and streams.
         scored: positions in the head and in the last block's queries, output and feed-forward.
         pairs: visible pairs of queries and keys in each layer.
+        active_factors: of an adapter on the frozen model, `AdapterSize.active_factors`; they are counted at all
+            positions. None: the model is trained.
 
     Norms are left out, and so is recomputation (`runtime.activation_checkpointing`, fused attention's backward).
     """
     D, H = model.hidden_size, model.head_dim
     q_width, kv_width = model.num_attention_heads * H, model.num_key_value_heads * H
-    products = float(scored * vocab_size * D)
+    products, attention = float(scored * vocab_size * D), 0.0
     last = model.num_hidden_layers - 1
     for layer in range(model.num_hidden_layers):
         queries = scored if layer == last else positions
         products += positions * 2 * D * kv_width + queries * 2 * D * q_width
-        products += queries * _feed_forward(model, layer, model.num_experts_per_tok) + 2 * pairs[layer] * q_width
-    return 6.0 * products
+        products += queries * _feed_forward(model, layer, model.num_experts_per_tok)
+        attention += 2 * pairs[layer] * q_width
+    if active_factors is None:
+        return 6.0 * (products + attention)
+    return 4.0 * products + 6.0 * (attention + positions * active_factors)
 
 
 def count_parameters(model: Architecture, vocab_size: int) -> tuple[int, int]:
@@ -157,6 +171,7 @@ def flops_per_token(
     masked_share: float = 0.5,
     pattern: AttentionKind = "bidirectional",
     block_length: int = 1,
+    active_factors: int | None = None,
 ) -> float:
     """Return training FLOPs per token of a sequence that is one document: `step_flops` divided by its tokens.
 
@@ -170,4 +185,7 @@ def flops_per_token(
     last = round(pairs * masked_share / streams)
     layers = [*[pairs] * (model.num_hidden_layers - 1), last]
     positions = streams * row_length
-    return step_flops(model, vocab_size, positions=positions, scored=scored, pairs=layers) / row_length
+    flops = step_flops(
+        model, vocab_size, positions=positions, scored=scored, pairs=layers, active_factors=active_factors
+    )
+    return flops / row_length

@@ -18,7 +18,7 @@ ChatRole = Literal["system", "user", "assistant", "tool", "function_call"]
 
 COLUMNS = (
     "messages", "conversations", "role", "content", "system", "tools", "instruction", "input", "output", "history",
-    "prompt", "completion", "chosen", "rejected", "task",
+    "prompt", "completion", "chosen", "rejected",
 )  # fmt: skip
 """The fields of the formats, which `columns` maps to those of the data."""
 

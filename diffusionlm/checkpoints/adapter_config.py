@@ -48,13 +48,14 @@ def resolve_adapter_directory(path: Path) -> Path:
     return directory
 
 
-def read_adapter_config(directory: Path) -> LoraConfig:
-    """Read the adapter_config.json of a directory that `resolve_adapter_directory` found.
+def read_adapter_config(path: Path) -> LoraConfig:
+    """Read the adapter_config.json of a directory of `resolve_adapter_directory`.
 
     Raises:
-        ValueError: the config is damaged, or keys have values that are not supported; lists all of them.
+        ValueError: a file of the adapter is missing, the config is damaged, or keys have values that are not supported;
+            lists all of them.
     """
-    path = directory / ADAPTER_CONFIG
+    path = resolve_adapter_directory(path) / ADAPTER_CONFIG
     values = read_json_object(path)
     problems = [
         f"{key} = {json.dumps(values[key])} is not supported"

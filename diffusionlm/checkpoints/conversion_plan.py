@@ -10,7 +10,7 @@ from config.convert import ConvertConfig, DiffusionSection
 from config.families.model_directory import read_model_config, resolve_model_directory
 from config.families.registry import FAMILIES, get_family, infer_model_type
 from config.model import ModelConfig
-from diffusionlm.checkpoints.adapter_config import read_adapter_config, resolve_adapter_directory
+from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
 from files.output_paths import check_can_write
@@ -57,7 +57,7 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     _check_target(config.target, [config.source, source] if config.source.exists() else [source])
     source_config, tokenizer = read_model_config(source), load_tokenizer(source)
     if config.adapter is not None:
-        read_adapter_config(resolve_adapter_directory(config.adapter))
+        read_adapter_config(config.adapter)
     target_config, mean_row = source_config, None
     if config.diffusion is not None:
         token_id, mean_row = _choose_mask_row(config.diffusion, source_config, tokenizer)

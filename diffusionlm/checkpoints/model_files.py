@@ -58,7 +58,7 @@ def list_weight_files(directory: Path) -> list[Path]:
             if missing:
                 raise ValueError(f"{directory / index}: missing shards: {join_problems(missing)}; download them again")
             return [directory / index, *(directory / name for name in shards)]
-    if (directory / ADAPTER_CONFIG).is_file():
+    if is_adapter_checkpoint(directory):
         raise ValueError(
             f"{directory} is an adapter without the weights of its base: merge them with diffusionlm-convert --source "
             f'{directory}, or train it further with model.init_from = its base and lora.init_from = "{directory}"'
@@ -92,13 +92,18 @@ def read_weight_index(path: Path) -> dict[str, str]:
 
 
 def check_weight_files(path: str | Path) -> None:
-    """Check that all files with a model's weights exist, of an adapter those of its base. Those of a model on the Hub
-    are downloaded.
+    """Check that all files with a model's weights exist, of a checkpoint of an adapter those of its base. Those of a
+    model on the Hub are downloaded.
 
     Raises:
         ValueError: there is no model, or a file is missing; names it.
     """
     list_weight_files(find_weights_directory(resolve_model_directory(path)))
+
+
+def is_adapter_checkpoint(directory: Path) -> bool:
+    """Whether a model directory has an adapter in place of weights, as a checkpoint of a run with ``[lora]``."""
+    return (directory / ADAPTER_CONFIG).is_file()
 
 
 def find_weights_directory(directory: Path) -> Path:
@@ -110,7 +115,7 @@ def find_weights_directory(directory: Path) -> Path:
     Raises:
         ValueError: the base is missing; names it.
     """
-    if not (directory / ADAPTER_CONFIG).is_file():
+    if not is_adapter_checkpoint(directory):
         return directory
     values = read_json_object(directory / ADAPTER_CONFIG)
     base, revision = values.get("base_model_name_or_path"), values.get("revision")

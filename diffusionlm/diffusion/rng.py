@@ -35,8 +35,6 @@ class RngStream(IntEnum):
     """(step): key of the dropout masks of adapters."""
     ANSWER = 15
     """(epoch, window, conversation in it): the answer that is learned; in a mixture preceded by the component."""
-    CHAT_TASKS = 16
-    """(split, epoch, block of conversations): synthetic conversations."""
     LIKELIHOOD_LEVELS = 20
     """(): offsets of the sequences of an evaluation; (sequence): order of its blocks."""
     LIKELIHOOD_MASKS = 21

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config.lora import ALL_LINEAR, LoraConfig
+from config.lora import HEAD, LoraConfig
 from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
 from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.layers import Embedding, Linear
@@ -25,9 +25,6 @@ from diffusionlm.models.transformer import Transformer
 
 FACTOR_INITS = ("pissa", "olora")
 """Initial values that are a part of the weight."""
-HEAD = "lm_head"
-ROUTER_SUFFIX = ".mlp.gate"
-"""End of a router's name, which "all-linear" leaves out."""
 
 
 class AdapterDropout:
@@ -262,9 +259,7 @@ def list_targets(
     """
     projections = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     target_names = {name: name if names is None else names[name] for name in projections}
-    selected = [name for name, target in target_names.items() if config.selects(target) and not config.excludes(target)]
-    if config.targets == ALL_LINEAR:
-        selected = [name for name in selected if name != HEAD and not name.endswith(ROUTER_SUFFIX)]
+    selected = [name for name, target in target_names.items() if config.adapts(name, target)]
     if HEAD in selected:
         raise ValueError(
             f"lora.targets selects {HEAD}, which has no low-rank adapter: leave it out with lora.exclude, and train "

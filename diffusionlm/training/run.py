@@ -138,7 +138,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         checkpointer=AsyncCheckpointer(
             directory.store, SaveCoordinator.join(world, timeout), background=config.checkpoint.background
         ),
-        throughput=ThroughputMeter(state.model.config, device),
+        throughput=ThroughputMeter(state.model.config, device, config.lora),
         model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),
         skipped_batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, world.rank),
     )

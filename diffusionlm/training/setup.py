@@ -227,7 +227,8 @@ def create_model_builder(
         stop_token_ids = _merge_stop_tokens(source_config, tokenizer)
     if config.data.chats:
         stop_token_ids = _add_chat_stop(stop_token_ids, tokenizer)
-    model_config = section.to_model_config(
+    build_config = section.to_model_config if config.lora is None else section.to_adapted_config
+    model_config = build_config(
         vocab_size=vocab_size,
         mask_token_id=tokenizer.mask_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from config.lora import LoraConfig
 from config.model import ModelConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.training.step import DeviceStepMetrics
+from profiling.adapter_size import measure_adapter
 from profiling.flops import peak_flops, step_flops
 
 LOSS_AVERAGE_DECAY, LOSS_AVERAGE_GAIN = 0.98, 0.02
@@ -100,8 +102,10 @@ class TrainingProgress:
 class ThroughputMeter:
     """Seconds per step, and model FLOPs utilization (MFU) where the device's peak is known."""
 
-    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+    def __init__(self, model: ModelConfig, device: torch.device, adapter: LoraConfig | None = None) -> None:
+        """``adapter``: trained on the frozen model. None: the model is trained."""
         self.model = model
+        self.active_factors = None if adapter is None else measure_adapter(adapter, model).active_factors
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._last_reading = (0, 0.0)
 
@@ -119,12 +123,15 @@ class ThroughputMeter:
         """``mfu``: FLOPs of these batches per second, divided by the peak. Empty if the peak is unknown."""
         if self.peak is None:
             return {}
-        flops = sum(compute_batch_flops(self.model, noised_batch) for noised_batch in noised_batches)
+        flops = sum(compute_batch_flops(self.model, batch, self.active_factors) for batch in noised_batches)
         return {"mfu": flops / (step_seconds * self.peak)}
 
 
-def compute_batch_flops(model: ModelConfig, noised_batch: NoisedBatch) -> float:
-    """FLOPs of a batch's forward and backward: only visible keys count, and in the last layer only output positions."""
+def compute_batch_flops(model: ModelConfig, noised_batch: NoisedBatch, active_factors: int | None = None) -> float:
+    """FLOPs of a batch's forward and backward: only visible keys count, and in the last layer only output positions.
+
+    ``active_factors``: see `step_flops`.
+    """
     layer_types = model.layer_types or ["full_attention"] * model.num_hidden_layers
     windows = [model.sliding_window if kind == "sliding_attention" else None for kind in layer_types]
     counts = {window: count_visible_keys(noised_batch, window) for window in dict.fromkeys(windows)}
@@ -137,6 +144,7 @@ def compute_batch_flops(model: ModelConfig, noised_batch: NoisedBatch) -> float:
         positions=noised_batch.inputs_BS.numel(),
         scored=len(noised_batch.positions_N),
         pairs=pairs,
+        active_factors=active_factors,
     )
 
 

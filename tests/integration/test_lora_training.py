@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cli.tables import print_parts
+from cli.train import check_files, format_run_estimate
 from config.convert import ConvertConfig
 from config.load import ConfigError, load_config
+from config.model import ModelConfig
 from config.train import KEY_HINTS, TrainConfig
 from diffusionlm.checkpoints.conversion_plan import plan_conversion
 from diffusionlm.checkpoints.convert import convert
-from diffusionlm.checkpoints.huggingface import load_model
+from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
+from diffusionlm.checkpoints.model_files import load_tokenizer
+from diffusionlm.models.init import init_weights
 from diffusionlm.models.lora import LoRALinear, adapter_modules
 from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train
 from diffusionlm.training.run import Run, build_run
+from profiling.estimate import estimate_run
 from tests.tiny_run import write_train_config
 
 Configure = Callable[..., TrainConfig]
@@ -170,8 +178,6 @@ def test_a_changed_base_is_refused(configure: Configure, base: Path, tmp_path: P
     other = load_model(base)
     with torch.no_grad():
         other.get_parameter("model.layers.0.mlp.up_proj.weight").mul_(1.5)
-    from diffusionlm.checkpoints.huggingface import save_model
-
     save_model(other, tmp_path / "base")
     (tmp_path / "base/MANIFEST.json").unlink()
     with pytest.raises(ValueError, match="trained on another base"):
@@ -248,3 +254,36 @@ def test_a_full_disk_at_an_adapter_save_loses_nothing(configure: Configure, monk
     events = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8")
     assert "No space left on device" in events
     load_model(config.run.directory)
+
+
+def test_estimate_has_the_trained_parameters(configure: Configure) -> None:
+    config = configure(lora={"trainable_tokens": [3]})
+    estimate = estimate_run(config)
+    model = build(config).state.model
+    assert estimate.trained_parameters == sum(value.numel() for value in model.parameters() if value.requires_grad)
+    assert estimate.bytes_optimizer == 8 * estimate.trained_parameters
+    full = estimate_run(config.model_copy(update={"lora": None}))
+    assert 0.6 < estimate.flops_per_token / full.flops_per_token < 0.85
+    table = StringIO()
+    print_parts([format_run_estimate(config)], table)
+    assert f"{estimate.trained_parameters:,} (" in table.getvalue()
+
+
+def test_adapter_of_llada_has_its_module_names(configure: Configure, base: Path, tmp_path: Path) -> None:
+    options = load_model(base).config.model_dump() | {"qk_norm": False, "model_type": "llada"}
+    model = Transformer(ModelConfig(**options))
+    init_weights(model, 0)
+    save_model_directory(model, load_tokenizer(base), tmp_path / "llada")
+    config = configure(
+        model={"init_from": str(tmp_path / "llada"), "qk_norm": False, "max_position_embeddings": 16},
+        lora={"targets": ["ff_proj"]},
+        training={"max_steps": 1},
+    )
+    check_files(config)
+    train(config)
+    names = load_file(config.run.directory / WEIGHTS)
+    assert "base_model.model.model.transformer.blocks.0.ff_proj.lora_A.weight" in names
+    assert torch.equal(logits(tmp_path / "llada", adapter=config.run.directory), logits(config.run.directory))
+    wrong = configure("wrong", model={"init_from": str(tmp_path / "llada"), "qk_norm": False}, lora={"targets": ["x"]})
+    with pytest.raises(ValueError, match="the model has attn_out, ff_out, ff_proj"):
+        check_files(wrong)

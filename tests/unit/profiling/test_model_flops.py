@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from config.lora import LoraConfig
 from config.model import ModelConfig
 from config.objective import BlockDiffusionConfig as BlockDiffusionObjective
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.step_metrics import ThroughputMeter, compute_batch_flops, count_visible_keys
+from profiling.adapter_size import measure_adapter
 from profiling.estimate import CheckpointingMode, ResourceEstimate, estimate_resources
 from profiling.flops import (
     PEAK_FLOPS,
@@ -180,3 +183,37 @@ def test_flops_depend_on_objective_and_activation_checkpointing(make_config: Mak
 )
 def test_peaks_by_name(device: str, peak: float | None) -> None:
     assert peak_flops(device) == peak
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all": ({}, {}),
+    "dora, rows": ({"dora": True, "trainable_tokens": (3, 4)}, {}),
+    "tied": ({"trainable_tokens": (3,), "targets": ("q_proj", "mlp.up_proj")}, {"tie_word_embeddings": True}),
+    "experts": ({"rank_patterns": {"up_proj": 5}, "exclude": ("o_proj",)}, EXPERTS),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_are_counted(case: str, tiny_model: MakeModel) -> None:
+    lora, overrides = ADAPTERS[case]
+    model = tiny_model(**overrides)
+    config = LoraConfig(rank=3, **lora)
+    size = measure_adapter(config, model.config)
+    add_adapter(model, config)
+    adapted = [module for _, module in adapter_modules(model) if isinstance(module, LoRALinear)]
+    assert size.parameters == sum(value.numel() for value in model.parameters() if value.requires_grad)
+    assert size.adapted_weights == sum(module.weight.numel() for module in adapted)
+
+
+@pytest.mark.slow  # torch's counter loads the compiler
+def test_a_step_of_an_adapter_has_nearly_the_flops_that_torch_counts(tiny_model: MakeModel) -> None:
+    """Fewer by the first layer's input, which needs no gradient, and the adapters of the last layer's unscored rows."""
+    model = tiny_model(backend="eager", num_hidden_layers=6)
+    config = LoraConfig(rank=3)
+    add_adapter(model, config)
+    rows = torch.tensor([0, 3, 9, 12, 18, 19])
+    factors = measure_adapter(config, model.config).active_factors
+    pairs = [2 * 10 * 10] * 6
+    estimate = step_flops(model.config, 19, positions=20, scored=6, pairs=pairs, active_factors=factors)
+    assert 0.9 * estimate < counted(model, Bidirectional(), rows) <= estimate
