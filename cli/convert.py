@@ -66,11 +66,14 @@ def describe_plan(plan: ConversionPlan) -> list[str]:
         lines.append(f"merge the adapter {config.adapter}")
     if config.diffusion is not None:
         name, token_id = config.diffusion.mask_token, target.mask_token_id
-        if plan.mean_row is None:
+        if plan.new_row is None:
             lines.append(f"use {name!r}, id {token_id} in the tokenizer, as the mask token")
         else:
-            row = "a new row" if plan.mean_row >= source.vocab_size else "an unused row"
-            lines.append(f"add the mask token {name!r} with id {token_id}: {row}, set to the mean of the other rows")
+            row = "a new row" if plan.new_row >= source.vocab_size else "an existing row"
+            reused = config.diffusion.reused_row
+            values = "random values" if config.diffusion.mask_row == "random" else "the mean of the other rows"
+            values = values if reused is None else f"the values of row {reused}"
+            lines.append(f"use the mask token {name!r} with id {token_id}: {row}, set to {values}")
         length = target.block_length
         blocks = "one block for the whole sequence" if length is None else f"blocks of {length} tokens"
         lines.append(f"set {blocks}, logit_alignment = {target.logit_alignment!r}")

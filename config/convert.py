@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import field_validator
@@ -19,6 +20,10 @@ class DiffusionSection(Section):
     mask_token_id: NonNegativeInt | None = None
     """Id of the mask token. None: its id in the tokenizer, else the first unused row of the embedding, else a new
     row."""
+    mask_row: NonEmptyStr | None = None
+    """Values of the mask token's row of the embedding, and of an untied head. "mean": the mean of the other rows.
+    "random": normal, with the other rows' standard deviation. "reuse:ID": those of the token ID. None: the mean if no
+    token was trained on the row, else as in the source."""
     block_length: PositiveInt | None = None
     """Tokens of a block in block diffusion. None: one block for the whole sequence."""
     logit_alignment: Literal["keep", "same_position", "shifted"] = "keep"
@@ -26,6 +31,19 @@ class DiffusionSection(Section):
     shifted."""
     untie_head: bool = False
     """Give the output head its own weights, a copy of the embedding (SDAR)."""
+
+    @field_validator("mask_row")
+    @classmethod
+    def _check_mask_row(cls, value: str | None) -> str | None:
+        if value is not None and re.fullmatch(r"mean|random|reuse:\d+", value, re.ASCII) is None:
+            raise ValueError('must be "mean", "random" or "reuse:ID" with the id of a token')
+        return value
+
+    @property
+    def reused_row(self) -> int | None:
+        """ID of ``mask_row = "reuse:ID"``."""
+        kind, _, token_id = (self.mask_row or "").partition(":")
+        return int(token_id) if kind == "reuse" else None
 
 
 class ConvertConfig(Section):

@@ -32,9 +32,9 @@ class ConversionPlan:
     target_config: ModelConfig
     tokenizer: Tokenizer
     """Tokenizer of the target."""
-    mean_row: int | None
-    """Row of the embedding and of the head that is set to the mean of the other rows, because no token was trained
-    on it. None: no row."""
+    new_row: int | None
+    """Row of the embedding and of the head that gets the values of ``diffusion.mask_row``, by default the mean of the
+    other rows, because no token was trained on it. None: no row."""
 
     @property
     def unties_head(self) -> bool:
@@ -58,16 +58,16 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     source_config, tokenizer = read_model_config(source), load_tokenizer(source)
     if config.adapter is not None:
         read_adapter_config(config.adapter)
-    target_config, mean_row = source_config, None
+    target_config, new_row = source_config, None
     if config.diffusion is not None:
-        token_id, mean_row = _choose_mask_row(config.diffusion, source_config, tokenizer)
+        token_id, new_row = _choose_mask_row(config.diffusion, source_config, tokenizer)
         tokenizer = _add_mask_token(tokenizer, config.diffusion.mask_token, token_id)
         target_config = _to_diffusion_config(source_config, config.diffusion, token_id)
     if config.model_type is not None:
         target_config = _change_family(target_config, config.model_type)
     get_family(target_config).to_config_json(target_config)
     check_vocabulary(Vocabulary.from_tokenizer(tokenizer), target_config, source)
-    return ConversionPlan(source, config.target, config, source_config, target_config, tokenizer, mean_row)
+    return ConversionPlan(source, config.target, config, source_config, target_config, tokenizer, new_row)
 
 
 def _check_target(target: Path, sources: list[Path]) -> None:
@@ -87,7 +87,11 @@ def _check_target(target: Path, sources: list[Path]) -> None:
 
 
 def _choose_mask_row(section: DiffusionSection, config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, int | None]:
-    """Return the mask token's id, and the same id if its row has to be set to the mean of the others."""
+    """Return the mask token's id, and the same id if its row has to be set."""
+    if section.reused_row is not None and section.reused_row >= config.vocab_size:
+        raise ValueError(
+            f'diffusion.mask_row = "{section.mask_row}": the embedding has {config.vocab_size} rows: name a smaller id'
+        )
     name, tokenizer_id = section.mask_token, tokenizer.special_tokens.get(section.mask_token)
     num_rows, token_id = config.vocab_size, section.mask_token_id
     if tokenizer_id is not None:
@@ -96,7 +100,8 @@ def _choose_mask_row(section: DiffusionSection, config: ModelConfig, tokenizer: 
                 f"diffusion.mask_token_id = {token_id}, but {name!r} has the id {tokenizer_id} in the tokenizer: "
                 "remove it, or choose another mask_token"
             )
-        return tokenizer_id, tokenizer_id if tokenizer_id >= num_rows else None
+        needs_values = tokenizer_id >= num_rows or section.mask_row is not None
+        return tokenizer_id, tokenizer_id if needs_values else None
     used_ids = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
     if token_id is None:
         token_id = next((row for row in range(num_rows) if row not in used_ids), num_rows)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from config.convert import DiffusionSection
 from config.families.model_directory import resolve_model_directory
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.conversion_plan import ConversionPlan
@@ -33,9 +34,10 @@ def convert(plan: ConversionPlan) -> None:
     weights = _read_weights(plan)
     if plan.unties_head:
         weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT].clone()
-    if plan.mean_row is not None:
+    if plan.new_row is not None:
+        assert plan.config.diffusion is not None
         for name in weights.keys() & {EMBEDDING_WEIGHT, HEAD_WEIGHT}:
-            weights[name] = _fill_row_with_mean(weights[name], plan.mean_row)
+            weights[name] = _set_row(weights[name], plan.new_row, plan.config.diffusion)
     with torch.device("meta"):
         target_model = Transformer(plan.target_config)
     shard_bytes = int(plan.config.max_shard_gigabytes * 10**9)
@@ -64,8 +66,15 @@ def _read_weights(plan: ConversionPlan) -> dict[str, Tensor]:
     return {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
 
 
-def _fill_row_with_mean(table_VD: Tensor, row: int) -> Tensor:
-    """Set a row to the mean of the other rows. ``row`` = V appends one."""
+def _set_row(table_VD: Tensor, row: int, section: DiffusionSection) -> Tensor:
+    """Set a row to the values of ``diffusion.mask_row``. ``row`` = V appends one."""
     other_rows = torch.cat([table_VD[:row], table_VD[row + 1 :]])
-    mean_D = other_rows.double().mean(0, keepdim=True).to(table_VD.dtype)
-    return torch.cat([table_VD[:row], mean_D, table_VD[row + 1 :]])
+    if section.reused_row is not None:
+        values_1D = table_VD[section.reused_row][None]
+    elif section.mask_row == "random":
+        generator = torch.Generator().manual_seed(0)
+        scale = float(other_rows.double().std())
+        values_1D = scale * torch.randn(1, table_VD.shape[1], dtype=torch.float64, generator=generator)
+    else:
+        values_1D = other_rows.double().mean(0, keepdim=True)
+    return torch.cat([table_VD[:row], values_1D.to(table_VD.dtype), table_VD[row + 1 :]])

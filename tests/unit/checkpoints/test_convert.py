@@ -148,6 +148,34 @@ def test_a_mask_token_that_is_there_changes_no_weight(tmp_path: Path) -> None:
         assert torch.equal(before(TOKENS, pattern=Bidirectional()), after(TOKENS, pattern=Bidirectional()))
 
 
+@pytest.mark.parametrize("mask_row", ["mean", "random", "reuse:7"])
+def test_values_of_the_mask_row(mask_row: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Of a new row, and of the row of a mask token that is there; embedding and head alike, all other rows stay."""
+    path, rows = source(tmp_path / "ar", tokenizer, tokenizer.vocab_size), tokenizer.vocab_size
+    table = load_model(path).lm_head.weight
+    new = converted(path, tmp_path / "new", diffusion={"mask_row": mask_row})
+    converted(tmp_path / "new", tmp_path / "same", diffusion={})
+    again = converted(tmp_path / "new", tmp_path / "again", diffusion={"mask_row": mask_row, "untie_head": True})
+    assert analyze(tmp_path / "new", tmp_path / "same").is_equal, "without mask_row a row of a mask token stays"
+    for weight in (new.lm_head.weight, again.lm_head.weight, again.model.embed_tokens.weight):
+        assert torch.equal(weight[:rows], table) and len(weight) == rows + 1
+        if mask_row == "mean":
+            torch.testing.assert_close(weight[rows], table.mean(0))
+        elif mask_row == "reuse:7":
+            assert torch.equal(weight[rows], table[7])
+        else:
+            assert (weight[rows].std() / table.std()).item() == pytest.approx(1.0, abs=0.5)
+            assert torch.equal(weight[rows], new.lm_head.weight[rows])
+
+
+def test_mask_row_of_an_unknown_id(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = source(tmp_path / "ar", tokenizer, tokenizer.vocab_size)
+    with pytest.raises(ValueError, match=r'mask_row = "reuse:999999": the embedding has \d+ rows'):
+        converted(path, tmp_path / "new", diffusion={"mask_row": "reuse:999999"})
+    with pytest.raises(ValueError, match='must be "mean", "random" or "reuse:ID"'):
+        ConvertConfig(diffusion={"mask_row": "reuse"})  # type: ignore[arg-type]
+
+
 def test_conversion_without_diffusion_keeps_the_model(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = source(tmp_path / "ar", tokenizer, 260)
     after = converted(path, tmp_path / "copy")
