@@ -180,6 +180,11 @@ class _DiffusionConfig(Section):
     """Weight of an auxiliary next-token loss on the clean tokens, divided like the loss. It is computed by a causal
     forward of its own: in a block-causal one, outputs know the tokens after them. Output i - 1 predicts token i."""
 
+    mask_noise_steps: NonNegativeInt = 0
+    """Add noise to the embedding of the mask token in this many first steps, while its row is untrained (LLaDA2)."""
+    mask_noise_std: PositiveFloat = 0.02
+    """Standard deviation of this noise, as large as a usual row of the embedding."""
+
     @model_validator(mode="after")
     def _check_next_token_weight(self) -> Self:
         if self.next_token_weight and self.loss == "masked_mean":

@@ -35,6 +35,8 @@ class RngStream(IntEnum):
     """(step): key of the dropout masks of adapters."""
     ANSWER = 15
     """(epoch, window, conversation in it): the answer that is learned; in a mixture preceded by the component."""
+    MASK_NOISE = 15
+    """(step, row in the step): noise on the embedding of the mask token."""
     LIKELIHOOD_LEVELS = 20
     """(): offsets of the sequences of an evaluation; (sequence): order of its blocks."""
     LIKELIHOOD_MASKS = 21

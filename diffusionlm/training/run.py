@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from config.objective import NextTokenConfig
 from config.parallel import FSDP
 from config.train import TrainConfig
 from ddp.process_group import SINGLE_PROCESS, World
@@ -173,6 +174,7 @@ def build_step_settings(
     config: TrainConfig, model: Transformer, device: torch.device, precision: torch.dtype, max_steps: int
 ) -> StepSettings:
     """The settings of ``train_step`` from the run's config."""
+    objective = config.objective
     return StepSettings(
         objective=build_objective(config.objective, model.config),
         device=device,
@@ -182,6 +184,8 @@ def build_step_settings(
         schedule=config.schedule,
         reads_metrics_each_step=device.type == "cpu",
         seed=config.run.seed,
+        mask_noise_steps=0 if isinstance(objective, NextTokenConfig) else objective.mask_noise_steps,
+        mask_noise_std=0.0 if isinstance(objective, NextTokenConfig) else objective.mask_noise_std,
     )
 
 

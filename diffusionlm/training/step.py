@@ -17,6 +17,7 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import Objective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.models.lora import AdapterDropout
+from diffusionlm.models.mask_noise import add_mask_noise
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.optim.ema import WeightAverage
@@ -57,7 +58,10 @@ class StepSettings:
     reads_metrics_each_step: bool
     """True on a CPU, which has computed them already; on a GPU reading them waits for the device."""
     seed: int = 0
-    """Of dropout."""
+    """Of dropout and of noise on the mask token's embedding."""
+    mask_noise_steps: int = 0
+    """First steps with such noise."""
+    mask_noise_std: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ def backward_micro_batches(
         with (
             state.parallel.backward(is_last=index == num_micro_batches - 1),
             _dropout_of(state, settings.seed, batch.step, noised_batch),
+            _mask_noise_of(state, settings, batch.step, noised_batch),
         ):
             with nvtx.annotate("forward"), autocast(settings):
                 output = state.model(
@@ -161,6 +166,20 @@ def _dropout_of(state: TrainState, seed: int, step: int, noised_batch: NoisedBat
     key = int(keyed_rng(seed, RngStream.ADAPTER_DROPOUT, step).integers(2**32))
     length = noised_batch.inputs_BS.shape[1]
     return state.dropout.forward_of(key, noised_batch.number_rows(), length, noised_batch.positions_N)
+
+
+def _mask_noise_of(
+    state: TrainState, settings: StepSettings, step: int, noised_batch: NoisedBatch
+) -> AbstractContextManager[None]:
+    """Context in which the mask token's embedding has noise, in the first steps."""
+    if step >= settings.mask_noise_steps or noised_batch.is_auxiliary:
+        return nullcontext()
+    seeds_B = [
+        int(keyed_rng(settings.seed, RngStream.MASK_NOISE, step, row).integers(2**62))
+        for row in noised_batch.number_rows().tolist()
+    ]
+    num_tokens = noised_batch.inputs_BS.shape[1] // noised_batch.pattern.positions_per_token
+    return add_mask_noise(state.model, settings.mask_noise_std, seeds_B, num_tokens)
 
 
 def autocast(settings: StepSettings) -> torch.autocast:
