@@ -139,7 +139,10 @@ def train_as_rank(config: TrainConfig) -> int:
         if result.summary is not None and is_first_rank():
             # With logging.console = "json" standard output is for programs.
             output = sys.stderr if config.logging.console == "json" else resilient(sys.stdout)
-            print_parts(format_summary(result.summary, config.run.directory, result.example_input), output)
+            parts = format_summary(
+                result.summary, config.run.directory, result.example_input, is_chat=config.data.has_only_chats
+            )
+            print_parts(parts, output)
     return 0 if result.stop_signal is None else 128 + result.stop_signal
 
 

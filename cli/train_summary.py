@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def format_summary(summary: RunSummary, directory: Path, example_input: str = "") -> list[RenderableType]:
-    """The table, and the command that tries the model with ``example_input``."""
+def format_summary(
+    summary: RunSummary, directory: Path, example_input: str = "", *, is_chat: bool = False
+) -> list[RenderableType]:
+    """The table, and the command that tries the model with ``example_input``; ``is_chat``: as a question of a chat."""
     result = summary.evaluation
     lines = [
         (f"validation {_describe_bound(result)}", _format_bound(result)),
@@ -48,12 +50,12 @@ def format_summary(summary: RunSummary, directory: Path, example_input: str = ""
     notes = []
     if result.nats_per_token > result.unigram_entropy:
         notes = ["", "the model is not yet better than the frequencies of tokens: train longer (training.max_steps)"]
-    return [make_table(lines), *notes, "", f"next: {suggest_next_command(directory, example_input)}"]
+    return [make_table(lines), *notes, "", f"next: {suggest_next_command(directory, example_input, is_chat=is_chat)}"]
 
 
-def suggest_next_command(directory: Path, example_input: str) -> str:
-    """The command that fills the masked spans of a text, or continues it if it has none."""
-    option = "--infill" if "[MASK:" in example_input else "--prompt"
+def suggest_next_command(directory: Path, example_input: str, *, is_chat: bool = False) -> str:
+    """The command that answers a question, else fills the masked spans of a text, or continues it if it has none."""
+    option = "--chat" if is_chat else "--infill" if "[MASK:" in example_input else "--prompt"
     separator = "=" if example_input.startswith("-") else " "  # else the text would be read as an option
     escaped_text = example_input.replace("\\", "\\\\").replace("\n", "\\n")  # the command reads \n as a line break
     return (

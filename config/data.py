@@ -307,6 +307,11 @@ class DataConfig(Section):
         return [section for section in sections if section is not None]
 
     @property
+    def has_only_chats(self) -> bool:
+        """All sources are conversations."""
+        return len(self.chats) == len(self.components)
+
+    @property
     def fills_to_longest(self) -> bool:
         """Each conversation is filled up to the longest of its step."""
         return any(section.fill == "batch_max" for section in self.chats)

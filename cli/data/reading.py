@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,13 @@ from config.finetune.chat import ChatRowsConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.packing import Row
-from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, describe_skipped, open_components
+from diffusionlm.data.pipeline import (
+    MixtureComponent,
+    build_row_reader,
+    count_skipped,
+    describe_skipped,
+    open_components,
+)
 from diffusionlm.data.reader import Split
 from files.terminal_text import print_message
 from tokenizer import Tokenizer
@@ -166,8 +171,5 @@ def count_rows(rows: Iterator[Row], settings: RowSettings, num_kept: int, max_ro
         counts.add(row)
         if len(kept) < num_kept:
             kept.append(row)
-    skipped = Counter[str]()
-    for component in settings.components:
-        skipped.update(component.skipped)
-    counts.skipped = dict(skipped)
+    counts.skipped = count_skipped(settings.components)
     return kept, counts

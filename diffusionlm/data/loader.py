@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -26,7 +26,13 @@ from config.data import DataConfig
 from config.model import ModelConfig
 from config.objective import ObjectiveConfig
 from diffusionlm.data.packing import Row, fill_to_longest, split_row_randomly
-from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, describe_skipped, open_components
+from diffusionlm.data.pipeline import (
+    MixtureComponent,
+    build_row_reader,
+    count_skipped,
+    describe_skipped,
+    open_components,
+)
 from diffusionlm.data.reader import ReaderPosition, ResumableReader
 from diffusionlm.data.tokenization import SPAWN_CONTEXT, TextEncoder, block_signals, open_text_encoder
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
@@ -78,6 +84,8 @@ class LoaderMetrics:
     """Share of the positions so far that hold padding."""
     skipped: int
     """Documents this process left out so far; a resumed run counts some again."""
+    skipped_by_reason: Mapping[str, int]
+    """The same by reason, with documents that were changed; metrics ``data/skipped/REASON``."""
     tokens_per_second: float
     """Tokens without padding, per second of reading, packing and drawing noise."""
     wait_seconds: float
@@ -210,6 +218,7 @@ class Loader:
             epoch=self.epoch,
             padding_share=self._num_padding / max(1, self._num_positions),
             skipped=sum(component.num_skipped for component in self.components),
+            skipped_by_reason=count_skipped(self.components),
             tokens_per_second=self._num_timed_tokens / self._seconds if self._seconds else 0.0,
             wait_seconds=self._last_seconds,
             buffered_steps=0,

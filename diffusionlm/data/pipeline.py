@@ -63,12 +63,17 @@ class MixtureComponent:
         return sum(count for reason, count in self.skipped.items() if not reason.startswith(REPAIRED_PREFIX))
 
 
-def describe_skipped(components: Sequence[MixtureComponent]) -> str:
-    """Format the numbers of records left out or repaired so far, for the end of a clause; empty if there are none."""
+def count_skipped(components: Sequence[MixtureComponent]) -> dict[str, int]:
+    """Numbers of records left out or repaired so far, by reason, over all components."""
     counts = Counter[str]()
     for component in components:
         counts.update(component.skipped)
-    listed = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
+    return dict(sorted(counts.items()))
+
+
+def describe_skipped(components: Sequence[MixtureComponent]) -> str:
+    """Format the numbers of records left out or repaired so far, for the end of a clause; empty if there are none."""
+    listed = ", ".join(f"{count:,} {reason}" for reason, count in count_skipped(components).items())
     return f" (left out: {listed})" if listed else ""
 
 

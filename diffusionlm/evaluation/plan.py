@@ -48,7 +48,15 @@ def plan_evaluation(config: EvalConfig) -> EvaluationPlan:
     data_config = build_data_config(config.data, model.config)
     components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
     row_length = _resolve_row_length(config.data, model.config)
-    reader = build_row_reader(components, data_config, model.tokenizer, row_length, config.data.seed, repeat=False)
+    reader = build_row_reader(
+        components,
+        data_config,
+        model.tokenizer,
+        row_length,
+        config.data.seed,
+        repeat=False,
+        block_length=block_length,
+    )
     check_weight_files(config.model.path)
     if config.model.adapter is not None:
         read_adapter_config(config.model.adapter)

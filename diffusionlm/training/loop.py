@@ -45,7 +45,7 @@ class TrainResult:
     stop_signal: int | None
     """Number of that signal."""
     example_input: str = ""
-    """Input to try the model with: a text with a masked span, or a prompt."""
+    """Input to try the model with: a text with a masked span, a prompt, or a question."""
 
 
 def train(config: TrainConfig) -> TrainResult:

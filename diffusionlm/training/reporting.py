@@ -11,6 +11,7 @@ from typing import Any
 
 from config.dump import to_toml_values
 from diffusionlm.checkpoints.model_card import ValidationBound
+from diffusionlm.data.loader import LoaderMetrics
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.evaluate import EvaluationResult, FillAccuracy
 from diffusionlm.models.transformer import Transformer
@@ -115,6 +116,11 @@ def log_data_sources(run: Run, logger: RunLogger) -> None:
         logger.event(run.progress.step, "data", text)
 
 
+def _loader_metrics(metrics: LoaderMetrics) -> dict[str, Any]:
+    values = {f"data/{name}": value for name, value in vars(metrics).items() if name != "skipped_by_reason"}
+    return values | {f"data/skipped/{reason}": count for reason, count in metrics.skipped_by_reason.items()}
+
+
 def collect_step_metrics(run: Run, metrics: StepMetrics, noised_batches: list[NoisedBatch]) -> dict[str, Any]:
     """Logged metrics of the last step; durations are means over the steps since the last call."""
     progress, optimizers = run.progress, run.state.optimizers
@@ -134,7 +140,7 @@ def collect_step_metrics(run: Run, metrics: StepMetrics, noised_batches: list[No
         **run.throughput.metrics(noised_batches, step_seconds),
         "seconds_left": progress.seconds / progress.step * (run.settings.max_steps - progress.step),
         "skipped_steps": progress.skipped,
-        **{f"data/{name}": value for name, value in vars(run.loader.metrics()).items()},
+        **_loader_metrics(run.loader.metrics()),
     }
 
 

@@ -28,7 +28,7 @@ from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
-from diffusionlm.training.samples import SampleInfills, choose_infills, choose_prompt
+from diffusionlm.training.samples import SampleInfills, choose_example_input, choose_infills
 from diffusionlm.training.setup import (
     ModelBuilder,
     choose_precision,
@@ -62,7 +62,7 @@ class Run:
     validator: Validator
     samples: SampleInfills
     example_input: str
-    """Input to try the model with: a text with a masked span, or a prompt."""
+    """Input to try the model with: a text with a masked span, a prompt, or a question."""
     checkpointer: AsyncCheckpointer
     throughput: ThroughputMeter
     model_files: ModelFiles
@@ -135,7 +135,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         monitor=StepMonitor(config.logging, max_steps, state.model, state.parallel, state.master_weights),
         validator=validator,
         samples=SampleInfills.open(infills if config.samples.every_steps else (), tokenizer, state.model, is_sampling),
-        example_input=infills[0] if infills else choose_prompt(state.model.config, tokenizer, validator.rows),
+        example_input=choose_example_input(config, infills, state.model.config, tokenizer, validator.rows),
         checkpointer=AsyncCheckpointer(
             directory.store, SaveCoordinator.join(world, timeout), background=config.checkpoint.background
         ),

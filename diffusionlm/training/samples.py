@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from config.data import PythonStdlib
+from config.data import PythonStdlib, Shards
 from config.generation import GenerationConfig
 from config.model import ModelConfig
 from config.train import TrainConfig
+from diffusionlm.data.chat.reference_answers import read_reference_answers
 from diffusionlm.data.packing import Row
 from diffusionlm.inference.generate import Generation, decode
 from diffusionlm.inference.healing import TokenHealer
@@ -84,7 +85,7 @@ def choose_infills(
     """Return ``samples.infills``, or its default, of which only texts that fit the model's context."""
     if config.samples.infills is not None:
         return config.samples.infills
-    if model.is_autoregressive:
+    if model.is_autoregressive or config.data.has_only_chats:
         return ()
     if all(isinstance(component.source, PythonStdlib) for component in config.data.components):
         candidates = list(PYTHON_INFILLS)
@@ -99,6 +100,27 @@ def choose_prompt(model: ModelConfig, tokenizer: Tokenizer, validation_rows: Seq
     """Return the beginning of a passage of the validation text; empty if there is no passage."""
     passage = next(find_passages(validation_rows, tokenizer, model.max_position_embeddings), None)
     return "" if passage is None else passage.before
+
+
+def choose_example_input(
+    config: TrainConfig,
+    infills: Sequence[str],
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    validation_rows: Sequence[Row],
+) -> str:
+    """Return an input to try the model with: a question of a chat, else the first infill, else a prompt."""
+    if config.data.has_only_chats:
+        return choose_question(config)
+    return infills[0] if infills else choose_prompt(model, tokenizer, validation_rows)
+
+
+def choose_question(config: TrainConfig) -> str:
+    """Return the first question of a held-out conversation."""
+    source = config.data.components[0].source
+    assert not isinstance(source, Shards), "shards have no conversations"
+    (reference,) = read_reference_answers(source, "validation", "data.source", 1)
+    return next((message["content"] for message in reference.messages if message["role"] == "user"), "")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""Training on conversations, from rows of any format to a checkpoint that answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.infer.inputs import Input, encode_inputs
+from cli.train_summary import suggest_next_command
+from config.dump import to_toml_values
+from config.generation import GenerationConfig
+from config.load import load_config
+from config.train import TrainConfig
+from diffusionlm.checkpoints.model_files import read_model_description
+from diffusionlm.data.pipeline import build_row_reader, open_components
+from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.training.loop import train
+from tests.tiny_run import write_train_config
+
+QUESTIONS = [(f"what is {index}?", f"it is {index}") for index in range(120)]
+SYSTEM = "be kind"
+
+FORMATS: dict[str, list[dict[str, Any]]] = {
+    "messages": [
+        {
+            "messages": [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+        for question, answer in QUESTIONS
+    ],
+    "alpaca": [{"instruction": question, "output": answer, "system": SYSTEM} for question, answer in QUESTIONS],
+    "preference": [
+        {"prompt": question, "chosen": answer, "rejected": "no", "system": SYSTEM} for question, answer in QUESTIONS
+    ],
+}
+
+
+def chat_config(folder: Path, name: str, rows: list[dict[str, Any]], **changes: dict[str, Any]) -> TrainConfig:
+    """Eight steps of block diffusion with ChatML and a tokenizer of bytes."""
+    data, held_out = folder / f"{name}.jsonl", folder / f"{name}-validation.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows[:100])))
+    held_out.write_text("\n".join(map(json.dumps, rows[100:])))
+    source = {
+        "kind": "files",
+        "paths": [str(data)],
+        "validation_paths": [str(held_out)],
+        "chat": {"template": "chatml"},
+    }
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(folder / name)},
+        "model": {"max_position_embeddings": 96},
+        "tokenizer": {"vocab_size": 260, "special_tokens": ["<|im_start|>", "<|im_end|>"]},
+        "data": {"source": source, "document_shuffle_window": 16},
+        "objective": {"kind": "block_diffusion", "block_length": 4},
+        "training": {"batch_size": 2, "max_steps": 4},
+        "validation": {"final_rows": 1},
+    }
+    return load_config(TrainConfig, write_train_config(folder, name, **(sections | changes)))
+
+
+def step_metrics(config: TrainConfig) -> list[dict[str, Any]]:
+    lines = (config.run.directory / "metrics.jsonl").read_text().splitlines()
+    return [record["metrics"] for record in map(json.loads, lines) if "loss" in record.get("metrics", {})]
+
+
+def losses(config: TrainConfig) -> list[float]:
+    return [metrics["loss"] for metrics in step_metrics(config)]
+
+
+def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) -> None:
+    configs = {name: chat_config(tmp_path, name, FORMATS[name]) for name in ("messages", "alpaca")}
+    for config in configs.values():
+        result = train(config)
+    assert losses(configs["messages"]) == losses(configs["alpaca"])
+    assert len(losses(configs["messages"])) == 4
+    command = suggest_next_command(config.run.directory, result.example_input, is_chat=True)
+    assert " --chat 'what is 100?'" in command
+
+    model = read_model_description(config.run.directory)
+    tokenizer = model.tokenizer
+    assert tokenizer.chat_template is not None
+    stop = tokenizer.special_tokens["<|im_end|>"]
+    assert stop in resolve_settings(GenerationConfig(), model.config).stop_token_ids
+    messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTIONS[100][0]})
+    (encoded,) = encode_inputs(
+        [Input("chat", "", messages=messages)], tokenizer, model.config, tokenizer.chat_template, 0
+    )
+    components = open_components(config.data, "validation")
+    data = config.data.model_copy(update={"document_shuffle_window": 0, "row_shuffle_window": 0, "rows": "padded"})
+    rows, _ = build_row_reader(components, data, tokenizer, 96, 0, block_length=4).read(0, None, 1)
+    prompt = rows[0].tokens_L[: len(encoded.token_ids)]
+    assert prompt.tolist() == list(encoded.token_ids)
+    assert not rows[0].loss_mask_L[: len(prompt)].any() and rows[0].loss_mask_L[len(prompt)]
+    assert rows[0].is_fill_L is not None
+    answer = rows[0].tokens_L[rows[0].loss_mask_L & ~rows[0].is_fill_L].tolist()
+    assert tokenizer.decode(answer) == f"{QUESTIONS[100][1]}<|im_end|>" and answer[-1] == stop
+
+
+@pytest.mark.slow
+def test_preferences_train_the_chosen_answer(tmp_path: Path) -> None:
+    configs = [chat_config(tmp_path, name, FORMATS[name]) for name in ("messages", "preference")]
+    rows = []
+    for config in configs:
+        data = config.data.model_copy(update={"document_shuffle_window": 0})
+        train(config)
+        tokenizer = read_model_description(config.run.directory).tokenizer
+        reader = build_row_reader(open_components(data, "train"), data, tokenizer, 96, 0, block_length=4)
+        rows.append(reader.read(0, None, 20)[0])
+    assert sorted(row.tokens_L.tolist() for row in rows[0]) == sorted(row.tokens_L.tolist() for row in rows[1])
+
+
+def test_what_is_left_out_is_counted_in_the_metrics(tmp_path: Path) -> None:
+    long_row = {"prompt": "x" * 200, "completion": "y"}
+    rows = [*FORMATS["alpaca"][:50], long_row, *FORMATS["alpaca"][50:100]]
+    config = chat_config(tmp_path, "long", [*rows[:99], {"prompt": "a", "completion": "b"}, *FORMATS["alpaca"][100:]])
+    train(config)
+    last = step_metrics(config)[-1]
+    assert last["data/skipped"] == last["data/skipped/longer than a row"] == 1
+
+
+@pytest.mark.slow
+def test_workers_change_nothing(tmp_path: Path) -> None:
+    config = chat_config(tmp_path, "plain", FORMATS["messages"])
+    source = to_toml_values(config.data.source, "source") | {"chat": {"template": "chatml", "turns": "one"}}
+    data = {"source": source, "document_shuffle_window": 16}
+    runs = [
+        chat_config(tmp_path, f"workers-{workers}", FORMATS["messages"], data={**data, "workers": workers})
+        for workers in (0, 2)
+    ]
+    for run in runs:
+        train(run)
+    assert losses(runs[0]) == losses(runs[1])
+
+
+def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> None:
+    config = chat_config(tmp_path, "plain", FORMATS["messages"], tokenizer={"vocab_size": 260})
+    with pytest.raises(ValueError, match=r'data.source.chat.template = "chatml": .*tokenizer.special_tokens'):
+        train(config)
