@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from cli.arguments import add_shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
@@ -21,6 +22,8 @@ from files.output_paths import check_can_write
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from diffusionlm.evaluation.exact_match import ExactMatchReport
+    from diffusionlm.evaluation.exact_match_plan import ExactMatchPlan
     from diffusionlm.evaluation.plan import EvaluationPlan
     from diffusionlm.evaluation.text_likelihood import LikelihoodResult
 
@@ -32,7 +35,7 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --data README.md
       --set likelihood.generation.remasking_strategy=entropy"""
 
 PROGRESS_DELAY_SECONDS = 3.0
-UNITS_OF_PHASES = {"reading": "rows", "scoring": "forwards", "decoding": "tokens"}
+UNITS_OF_PHASES = {"reading": "rows", "scoring": "forwards", "decoding": "tokens", "answering": "prompts"}
 
 
 @friendly_errors(NAME)
@@ -48,31 +51,55 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if config.model.path is None:
         exit_with_usage_error(NAME, "no model: add --model DIR, or path to [model] of the config")
-    if config.data.source is None:
-        exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config")
+    if config.data.source is None and config.exact_match is None:
+        exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config, or [exact_match]")
     # Imported here, so that --help and config errors do not wait for numpy and regex.
+    from diffusionlm.evaluation.exact_match_plan import plan_exact_match
     from diffusionlm.evaluation.plan import plan_evaluation
 
     with usage_errors(NAME):
-        plan = plan_evaluation(config)
+        plan = None if config.data.source is None else plan_evaluation(config)
+        exact_match_plan = None if config.exact_match is None else plan_exact_match(config)
         if config.output.file is not None:
             check_can_write(config.output.file.parent, f"output.file = {config.output.file}")
-    result = _evaluate(plan)
+    result, exact_match = _evaluate(config, plan, exact_match_plan)
+    text = format_json(result, exact_match)
     if config.output.file is not None:
-        write_text_atomic(config.output.file, format_json(result) + "\n")
+        write_text_atomic(config.output.file, text + "\n")
     if config.output.format == "json":
-        print(format_json(result))
-    else:
+        print(text)
+        return
+    if result is not None:
         print_parts([format_table(result)])
+    if exact_match is not None:
+        print_parts([format_exact_match(exact_match)])
 
 
-def format_json(result: LikelihoodResult) -> str:
+def format_json(result: LikelihoodResult | None, exact_match: ExactMatchReport | None = None) -> str:
     """Format as one JSON object on one line; numbers that are not finite are null."""
-    values = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(result).items()
-    }
-    return json.dumps(values, allow_nan=False)
+    values = {} if result is None else asdict(result)
+    if exact_match is not None:
+        values["exact_match"] = asdict(exact_match)
+    return json.dumps(_replace_not_finite(values), allow_nan=False)
+
+
+def _replace_not_finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _replace_not_finite(item) for key, item in value.items()}
+    return [_replace_not_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def format_exact_match(report: ExactMatchReport) -> RenderableType:
+    """One row for each task, and one for all."""
+    rows = [["prompts", "", "exact match", "stopped", "length - reference"]]
+    for task, counts in [*report.by_task.items(), ("all", report)]:
+        error = "" if math.isinf(counts.standard_error) else f" +- {counts.standard_error:.1%}"
+        exact_match = f"{counts.exact_match:.1%}{error}"
+        length = f"{counts.mean_length_difference:+.2f} tokens"
+        rows.append([task, f"{counts.num_prompts:,}", exact_match, f"{counts.stop_rate:.1%}", length])
+    return make_table(rows, has_header=True, right=(1,))
 
 
 def format_table(result: LikelihoodResult) -> RenderableType:
@@ -102,8 +129,12 @@ def format_table(result: LikelihoodResult) -> RenderableType:
     return make_table(lines)
 
 
-def _evaluate(plan: EvaluationPlan) -> LikelihoodResult:
+def _evaluate(
+    config: EvalConfig, plan: EvaluationPlan | None, exact_match_plan: ExactMatchPlan | None
+) -> tuple[LikelihoodResult | None, ExactMatchReport | None]:
     # Imported here, so that no error before waits for torch.
+    from diffusionlm.checkpoints.huggingface import load_configured_model
+    from diffusionlm.evaluation.exact_match import evaluate_exact_match
     from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
     from logger.progress import ProgressMeter
 
@@ -114,7 +145,11 @@ def _evaluate(plan: EvaluationPlan) -> LikelihoodResult:
                 meter.begin(phase, UNITS_OF_PHASES[phase], total)
             meter.set(done)
 
-        return evaluate_likelihood(plan, show_progress)
+        model = load_configured_model(config.model)
+        result = None if plan is None else evaluate_likelihood(plan, show_progress, model)
+        if exact_match_plan is None:
+            return result, None
+        return result, evaluate_exact_match(model, exact_match_plan, partial(show_progress, "answering"))
 
 
 def _format_with_error(value: float, error: float) -> str:

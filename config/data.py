@@ -23,6 +23,8 @@ from config.finetune.chat import ChatRowsConfig
 
 SampleBy = Literal["document", "paragraph", "line"]
 
+ChatTask = Literal["copy", "reverse", "sort", "add", "count"]
+
 OnBadRow = Literal["raise", "skip", "replace"]
 
 
@@ -201,10 +203,34 @@ class NestedExpressions(Synthetic):
     """Maximum nesting depth. The longest document has 2 ** (depth + 2) - 3 characters."""
 
 
+class ChatTasks(Section):
+    """Conversations of one question with an answer that can be checked, such as `reverse: abc` and `cba`."""
+
+    kind: Literal["chat_tasks"] = "chat_tasks"
+    tasks: Annotated[TupleOf[ChatTask], Field(min_length=1)] = ("copy", "reverse", "sort", "add", "count")
+    """Tasks, equally often: copy, reverse or sort a word, add two numbers, count a symbol in a word."""
+    symbols: Symbols = "abcdefgh"
+    """The alphabet of words."""
+    max_length: PositiveInt = 6
+    """Symbols of the longest word; all lengths are equally likely."""
+    digits: PositiveInt = 2
+    """Digits of the largest summand."""
+    seed: NonNegativeInt = 0
+    """RNG seed. Conversations are new in each epoch; two runs with the same seed read the same ones."""
+    documents_per_epoch: PositiveInt = 20_000
+    """Conversations per training epoch."""
+    validation_documents: PositiveInt = 1_024
+    """Validation conversations."""
+    validation_fraction: Fraction = 0.1
+    """Share of all prompts that is held out, selected by a hash of the prompt: no prompt is in both splits."""
+    chat: ChatRowsConfig = ChatRowsConfig()
+    """Template, fill and other options of conversations."""
+
+
 SyntheticText = MarkovChain | ShidokuGrids | CopiedSymbols | ReversedAddition | NestedExpressions
 
-TextSource = PythonStdlib | LocalFiles | HubDataset | SyntheticText
-"""Sources of text. The other source, `Shards`, has tokens."""
+TextSource = PythonStdlib | LocalFiles | HubDataset | SyntheticText | ChatTasks
+"""Sources of text or conversations. The other source, `Shards`, has tokens."""
 
 Source = Annotated[TextSource | Shards, Field(discriminator="kind")]
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section
 from config.data import SourceOrName
+from config.finetune.exact_match import ExactMatchConfig
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 
@@ -100,4 +101,5 @@ class EvalConfig(Section):
     model: InferModelConfig = InferModelConfig()
     data: EvalDataConfig = EvalDataConfig()
     likelihood: LikelihoodConfig = NelboConfig()
+    exact_match: ExactMatchConfig | None = None
     output: EvalOutputConfig = EvalOutputConfig()

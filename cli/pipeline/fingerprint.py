@@ -7,15 +7,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cli.pipeline.plan import STAGE_KINDS, StagePlan
 from cli.pipeline.settings import without_key
 from config.base import Section
+from config.convert import ConvertConfig
 from config.data import HubDataset, LocalFiles, PythonStdlib, Shards
 from config.dump import list_differences, to_toml_values
 from config.families.model_directory import resolve_model_directory
-from config.infer import InferInputConfig
+from config.infer import InferInputConfig, InferModelConfig
+from config.lora import LoraTrainingConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
 
@@ -30,6 +32,18 @@ KEYS_WITHOUT_EFFECT = {
     "sample": ("output",),
 }  # fmt: skip
 """Keys that change no result, or only its rounding."""
+PATH_KEYS: dict[type[Section], tuple[str, ...]] = {
+    LocalFiles: ("paths", "validation_paths"),
+    HubDataset: ("dataset",),
+    Shards: ("path",),
+    TokenizerConfig: ("path",),
+    InferInputConfig: ("prompts_file",),
+    InferModelConfig: ("adapter",),
+    ConvertConfig: ("adapter",),
+    LoraTrainingConfig: ("init_from",),
+}
+"""Keys of files whose contents decide a result, beside the model of the stage."""
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 MAX_REASONS = 3
 _CHUNK_BYTES = 1 << 20
 
@@ -148,33 +162,29 @@ def list_files(config: Section, prefix: str = "") -> Iterator[tuple[str, list[Pa
     Raises:
         ValueError: a pattern matches no file; names the key.
     """
-    # Imported here, so that --help and config errors do not wait for numpy.
-    from diffusionlm.data.local_files import find_files, open_stdlib
+    for name in type(config).model_fields:
+        value, key = getattr(config, name), f"{prefix}{name}"
+        if name in PATH_KEYS.get(type(config), ()) and value:
+            yield key, _find_paths(value, key)
+        for index, item in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(item, Section):
+                yield from list_files(item, f"{key}.{index}." if isinstance(value, tuple) else f"{key}.")
+    if isinstance(config, PythonStdlib):
+        # Imported here, so that --help and config errors do not wait for numpy.
+        from diffusionlm.data.local_files import open_stdlib
 
-    match config:
-        case LocalFiles():
-            for name in ("paths", "validation_paths"):
-                if patterns := getattr(config, name):
-                    yield f"{prefix}{name}", [Path(path) for path in find_files(patterns, f"{prefix}{name}")]
-        case HubDataset() if Path(config.dataset).expanduser().is_dir():
-            directory = str(Path(config.dataset).expanduser())
-            yield f"{prefix}dataset", [Path(path) for path in find_files((directory,), f"{prefix}dataset")]
-        case Shards():
-            yield f"{prefix}path", _files_in(config.path)
-        case PythonStdlib():
-            paths = [path for split in ("train", "validation") for path in open_stdlib(config, split, prefix).paths]
-            yield prefix.rstrip("."), paths
-        case TokenizerConfig() if config.path is not None and Path(config.path).is_dir():
-            yield f"{prefix}path", _files_in(Path(config.path))
-        case InferInputConfig() if config.prompts_file is not None:
-            yield f"{prefix}prompts_file", [config.prompts_file]
-        case _:
-            for name in type(config).model_fields:
-                value = getattr(config, name)
-                for index, item in enumerate(value if isinstance(value, tuple) else (value,)):
-                    if isinstance(item, Section):
-                        inner = f"{name}.{index}" if isinstance(value, tuple) else name
-                        yield from list_files(item, f"{prefix}{inner}.")
+        paths = [path for split in SPLITS for path in open_stdlib(config, split, prefix).paths]
+        yield prefix.rstrip("."), paths
+
+
+def _find_paths(value: Any, key: str) -> list[Path]:
+    """The files of patterns, of a directory or of a path. A name on the Hub has none."""
+    from diffusionlm.data.local_files import find_files
+
+    if isinstance(value, tuple):
+        return [Path(path) for path in find_files(value, key)]
+    path = Path(value).expanduser()
+    return _files_in(path) if path.is_dir() else [path] if path.is_file() else []
 
 
 def _files_in(directory: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from config.dump import to_toml_values
 from config.eval import EvalConfig
 from config.families.model_directory import read_model_config, resolve_model_directory
 from config.finetune.pipeline import CheckpointChoice, PipelineConfig, StageConfig
+from config.generation import GenerationConfig
 from config.infer import InferConfig
 from config.load import validate_config
 from config.model import Architecture, ModelConfig
@@ -31,9 +32,10 @@ class StageModel:
     """A model that a stage reads or writes, as far as it is known before it exists."""
 
     path: Path
-    """Directory, or name on the Hub. Of an adapter, its base model."""
+    """Directory, or name on the Hub."""
     config: ModelConfig
-    adapter: Path | None = None
+    is_adapter: bool = False
+    """The directory has an adapter in place of weights."""
     is_tokenizer_known: bool = True
     """False: a stage of the pipeline trains the tokenizer, so sizes and ids of ``config`` are placeholders."""
 
@@ -71,8 +73,8 @@ class StageKindOptions:
     config: type[Section]
     managed_keys: tuple[str, ...]
     """Keys of the command's config that the pipeline sets."""
-    model_keys: tuple[str, str]
-    """Those of the model and of its adapter; "": the command takes none."""
+    model_key: str
+    """That of the model."""
     outputs: Mapping[str, str]
     """Key of the config -> name in the directory of the stage."""
     command: str = ""
@@ -82,13 +84,11 @@ class StageKindOptions:
 _TRAINING = StageKindOptions(
     TrainConfig,
     ("run.directory", "model.init_from"),
-    ("model.init_from", ""),
+    "model.init_from",
     {"run.directory": RUN},
     key_hints=KEY_HINTS,
 )
-_CONVERSION = StageKindOptions(
-    ConvertConfig, ("source", "target", "adapter"), ("source", "adapter"), {"target": MODEL}, "convert"
-)
+_CONVERSION = StageKindOptions(ConvertConfig, ("source", "target"), "source", {"target": MODEL}, "convert")
 STAGE_KINDS: dict[str, StageKindOptions] = {
     "train": _TRAINING,
     "sft": _TRAINING,
@@ -96,15 +96,15 @@ STAGE_KINDS: dict[str, StageKindOptions] = {
     "export": _CONVERSION,
     "evaluate": StageKindOptions(
         EvalConfig,
-        ("model.path", "model.adapter", "output.file"),
-        ("model.path", "model.adapter"),
+        ("model.path", "output.file"),
+        "model.path",
         {"output.file": RESULT},
         "eval",
     ),
     "sample": StageKindOptions(
         InferConfig,
-        ("model.path", "model.adapter", "output.file", "output.html"),
-        ("model.path", "model.adapter"),
+        ("model.path", "output.file", "output.html"),
+        "model.path",
         {"output.file": ANSWERS, "output.html": REPLAY},
         "infer",
     ),
@@ -154,12 +154,15 @@ def _find_model(stage: StageConfig, parent: StagePlan | None, names: Sequence[st
         if stage.checkpoint != "last":
             raise ValueError(f'checkpoint = "{stage.checkpoint}" needs a training stage in from: remove it')
         try:
-            model_config = read_model_config(resolve_model_directory(stage.input, needs_weights=False))
+            from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG
+
+            directory = resolve_model_directory(stage.input, needs_weights=False)
+            model_config = read_model_config(directory)
         except ValueError as error:
             raise ValueError(
                 f'from = "{stage.input}" is neither a stage ({", ".join(names)}) nor a model: {error}'
             ) from error
-        return StageModel(Path(stage.input), model_config)
+        return StageModel(Path(stage.input), model_config, (directory / ADAPTER_CONFIG).is_file())
     if parent.output is None:
         raise ValueError(f'from = "{parent.name}": a stage of kind "{parent.stage.kind}" has no model')
     if not isinstance(parent.config, TrainConfig):
@@ -192,7 +195,7 @@ def _choose_checkpoint(
                 f"{saved_every} steps: make one a multiple of the other, so that validated steps are saved"
             )
     folder = parent.directory / RUN / "checkpoints" / ("best" if choice == "best" else "latest")
-    return StageModel(folder, output.config, None, output.is_tokenizer_known)
+    return replace(output, path=folder)
 
 
 def _add_model(
@@ -201,18 +204,16 @@ def _add_model(
     """Add the path of the model; of training also its architecture, because the directory may not exist yet."""
     if model is None:
         return values
-    model_key, adapter_key = kind.model_keys
-    values = with_value(values, model_key, str(model.path))
-    if model.adapter is not None:
-        if not adapter_key:
-            raise ValueError(
-                f'from = "{stage.input}" is an adapter: merge it first, by a stage of kind "merge" that this one '
-                "starts from"
-            )
-        values = with_value(values, adapter_key, str(model.adapter))
-    elif stage.kind == "merge":
+    values = with_value(values, kind.model_key, str(model.path))
+    if model.is_adapter and stage.kind in ("train", "sft", "export"):
         raise ValueError(
-            f'from = "{stage.input}" has no adapter to merge: set [settings.lora] there, or kind = "export"'
+            f'from = "{stage.input}" is an adapter: merge it first, in a stage of kind "merge" that this one starts '
+            "from"
+        )
+    if stage.kind == "merge" and not model.is_adapter and "adapter" not in values:
+        raise ValueError(
+            f'from = "{stage.input}" has no adapter to merge: set [settings.lora] there, settings.adapter here, or '
+            'kind = "export"'
         )
     if kind.config is TrainConfig:
         names = Architecture.model_fields
@@ -226,6 +227,10 @@ def _check_stage(stage: StageConfig, config: Section, model: StageModel | None) 
     """Check a config against the model that it reads, and return the model that its command writes, if any."""
     match config:
         case TrainConfig():
+            if stage.kind == "sft" and not config.data.chats:
+                raise ValueError(
+                    'kind = "sft" learns answers, and data has no conversations: add chat = {} to a source'
+                )
             return _check_training(config, model)
         case ConvertConfig():
             return _check_conversion(config, model)
@@ -292,7 +297,7 @@ def _predict_model(config: TrainConfig, parent: StageModel | None) -> StageModel
     if parent is not None:
         changes = {**config.model.model_dump(exclude={"init_from"}), "block_length": block_length}
         model = parent.config.model_copy(update=changes | {"begin_with_eos": config.data.begin_with_eos})
-        return StageModel(path, model, is_tokenizer_known=parent.is_tokenizer_known)
+        return StageModel(path, model, config.lora is not None, parent.is_tokenizer_known)
     if config.tokenizer.path is not None:
         tokenizer = load_tokenizer(config.tokenizer.path)
         vocabulary: dict[str, int | None] = {
@@ -329,18 +334,25 @@ def _check_conversion(config: ConvertConfig, model: StageModel | None) -> StageM
 
 
 def _check_evaluation(config: EvalConfig, model: StageModel | None) -> None:
-    """Check the method against the model, and open local text."""
+    """Check the methods against the model, and open local data."""
+    from cli.train import LOCAL_SOURCES
+    from diffusionlm.data.chat.reference_answers import read_reference_answers
     from diffusionlm.data.pipeline import open_components
     from diffusionlm.evaluation.plan import build_data_config, resolve_method
+    from diffusionlm.inference.settings import resolve_settings
 
     assert model is not None
-    if config.data.source is None:
-        raise ValueError("no data: set settings.data.source")
-    resolve_method(config.likelihood, model.config)
-    from cli.train import LOCAL_SOURCES
-
-    data = build_data_config(config.data, model.config)
-    open_components(data, "validation" if config.data.split == "validation" else "train", LOCAL_SOURCES)
+    if config.data.source is None and config.exact_match is None:
+        raise ValueError("no data: set settings.data.source or settings.exact_match")
+    if config.data.source is not None:
+        resolve_method(config.likelihood, model.config)
+        data = build_data_config(config.data, model.config)
+        open_components(data, "validation" if config.data.split == "validation" else "train", LOCAL_SOURCES)
+    if config.exact_match is not None:
+        resolve_settings(_without_token_ids(config.exact_match.generation, model), model.config)
+        source = config.exact_match.source
+        if source.kind != "hub":
+            read_reference_answers(source, config.exact_match.split, "exact_match.source", 1)
 
 
 def _check_sampling(config: InferConfig, model: StageModel | None) -> None:
@@ -352,6 +364,11 @@ def _check_sampling(config: InferConfig, model: StageModel | None) -> None:
     if config.input.interactive or str(config.input.prompts_file) == "-":
         raise ValueError("input: a stage has no terminal: write the inputs into a file, input.prompts_file")
     read_inputs(config.input)
-    ids = dict.fromkeys(("stop_token_ids", "suppress_token_ids", "defer_token_ids"), ())
-    generation = config.generation if model.is_tokenizer_known else config.generation.model_copy(update=ids)
-    resolve_settings(generation, model.config)
+    resolve_settings(_without_token_ids(config.generation, model), model.config)
+
+
+def _without_token_ids(config: GenerationConfig, model: StageModel) -> GenerationConfig:
+    """Leave out ids that cannot be checked, because the tokenizer does not exist yet."""
+    if model.is_tokenizer_known:
+        return config
+    return config.model_copy(update={"stop_token_ids": None, "suppress_token_ids": (), "defer_token_ids": ()})

@@ -78,10 +78,10 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
 def _check_input(plan: StagePlan) -> None:
     if plan.parent is None or plan.model is None:
         return
-    for path in (plan.model.path, plan.model.adapter):
-        if path is not None and not path.is_dir():
-            remedy = ": no saved step was validated; see validation.every_steps" if path.name == "best" else ""
-            raise ValueError(f'stage "{plan.name}": {path}, which it starts from, does not exist{remedy}')
+    path = plan.model.path
+    if not path.is_dir():
+        remedy = ": no saved step was validated; see validation.every_steps" if path.name == "best" else ""
+        raise ValueError(f'stage "{plan.name}": {path}, which it starts from, does not exist{remedy}')
 
 
 def _prepare_directory(state: StageState) -> None:

@@ -50,7 +50,7 @@ def read_stage_settings(stage: StageConfig, common: CommonSettings, managed_keys
 
 def is_model_key(key: str) -> bool:
     """Return whether a managed key names the model that a stage reads."""
-    return key in ("model.init_from", "model.path", "model.adapter", "source", "adapter")
+    return key in ("model.init_from", "model.path", "source")
 
 
 def get_value(values: Mapping[str, Any], key: str) -> Any:

@@ -18,7 +18,7 @@ ChatRole = Literal["system", "user", "assistant", "tool", "function_call"]
 
 COLUMNS = (
     "messages", "conversations", "role", "content", "system", "tools", "instruction", "input", "output", "history",
-    "prompt", "completion", "chosen", "rejected",
+    "prompt", "completion", "chosen", "rejected", "task",
 )  # fmt: skip
 """The fields of the formats, which `columns` maps to those of the data."""
 

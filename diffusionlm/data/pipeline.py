@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from config.data import DataConfig, RecordSourceOptions, Shards, Source
+from config.data import ChatTasks, DataConfig, RecordSourceOptions, Shards, Source
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, encode_reader
 from diffusionlm.data.packing import (
     Document,
@@ -97,7 +97,7 @@ def open_components(config: DataConfig, split: Split, kinds: Collection[str] | N
             if isinstance(section, Shards)
             else open_source(section, split, key)
         )
-        chat = _open_chat(section, f"{key}.chat")
+        chat = open_chat(section, f"{key}.chat")
         components.append(MixtureComponent(entry.name or f"{section.kind}-{index}", entry.weight, source, chat))
     names = [component.name for component in components]
     duplicate = next((name for name in names if names.count(name) > 1), None)
@@ -106,10 +106,15 @@ def open_components(config: DataConfig, split: Split, kinds: Collection[str] | N
     return components
 
 
-def _open_chat(section: Source, key: str) -> ChatRecords | None:
+def open_chat(section: Source, key: str) -> ChatRecords | None:
+    """What the records of a source mean as conversations; None: they are text.
+
+    Args:
+        key: config key of the section `chat`, for errors.
+    """
     if isinstance(section, RecordSourceOptions) and section.chat is not None:
         return ChatRecords(section.chat, key, section.on_bad_row)
-    return None
+    return ChatRecords(section.chat, key, "raise") if isinstance(section, ChatTasks) else None
 
 
 def compute_data_identity(components: Sequence[MixtureComponent]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from config.data import HubDataset, LocalFiles, PythonStdlib, Synthetic, TextSource
+from config.data import ChatTasks, HubDataset, LocalFiles, PythonStdlib, Synthetic, TextSource
 from diffusionlm.data.reader import DocumentSource, Split
 
 
@@ -30,6 +30,10 @@ def open_source(config: TextSource, split: Split, key: str) -> DocumentSource:
             from diffusionlm.data.hub import open_hub
 
             return open_hub(config, split, key)
+        case ChatTasks():
+            from diffusionlm.data.chat.tasks import ChatTaskSource
+
+            return ChatTaskSource(config, split, key)
         case Synthetic():
             from diffusionlm.data.synthetic import open_synthetic
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, unique
 
 import numpy as np
 
 
+@unique
 class RngStream(IntEnum):
     """Purpose of random numbers: the first part of every key, so that purposes never share numbers.
 
@@ -33,10 +34,12 @@ class RngStream(IntEnum):
     """(split, epoch, block of documents): text of a synthetic source."""
     ADAPTER_DROPOUT = 14
     """(step): key of the dropout masks of adapters."""
-    ANSWER = 15
-    """(epoch, window, conversation in it): the answer that is learned; in a mixture preceded by the component."""
     MASK_NOISE = 15
     """(step, row in the step): noise on the embedding of the mask token."""
+    CHAT_TASKS = 16
+    """(split, epoch, block of conversations): synthetic conversations."""
+    ANSWER = 17
+    """(epoch, window, conversation in it): the answer that is learned; in a mixture preceded by the component."""
     LIKELIHOOD_LEVELS = 20
     """(): offsets of the sequences of an evaluation; (sequence): order of its blocks."""
     LIKELIHOOD_MASKS = 21

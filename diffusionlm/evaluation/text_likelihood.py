@@ -68,15 +68,20 @@ class LikelihoodResult:
     seconds: float
 
 
-def evaluate_likelihood(plan: EvaluationPlan, on_progress: OnProgress | None = None) -> LikelihoodResult:
-    """Load the model, read the rows and score them.
+def evaluate_likelihood(
+    plan: EvaluationPlan, on_progress: OnProgress | None = None, model: Transformer | None = None
+) -> LikelihoodResult:
+    """Read the rows and score them.
+
+    Args:
+        model: None: it is loaded.
 
     Raises:
         ValueError: the weights do not fit, there is no text, or the model's probabilities are not finite.
     """
     started_at = time.perf_counter()
     config, row_length = plan.config, plan.row_length
-    model = load_configured_model(config.model)
+    model = load_configured_model(config.model) if model is None else model
     layout = InputLayout.from_config(model.config, plan.block_length)
     rows = _read_rows(config.data, plan.reader, on_progress)
     _check_vocabulary(rows, model.config)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_pipeline(folder: Path) -> Path:
-    """Train, go on from the best checkpoint, evaluate both, export and sample."""
+    """Train, tune an adapter on the best checkpoint, evaluate both, merge and sample."""
     folder.mkdir(exist_ok=True)
     path = write_train_config(
         folder,
@@ -34,7 +34,7 @@ def write_pipeline(folder: Path) -> Path:
     values["data"]["source"]["paths"] = ["a.txt"]
     path.write_text(tomli_w.dumps(values))
     evaluation = {"data": {"source": values["data"]["source"], "max_rows": 8}, "model": {"threads": 1}}
-    tuning = {"training": {"max_steps": 60}, "optimizer": {"learning_rate": 0.01}}
+    tuning = {"training": {"max_steps": 60}, "lora": {"rank": 2, "targets": "all-linear"}}
     stages: list[dict[str, Any]] = [
         {"name": "base", "kind": "train", "config": "train.toml"},
         {
@@ -47,7 +47,7 @@ def write_pipeline(folder: Path) -> Path:
         },
         {"name": "before", "kind": "evaluate", "from": "base"},
         {"name": "after", "kind": "evaluate", "from": "tune"},
-        {"name": "half", "kind": "export", "from": "tune", "settings": {"dtype": "bfloat16"}},
+        {"name": "half", "kind": "merge", "from": "tune", "settings": {"dtype": "bfloat16"}},
         {
             "name": "try",
             "kind": "sample",

@@ -35,6 +35,8 @@ class Conversation:
     """Prompt and rejected answer of a preference."""
     prompt_length: int | None = None
     """Messages of the prompt that the chosen and the rejected answer have in common."""
+    task: str | None = None
+    """Group of the conversation in tables of results: the column `task`."""
 
     @classmethod
     def from_text(cls, text: str) -> Conversation:
@@ -44,13 +46,15 @@ class Conversation:
         if "chosen" in value:
             prompt, chosen, rejected = (tuple(value[key]) for key in ("prompt", "chosen", "rejected"))
             return cls(prompt + chosen, tools and tuple(tools), prompt + rejected, len(prompt))
-        return cls(tuple(value["messages"]), tools and tuple(tools))
+        return cls(tuple(value["messages"]), tools and tuple(tools), task=value.get("task"))
 
     def to_text(self) -> str:
         """Format the canonical text: equal conversations have equal texts."""
         value: dict[str, Any] = {} if self.tools is None else {"tools": self.tools}
         if self.rejected is None:
             value["messages"] = self.messages
+            if self.task is not None:
+                value["task"] = self.task
         else:
             value |= {
                 "prompt": self.messages[: self.prompt_length],
@@ -123,7 +127,8 @@ class ChatRowParser:
         messages = self._complete(messages, row)
         if rejected is not None:
             _check_preference(messages, rejected, len(rejected) - 1)
-        return Conversation(messages, tools, rejected, prompt_length)
+        task = row.get(self.column("task"))
+        return Conversation(messages, tools, rejected, prompt_length, task if isinstance(task, str) else None)
 
     def _complete(self, messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[Message, ...]:
         """Add the system message if there is none, and check the order of roles."""

@@ -15,7 +15,7 @@ from cli.pipeline.settings import merge_settings
 from config.finetune.pipeline import PipelineConfig
 from config.load import load_config
 from config.train import TrainConfig
-from tests.unit.cli.pipeline.small_stages import stage_of, write_pipeline
+from tests.unit.cli.pipeline.small_stages import stage_of, train_settings, write_pipeline
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -54,6 +54,27 @@ def test_config_files_lie_between_the_common_part_and_the_settings(pipeline: dic
     assert isinstance(config, TrainConfig)
     assert (config.run.directory, config.run.seed, config.run.device) == (Path("out/base/run"), 5, "cuda")
     assert config.training.batch_size == 4
+
+
+def test_an_adapter_is_evaluated_as_it_is_and_merged_before_more_training(
+    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage_of(pipeline, "tune")["settings"]["lora"] = {"rank": 2}
+    pipeline["stages"].append({"name": "merged", "kind": "merge", "from": "tune"})
+    pipeline["stages"].append(
+        {"name": "more", "kind": "train", "from": "merged", "settings": train_settings(["a.txt"])}
+    )
+    plans = plan(pipeline)
+    checkpoint = Path("out/tune/run/checkpoints/latest")
+    assert plans["after"].config.model_dump()["model"]["path"] == checkpoint
+    assert plans["merged"].config.model_dump()["source"] == checkpoint
+    more = plans["more"].config
+    assert isinstance(more, TrainConfig) and more.model.init_from == Path("out/merged/model")
+    for kind in ("train", "export"):
+        stage_of(pipeline, "merged")["kind"] = kind
+        with pytest.raises(SystemExit):
+            main(["--config", write_pipeline(pipeline)])
+        assert 'from = "tune" is an adapter: merge it first' in capsys.readouterr().err
 
 
 def rename(values: dict[str, Any], stage: str, /, **changes: Any) -> None:

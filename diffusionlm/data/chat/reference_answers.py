@@ -1,0 +1,53 @@
+"""Prompts of conversations with the answers that are right, for evaluation by exact match."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from config.data import TextSource
+from diffusionlm.data.chat.formats import Conversation, Message
+from diffusionlm.data.reader import DOCUMENTS_PER_READ, Split
+from diffusionlm.data.sources import open_source
+
+
+@dataclass(frozen=True)
+class ReferenceAnswer:
+    """A prompt and the answer that is right."""
+
+    messages: tuple[Message, ...]
+    """Of the prompt."""
+    answer: str
+    task: str = ""
+    """Group of the prompt in tables."""
+    tools: tuple[Any, ...] | None = None
+
+
+def read_reference_answers(config: TextSource, split: Split, key: str, limit: int) -> list[ReferenceAnswer]:
+    """Read the last answers of the first conversations of a split: of the validation split, held-out ones.
+
+    Args:
+        key: config key of the source's section, for errors.
+
+    Raises:
+        ValueError: the source has no conversations, or cannot be read.
+    """
+    if getattr(config, "chat", None) is None:
+        raise ValueError(f"{key} has text, not conversations: set {key}.chat, or name another source")
+    source = open_source(config, split, key)
+    answers: list[ReferenceAnswer] = []
+    position = None
+    while len(answers) < limit:
+        texts, position = source.read(0, position, min(DOCUMENTS_PER_READ, limit - len(answers)))
+        answers += [_last_answer(Conversation.from_text(text)) for text in texts]
+        if position is None:
+            break
+    if not answers:
+        raise ValueError(f"{key} has no conversations for split = {split!r}; name other files, or another split")
+    return answers
+
+
+def _last_answer(conversation: Conversation) -> ReferenceAnswer:
+    messages = conversation.messages
+    last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    return ReferenceAnswer(messages[:last], messages[last]["content"], conversation.task or "", conversation.tools)

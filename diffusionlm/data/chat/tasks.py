@@ -1,0 +1,107 @@
+"""Synthetic conversations whose answers can be checked: copy, reverse, sort, add, count."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from config.data import ChatTasks
+from diffusionlm.data.chat.formats import Conversation
+from diffusionlm.data.reader import ReaderPosition, Split
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+
+TASKS_PER_BLOCK = 256
+"""Conversations that share one RNG key and are sampled together."""
+
+MAX_ATTEMPTS = 10_000
+"""Prompts that are sampled at most until one is in the split."""
+
+
+def make_task(config: ChatTasks, task: str, rng: np.random.Generator) -> tuple[str, str]:
+    """Sample a prompt of a task, and compute its answer."""
+    if task == "add":
+        first, second = (int(rng.integers(10**config.digits)) for _ in range(2))
+        return f"add: {first}+{second}", str(first + second)
+    length = int(rng.integers(1, config.max_length + 1))
+    word = "".join(config.symbols[index] for index in rng.integers(len(config.symbols), size=length))
+    match task:
+        case "copy":
+            return f"copy: {word}", word
+        case "reverse":
+            return f"reverse: {word}", word[::-1]
+        case "sort":
+            return f"sort: {word}", "".join(sorted(word))
+        case _:
+            symbol = config.symbols[int(rng.integers(len(config.symbols)))]
+            return f"count {symbol}: {word}", str(word.count(symbol))
+
+
+@dataclass
+class ChatTaskSource:
+    """A `DocumentSource` of conversations. Each is a function of (seed, split, epoch, its index in the epoch).
+
+    A hash of the prompt decides whether it is for validation, so no prompt is in both splits.
+    """
+
+    config: ChatTasks
+    split: Split
+    key: str
+    """Config key of the source's section."""
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._cached: tuple[tuple[int, int] | None, list[str]] = (None, [])
+        is_train = self.split == "train"
+        self.num_documents = self.config.documents_per_epoch if is_train else self.config.validation_documents
+
+    @property
+    def identity(self) -> str:
+        digest = hashlib.sha256(self.config.model_dump_json().encode()).hexdigest()[:16]
+        return f"chat_tasks/{self.split}/{digest}"
+
+    @property
+    def provenance(self) -> str:
+        return f"{self.num_documents:,} conversations, made up: {', '.join(self.config.tasks)}"
+
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
+        """Read conversations.
+
+        Raises:
+            ValueError: there are too few prompts for a validation split.
+        """
+        start = position or 0
+        stop = min(start + limit, self.num_documents)
+        texts: list[str] = []
+        for block in range(start // TASKS_PER_BLOCK, -(-stop // TASKS_PER_BLOCK)):
+            first = block * TASKS_PER_BLOCK
+            texts += self._sample_block(epoch, block)[max(start - first, 0) : stop - first]
+        return texts, stop if len(texts) == limit else None
+
+    def _sample_block(self, epoch: int, block: int) -> list[str]:
+        """Return the conversations of a block; the last block is cached, because readers may read one by one."""
+        key, texts = self._cached
+        if key != (epoch, block):
+            rng = keyed_rng(self.config.seed, RngStream.CHAT_TASKS, int(self.split == "validation"), epoch, block)
+            texts = [self._sample(rng).to_text() for _ in range(TASKS_PER_BLOCK)]
+            self._cached = ((epoch, block), texts)
+        return texts
+
+    def _sample(self, rng: np.random.Generator) -> Conversation:
+        config = self.config
+        for _ in range(MAX_ATTEMPTS):
+            task = config.tasks[int(rng.integers(len(config.tasks)))]
+            prompt, answer = make_task(config, task, rng)
+            if is_held_out(prompt, config.validation_fraction) == (self.split == "validation"):
+                messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
+                return Conversation(messages, task=task)
+        raise ValueError(
+            f"{self.key}: the tasks have too few prompts to hold out some for validation: raise max_length or digits, "
+            "or name more symbols"
+        )
+
+
+def is_held_out(prompt: str, fraction: float) -> bool:
+    """Whether a hash of the prompt selects it for validation."""
+    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big") / 2**64 < fraction

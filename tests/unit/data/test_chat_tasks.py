@@ -1,0 +1,71 @@
+"""Synthetic conversations: right answers, no prompt in both splits, the same for the same seed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from config.data import ChatTasks, LocalFiles, PythonStdlib
+from diffusionlm.data.chat.formats import Conversation
+from diffusionlm.data.chat.reference_answers import ReferenceAnswer, read_reference_answers
+from diffusionlm.data.chat.tasks import TASKS_PER_BLOCK, ChatTaskSource, is_held_out
+from diffusionlm.data.reader import Split
+
+
+def conversations(config: ChatTasks, split: Split = "train", epoch: int = 0) -> list[Conversation]:
+    texts, _ = ChatTaskSource(config, split, "data.source").read(epoch, None, 10_000)
+    return [Conversation.from_text(text) for text in texts]
+
+
+def solve(prompt: str) -> str:
+    """An independent solution."""
+    task, _, operand = prompt.partition(": ")
+    if task == "add":
+        return str(eval(operand))
+    if task.startswith("count "):
+        return str(sum(symbol == task[-1] for symbol in operand))
+    return {"copy": operand, "reverse": "".join(reversed(operand)), "sort": "".join(sorted(operand))}[task]
+
+
+def test_answers_are_right_and_splits_disjoint() -> None:
+    config = ChatTasks(documents_per_epoch=3_000, validation_documents=300)
+    train, held_out = conversations(config), conversations(config, "validation")
+    assert (len(train), len(held_out)) == (3_000, 300)
+    for conversation in train + held_out:
+        prompt, answer = (message["content"] for message in conversation.messages)
+        assert answer == solve(prompt)
+    prompts = [{item.messages[0]["content"] for item in items} for items in (train, held_out)]
+    assert prompts[0].isdisjoint(prompts[1])
+    assert all(is_held_out(prompt, 0.1) for prompt in prompts[1])
+    shares = [sum(item.task == task for item in train) / len(train) for task in config.tasks]
+    assert all(share == pytest.approx(0.2, abs=0.04) for share in shares)
+
+
+def test_reading_is_repeatable_from_any_position() -> None:
+    config = ChatTasks(documents_per_epoch=TASKS_PER_BLOCK + 10)
+    source = ChatTaskSource(config, "train", "data.source")
+    whole, end = source.read(1, None, 10_000)
+    assert end is None and len(whole) == TASKS_PER_BLOCK + 10
+    start, position = source.read(1, None, TASKS_PER_BLOCK - 3)
+    rest, _ = ChatTaskSource(config, "train", "data.source").read(1, json.loads(json.dumps(position)), 1_000)
+    assert start + rest == whole != source.read(2, None, 10_000)[0]
+    assert source.identity != ChatTaskSource(config.model_copy(update={"seed": 1}), "train", "data.source").identity
+
+
+def test_too_few_prompts_are_refused() -> None:
+    config = ChatTasks(tasks=("copy",), symbols="ab", max_length=1, validation_fraction=0.001)
+    with pytest.raises(ValueError, match=r"data.source: .*too few prompts"):
+        conversations(config, "validation")
+
+
+def test_reference_answers_are_the_last_answers() -> None:
+    config = ChatTasks(validation_documents=50)
+    answers = read_reference_answers(config, "validation", "source", 20)
+    assert len(answers) == 20
+    for expected, item in zip(conversations(config, "validation"), answers, strict=False):
+        assert item == ReferenceAnswer(expected.messages[:1], expected.messages[1]["content"], expected.task or "")
+    assert len(read_reference_answers(config, "validation", "source", 1_000)) == 50
+    for text in (PythonStdlib(), LocalFiles(paths=("x",))):
+        with pytest.raises(ValueError, match="source has text, not conversations"):
+            read_reference_answers(text, "validation", "source", 3)
