@@ -47,13 +47,15 @@ def folder(ready: Remote) -> Iterator[Path]:
     shutil.rmtree(ready.tree / "runs", ignore_errors=True)
 
 
-SLOW_RSYNC = f"""#!{sys.executable}
-import os, subprocess, sys, time
+WITHHOLDING_RSYNC = f"""#!{sys.executable}
+import os, subprocess, sys
 with subprocess.Popen([{shutil.which("rsync")!r}, *sys.argv[1:]], stdin=subprocess.PIPE) as process:
+    count = 0
     while data := os.read(0, 50_000):
-        process.stdin.write(data)
-        process.stdin.flush()
-        time.sleep(0.02)
+        if count < 1_000_000:
+            process.stdin.write(data)
+            process.stdin.flush()
+        count += len(data)
 """
 REMOVING_RSYNC = f"""#!{sys.executable}
 import os, subprocess, sys
@@ -297,16 +299,16 @@ def test_interrupted_data_transfer_resumes(ready: Remote) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_upload_that_is_ended_continues(ready: Remote, number: signal.Signals, code: int) -> None:
-    source = ready.tree / "data" / "slow.bin"
-    contents = random.Random(1).randbytes(10_000_000)  # more than what is under way at once
+    source = ready.tree / "data" / "long.bin"
+    contents = random.Random(1).randbytes(10_000_000)
     source.write_bytes(contents)
-    target = ready.root / "data" / "slow.bin"
-    with stand_in(ready, SLOW_RSYNC):
-        words = [sys.executable, "scripts/remote", "data-remote", "data/slow.bin"]
+    target = ready.root / "data" / "long.bin"
+    with stand_in(ready, WITHHOLDING_RSYNC):  # the sender waits for an end that cannot come
+        words = [sys.executable, "scripts/remote", "data-remote", "data/long.bin"]
         with subprocess.Popen(
             words, cwd=ready.tree, env=ready.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
-            until(lambda: [path for path in target.parent.glob(".slow.bin.*") if path.stat().st_size > 500_000], "data")
+            until(lambda: [path for path in target.parent.glob(".long.bin.*") if path.stat().st_size > 500_000], "data")
             if number == signal.SIGINT:  # Ctrl-C reaches all processes of a terminal
                 os.killpg(process.pid, number)
             else:
@@ -318,7 +320,7 @@ def test_an_upload_that_is_ended_continues(ready: Remote, number: signal.Signals
     assert not target.exists()
     (part,) = partial_files(target.parent)
     there = cut(ready, "input", len(contents) - part.stat().st_size + 100_000)
-    ready.works("data-remote", "data/slow.bin")
+    ready.works("data-remote", "data/long.bin")
     there.unlink()
     assert target.read_bytes() == contents
     target.unlink()
