@@ -16,6 +16,7 @@ import pytest
 from tokenizer import (
     CHAT_TEMPLATES,
     Tokenizer,
+    encode_answer,
     encode_chat,
     load_chat_template,
     load_tokenizer,
@@ -248,3 +249,20 @@ def test_tools_and_calls(family: tuple[Path, Any]) -> None:
     text = theirs_of(theirs, chat, chat_template=QWEN3, **options)
     assert render_chat(QWEN3, chat, **options) == text
     assert "a sum" in text and '"é<", "b": [1, 2.5, null, true]' in text
+
+
+def test_answers_end_as_transformers_renders_them(family: tuple[Path, Any]) -> None:
+    """Prompt and answer together are the beginning of the chat that transformers renders."""
+    folder, theirs = family
+    ours = load_tokenizer(folder)
+    assert ours.chat_template is not None
+    for chat in chats(2, 40, end_with_user=True):
+        answered = [*chat, {"role": "assistant", "content": "\n the answer, {{ x }} "}]
+        encoded = encode_answer(ours, ours.chat_template, answered)
+        assert encoded is not None
+        prompt = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert list(encoded.prompt_ids) == prompt
+        whole = theirs_of(theirs, answered, add_generation_prompt=False)
+        text = ours.decode([*encoded.prompt_ids, *encoded.answer_ids])
+        assert whole.startswith(text) and whole[len(text) :].strip() == ""
+        assert ours.decode(encoded.answer_ids[-1:]) in ("<|im_end|>", "<|eot_id|>")

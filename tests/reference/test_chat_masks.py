@@ -1,0 +1,99 @@
+"""Loss masks of conversations against an independent one, read off the text of ChatML; mutated masks are caught."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from config.finetune.chat import ChatRowsConfig
+from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords
+from diffusionlm.data.chat.formats import ChatRowParser
+from diffusionlm.data.packing import Document
+from tests.unit.data.chat_cases import EOS, chat, chat_tokenizer
+from tokenizer import Tokenizer
+
+ANSWER = re.compile(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return chat_tokenizer()
+
+
+def expected_masks(document: Document, tokenizer: Tokenizer) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Targets, fill and segments by the characters of the text."""
+    pieces = [tokenizer.decode([token]) for token in document.tokens.tolist()]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    text = "".join(pieces)
+    spans = [match.span(1) for match in ANSWER.finditer(text)]
+    is_answer = np.array([any(start < end <= stop for start, stop in spans) for end in ends])
+    is_fill = np.array([piece == EOS for piece in pieces])
+    last_segment = len(spans) - 1
+    segments = np.array([min(last_segment, sum(end > stop for _, stop in spans)) for end in ends])
+    return is_answer | is_fill, is_fill, segments
+
+
+def is_right(document: Document, tokenizer: Tokenizer) -> bool:
+    expected = expected_masks(document, tokenizer)
+    found = (document.loss_mask, document.is_fill, document.segment_ids)
+    return all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def documents(tokenizer: Tokenizer, seed: int, **options: Any) -> list[Document]:
+    rng = np.random.default_rng(seed)
+    words = ["a", "assistant", "\n", "user\n", " im_end ", "x" * 9]
+    texts = ["w" + "".join(rng.choice(words, int(rng.integers(4)))) for _ in range(2 * int(rng.integers(1, 4)))]
+    block_length = options.pop("block_length", None)
+    encoder = ChatEncoder(ChatRecords(ChatRowsConfig(**options), "chat", "raise"), tokenizer, 1_000, block_length)
+    text = ChatRowParser(encoder.config)(chat(*texts))
+    assert isinstance(text, str)
+    return encoder.encode(text)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"turns": "all", "fill": "none"},
+        {"block_length": 4},
+        {"block_length": 7},
+        {"turns": "last", "fill": "length:30"},
+    ],
+    ids=str,
+)
+def test_masks_equal_those_of_the_text(seed: int, options: dict[str, Any], tokenizer: Tokenizer) -> None:
+    for document in documents(tokenizer, seed, **options):
+        if options.get("turns") != "last":
+            assert is_right(document, tokenizer)
+            continue
+        expected, is_fill, segments = expected_masks(document, tokenizer)
+        assert np.array_equal(document.loss_mask, expected & (segments == segments[-1]))
+        assert np.array_equal(document.is_fill, is_fill) and not document.segment_ids.any()
+
+
+MUTATIONS: dict[str, Callable[[Document], Document]] = {
+    "one token late": lambda d: replace(d, loss_mask=np.roll(d.loss_mask, 1)),
+    "one token early": lambda d: replace(d, loss_mask=np.roll(d.loss_mask, -1)),
+    "without the stop": lambda d: replace(d, loss_mask=d.loss_mask & np.roll(d.loss_mask, -1)),
+    "without the first token": lambda d: replace(d, loss_mask=d.loss_mask & np.roll(d.loss_mask, 1)),
+    "with the line break after the stop": lambda d: replace(d, loss_mask=d.loss_mask | np.roll(d.loss_mask, 1)),
+    "prompts learned": lambda d: replace(d, loss_mask=np.ones_like(d.loss_mask)),
+    "only the last answer": lambda d: replace(d, loss_mask=d.loss_mask & (d.segment_ids == d.segment_ids[-1])),
+    "fill not learned": lambda d: replace(d, loss_mask=d.loss_mask & ~d.is_fill),
+    "fill taken for an answer": lambda d: replace(d, is_fill=np.zeros_like(d.is_fill)),
+    "segments end before the stop": lambda d: replace(d, segment_ids=np.append(d.segment_ids[1:], d.segment_ids[-1])),
+    "one segment": lambda d: replace(d, segment_ids=np.zeros_like(d.segment_ids)),
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS)
+def test_mutated_masks_are_caught(mutate: Callable[[Document], Document], tokenizer: Tokenizer) -> None:
+    (document,) = documents(tokenizer, 1, block_length=8)
+    assert is_right(document, tokenizer) and document.is_fill.any() and document.segment_ids[-1]
+    assert not is_right(mutate(document), tokenizer)
