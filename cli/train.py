@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NAME = "diffusionlm-train"
 
-LOCAL_SOURCES = ("files", "shards")
+LOCAL_SOURCES = ("files", "shards", "chat_tasks")
 """Kinds of sources that are opened before torch is loaded; others need a network or seconds."""
 
 RANK_ZERO_HEAD_START_SECONDS = 2.0
@@ -77,7 +77,7 @@ def check_files(config: TrainConfig) -> None:
     # Imported here, so that --help and config errors do not wait for numpy and regex.
     from diffusionlm.checkpoints.adapter_config import read_adapter_config
     from diffusionlm.checkpoints.model_files import list_weight_files, load_tokenizer
-    from diffusionlm.data.chat.templates import resolve_chat_template
+    from diffusionlm.data.chat.templates import check_template_name, resolve_chat_template
     from diffusionlm.data.pipeline import open_components
 
     directory, init_from, path = config.run.directory, config.model.init_from, config.tokenizer.path
@@ -97,9 +97,15 @@ def check_files(config: TrainConfig) -> None:
         if config.lora.init_from is not None:
             with _errors_name(f"lora.init_from = {config.lora.init_from}"):
                 read_adapter_config(config.lora.init_from)
-    for component in open_components(config.data, "train", LOCAL_SOURCES):
-        if component.chat is not None and tokenizer is not None:
-            resolve_chat_template(component.chat.config, tokenizer, component.chat.key)
+    components = open_components(config.data, "train", LOCAL_SOURCES)
+    trains_tokenizer = (
+        is_new and tokenizer is None and not any(item.source.kind == "shards" for item in config.data.components)
+    )
+    for chat in (component.chat for component in components if component.chat is not None):
+        if tokenizer is not None:
+            resolve_chat_template(chat.config, tokenizer, chat.key)
+        elif trains_tokenizer:
+            check_template_name(chat.config, chat.key)
     warn_about_memory(config)
 
 

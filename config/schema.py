@@ -29,7 +29,7 @@ def is_array(kind: Any) -> bool:
 
 def is_dict(kind: Any) -> bool:
     """Return whether values of a type are TOML tables with any keys."""
-    return (get_origin(kind) or kind) is dict
+    return (get_origin(kind) or kind) in (dict, Mapping)
 
 
 def section_fields(section: type[Section]) -> dict[str, FieldInfo]:

@@ -127,6 +127,11 @@ class TrainConfig(Section):
                     "(data.row_length or model.max_position_embeddings): lower it, or set "
                     'objective.kind = "masked_diffusion", which has one block for the whole sequence'
                 )
+        if objective.longest_block_length is None and any(section.fill == "block" for section in self.data.chats):
+            raise ValueError(
+                'chat.fill = "block" fills the last block of an answer, and objective.kind = "masked_diffusion" has no '
+                'blocks: set "length:N", or objective.kind = "block_diffusion"'
+            )
         if stages and max_steps is not None and stages[-1].from_step >= max_steps:
             raise ValueError(
                 f"objective.stages: from_step = {stages[-1].from_step} must be less than training.max_steps = "

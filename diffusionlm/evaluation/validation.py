@@ -11,7 +11,13 @@ from config.train import TrainConfig
 from ddp.map_over_ranks import MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row
-from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components, read_training_tokens
+from diffusionlm.data.pipeline import (
+    MixtureComponent,
+    build_row_reader,
+    describe_skipped,
+    open_components,
+    read_training_tokens,
+)
 from diffusionlm.data.synthetic import SyntheticSource
 from diffusionlm.evaluation.evaluate import VALIDATION_SEED, EvaluationResult, evaluate
 from diffusionlm.evaluation.ngram import NgramModel, max_order
@@ -58,8 +64,8 @@ class Validator:
         rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
         if not rows:
             raise ValueError(
-                "[data]: the sources have no validation text; name other validation_paths or another validation_split, "
-                "or without these raise validation_fraction"
+                f"[data]: the sources have no validation text{describe_skipped(components)}; name other "
+                "validation_paths or another validation_split, or without these raise validation_fraction"
             )
         return cls(config, tokenizer, training_components, rows, world)
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from cli.infer.inputs import Input, encode_inputs
+from cli.train import check_files
 from cli.train_summary import suggest_next_command
 from config.dump import to_toml_values
 from config.generation import GenerationConfig
-from config.load import load_config
+from config.load import ConfigError, load_config
 from config.train import TrainConfig
 from diffusionlm.checkpoints.model_files import read_model_description
 from diffusionlm.data.pipeline import build_row_reader, open_components
@@ -141,4 +142,28 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
 def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> None:
     config = chat_config(tmp_path, "plain", FORMATS["messages"], tokenizer={"vocab_size": 260})
     with pytest.raises(ValueError, match=r'data.source.chat.template = "chatml": .*tokenizer.special_tokens'):
+        train(config)
+
+
+def test_bad_settings_are_refused_before_torch(tmp_path: Path) -> None:
+    rows = FORMATS["messages"]
+    for section, problem in (
+        ({"fill": "block"}, 'chat.fill = "block" fills the last block'),
+        ({"roles": {"wizard": "sorcerer"}}, 'roles.wizard = "sorcerer": expected "system"'),
+    ):
+        path = write_train_config(tmp_path, data={"source": {"kind": "chat_tasks", "chat": section}})
+        with pytest.raises(ConfigError, match=problem):
+            load_config(TrainConfig, path)
+    config = chat_config(tmp_path, "named", rows)
+    for template, problem in (("chatty", "no such built-in template"), (None, "that the run trains has no")):
+        source = to_toml_values(config.data.source, "source") | {"chat": {"template": template} if template else {}}
+        changed = chat_config(tmp_path, "changed", rows, data={"source": source})
+        with pytest.raises(ValueError, match=rf"data.source.chat.template.*{problem}"):
+            check_files(changed)
+
+
+def test_nothing_left_says_why(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * 100, "completion": str(index)} for index in range(120)]
+    config = chat_config(tmp_path, "short", rows)
+    with pytest.raises(ValueError, match=r"no validation text \(left out: 20 longer than a row\)"):
         train(config)

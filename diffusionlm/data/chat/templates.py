@@ -35,6 +35,24 @@ def resolve_chat_template(config: ChatRowsConfig, tokenizer: Tokenizer, key: str
     return template
 
 
+def check_template_name(config: ChatRowsConfig, key: str) -> None:
+    """Check that a section names a template, before there is a tokenizer that might have one.
+
+    Raises:
+        ValueError: it names none, or one that does not exist.
+    """
+    builtin = ", ".join(CHAT_TEMPLATES)
+    if config.template is None:
+        raise ValueError(
+            f"{key}.template: the tokenizer that the run trains has no chat template: name one of {builtin}, or a file "
+            "with Jinja"
+        )
+    if config.template not in CHAT_TEMPLATES and not Path(config.template).expanduser().exists():
+        raise ValueError(
+            f'{key}.template = "{config.template}": there is no such built-in template ({builtin}), file or directory'
+        )
+
+
 def _find_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     builtin = ", ".join(CHAT_TEMPLATES)
     if name is None:
