@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from config.bench.training import BenchShape, Precision
 from config.data import DataConfig, PythonStdlib
+from config.lora import LoraConfig
 from config.model_section import ModelSection
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.optimizer import AdamWConfig, LRScheduleConfig
@@ -27,6 +28,7 @@ from diffusionlm.data.loader import Loader, StepLoader
 from diffusionlm.data.packing import Row
 from diffusionlm.data.reader import ReaderPosition
 from diffusionlm.models.init import init_weights
+from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.training.block_wrapping import prepare_model
@@ -37,6 +39,7 @@ from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import TrainState, load_step_batch, train_step
 from diffusionlm.training.step_metrics import compute_batch_flops
+from profiling.adapter_size import measure_adapter
 
 OURS = "diffusionlm"
 PRECISIONS: Mapping[Precision, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,6 +65,8 @@ class TrainCase:
     threads: int
     seed: int
     objective: ObjectiveConfig = field(default_factory=MaskedDiffusionConfig)
+    adapter: LoraConfig | None = None
+    """Adapter that is trained in place of the weights. None: all weights are."""
 
     @property
     def objective_label(self) -> str:
@@ -140,6 +145,8 @@ def build_train_state(case: TrainCase, config: TrainConfig) -> TrainState:
     model_config = case.shape.to_model_config().model_copy(update={"logit_alignment": config.model.logit_alignment})
     model = Transformer(model_config, attention_backend=config.runtime.attention_backend)
     init_weights(model, case.seed)
+    if case.adapter is not None:
+        add_adapter(model, case.adapter, seed=case.seed)
     model.to(device)
     master_weights = prepare_model(model, config.runtime, PRECISIONS[case.precision], device)
     parallel = NoParallel(model)
@@ -174,7 +181,8 @@ def build_ours(
 
     # The FLOPs are those of another batch: batches differ by a few masked positions at most.
     [noised_batch] = build_loader().next_step(0)
-    flops = compute_batch_flops(state.model.config, noised_batch)
+    factors = None if case.adapter is None else measure_adapter(case.adapter, state.model.config).active_factors
+    flops = compute_batch_flops(state.model.config, noised_batch, factors)
     return TrainImplementation(state.model, state.optimizers.optimizers, step, flops)
 
 
