@@ -280,10 +280,10 @@ class DataConfig(Section):
     begin_with_eos: bool = False
     """Each document, and each row that continues one, also begins with the end-of-text token: context that is never
     noised and has no loss. An autoregressive model predicts the first token of a text from it, so that its likelihood
-    covers the same tokens as a diffusion model's."""
+    covers the same tokens as a diffusion model's. Conversations begin as their template says."""
     end_with_eos: bool = True
     """Each document ends with the end-of-text token, which is learned like any other. Documents of one fixed length do
-    not need it."""
+    not need it. Conversations end with a stop token and `chat.fill`."""
     row_length: PositiveInt | None = None
     """Tokens per row. None: model.max_position_embeddings."""
     random_length_probability: Probability = 0.0

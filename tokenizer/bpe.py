@@ -248,8 +248,12 @@ class Tokenizer:
         match = self._control.search(text)
         return None if match is None else match.span()
 
-    def encode_marked(self, text: str, marker: str) -> list[int]:
-        """Encode a text with special tokens, except those that `mark_control_tokens` has marked."""
+    def encode_marked(self, text: str, marker: str, *, is_continuation: bool = False) -> list[int]:
+        """Encode a text with special tokens, except those that `mark_control_tokens` has marked.
+
+        Args:
+            is_continuation: the text follows another one. It matters only where a tokenizer adds a space before texts.
+        """
         return self._encode_with_special(text, marker)
 
     def _encode_with_special(self, text: str, marker: str | None = None) -> list[int]:

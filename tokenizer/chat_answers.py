@@ -82,9 +82,9 @@ def encode_answer(
         )
 
     def encode(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer.encode_marked(text, markers.escape))
+        return tuple(tokenizer.encode_marked(text, markers.escape, is_continuation=True))
 
-    prompt_ids = encode(prompt)
+    prompt_ids = tuple(tokenizer.encode_marked(prompt, markers.escape))
     if _GENERATION_TAG.search(template.source):
         tag_start = rendered.find_generation_start()
         if tag_start is None:

@@ -121,13 +121,18 @@ class SentencePieceTokenizer(Tokenizer):
         """
         return self._encode_with_library("special" if allow_special else "plain", text)
 
-    def encode_marked(self, text: str, marker: str) -> list[int]:
-        """Encode a text with special tokens, except those that `mark_control_tokens` has marked."""
+    def encode_marked(self, text: str, marker: str, *, is_continuation: bool = False) -> list[int]:
+        """Encode a text with special tokens, except those that `mark_control_tokens` has marked.
+
+        Args:
+            is_continuation: the text follows another one, so that no space is added before it.
+        """
         ids: list[int] = []
         for piece, special in self._early.split_text(text):
             # Some files add a space before the first piece only, and the library treats every text as a first piece.
             if piece:
-                ids += self._encode_with_library("inner" if ids else "plain", piece.replace(marker, ""))
+                kind = "inner" if ids else "continuation" if is_continuation else "plain"
+                ids += self._encode_with_library(kind, piece.replace(marker, ""))
             ids += special
         return ids
 
@@ -141,8 +146,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _get_library_tokenizer(self, kind: str) -> Any:
         """Return the library's tokenizer of a kind, which is built at its first use.
 
-        Kinds: `plain` encodes special tokens as text, `inner` does so for a piece inside a text, `special` encodes
-        them as ids.
+        Kinds: `plain` encodes special tokens as text, `inner` does so for a piece inside a text, `continuation` for a
+        piece before which no space is added, `special` encodes them as ids.
         """
         with self._lock:
             if kind not in self._libraries:
@@ -151,6 +156,8 @@ class SentencePieceTokenizer(Tokenizer):
                     for step in _steps(contents, "pre_tokenizer"):
                         if step.get("prepend_scheme") == "first":
                             step["prepend_scheme"] = "never"
+                if kind == "continuation":
+                    _remove_prepended_space(contents)
                 library = _import_tokenizers().Tokenizer.from_str(json.dumps({**contents, **dict.fromkeys(_FRAMING)}))
                 for token in contents["added_tokens"]:
                     library_id = library.token_to_id(token["content"])
@@ -235,6 +242,14 @@ def _prepends_space(contents: Mapping[str, Any]) -> bool:
         step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
         for step in _steps(contents, "pre_tokenizer")
     )
+
+
+def _remove_prepended_space(contents: dict[str, Any]) -> None:
+    steps = [step for step in _steps(contents, "normalizer") if step["type"] != "Prepend"]
+    contents["normalizer"] = {"type": "Sequence", "normalizers": steps} if steps else None
+    for step in _steps(contents, "pre_tokenizer"):
+        if step["type"] == "Metaspace":
+            step["prepend_scheme"] = "never"
 
 
 def _steps(contents: Mapping[str, Any], part: str) -> list[dict[str, Any]]:

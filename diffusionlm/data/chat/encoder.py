@@ -20,11 +20,12 @@ from tokenizer import EncodedAnswer, Tokenizer, encode_answer
 
 TOO_LONG = "longer than a row"
 PROMPT_TOO_LONG = "prompt as long as a row"
-REFUSED = "the chat template refuses it"
-NOT_LEARNED = "no answer that the chat template marks with generation"
-CUT = f"{REPAIRED_PREFIX}cut at the end of a row"
-EXPANDED = f"{REPAIRED_PREFIX}expanded, because the chat template changes earlier answers"
-UNANSWERED = f"{REPAIRED_PREFIX}messages after the last answer left out"
+REFUSED = "refused by the chat template"
+NOT_LEARNED = "no answer in {% generation %}"
+CUT = f"{REPAIRED_PREFIX}cut to a row"
+EXPANDED = f"{REPAIRED_PREFIX}turns expanded"
+"""Because the chat template changes earlier answers."""
+UNANSWERED = f"{REPAIRED_PREFIX}unanswered end left out"
 
 
 @dataclass(frozen=True)

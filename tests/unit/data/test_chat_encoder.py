@@ -177,7 +177,7 @@ def test_what_the_template_refuses_names_its_place(tokenizer: Tokenizer) -> None
     tokenizer = tokenizer.with_chat_template(type(tokenizer.chat_template)(template + tokenizer.chat_template.source))
     skipping = make_encoder(tokenizer)
     assert not encode(skipping, chat("a table", "x"))
-    assert skipping.records.counts == {"the chat template refuses it": 1}
+    assert skipping.records.counts == {"refused by the chat template": 1}
     strict = ChatEncoder(ChatRecords(ChatRowsConfig(), "data.source.chat", "raise"), tokenizer, LONG)
     text = ChatRowParser(ChatRowsConfig())(chat("a table", "x"))
     assert isinstance(text, str)

@@ -18,6 +18,7 @@ from tokenizer import (
     IncrementalDecoder,
     SentencePieceTokenizer,
     Tokenizer,
+    encode_answer,
     encode_chat,
     load_tokenizer,
     save_tokenizer,
@@ -283,6 +284,19 @@ def test_special_token_text_in_messages_stays_text(pair: Pair) -> None:
     assert attack in ours.decode(inside)
     let = ids(attack, allow_special_in_messages=True)
     assert [token for token in let if token in ours.special_tokens.values()] == [2, 5, 6, 5, 6]
+
+
+@pytest.mark.parametrize("content", ["a", "hello  you", "größe\n\nx"])
+def test_an_answer_gets_no_space_of_its_own(content: str, pair: Pair) -> None:
+    """Encoded apart from its prompt, it has the tokens that it has in the whole text."""
+    ours, theirs = pair
+    source = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[I] {{ m.content }} [/I]{% else %} "
+    source += "{{ m.content }}<eos>{% endif %}{% endfor %}"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
+    encoded = encode_answer(ours, ChatTemplate(source, {"bos_token": "<bos>"}), messages)
+    assert encoded is not None
+    whole = theirs.encode(f"<bos>[I] q [/I] {content}<eos>", add_special_tokens=False).ids
+    assert [*encoded.prompt_ids, *encoded.answer_ids] == whole
 
 
 UNSUPPORTED: list[tuple[str, Any]] = [

@@ -1,4 +1,5 @@
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tokenizer import PATTERNS, Tokenizer, load_tokenizer, save_tokenizer
+from tokenizer import CHAT_TEMPLATES, PATTERNS, Tokenizer, load_tokenizer, render_chat, save_tokenizer, train_bpe
 from tokenizer.byte_alphabet import BYTE_ORDER
 from tokenizer.options import TokenOptions
 
@@ -226,3 +227,21 @@ def test_a_known_pattern_is_recognized_by_name(foreign: Path, pattern: str) -> N
 
     edit(foreign / "tokenizer.json", change)
     assert load_tokenizer(foreign).pattern == pattern
+
+
+def test_the_chat_template_is_kept(tmp_path: Path) -> None:
+    """It is saved and loaded with the tokenizer, and changes nothing else of it."""
+    tokenizer = train_bpe(["a b c"], vocab_size=258)
+    assert tokenizer.chat_template is None
+    with_template = tokenizer.with_chat_template(CHAT_TEMPLATES["llama3"])
+    assert with_template.fingerprint == tokenizer.fingerprint
+    save_tokenizer(with_template, tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.chat_template is not None and loaded.fingerprint == tokenizer.fingerprint
+    chat = [{"role": "user", "content": "x"}]
+    rendered = [
+        render_chat(template, chat, add_generation_prompt=True)
+        for template in (loaded.chat_template, CHAT_TEMPLATES["llama3"])
+    ]
+    assert rendered[0] == rendered[1]
+    assert pickle.loads(pickle.dumps(loaded)).chat_template == loaded.chat_template
