@@ -62,10 +62,11 @@ def test_every_command_has_a_resource() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory that the recipe of adaptation starts from."""
+    """The directory that the recipe of adaptation starts from; those of other recipes have the same model."""
     directory = tmp_path / "models" / "qwen3-mask"
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(QWEN3), encoding="utf-8")
+    for path in (directory, tmp_path / "GSAI-ML/LLaDA-8B-Instruct", tmp_path / "JetLM/SDAR-1.7B-Chat"):
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(QWEN3), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return directory
 
