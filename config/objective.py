@@ -18,6 +18,7 @@ from config.base import (
     TupleOf,
     expand_kind,
 )
+from config.finetune.preference import PreferenceConfig
 
 
 class LinearScheduleConfig(Section):
@@ -321,4 +322,6 @@ class NextTokenConfig(Section):
         return 1
 
 
-ObjectiveConfig = Annotated[MaskedDiffusionConfig | BlockDiffusionConfig | NextTokenConfig, Field(discriminator="kind")]
+ObjectiveConfig = Annotated[
+    MaskedDiffusionConfig | BlockDiffusionConfig | NextTokenConfig | PreferenceConfig, Field(discriminator="kind")
+]

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from config.base import Section
 from config.checkpoint import CheckpointConfig
 from config.data import DataConfig
+from config.finetune.preference import PreferenceConfig
 from config.logging import LoggingConfig
 from config.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.model_section import ModelSection
@@ -137,11 +138,35 @@ class TrainConfig(Section):
                 f"objective.stages: from_step = {stages[-1].from_step} must be less than training.max_steps = "
                 f"{max_steps}"
             )
+        if isinstance(objective, PreferenceConfig):
+            self._check_preferences()
         if isinstance(objective, NextTokenConfig) and self.model.logit_alignment != "shifted":
             raise ValueError(
                 'objective.kind = "next_token" predicts token i by output i - 1: set model.logit_alignment = "shifted"'
             )
         return self
+
+    def _check_preferences(self) -> None:
+        if self.model.init_from is None:
+            raise ValueError(
+                'objective.kind = "preference" compares the model with the one that it starts from: set model.init_from'
+            )
+        if len(self.data.chats) < len(self.data.components):
+            raise ValueError(
+                'objective.kind = "preference" needs rows with a chosen and a rejected answer: set chat = '
+                '{ format = "preference" } in every source'
+            )
+        if self.runtime.weights != "float32":
+            raise ValueError(
+                f'objective.kind = "preference" and runtime.weights = "{self.runtime.weights}" do not combine: set '
+                'runtime.weights = "float32"'
+            )
+        if isinstance(self.parallel, FSDP) and self.lora is None:
+            raise ValueError(
+                'objective.kind = "preference" keeps a whole copy of the model as its reference, and parallel.strategy '
+                '= "fsdp" divides models: set [lora], whose reference is the model without adapters, or '
+                'parallel.strategy = "ddp"'
+            )
 
     @model_validator(mode="after")
     def _check_parallel(self) -> Self:

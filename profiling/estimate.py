@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from config.finetune.preference import PreferenceConfig
 from config.lora import LoraTrainingConfig
 from config.model import Architecture
-from config.objective import BlockDiffusionConfig, NextTokenConfig
+from config.objective import NextTokenConfig
 from config.parallel import DDP, FSDP
 from config.train import TrainConfig
 from profiling.adapter_size import measure_adapter
@@ -71,6 +72,8 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         blocks=_attention_kind(config),
         checkpointing=config.runtime.activation_checkpointing,
     )
+    if isinstance(config.objective, PreferenceConfig):
+        estimate = _add_reference(estimate, config.objective, has_copy=config.lora is None)
     if config.lora is not None:
         estimate = _freeze_base(estimate, config, config.lora)
     if ranks == 1:
@@ -94,6 +97,17 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         bytes_weights=round(estimate.bytes_weights * (memory.weights + memory.gathered) / whole),
         bytes_gradients=round(estimate.bytes_gradients * memory.gradients / whole),
         bytes_optimizer=round(estimate.bytes_optimizer * memory.optimizer / (whole * job.floats_per_parameter)),
+    )
+
+
+def _add_reference(estimate: ResourceEstimate, objective: PreferenceConfig, *, has_copy: bool) -> ResourceEstimate:
+    """The estimate of preference training: two more forwards, the draws of a micro-batch, a copy of the weights."""
+    num_draws = 1 if objective.block_length == 1 else objective.num_draws
+    return replace(
+        estimate,
+        flops_per_token=estimate.flops_per_token * num_draws * 5 / 3,
+        bytes_weights=estimate.bytes_weights * (2 if has_copy else 1),
+        bytes_activations=estimate.bytes_activations * num_draws,
     )
 
 
@@ -179,9 +193,10 @@ def _attention_kind(config: TrainConfig) -> tuple[AttentionKind, int]:
     objective = config.objective
     if isinstance(objective, NextTokenConfig):
         return "causal", 1
-    if isinstance(objective, BlockDiffusionConfig) and (length := objective.final_block_length) is not None:
-        return ("block_diffusion", length) if length < config.row_length else ("bidirectional", 1)
-    return "bidirectional", 1
+    length = objective.final_block_length
+    if length is None or length >= config.row_length:
+        return "bidirectional", 1
+    return "block_diffusion", length
 
 
 def _activation_width(model: Architecture, row_length: int, checkpointing: CheckpointingMode) -> int:

@@ -28,6 +28,7 @@ from config.objective import ObjectiveConfig
 from diffusionlm.data.packing import Row, fill_to_longest, split_row_randomly
 from diffusionlm.data.pipeline import (
     MixtureComponent,
+    build_pair_reader,
     build_row_reader,
     count_skipped,
     describe_skipped,
@@ -267,15 +268,7 @@ class LoaderSpec:
         """
         components = open_components(self.data, "train") if components is None else components
         return Loader(
-            rows=build_row_reader(
-                components,
-                self.data,
-                self.tokenizer,
-                self.row_length,
-                self.seed,
-                encoder=encoder,
-                block_length=self.objective.longest_block_length,
-            ),
+            rows=self._build_row_reader(components, encoder),
             objective=build_objective(self.objective, self.model),
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
@@ -285,6 +278,16 @@ class LoaderSpec:
             world_size=self.world_size,
             components=components,
             fills_to_longest=self.data.fills_to_longest,
+        )
+
+    def _build_row_reader(
+        self, components: list[MixtureComponent], encoder: TextEncoder | None
+    ) -> ResumableReader[Row]:
+        length, block_length = self.row_length, self.objective.longest_block_length
+        if self.objective.kind == "preference":
+            return build_pair_reader(components, self.data, self.tokenizer, length, self.seed, block_length)
+        return build_row_reader(
+            components, self.data, self.tokenizer, length, self.seed, encoder=encoder, block_length=block_length
         )
 
 

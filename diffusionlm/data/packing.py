@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,6 +266,16 @@ def pack_conversations(
         return [_build_conversation_row(group, row_format) for group in groups]
 
     return WindowedReader(upstream, window_size, lambda _epoch, _index, documents: lambda: pack(documents))
+
+
+def pack_pairs(upstream: ResumableReader[tuple[Document, Document]], row_format: RowFormat) -> WindowedReader[Any, Row]:
+    """One row for each chosen and rejected conversation, in this order."""
+    row_format = replace(row_format, begin_with_eos=False, end_with_eos=False)
+
+    def pack(pairs: list[tuple[Document, Document]]) -> list[Row]:
+        return [_build_conversation_row(pair, row_format) for pair in pairs]
+
+    return WindowedReader(upstream, 1, lambda _epoch, _index, pairs: lambda: pack(pairs))
 
 
 def _build_conversation_row(documents: Sequence[Document], row_format: RowFormat) -> Row:

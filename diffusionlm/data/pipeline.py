@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from config.data import ChatTasks, DataConfig, RecordSourceOptions, Shards, Source
-from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, encode_reader
+from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, encode_pairs, encode_reader
 from diffusionlm.data.packing import (
     Document,
     PackedRowReader,
@@ -20,6 +20,7 @@ from diffusionlm.data.packing import (
     SegmentLabelingReader,
     pack_best_fit,
     pack_conversations,
+    pack_pairs,
 )
 from diffusionlm.data.reader import (
     DOCUMENTS_PER_READ,
@@ -210,6 +211,41 @@ def build_row_reader(
         if config.row_shuffle_window > 1:
             rows = shuffle_windows(rows, config.row_shuffle_window, seed, RngStream.SEQUENCE_ORDER, *key)
         readers.append(rows)
+    return _mix_readers(readers, components, repeat)
+
+
+def build_pair_reader(
+    components: Sequence[MixtureComponent],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    row_length: int,
+    seed: int,
+    block_length: int | None = None,
+) -> ResumableReader[Row]:
+    """Read rows of one preference each: the chosen conversation, then the rejected one, each in half of the row.
+
+    Args:
+        block_length: as in `build_row_reader`.
+
+    Raises:
+        ValueError: a component has no conversations, or the chat template does not allow to learn answers.
+    """
+    assert tokenizer.eos_token_id is not None, "prepare_tokenizer has checked it"
+    row_format = RowFormat(row_length, tokenizer.eos_token_id)
+    readers: list[ResumableReader[Row]] = []
+    for index, component in enumerate(components):
+        key = (index,) if len(components) > 1 else ()
+        if component.chat is None or isinstance(component.source, ShardDocuments):
+            raise ValueError(f"{component.name} has no conversations: preferences need a chosen and a rejected answer")
+        encoder = ChatEncoder(component.chat, tokenizer, row_length // 2, block_length)
+        texts = _shuffle_texts(component.source, config.document_shuffle_window, seed, key)
+        readers.append(pack_pairs(encode_pairs(texts, encoder), row_format))
+    return _mix_readers(readers, components, repeat=True)
+
+
+def _mix_readers(
+    readers: list[ResumableReader[Row]], components: Sequence[MixtureComponent], repeat: bool
+) -> ResumableReader[Row]:
     if len(readers) == 1:
         return readers[0]
     weights, names = [component.weight for component in components], [component.name for component in components]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffusionlm.models.patterns import AttentionPattern
 
-FORWARD_TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N", "is_fill_N")
+FORWARD_TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N", "is_fill_N", "answers_N")
 """Tensors of a `NoisedBatch` that a forward and its loss read on the device."""
 
 
@@ -104,6 +104,9 @@ class NoisedBatch:
     """Rows of the clean batch; with several noise samples of each, the inputs have a multiple. None: as the inputs."""
     is_fill_N: Tensor | None = None
     """True for targets that fill up the space after an answer. None: there are none."""
+    answers_N: Tensor | None = None
+    """Of preferences: number of the answer that each target belongs to, 2 p of the chosen and 2 p + 1 of the rejected
+    answer of pair p. None: there are no pairs."""
     fill_denominator: float = 0.0
     """Part of `denominator` that fill contributes."""
     is_auxiliary: bool = False

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from config.finetune.preference import PreferenceConfig
 from config.model import ModelConfig
 from config.objective import (
     BlockDiffusionConfig,
@@ -30,6 +31,7 @@ from diffusionlm.diffusion.adaptation import anneal_attention, context_adaptive_
 from diffusionlm.diffusion.corruption import MaskSample, assign_noise_groups, sample_masks, sample_replacement_tokens
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
+from diffusionlm.diffusion.preference import PreferenceObjective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.segments import NoiseSequences
 from diffusionlm.kernels.cross_entropy import LossInputs
@@ -167,6 +169,8 @@ def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
                 f' (it is "{model.logit_alignment}")'
             )
         return NextTokenObjective(config, InputLayout.from_config(model, 1))
+    if isinstance(config, PreferenceConfig):
+        return PreferenceObjective(config, InputLayout.from_config(model, config.block_length))
     _ = model.required_mask_token_id
     block_length = config.final_block_length if isinstance(config, BlockDiffusionConfig) else None
     return DiffusionObjective(config, InputLayout.from_config(model, block_length), model.vocab_size)
@@ -204,6 +208,8 @@ def loss_weighting(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> tupl
 
 def why_not_nelbo(config: ObjectiveConfig) -> str | None:
     """Why the training loss is not an unbiased estimate of the NELBO per token; None: it is (docs/objectives.md)."""
+    if isinstance(config, PreferenceConfig):
+        return "it compares the bounds of answers with those of the reference"
     if isinstance(config, NextTokenConfig):
         has_other_terms = config.smoothing or config.z_loss or config.fill_weight != 1.0
         return "it has label smoothing, a z-loss or a fill_weight" if has_other_terms else None

@@ -69,6 +69,9 @@ class LoRALinear(Linear):
     the weight never changes.
     """
 
+    is_adapted = True
+    """False: compute what the base does (`without_adapter`)."""
+
     def __init__(
         self,
         base: Linear,
@@ -116,6 +119,8 @@ class LoRALinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
+        if not self.is_adapted:
+            return self._project(x)
         A, B = self.factors()
         keep = None if self.dropout is None else self.dropout.mask(x, self.dropout_key)
         scale = self.scale if keep is None or self.dropout is None else self.scale / (1 - self.dropout.probability)
@@ -125,11 +130,18 @@ class LoRALinear(Linear):
         dropped = x if keep is None else x * keep.view(x.shape)
         low = F.linear(F.linear(dropped.to(low_dtype), A), B) * scale
         if self.lora_magnitude is None and self.weight.dtype == x.dtype:
-            base = super().forward(x)
+            base = self._project(x)
             return (base + low).to(base.dtype)
         base = F.linear(x, self.weight.to(compute_dtype(x)))
         out = base + low if self.lora_magnitude is None else (base + low) * self._row_factor()
         out = out.to(base.dtype)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def _project(self, x: Tensor) -> Tensor:
+        """The projection of the base."""
+        if self.weight.dtype == x.dtype:
+            return super().forward(x)
+        out = F.linear(x, self.weight.to(compute_dtype(x)))
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def _is_fused(self, x: Tensor, low_dtype: torch.dtype) -> bool:
@@ -165,6 +177,9 @@ class LoRALinear(Linear):
 class TrainedRowsEmbedding(Embedding):
     """An embedding whose rows of some tokens are trained."""
 
+    is_adapted = True
+    """False: compute what the base does (`without_adapter`)."""
+
     def __init__(self, base: Embedding, token_ids: Sequence[int]) -> None:
         with torch.device("meta"):
             super().__init__(base.num_embeddings, base.embedding_dim)
@@ -175,6 +190,8 @@ class TrainedRowsEmbedding(Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to rows [..., D]."""
         rows = super().forward(tokens)
+        if not self.is_adapted:
+            return rows
         is_trained, index = (tokens[..., None] == self.trained_token_ids).max(dim=-1)
         return torch.where(is_trained[..., None], self.trained_rows.to(rows.dtype)[index], rows)
 
@@ -185,6 +202,9 @@ class TrainedRowsEmbedding(Embedding):
 
 class TrainedRowsLinear(Linear):
     """A head whose rows of some tokens are trained; with a tied embedding they are the embedding's."""
+
+    is_adapted = True
+    """False: compute what the base does (`without_adapter`)."""
 
     def __init__(self, base: Linear, token_ids: Tensor, rows: nn.Parameter | None) -> None:
         with torch.device("meta"):
@@ -199,6 +219,8 @@ class TrainedRowsLinear(Linear):
 
     def effective_weight(self) -> Tensor:
         """All rows [V, D]."""
+        if not self.is_adapted:
+            return self.weight
         return replace_rows(self.weight, self.trained_token_ids, self.trained_rows)
 
 
@@ -293,6 +315,19 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, LoRALinear | Traine
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear | TrainedRowsEmbedding | TrainedRowsLinear):
             yield name, module
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Context in which a model computes what its base does."""
+    modules = [module for _, module in adapter_modules(model)]
+    for module in modules:
+        module.is_adapted = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.is_adapted = True
 
 
 def find_dropout(model: nn.Module) -> AdapterDropout | None:

@@ -47,6 +47,8 @@ class StepMonitor:
     step."""
     _part_sums: Tensor | None = None
     """[2, 3], fp64: see `sum_loss_parts`. None: not a logged step."""
+    _pair_sums: Tensor | None = None
+    """[3], fp64: preferences, those with a positive margin, sum of the margins. None: not a logged step."""
     _activations: NormsByName = field(default_factory=dict)
     _weights: NormsByName = field(default_factory=dict)
 
@@ -58,7 +60,7 @@ class StepMonitor:
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Context of the forwards, backwards and update of a step, from 1. All ranks enter it."""
-        self._sums, self._part_sums, self._activations, self._weights = None, None, {}, {}
+        self._sums, self._part_sums, self._pair_sums, self._activations, self._weights = None, None, None, {}, {}
         should_record_norms = self.should_record_norms(step)
         if step % self.config.every_steps and step != self.max_steps and not should_record_norms:
             yield
@@ -66,11 +68,13 @@ class StepMonitor:
         device = self.model.model.norm.weight.device
         self._sums = torch.zeros(2 * NUM_LOSS_BINS + 1, dtype=torch.float64, device=device)
         self._part_sums = torch.zeros(2, 3, dtype=torch.float64, device=device)
+        self._pair_sums = torch.zeros(3, dtype=torch.float64, device=device)
         activations = ActivationNorms(self.model) if should_record_norms else None
         with activations.record_forwards() if activations is not None else contextlib.nullcontext():
             yield
         self.parallel.world.all_reduce_on_device(self._sums)
         self.parallel.world.all_reduce_on_device(self._part_sums)
+        self.parallel.world.all_reduce_on_device(self._pair_sums)
         if activations is not None:
             self._activations = activations.result(self.parallel.world)
             self.parallel.wait_for_weights()
@@ -88,6 +92,12 @@ class StepMonitor:
         self._sums[:-1] += sums_2K.flatten()
         self._sums[-1] += noised_batch.num_targets
 
+    def add_pairs(self, margins_P: Tensor) -> None:
+        """Add the margins of the preferences of a micro-batch, on the device."""
+        if self._pair_sums is not None:
+            values_3P = torch.stack([torch.ones_like(margins_P), (margins_P > 0).double(), margins_P])
+            self._pair_sums += values_3P.sum(dim=1)
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the last step; waits for the device.
 
@@ -95,9 +105,11 @@ class StepMonitor:
         token where more than 0.2 and at most 0.4 of the sequence, or block, was masked; left out if there was none.
         ``loss_answer``, ``loss_fill``: the loss of answers and of the fill after them, each divided by its own part of
         the denominator; left out if no answer has fill. ``loss_next_token``: the auxiliary loss, without its weight.
+        ``preference_accuracy``, ``preference_margin``: share of the preferences with a positive margin, and its mean
+        (`preference_margins`).
         ``weight_norms/...`` and ``activation_norms/...``: see `summarize_norms`.
         """
-        if self._sums is None or self._part_sums is None:
+        if self._sums is None or self._part_sums is None or self._pair_sums is None:
             return {}
         sums = self._sums.tolist()
         nll_K, count_K, num_targets = sums[:NUM_LOSS_BINS], sums[NUM_LOSS_BINS:-1], sums[-1]
@@ -111,6 +123,9 @@ class StepMonitor:
             metrics |= {"loss_answer": answer / num_answer, "loss_fill": fill / num_fill}
         if num_next_token:
             metrics["loss_next_token"] = next_token / num_next_token
+        num_pairs, num_right, margin = self._pair_sums.tolist()
+        if num_pairs:
+            metrics |= {"preference_accuracy": num_right / num_pairs, "preference_margin": margin / num_pairs}
         for prefix, norms in (("weight_norms", self._weights), ("activation_norms", self._activations)):
             metrics |= summarize_norms(prefix, norms) if norms else {}
         return metrics

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from config.finetune.preference import PreferenceConfig
 from config.objective import NextTokenConfig
 from config.parallel import FSDP
 from config.train import TrainConfig
@@ -16,6 +17,7 @@ from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
 from diffusionlm.data.pipeline import MixtureComponent, open_components
 from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
+from diffusionlm.diffusion.preference_reference import PreferenceReference
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.models.lora import find_dropout
 from diffusionlm.models.transformer import Transformer
@@ -167,14 +169,24 @@ def build_train_state(
     with master_weights.as_float32():
         ema = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     guard = SpikeGuard(config.training.max_spike_deviations, config.training.spike_window, device)
-    return TrainState(model, parallel, optimizers, master_weights, ema, guard, find_dropout(model))
+    reference = build_reference(config, builder, device)
+    return TrainState(model, parallel, optimizers, master_weights, ema, guard, find_dropout(model), reference)
+
+
+def build_reference(config: TrainConfig, builder: ModelBuilder, device: torch.device) -> PreferenceReference | None:
+    """The reference of preference training: the model before it, or without its adapters. None: another objective."""
+    objective = config.objective
+    if not isinstance(objective, PreferenceConfig):
+        return None
+    model = None if config.lora is not None else builder.build(device).requires_grad_(requires_grad=False)
+    return PreferenceReference(model, objective.beta)
 
 
 def build_step_settings(
     config: TrainConfig, model: Transformer, device: torch.device, precision: torch.dtype, max_steps: int
 ) -> StepSettings:
     """The settings of ``train_step`` from the run's config."""
-    objective = config.objective
+    noise = None if isinstance(config.objective, NextTokenConfig | PreferenceConfig) else config.objective
     return StepSettings(
         objective=build_objective(config.objective, model.config),
         device=device,
@@ -184,8 +196,8 @@ def build_step_settings(
         schedule=config.schedule,
         reads_metrics_each_step=device.type == "cpu",
         seed=config.run.seed,
-        mask_noise_steps=0 if isinstance(objective, NextTokenConfig) else objective.mask_noise_steps,
-        mask_noise_std=0.0 if isinstance(objective, NextTokenConfig) else objective.mask_noise_std,
+        mask_noise_steps=0 if noise is None else noise.mask_noise_steps,
+        mask_noise_std=0.0 if noise is None else noise.mask_noise_std,
     )
 
 

@@ -15,6 +15,7 @@ from ddp.process_group import World
 from diffusionlm.data.loader import StepLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import Objective
+from diffusionlm.diffusion.preference_reference import PreferenceReference
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.models.lora import AdapterDropout
 from diffusionlm.models.mask_noise import add_mask_noise
@@ -42,6 +43,8 @@ class TrainState:
     spike_guard: SpikeGuard
     dropout: AdapterDropout | None = None
     """Dropout of the model's adapters. None: there is none."""
+    reference: PreferenceReference | None = None
+    """What preferences are compared with. None: another objective."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def backward_micro_batches(
     sums = torch.zeros(2, device=settings.device)  # one tensor, so that one all-reduce is enough
     loss, load_balancing_loss = sums
     for index, noised_batch in enumerate(batch.noised_batches):
-        noised_batch = noised_batch.to(settings.device)
+        noised_batch, pairs = noised_batch.to(settings.device), None
         loss_inputs = replace(
             settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator),
             load_balancing_weight=load_balancing_weight,
@@ -141,6 +144,9 @@ def backward_micro_batches(
             _dropout_of(state, settings.seed, batch.step, noised_batch),
             _mask_noise_of(state, settings, batch.step, noised_batch),
         ):
+            if state.reference is not None:
+                with nvtx.annotate("reference"), autocast(settings):
+                    loss_inputs, pairs = state.reference.weigh(state.model, noised_batch, loss_inputs)
             with nvtx.annotate("forward"), autocast(settings):
                 output = state.model(
                     noised_batch.inputs_BS,
@@ -151,8 +157,10 @@ def backward_micro_batches(
             with nvtx.annotate("backward"):
                 output.total_loss.backward()  # type: ignore[no-untyped-call]
         monitor.add_micro_batch(noised_batch, output.nll_N)
+        if pairs is not None:
+            monitor.add_pairs(pairs.margins_P)
         state.master_weights.accumulate_gradients()
-        loss += output.loss_sum.detach()
+        loss += output.loss_sum.detach() if pairs is None else pairs.losses_P.sum() / batch.loss_denominator
         if output.load_balancing_loss is not None:
             load_balancing_loss += output.load_balancing_loss.detach()
     state.parallel.world.all_reduce_on_device(sums)

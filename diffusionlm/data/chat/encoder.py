@@ -97,21 +97,39 @@ class ChatEncoder:
                 ) from error
             counts, documents = [REFUSED], []
         if is_counted:
-            for reason in counts:
-                self.records.counts[reason] = self.records.counts.get(reason, 0) + 1
+            self._count(counts)
         return documents
+
+    def _count(self, reasons: Sequence[str]) -> None:
+        for reason in reasons:
+            self.records.counts[reason] = self.records.counts.get(reason, 0) + 1
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[object] | None) -> EncodedAnswer | None:
         """Encode the last message as the answer to those before it."""
         return encode_answer(self._tokenizer, self._template, messages, tools=tools)  # type: ignore[arg-type]
 
-    def encode_preference(self, text: str) -> tuple[Document, Document] | None:
-        """Encode the chosen and the rejected answer with their prompt; None if one of them is left out."""
+    def encode_preference(self, text: str, *, is_counted: bool = False) -> tuple[Document, Document] | None:
+        """Encode the chosen and the rejected answer with their prompt; None if one of them is left out.
+
+        Args:
+            is_counted: add to the counts why it is left out.
+
+        Raises:
+            ValueError: there is no rejected answer, or the template refuses the conversation.
+        """
         conversation = Conversation.from_text(text)
-        assert conversation.rejected is not None, "the format is preference"
+        if conversation.rejected is None:
+            place = f"{text.location}: " if isinstance(text, LocatedText) else ""
+            raise ValueError(
+                f"{self.records.key}: {place}the conversation has no rejected answer, which "
+                'objective.kind = "preference" needs: set format = "preference", and name its columns'
+            )
         pair: list[Document] = []
+        counts: list[str] = []
         for messages in (conversation.messages, conversation.rejected):
-            pair += self._encode_conversation(Conversation(messages, conversation.tools), "last", None, [])
+            pair += self._encode_conversation(Conversation(messages, conversation.tools), "last", None, counts)
+        if is_counted:
+            self._count(counts[:1])
         return (pair[0], pair[1]) if len(pair) == 2 else None
 
     def _encode_conversation(
@@ -214,6 +232,26 @@ def encode_reader(
         return documents
 
     def transform(epoch: int, index: int, texts: list[str]) -> ItemsFuture[Document]:
+        return lambda: encode(epoch, index, texts)
+
+    return WindowedReader(upstream, CHUNK_DOCUMENTS, transform)
+
+
+def encode_pairs(
+    upstream: ResumableReader[str], encoder: ChatEncoder
+) -> WindowedReader[str, tuple[Document, Document]]:
+    """Read the chosen and rejected conversations of preferences."""
+    last_counted = -1
+
+    def encode(epoch: int, index: int, texts: list[str]) -> list[tuple[Document, Document]]:
+        nonlocal last_counted
+        is_counted = epoch == 0 and index > last_counted
+        if is_counted:
+            last_counted = index
+        pairs = (encoder.encode_preference(text, is_counted=is_counted) for text in texts)
+        return [pair for pair in pairs if pair is not None]
+
+    def transform(epoch: int, index: int, texts: list[str]) -> ItemsFuture[tuple[Document, Document]]:
         return lambda: encode(epoch, index, texts)
 
     return WindowedReader(upstream, CHUNK_DOCUMENTS, transform)

@@ -1,0 +1,140 @@
+"""Preferences by evidence bounds: DPO (Rafailov et al. 2023) with bounds in place of log-likelihoods (VRPO, LLaDA 1.5).
+
+With B(y) the evidence bound of an answer, the negative of its NELBO summed over its tokens,
+
+    L = -log sigmoid(m),   m = beta ((B(w) - B_ref(w)) - (B(l) - B_ref(l)))
+
+for a chosen answer w and a rejected answer l. A row has one pair: the chosen conversation, then the rejected one.
+
+Shapes: B rows, L tokens, Q = 2 B answers of M tokens at most, P pairs, N output positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from config.finetune.preference import PreferenceConfig
+from config.objective import NoiseGrouping
+from diffusionlm.diffusion.corruption import assign_noise_groups, choose_masked_in_groups, masked_counts_at_levels
+from diffusionlm.diffusion.layout import InputLayout, target_positions
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.diffusion.segments import NoiseSequences
+from diffusionlm.kernels.loss_types import LossInputs
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """Masks the answers of pairs several times. The loss follows from `weigh_answers`, whose result depends on the
+    model and its reference."""
+
+    config: PreferenceConfig
+    layout: InputLayout
+
+    @property
+    def num_draws(self) -> int:
+        """Masked versions of each answer. Blocks of one token are masked whole, so one version is exact."""
+        return 1 if self.layout.block_length == 1 else self.config.num_draws
+
+    def build_noised_batch(self, batch: CleanBatch, key: NoiseKey) -> NoisedBatch:
+        """Draw the masks, the same for all models that are compared.
+
+        Args:
+            batch: rows of two conversations with one segment each, the chosen and the rejected one.
+        """
+        maskable_BL = self.layout.maskable(batch)
+        answers = NoiseSequences.from_batch(batch)
+        maskable_QM = answers.gather(maskable_BL)
+        assert len(maskable_QM) == 2 * len(maskable_BL), "each row has a chosen and a rejected answer"
+        grouping: NoiseGrouping = "row" if self.layout.block_length is None else "block"
+        group_ids_QM = assign_noise_groups(answers.batch, maskable_QM, grouping, self.layout.block_length)
+        draws = _draw_masks(group_ids_QM, key, self.num_draws)
+        noised_batch = self.layout.build_noised_batch(
+            batch.repeat(len(draws)),
+            np.concatenate([answers.scatter(masked_QM) for masked_QM, _ in draws]),
+            np.concatenate([answers.scatter(weights_QM / len(draws)) for _, weights_QM in draws]),
+            num_targets=int(maskable_BL.sum()),
+            denominator=float(len(maskable_BL)),
+        )
+        ids_QM = np.broadcast_to(np.arange(len(maskable_QM))[:, None], maskable_QM.shape)
+        ids_BL = torch.from_numpy(answers.scatter(ids_QM)).flatten()
+        positions_N = target_positions(noised_batch, self.layout.alignment) % len(ids_BL)
+        return replace(noised_batch, answers_N=ids_BL[positions_N], num_rows=len(maskable_BL))
+
+    def build_auxiliary_batch(self, batch: CleanBatch) -> None:
+        """None: there is no auxiliary loss."""
+
+    def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
+        """Targets and weights whose weighted sum is the NELBO of all answers, over the number of pairs."""
+        weights_N = noised_batch.weights_N / denominator
+        return LossInputs(noised_batch.targets_N, weights_N, excluded_token=self.layout.mask_token)
+
+
+def _draw_masks(
+    group_ids_QM: NDArray[np.int64], key: NoiseKey, num_draws: int
+) -> list[tuple[NDArray[np.bool_], NDArray[np.float64]]]:
+    """Masks and weights of each draw: the weighted sum of a draw is an unbiased estimate of each answer's NELBO.
+
+    The levels of the first half of the draws are evenly spaced over [0, 1/2); the others are opposite to them, 1 - u,
+    and mask the tokens that come last in the order of their partner. A single draw has a level in [0, 1).
+    """
+    shape = (num_draws, *group_ids_QM.shape)
+    masked, weights = np.zeros(shape, dtype=np.bool_), np.zeros(shape)
+    half = max(1, num_draws // 2)
+    for answer, group_ids_M in enumerate(group_ids_QM):
+        positions = np.flatnonzero(group_ids_M >= 0)
+        if len(positions) == 0:
+            continue
+        group_ids, sizes_G = group_ids_M[positions], np.bincount(group_ids_M[positions])
+        rng = keyed_rng(key.seed, RngStream.MASKS, key.step, key.first_sequence + answer)
+        order_G = np.stack([rng.permutation(half) for _ in sizes_G], axis=1)
+        levels_G = (order_G + rng.random(len(sizes_G))) / max(num_draws, 1)
+        for draw in range(half):
+            seed = int(rng.integers(2**63))
+            pair = [(draw, levels_G[draw])]
+            if num_draws > 1:
+                pair.append((half + draw, 1.0 - levels_G[draw]))
+            for index, level_G in pair:
+                counts_G = masked_counts_at_levels(level_G, sizes_G)
+                is_opposite = index >= half and num_draws > 1
+                chosen_G = sizes_G - counts_G if is_opposite else counts_G
+                is_chosen = choose_masked_in_groups(group_ids, chosen_G, np.random.default_rng(seed))
+                is_masked = ~is_chosen if is_opposite else is_chosen
+                masked[index, answer, positions] = is_masked
+                weights[index, answer, positions] = np.where(is_masked, (sizes_G / counts_G)[group_ids], 0.0)
+    return list(zip(masked, weights, strict=True))
+
+
+def sum_by_answer(noised_batch: NoisedBatch, nll_N: Tensor) -> Tensor:
+    """Estimated NELBO of the chosen and the rejected answer of each pair in nats, [P, 2], fp64."""
+    assert noised_batch.answers_N is not None and noised_batch.num_rows is not None
+    sums_Q = torch.zeros(2 * noised_batch.num_rows, dtype=torch.float64, device=nll_N.device)
+    weighted_N = torch.where(noised_batch.weights_N != 0.0, noised_batch.weights_N * nll_N.double(), 0.0)
+    return sums_Q.index_add(0, noised_batch.answers_N, weighted_N).view(-1, 2)
+
+
+def preference_margins(nelbo_P2: Tensor, reference_P2: Tensor, beta: float) -> Tensor:
+    """The argument m of the sigmoid for each pair, [P]."""
+    gain_P2 = reference_P2 - nelbo_P2
+    return beta * (gain_P2[:, 0] - gain_P2[:, 1])
+
+
+def weigh_answers(
+    noised_batch: NoisedBatch, nelbo_P2: Tensor, reference_P2: Tensor, beta: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of each pair [P], and the factor of each position's weight that gives its gradient [N], fp64.
+
+    dL/dNELBO(w) = beta sigmoid(-m) and dL/dNELBO(l) = -beta sigmoid(-m), so a forward with these factors has the
+    gradient of L.
+    """
+    assert noised_batch.answers_N is not None
+    margin_P = preference_margins(nelbo_P2, reference_P2, beta)
+    slope_P = beta * torch.sigmoid(-margin_P)
+    factor_Q = torch.stack([slope_P, -slope_P], dim=1).flatten()
+    return F.softplus(-margin_P), factor_Q[noised_batch.answers_N]

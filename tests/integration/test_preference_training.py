@@ -1,0 +1,143 @@
+"""Runs with objective.kind = "preference": what they read, the first loss, what they learn, resuming, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from config.load import ConfigError, load_config
+from config.train import TrainConfig
+from diffusionlm.checkpoints.huggingface import save_model_directory
+from diffusionlm.data.loader import LoaderSpec
+from diffusionlm.training.loop import train
+from tests.conftest import MakeModel
+from tests.tiny_run import REQUIRED_SECTIONS
+from tests.unit.data.chat_cases import chat_tokenizer
+
+Configure = Callable[..., TrainConfig]
+ROW_LENGTH = 96
+
+
+@pytest.fixture
+def configure(tmp_path: Path, tiny_model: MakeModel) -> Configure:
+    """``configure(name, **sections)``: a run on 60 preferences for "yes", from an untrained model."""
+    tokenizer = chat_tokenizer()
+    vocabulary = {"vocab_size": tokenizer.vocab_size, "mask_token_id": tokenizer.mask_token_id}
+    ends = dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
+    model = tiny_model(scale=0.05, max_position_embeddings=ROW_LENGTH, **vocabulary, **ends)
+    save_model_directory(model, tokenizer, tmp_path / "base")
+    rows = [{"prompt": f"q{index}?", "chosen": "yes", "rejected": "no"} for index in range(60)]
+    rows.append({"prompt": "x" * 60, "chosen": "yes", "rejected": "no"})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chat = {"format": "preference", "fill": "length:6"}
+    source = {"kind": "files", "paths": [str(tmp_path / "pairs.jsonl")], "chat": chat, "validation_fraction": 0.2}
+
+    def make(name: str, **sections: dict[str, Any]) -> TrainConfig:
+        path = tmp_path / f"{name}.toml"
+        changes: dict[str, dict[str, Any]] = {
+            "run": {"directory": str(tmp_path / name), "device": "cpu", "threads": 1},
+            "model": {"init_from": str(tmp_path / "base")},
+            "data": {"source": source},
+            "objective": {"kind": "preference", "num_draws": 2},
+            "training": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "precision": "float32"},
+            "optimizer": {"kind": "adamw", "learning_rate": 5e-3},
+            "validation": {"every_steps": 0, "final_rows": 4, "ngrams": False},
+            "samples": {"infills": []},
+            "checkpoint": {"every_steps": 3},
+            "logging": {"every_steps": 1},
+        }
+        for section, values in sections.items():
+            changes[section] = changes.get(section, {}) | values
+        path.write_text(tomli_w.dumps(changes))
+        return load_config(TrainConfig, path)
+
+    return make
+
+
+def metrics(config: TrainConfig, name: str) -> list[float]:
+    lines = (config.run.directory / "metrics.jsonl").read_text().splitlines()
+    return [record["metrics"][name] for record in map(json.loads, lines) if name in record.get("metrics", {})]
+
+
+def test_rows_have_the_chosen_and_the_rejected_conversation(configure: Configure) -> None:
+    """A pair that does not fit in half a row each is left out and counted."""
+    config, tokenizer = configure("rows"), chat_tokenizer()
+    model = config.model.to_model_config(
+        vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id, eos_token_id=tokenizer.eos_token_id
+    )
+    loader = LoaderSpec(config.data, tokenizer, ROW_LENGTH, config.objective, model, 4, 4, 0).open()
+    rows, _ = loader.rows.read(0, None, 100)
+    for row in rows:
+        for document, answer in enumerate(("yes", "no")):
+            part = row.document_ids_L == document
+            assert row.segment_ids_L is not None and set(row.segment_ids_L[part]) == {document}
+            text = tokenizer.decode(row.tokens_L[part & row.loss_mask_L].tolist())
+            assert text.startswith(answer) and part.sum() <= ROW_LENGTH // 2
+            assert "user\nq" in tokenizer.decode(row.tokens_L[part & ~row.loss_mask_L].tolist())
+    assert loader.components[0].skipped == {"longer than a row": 1} and 40 < len(rows) < 60
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "targets": "all-linear", "dropout": 0.1}])
+def test_training_starts_at_ln_2_and_learns(lora: dict[str, Any] | None, configure: Configure) -> None:
+    """Dropout of the adapter is on in the model and off in the reference, so the first loss differs with it."""
+    sections = {} if lora is None else {"lora": lora, "optimizer": {"learning_rate": 2e-2}}
+    config = configure("run", **sections)
+    result = train(config)
+    losses, accuracies = metrics(config, "loss"), metrics(config, "preference_accuracy")
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses[-1] < losses[0] - 0.05 and accuracies[-1] == 1.0
+    assert metrics(config, "preference_margin")[-1] > 0.1
+    assert result.summary is not None and result.summary.evaluation.num_tokens > 0
+
+
+def test_resuming_is_exact(configure: Configure) -> None:
+    whole, parts = configure("whole"), configure("parts")
+    for config in (whole, parts):
+        train(config)
+    checkpoints = parts.run.directory / "checkpoints"
+    shutil.rmtree(checkpoints / "step-00000006")
+    (checkpoints / "latest").unlink()
+    (parts.run.directory / "summary.json").unlink()
+    train(parts)
+    assert metrics(parts, "loss")[-3:] == metrics(whole, "loss")[-3:]
+    weights = "checkpoints/latest/model.safetensors"
+    assert (parts.run.directory / weights).read_bytes() == (whole.run.directory / weights).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"source": "python-stdlib"}}, "needs rows with a chosen and a rejected answer"),
+        ({"objective": {"num_draws": 3}}, "num_draws = 3 must be 1 or even"),
+        ({"parallel": {"strategy": "fsdp"}}, "set [lora], whose reference is the model without adapters"),
+        ({"objective": {"beta": 0.0}}, "objective.beta = 0.0: must be greater than 0"),
+    ],
+)
+def test_mistakes_in_the_config(changes: dict[str, dict[str, Any]], message: str, configure: Configure) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configure("wrong", **changes)
+    assert message in str(caught.value)
+
+
+def test_the_reference_is_required(tmp_path: Path) -> None:
+    values = tomllib.loads(REQUIRED_SECTIONS)
+    values |= {"data": {"source": "chat_tasks"}, "objective": {"kind": "preference"}}
+    (tmp_path / "train.toml").write_text(tomli_w.dumps(values))
+    with pytest.raises(ConfigError, match=r"with the one that it starts from: set model\.init_from"):
+        load_config(TrainConfig, tmp_path / "train.toml")
+
+
+def test_rows_without_a_rejected_answer_are_named(configure: Configure, tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{index}", "completion": "yes"} for index in range(50)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = {"kind": "files", "paths": [str(tmp_path / "chats.jsonl")], "chat": {}, "validation_fraction": 0.2}
+    with pytest.raises(ValueError, match=r"chats\.jsonl, line \d+: the conversation has no rejected answer"):
+        train(configure("chats", data={"source": source}))

@@ -1,0 +1,227 @@
+"""Preferences: DPO written out with single forwards, and the draws of evidence bounds."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from config.finetune.preference import PreferenceConfig
+from config.lora import LoraConfig
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
+from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.diffusion.preference import PreferenceObjective, sum_by_answer
+from diffusionlm.diffusion.preference_reference import PairLosses, PreferenceReference
+from diffusionlm.models.lora import add_adapter
+from diffusionlm.models.patterns import Causal
+from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
+
+MASK = 18
+LENGTH = 12
+PAIRS = [(([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])), (([9], [10, 11]), ([9], [12, 13, 14, 15]))]
+"""Prompt and answer of the chosen and the rejected conversation."""
+
+
+def pair_batch(pairs: Any = PAIRS) -> CleanBatch:
+    """One row for each pair: both conversations, then padding."""
+    shape = (len(pairs), LENGTH)
+    tokens, targets = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    documents = torch.full(shape, -1)
+    for row, pair in enumerate(pairs):
+        start = 0
+        for index, (prompt, answer) in enumerate(pair):
+            end = start + len(prompt) + len(answer)
+            tokens[row, start:end] = torch.tensor([*prompt, *answer])
+            targets[row, start + len(prompt) : end] = True
+            documents[row, start:end] = index
+            start = end
+    return CleanBatch(tokens, targets, documents, documents.clone(), torch.zeros(shape, dtype=torch.bool))
+
+
+def build(model: Transformer, **options: Any) -> PreferenceObjective:
+    objective = build_objective(PreferenceConfig(**options), model.config)
+    assert isinstance(objective, PreferenceObjective)
+    return objective
+
+
+def backward(
+    model: Transformer, reference: PreferenceReference, noised_batch: NoisedBatch, objective: PreferenceObjective
+) -> PairLosses:
+    """The losses of the pairs; the gradients of their mean are added to the model's."""
+    loss_inputs = objective.build_loss_inputs(noised_batch, noised_batch.denominator)
+    loss_inputs, losses = reference.weigh(model, noised_batch, loss_inputs)
+    output = model(
+        noised_batch.inputs_BS,
+        pattern=noised_batch.pattern,
+        output_positions=noised_batch.positions_N,
+        loss_inputs=loss_inputs,
+    )
+    output.total_loss.backward()
+    return losses
+
+
+def log_likelihood(model: Transformer, prompt: list[int], answer: list[int]) -> Tensor:
+    """Token by token, each in a forward of its own; the mask token has probability zero."""
+    total = torch.zeros((), dtype=torch.float64)
+    is_shifted = model.config.logit_alignment == "shifted"
+    for index, token in enumerate(answer):
+        before = [*prompt, *answer[:index]]
+        logits = model(torch.tensor([before if is_shifted else [*before, MASK]]), pattern=Causal())[0, -1]
+        logits = logits.masked_fill(torch.arange(len(logits)) == MASK, -math.inf)
+        total = total + F.log_softmax(logits, dim=-1)[token]
+    return total
+
+
+@pytest.mark.parametrize("alignment", ["shifted", "same_position"])
+def test_blocks_of_one_token_are_dpo(alignment: str, tiny_model: MakeModel) -> None:
+    model, reference = (tiny_model(torch.float64, seed=seed, logit_alignment=alignment) for seed in (1, 2))
+    objective = build(model, block_length=1, beta=0.3)
+    noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, 0, 0, 4))
+    losses = backward(model, PreferenceReference(reference, 0.3), noised_batch, objective)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    expected = []
+    for pair in PAIRS:
+        (chosen, rejected), (chosen_before, rejected_before) = (
+            [log_likelihood(policy, *conversation) for conversation in pair] for policy in (model, reference)
+        )
+        expected.append(-F.logsigmoid(0.3 * ((chosen - chosen_before) - (rejected - rejected_before))))
+    losses_P = torch.stack(expected)
+    torch.testing.assert_close(losses.losses_P, losses_P.detach())
+    losses_P.mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("block_length", [None, 2])
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_the_first_step_is_ln_2_with_a_gradient(
+    block_length: int | None, has_adapter: bool, tiny_model: MakeModel
+) -> None:
+    """The model equals its reference on the same draws, so the difference is exactly zero."""
+    model = tiny_model()
+    reference = PreferenceReference(None if has_adapter else copy.deepcopy(model), 0.2)
+    if has_adapter:
+        add_adapter(model, LoraConfig(rank=2, targets="all-linear"))
+    objective = build(model, block_length=block_length, num_draws=4)
+    noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, 3, 0, 4))
+    losses = backward(model, reference, noised_batch, objective)
+    assert losses.margins_P.tolist() == [0.0, 0.0]
+    assert losses.losses_P.tolist() == pytest.approx([math.log(2)] * 2, abs=1e-15)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert max(float(gradient.abs().max()) for gradient in gradients) > 1e-3
+
+
+def test_an_adapter_is_compared_with_its_base(tiny_model: MakeModel) -> None:
+    """The same as with a copy of the base; the adapter is on again afterwards."""
+    model, base = tiny_model(torch.float64), tiny_model(torch.float64)
+    add_adapter(model, LoraConfig(rank=2, targets="all-linear", trainable_tokens=(4, MASK)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter))
+    objective = build(model, num_draws=2)
+    noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, 3, 0, 4))
+    losses, expected = (
+        backward(model, PreferenceReference(reference, 0.2), noised_batch, objective) for reference in (None, base)
+    )
+    torch.testing.assert_close(losses.margins_P, expected.margins_P)
+    assert losses.margins_P.abs().min() > 0.01
+
+
+@pytest.mark.parametrize(("block_length", "num_draws"), [(None, 1), (None, 2), (None, 6), (2, 4)])
+def test_draws_are_unbiased(block_length: int | None, num_draws: int, tiny_model: MakeModel) -> None:
+    """Each token has the mean weight 1, and of an answer of n tokens each number of masks is equally often."""
+    objective = build(tiny_model(), block_length=block_length, num_draws=num_draws)
+    batch, steps = pair_batch(), 250
+    weights = torch.zeros(steps, *batch.tokens_BL.shape, dtype=torch.float64)
+    counts = np.zeros(5)
+    for step in range(steps):
+        noised_batch = objective.build_noised_batch(batch, NoiseKey(1, step, 0, 4))
+        S = noised_batch.inputs_BS.shape[1]
+        rows, positions = noised_batch.positions_N // S, noised_batch.positions_N % S
+        weights[step].index_put_((rows % 2, positions % LENGTH), noised_batch.weights_N, accumulate=True)
+        assert noised_batch.answers_N is not None
+        of_answer = noised_batch.answers_N == 3  # of four tokens
+        counts += np.bincount(np.bincount(rows[of_answer], minlength=2 * num_draws)[1::2], minlength=5)
+    mean, error = weights.mean(0), weights.std(0) / math.sqrt(steps)
+    target = batch.loss_mask_BL.double()
+    assert bool(((mean - target).abs() <= 4 * error + 1e-12).all())
+    if block_length is None:
+        share = counts / counts.sum()
+        assert share[0] == 0 and np.abs(share[1:] - 0.25).max() < 4 * math.sqrt(0.25 * 0.75 / steps)
+
+
+def test_opposite_draws_vary_less_than_independent_ones(tiny_model: MakeModel) -> None:
+    """Where a token is harder the more tokens are masked: as in a model, but in closed form."""
+    batch = pair_batch(PAIRS[1:])
+    estimates: dict[int, list[Tensor]] = {1: [], 4: []}
+    for num_draws, values in estimates.items():
+        objective = build(tiny_model(), num_draws=num_draws)
+        for step in range(120):
+            noised_batch = objective.build_noised_batch(batch, NoiseKey(2, step, 0, 2))
+            assert noised_batch.answers_N is not None
+            draw_and_answer_N = noised_batch.positions_N // LENGTH * 2 + noised_batch.answers_N
+            num_masked_N = torch.bincount(draw_and_answer_N)[draw_and_answer_N]
+            values.append(sum_by_answer(noised_batch, 1.0 + 0.5 * num_masked_N)[0])
+    single, paired = (torch.stack(values) for values in estimates.values())
+    torch.testing.assert_close(paired.mean(0), single.mean(0), rtol=0.05, atol=0.0)
+    assert bool((paired.var(0) < 0.5 * single.var(0) / 4).all())
+
+
+def test_shared_draws_vary_less_than_independent_ones(tiny_model: MakeModel) -> None:
+    model, reference = tiny_model(torch.float64, seed=1), tiny_model(torch.float64, seed=1)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    objective = build(model, num_draws=1)
+    estimates = []
+    for step in range(60):
+        noised_batch = objective.build_noised_batch(pair_batch(PAIRS[:1]), NoiseKey(2, step, 0, 2))
+        with torch.no_grad():
+            outputs = [
+                policy(
+                    noised_batch.inputs_BS,
+                    pattern=noised_batch.pattern,
+                    output_positions=noised_batch.positions_N,
+                    loss_inputs=objective.build_loss_inputs(noised_batch, 1.0),
+                )
+                for policy in (model, reference)
+            ]
+        estimates.append(torch.stack([sum_by_answer(noised_batch, output.nll_N)[0] for output in outputs]))
+    variance = torch.stack(estimates).var(0)
+    differences = torch.stack([nelbo - before for nelbo, before in estimates])
+    assert bool((differences.var(0) < 0.4 * variance.sum(0)).all())
+
+
+def test_accumulation_changes_neither_losses_nor_gradients(tiny_model: MakeModel) -> None:
+    """Two pairs in one micro-batch, and in two with the divisor of the step."""
+    model, reference = tiny_model(torch.float64, seed=1), tiny_model(torch.float64, seed=2)
+    objective, batch = build(model, num_draws=2), pair_batch()
+    results = []
+    for parts in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
+        model.zero_grad()
+        losses = []
+        for part in parts:
+            noised_batch = objective.build_noised_batch(batch.select(part), NoiseKey(0, 0, 2 * part.start, 4))
+            loss_inputs = objective.build_loss_inputs(noised_batch, 2.0)
+            loss_inputs, pairs = PreferenceReference(reference, 0.2).weigh(model, noised_batch, loss_inputs)
+            output = model(
+                noised_batch.inputs_BS,
+                pattern=noised_batch.pattern,
+                output_positions=noised_batch.positions_N,
+                loss_inputs=loss_inputs,
+            )
+            output.total_loss.backward()
+            losses.append(pairs.losses_P)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results.append([torch.cat(losses), *(gradient.clone() for gradient in gradients if gradient is not None)])
+    torch.testing.assert_close(results[0], results[1])
