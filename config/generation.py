@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
-from config.base import NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt, Section, TupleOf
+from config.base import ConfigPath, NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt, Section, TupleOf
 from config.dump import format_value
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.strategy import STEP_KEYS, ConfidenceFrom, OffByDefault, Strategy
@@ -69,9 +69,12 @@ class GenerationConfig(StrategyOptions):
     """New tokens of a prompt; fewer only if a stop token comes first. None: 64. Not used for infilling."""
     total_length: PositiveInt | None = None
     """Instead of max_new_tokens: length of the prompt and the new tokens together."""
-    attention: Literal["bidirectional", "block_causal"] | None = None
+    attention: Literal["bidirectional", "block_causal", "prompt_and_own_block"] | None = None
     """bidirectional: every position attends to the whole text (LLaDA). block_causal: to its block and all earlier ones
-    (SDAR). None: what the model was trained with (block_length in its config.json)."""
+    (SDAR). prompt_and_own_block: to the prompt and its own block, for models trained so (objective.attention). None:
+    what the model was trained with (block_length in its config.json)."""
+    attention_bias: ConfigPath | None = None
+    """File of a bias of bidirectional attention, the one of objective.attention_bias in training. None: no bias."""
     cache: Literal["none", "prefix", "dual", "block"] | None = None
     """KV cache. block: finished blocks; exact, for block-causal attention. prefix, dual: everything before the block,
     or everything outside it, refreshed once per block (Fast-dLLM); approximate, for bidirectional attention. None:
@@ -126,6 +129,12 @@ class GenerationConfig(StrategyOptions):
                 "both set the number of forwards: remove one"
             )
         check_attention_fits(self.attention, self.cache, self.canvas)
+        if self.attention_bias is not None and self.attention not in (None, "bidirectional"):
+            raise ValueError(
+                f'attention_bias needs attention = "bidirectional", and it is "{self.attention}": remove one of them'
+            )
+        if self.attention_bias is not None and self.cache not in (None, "none"):
+            raise ValueError(f'attention_bias has no cache: set cache = "none" instead of "{self.cache}"')
         if self.remasking_strategy is not None:
             self.build_strategy(self.remasking_strategy)
         return self
@@ -180,6 +189,10 @@ def check_attention_fits(attention: str | None, cache: str | None, canvas: str =
         raise ValueError(
             'canvas = "growing" has no effect with block-causal attention, where no position sees a later block: '
             'remove it, or set attention = "bidirectional"'
+        )
+    if attention == "prompt_and_own_block" and cache not in (None, "none"):
+        raise ValueError(
+            f'cache = "{cache}" has no form for attention = "prompt_and_own_block": set cache = "none" or remove it'
         )
     if attention == "bidirectional" and cache == "block":
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from config.base import (
+    ConfigPath,
     HalfOpenFraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -210,6 +211,16 @@ class MaskedDiffusionConfig(_DiffusionConfig):
     anneal_attention_steps: NonNegativeInt = 0
     """Adapt an autoregressive model: in step s of these (from 1), a token after the query is visible with probability
     s / anneal_attention_steps (DiffuLLaMA). 0: attention is bidirectional from the start."""
+    attention_bias: ConfigPath | None = None
+    """File (.npy, or .safetensors with one tensor) of a bias of the attention, [L, L] or [heads, L, L] by positions of
+    the row: numbers are added to the scores, -inf or false hides a key. Needs data.rows = "padded"; set
+    generation.attention_bias to the same file for inference."""
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        if self.attention_bias is not None and self.anneal_attention_steps:
+            raise ValueError("attention_bias and anneal_attention_steps both set the attention: remove one")
+        return self
 
     @property
     def block_lengths(self) -> tuple[None]:
@@ -252,6 +263,10 @@ class BlockDiffusionConfig(_DiffusionConfig):
     block_length: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] | None = None
     """Tokens of a block, counted from the start of each document. A list: each step uses a random one of them, and the
     model can decode with any. Set either this or `stages`."""
+    attention: Literal["block_diffusion", "prompt_and_own_block"] = "block_diffusion"
+    """block_diffusion: a block sees the clean blocks before it. prompt_and_own_block: an answer token sees the prompt
+    and its own block only, in one stream of noisy tokens; blocks are counted from the end of the prompt (the tokens
+    before the first target), and an answer is one document (`turns = "expand"`). Set generation.attention alike."""
     stages: TupleOf[BlockLengthStage] = ()
     """Block lengths that change during training, in order; the first stage starts at step 0."""
 

@@ -169,6 +169,30 @@ class TrainConfig(Section):
             )
 
     @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        objective = self.objective
+        if isinstance(objective, MaskedDiffusionConfig) and objective.attention_bias and self.data.rows != "padded":
+            raise ValueError(
+                f'objective.attention_bias is by position of the text, and data.rows = "{self.data.rows}" packs texts: '
+                'set data.rows = "padded"'
+            )
+        has_independent_blocks = (
+            isinstance(objective, BlockDiffusionConfig) and objective.attention == "prompt_and_own_block"
+        )
+        if has_independent_blocks and self.model.logit_alignment == "shifted":
+            raise ValueError(
+                'objective.attention = "prompt_and_own_block" needs outputs at the same position: output i - 1 of '
+                'another block knows nothing of the block. Set model.logit_alignment = "same_position"'
+            )
+        turns = [chat.turns for chat in self.data.chats]
+        if has_independent_blocks and any(turn in (None, "all") for turn in turns):
+            raise ValueError(
+                'objective.attention = "prompt_and_own_block" has one answer in a document: set chat.turns = "expand" '
+                'or "last" in [data.source]'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_parallel(self) -> Self:
         parallel = self.parallel
         if not isinstance(parallel, MultiProcessOptions):

@@ -5,7 +5,7 @@ Shapes: B sequences, L tokens, S positions that the model reads, N output positi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -16,7 +16,15 @@ from torch import Tensor
 from config.model import ModelConfig
 from diffusionlm.diffusion.corruption import exclude_mask_tokens
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal, document_offsets
+from diffusionlm.models.patterns import (
+    AttentionPattern,
+    Bidirectional,
+    BlockDiffusion,
+    Causal,
+    DenseBias,
+    PromptAndOwnBlock,
+    document_offsets,
+)
 
 LogitAlignment = Literal["same_position", "shifted"]
 
@@ -30,6 +38,8 @@ class InputLayout:
     | none, or every document is one block  | noisy tokens                    | Bidirectional     |
     | yes                                   | noisy and clean halves, 2 L     | BlockDiffusion    |
     | of one token, with shifted outputs    | clean tokens                    | Causal            |
+    | independent                           | noisy tokens                    | PromptAndOwnBlock |
+    | none, with a bias                     | noisy tokens                    | DenseBias         |
 
     The second row is BD3-LM (Arriola et al. 2025). The third is autoregression: output i - 1 of the clean half attends
     to exactly the tokens before i, so the noisy half is not needed.
@@ -41,6 +51,10 @@ class InputLayout:
     """Output that predicts token i: output i, or output i - 1 (of the clean half for the first token of a block)."""
     mask_token: int | None = None
     """None: an autoregressive model without mask token."""
+    has_independent_blocks: bool = False
+    """An answer token attends to the prompt and its own block only; blocks are counted from the end of the prompt."""
+    bias: Tensor | None = field(default=None, compare=False)
+    """Bias of bidirectional attention by positions of the row, [1, L, L] or [1, heads, L, L]; see `DenseBias`."""
 
     @classmethod
     def from_config(cls, config: ModelConfig, block_length: int | None) -> InputLayout:
@@ -104,7 +118,13 @@ class InputLayout:
             assert self.mask_token is not None
             noise = self.mask_token if replacement_tokens_BL is None else torch.from_numpy(replacement_tokens_BL)
             inputs, pattern = torch.where(masked, noise, batch.tokens_BL), Bidirectional(documents_BL)
-            if self.block_length is not None:
+            if self.bias is not None:
+                L = batch.tokens_BL.shape[1]
+                pattern = DenseBias(self.bias[..., :L, :L], documents_BL)
+            elif self.has_independent_blocks:
+                assert self.block_length is not None
+                pattern = PromptAndOwnBlock(self.block_length, find_prompts(batch), documents_BL)
+            elif self.block_length is not None:
                 is_block_start_BL = (_offsets_in_segment(batch) % self.block_length == 0).expand(masked.shape)
                 if bool((is_block_start_BL & (_offsets_in_document(batch) > 0)).any()):
                     inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
@@ -125,6 +145,13 @@ class InputLayout:
             is_fill_N=is_fill_N,
         )
 
+    def split_for_noise(self, batch: CleanBatch) -> CleanBatch:
+        """The batch with the documents that noise groups are counted in: independent blocks start after the prompt."""
+        if not self.has_independent_blocks:
+            return batch
+        documents_BL = torch.zeros_like(batch.tokens_BL) if batch.document_BL is None else batch.document_BL
+        return replace(batch, document_BL=2 * documents_BL + find_prompts(batch))
+
     def _find_positions_in_halves(self, is_block_start_BL: Tensor, masked_indices_N: Tensor) -> tuple[Tensor, Tensor]:
         """Output positions in the noisy and clean halves, ascending, and the order of the masked tokens for it."""
         L = is_block_start_BL.shape[1]
@@ -141,6 +168,15 @@ def target_positions(noised_batch: NoisedBatch, alignment: LogitAlignment) -> Te
     S = noised_batch.inputs_BS.shape[1]
     L, positions_N = S // noised_batch.pattern.positions_per_token, noised_batch.positions_N
     return positions_N // S * L + positions_N % S % L + int(alignment == "shifted")
+
+
+def find_prompts(batch: CleanBatch) -> Tensor:
+    """True before the first target token of each document, [B, L]."""
+    num_targets_BL = batch.loss_mask_BL.long().cumsum(1)
+    positions_1L = torch.arange(batch.tokens_BL.shape[1])[None]
+    starts_BL = (positions_1L - _offsets_in_document(batch)).expand(num_targets_BL.shape)
+    before_BL = (num_targets_BL - batch.loss_mask_BL.long()).gather(1, starts_BL)
+    return num_targets_BL == before_BL
 
 
 def _offsets_in_document(batch: CleanBatch) -> Tensor:

@@ -28,6 +28,7 @@ from config.objective import (
     ObjectiveConfig,
 )
 from diffusionlm.diffusion.adaptation import anneal_attention, context_adaptive_weights
+from diffusionlm.diffusion.attention_bias import read_attention_bias
 from diffusionlm.diffusion.corruption import MaskSample, assign_noise_groups, sample_masks, sample_replacement_tokens
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
@@ -74,7 +75,8 @@ class DiffusionObjective:
         maskable_BL = layout.maskable(batch)
         sequences = NoiseSequences.from_batch(batch)
         maskable_QM = sequences.gather(maskable_BL)
-        group_ids_QM = assign_noise_groups(sequences.batch, maskable_QM, noise_grouping(config), layout.block_length)
+        noise_batch = layout.split_for_noise(sequences.batch)
+        group_ids_QM = assign_noise_groups(noise_batch, maskable_QM, noise_grouping(config), layout.block_length)
         samples = sample_masks(group_ids_QM, key, estimator, weight)
         shares = TargetShares.from_batch(sequences, maskable_QM, config.fill_weight)
         weights, denominator, fill_denominator = _normalize_weights(samples, shares, normalizer)
@@ -172,8 +174,21 @@ def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
     if isinstance(config, PreferenceConfig):
         return PreferenceObjective(config, InputLayout.from_config(model, config.block_length))
     _ = model.required_mask_token_id
-    block_length = config.final_block_length if isinstance(config, BlockDiffusionConfig) else None
-    return DiffusionObjective(config, InputLayout.from_config(model, block_length), model.vocab_size)
+    return DiffusionObjective(config, build_layout(config, model, config.final_block_length), model.vocab_size)
+
+
+def build_layout(config: ObjectiveConfig, model: ModelConfig, block_length: int | None) -> InputLayout:
+    """The layout of an objective's forwards, for one of its block lengths.
+
+    Raises:
+        ValueError: the model has no mask token, or the objective's bias cannot be read.
+    """
+    layout = InputLayout.from_config(model, block_length)
+    if isinstance(config, BlockDiffusionConfig):
+        return replace(layout, has_independent_blocks=config.attention == "prompt_and_own_block")
+    if isinstance(config, MaskedDiffusionConfig) and config.attention_bias is not None:
+        return replace(layout, bias=read_attention_bias(config.attention_bias, model))
+    return layout
 
 
 def select_block_length(config: MaskedDiffusionConfig | BlockDiffusionConfig, key: NoiseKey) -> int | None:

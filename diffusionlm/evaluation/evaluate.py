@@ -71,7 +71,7 @@ def evaluate(
     *,
     num_mc_samples: int,
     batch_size: int,
-    block_length: int | None = None,
+    layout: InputLayout | None = None,
     majority_token: int | None = None,
     map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> EvaluationResult:
@@ -81,7 +81,7 @@ def evaluate(
         rows: validation rows; padding and prompts are not counted.
         num_mc_samples: masked versions of each row.
         batch_size: rows per forward.
-        block_length: of block diffusion; None: bidirectional, which includes mask-filling accuracy.
+        layout: of the forwards. None: bidirectional. Without blocks the result includes mask-filling accuracy.
         majority_token: the most frequent training token, if known.
         map_forwards: shares the forwards among the ranks.
 
@@ -89,9 +89,8 @@ def evaluate(
         ValueError: no token can be scored, or the model's probabilities are not finite.
     """
     batch = collate_rows(rows)
-    estimator = NelboEstimator.from_batch(
-        model.config, batch, block_length, num_mc_samples, VALIDATION_SEED, batch_size
-    )
+    layout = layout or InputLayout.from_config(model.config, None)
+    estimator = NelboEstimator.from_batch(layout, batch, num_mc_samples, VALIDATION_SEED, batch_size)
     report = estimator.build_report(
         map_forwards(estimator.num_forwards, lambda index: estimator.run_forward(model, index))
     )
@@ -99,9 +98,9 @@ def evaluate(
     bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), estimator.is_scored_BL)
     bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
     fills = [
-        measure_fill_accuracy(model, batch, fraction, batch_size, majority_token, map_forwards)
+        measure_fill_accuracy(model, layout, batch, fraction, batch_size, majority_token, map_forwards)
         for fraction in FILL_FRACTIONS
-        if block_length is None
+        if layout.block_length is None
     ]
     return EvaluationResult(
         nats_per_token=report.nats_per_token,
@@ -113,7 +112,7 @@ def evaluate(
         num_bytes=int(bytes_B.sum()),
         by_masked_fraction=report.by_masked_fraction,
         fills=tuple(fills),
-        block_length=block_length,
+        block_length=layout.block_length,
         num_rows=len(rows),
         fill_nats_per_token=report.fill_nats_per_token,
     )
@@ -122,6 +121,7 @@ def evaluate(
 @torch.no_grad()
 def measure_fill_accuracy(
     model: Transformer,
+    layout: InputLayout,
     batch: CleanBatch,
     fraction: float,
     batch_size: int,
@@ -129,7 +129,6 @@ def measure_fill_accuracy(
     map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> FillAccuracy:
     """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Fill stays visible."""
-    layout = InputLayout.from_config(model.config, None)
     maskable_BL = layout.maskable(batch)
     if batch.is_fill_BL is not None:
         maskable_BL = maskable_BL & ~batch.is_fill_BL.numpy()

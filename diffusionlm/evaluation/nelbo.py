@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.model import ModelConfig
 from diffusionlm.diffusion.corruption import assign_noise_groups, choose_masked_in_groups, masked_counts_at_levels
 from diffusionlm.diffusion.layout import InputLayout, target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch
@@ -102,7 +101,10 @@ def nelbo(
     tokens_BL = tokens_BL.cpu()
     targets_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if loss_mask_BL is None else loss_mask_BL.bool().cpu()
     batch = CleanBatch(tokens_BL, targets_BL, None if document_BL is None else document_BL.cpu())
-    estimator = NelboEstimator.from_batch(model.config, batch, block_length, num_mc_samples, seed, batch_size)
+    if block_length is not None and block_length < 1:
+        raise ValueError(f"block_length = {block_length} must be at least 1")
+    layout = InputLayout.from_config(model.config, block_length)
+    estimator = NelboEstimator.from_batch(layout, batch, num_mc_samples, seed, batch_size)
     return estimator.build_report([estimator.run_forward(model, index) for index in range(estimator.num_forwards)])
 
 
@@ -134,27 +136,19 @@ class NelboEstimator:
 
     @classmethod
     def from_batch(
-        cls,
-        config: ModelConfig,
-        batch: CleanBatch,
-        block_length: int | None,
-        num_mc_samples: int,
-        seed: int,
-        batch_size: int,
+        cls, layout: InputLayout, batch: CleanBatch, num_mc_samples: int, seed: int, batch_size: int
     ) -> NelboEstimator:
         """Plan the forwards for a batch on the CPU. The arguments and errors are those of `nelbo`."""
-        arguments = {"num_mc_samples": num_mc_samples, "block_length": block_length, "batch_size": batch_size}
-        for name, value in arguments.items():
-            if value is not None and value < 1:
+        for name, value in {"num_mc_samples": num_mc_samples, "batch_size": batch_size}.items():
+            if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
-        layout = InputLayout.from_config(config, block_length)
         maskable_BL = layout.maskable(batch)
         if not maskable_BL.any():
             raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
         is_fill_BL = np.zeros_like(maskable_BL) if batch.is_fill_BL is None else maskable_BL & batch.is_fill_BL.numpy()
         if is_fill_BL.sum() == maskable_BL.sum():
             raise ValueError("no answer token: all target tokens are fill")
-        if block_length == 1:
+        if layout.block_length == 1:
             num_mc_samples = 1  # the only token of a block is always masked
         return cls(layout, batch, maskable_BL, is_fill_BL, _count_sequences(batch), num_mc_samples, seed, batch_size)
 
@@ -190,7 +184,7 @@ class NelboEstimator:
         """Masks, weights and masked fractions of some rows, each [B, L]; segments get those of separate rows."""
         sequences, block_length = NoiseSequences.from_batch(batch), self.layout.block_length
         group_ids_QM = assign_noise_groups(
-            sequences.batch,
+            self.layout.split_for_noise(sequences.batch),
             sequences.gather(self.layout.maskable(batch)),
             "row" if block_length is None else "block",
             block_length,

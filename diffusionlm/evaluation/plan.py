@@ -110,6 +110,8 @@ def check_exact_likelihood(settings: DecodingSettings) -> None:
             f"{cause} has no exact likelihood: its order depends on randomness or it remasks; choose one of "
             f"{', '.join(names)}, with default options"
         )
+    if config.attention == "prompt_and_own_block" or config.attention_bias is not None:
+        raise ValueError("generation: attention_bias and prompt_and_own_block have no sampler likelihood: remove them")
     if config.temperature not in (0.0, 1.0):
         raise ValueError(f"temperature = {config.temperature}: the likelihood is defined for temperature 1: remove it")
     defaults = GenerationConfig()

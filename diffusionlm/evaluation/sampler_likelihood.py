@@ -20,7 +20,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.plan import check_exact_likelihood
 from diffusionlm.evaluation.statistics import ratio_with_standard_error
 from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
-from diffusionlm.inference.model_runner import masked_position_logits
+from diffusionlm.inference.model_runner import TextAttention, masked_position_logits
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import DecodeState, Strategy
@@ -103,7 +103,7 @@ def sampler_likelihood(
         canvases = [document.canvas_L for document in batch]
         positions = [document.masked_positions() for document in batch]
         with nvtx.annotate("likelihood: forward"):
-            logits_NV = masked_position_logits(model, canvases, positions, settings.block_causal_length)
+            logits_NV = masked_position_logits(model, canvases, positions, TextAttention(settings.block_causal_length))
         num_scored += reader.reveal_tokens(logits_NV, batch)
         unfinished[: len(batch)] = [document for document in batch if document.blocks]
         if on_progress is not None:

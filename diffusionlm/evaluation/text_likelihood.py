@@ -168,9 +168,7 @@ def _score(
             batch_size=config.batch_size,
             on_progress=None if on_progress is None else lambda done, total: on_progress("decoding", done, total),
         )
-    estimator = NelboEstimator.from_batch(
-        model.config, batch, layout.block_length, config.num_mc_samples, config.seed, config.batch_size
-    )
+    estimator = NelboEstimator.from_batch(layout, batch, config.num_mc_samples, config.seed, config.batch_size)
     forward_sums = []
     for index in range(estimator.num_forwards):
         forward_sums.append(estimator.run_forward(model, index))

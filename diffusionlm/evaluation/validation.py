@@ -19,6 +19,7 @@ from diffusionlm.data.pipeline import (
     read_training_tokens,
 )
 from diffusionlm.data.synthetic import SyntheticSource
+from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.evaluation.evaluate import VALIDATION_SEED, EvaluationResult, evaluate
 from diffusionlm.evaluation.ngram import NgramModel, max_order
 from diffusionlm.models.transformer import Transformer
@@ -134,7 +135,7 @@ class Validator:
             rows,
             num_mc_samples=settings.num_mc_samples,
             batch_size=settings.batch_size,
-            block_length=block_length,
+            layout=build_layout(self.config.objective, model.config, block_length),
             majority_token=majority_token,
             map_forwards=MapOverRanks(self.world, is_collective=isinstance(self.config.parallel, FSDP)),
         )

@@ -28,17 +28,18 @@ class DecodingBlock:
 
 def split_into_blocks(masked_positions: NDArray[np.int64], settings: DecodingSettings) -> list[DecodingBlock]:
     """Split masked positions into blocks, left to right: every ``block_length`` of them or, with block-causal
-    attention, those of each block of the text.
+    attention, those of each block of the text. Independent blocks are counted from the first masked position.
 
     Raises:
         ValueError: fewer ``steps`` than blocks.
     """
     config, num_masked = settings.config, len(masked_positions)
     block_length = config.block_length or max(num_masked, 1)
-    if settings.block_causal_length is None:
+    if settings.block_causal_length is None and not settings.has_independent_blocks:
         groups = [masked_positions[start : start + block_length] for start in range(0, num_masked, block_length)]
     else:
-        starts = np.flatnonzero(np.diff(masked_positions // block_length, prepend=-1))
+        origin = masked_positions[0] if settings.has_independent_blocks and num_masked else 0
+        starts = np.flatnonzero(np.diff((masked_positions - origin) // block_length, prepend=-1))
         groups = np.split(masked_positions, starts)[1:]  # the first one ends at position 0
     if config.steps is not None and config.steps < len(groups):
         raise ValueError(

@@ -19,35 +19,59 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from config.model import ModelConfig
+from diffusionlm.diffusion.attention_bias import read_attention_bias
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.models.cache import CacheSlots, KeyValueCache
 from diffusionlm.models.layers import compute_dtype
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
+
+
+@dataclass(frozen=True)
+class TextAttention:
+    """The attention of whole texts, without a cache."""
+
+    block_length: int | None
+    """Of block-causal attention, counted from the start of the text; with prompts of independent blocks, counted from
+    the end of the prompt. None: bidirectional."""
+    prompt_lengths: Sequence[int] | None = None
+    """Of each text, if its blocks are independent: positions attend to the prompt and their own block."""
+    bias: Tensor | None = None
+    """Bias of bidirectional attention; see `DenseBias`."""
+
+    def build_pattern(self, length: int, documents_BL: Tensor | None) -> AttentionPattern:
+        """The pattern of texts that are padded to a length."""
+        if self.prompt_lengths is not None:
+            assert self.block_length is not None
+            is_prompt_BL = torch.arange(length) < torch.tensor(self.prompt_lengths)[:, None]
+            return PromptAndOwnBlock(self.block_length, is_prompt_BL, documents_BL)
+        if self.bias is not None:
+            return DenseBias(self.bias[..., :length, :length], documents_BL)
+        return (
+            Bidirectional(documents_BL) if self.block_length is None else BlockCausal(self.block_length, documents_BL)
+        )
 
 
 def masked_position_logits(
     model: Transformer,
     canvases: Sequence[NDArray[np.int64]],
     masked_positions: Sequence[NDArray[np.int64]],
-    block_length: int | None,
+    attention: TextAttention,
 ) -> Tensor:
     """Logits that predict the masked positions of texts of any lengths, [N, V], in one forward.
 
     Args:
         canvases: tokens of each text, placeholders at masked positions.
         masked_positions: of each text, ascending; at least one in all.
-        block_length: of block-causal attention, counted from the start of the text; None: bidirectional.
     """
     lengths = [len(canvas) for canvas in canvases]
     L, device = max(lengths), model.lm_head.weight.device
     documents_BL = torch.full((len(canvases), L), -1)  # -1 hides the padding
     for index, length in enumerate(lengths):
         documents_BL[index, :length] = 0
-    documents = None if min(lengths) == L else documents_BL.to(device)
-    pattern = Bidirectional(documents) if block_length is None else BlockCausal(block_length, documents)
+    pattern = attention.build_pattern(L, None if min(lengths) == L else documents_BL).to(device)
     shift = _output_shift(model.config)
     flat_positions = [index * L + positions - shift for index, positions in enumerate(masked_positions)]
     output_positions_N = torch.from_numpy(np.concatenate(flat_positions)).to(device)
@@ -78,7 +102,9 @@ class ModelRunner:
     """Runs the model on a batch of requests and maintains their KV cache. Finished requests are removed from it."""
 
     def __init__(self, model: Transformer, settings: DecodingSettings, requests: Sequence[ActiveRequest]) -> None:
-        self._model, self._config = model, settings.config
+        self._model, self._config, self._settings = model, settings.config, settings
+        bias_path = settings.config.attention_bias
+        self._bias = None if bias_path is None else read_attention_bias(bias_path, model.config)
         self._block_length = settings.block_causal_length
         self._shift = _output_shift(model.config)
         self._pattern: AttentionPattern = (
@@ -112,7 +138,9 @@ class ModelRunner:
             slices, output_positions = slices * 2, output_positions * 2
         with nvtx.annotate("decoding: prefill" if is_prefill else "decoding: forward"):
             if self._cache is None:
-                logits_NV = masked_position_logits(self._model, canvases, output_positions, self._block_length)
+                logits_NV = masked_position_logits(
+                    self._model, canvases, output_positions, self._text_attention(requests)
+                )
             else:
                 self._drop_finished_requests(requests)
                 logits_NV = self._forward_with_cache(canvases, output_positions, slices)
@@ -140,6 +168,12 @@ class ModelRunner:
             return InputSlice(0, num_visible, num_visible, block_start)
         end = block_end if self._config.cache == "dual" else num_visible
         return InputSlice(min(block_start, first_output), end, num_visible, block_start)
+
+    def _text_attention(self, requests: Sequence[ActiveRequest]) -> TextAttention:
+        if not self._settings.has_independent_blocks:
+            return TextAttention(self._block_length, bias=self._bias)
+        prompt_lengths = [int(request.masked_positions[0]) for request in requests]
+        return TextAttention(self._config.block_length, prompt_lengths * (2 if self._has_guidance else 1))
 
     def _drop_finished_requests(self, requests: Sequence[ActiveRequest]) -> None:
         assert self._cache is not None

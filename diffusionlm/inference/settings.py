@@ -27,6 +27,11 @@ class DecodingSettings:
     """Tokens that are never generated: the mask token and the suppressed ones."""
 
     @property
+    def has_independent_blocks(self) -> bool:
+        """Positions attend to the prompt and their own block."""
+        return self.config.attention == "prompt_and_own_block"
+
+    @property
     def placeholder_token_id(self) -> int:
         """Token at masked positions: the mask token. An autoregressive model never reads it and needs none.
 
@@ -78,7 +83,8 @@ def resolve_settings(config: GenerationConfig, model: ModelConfig) -> DecodingSe
 
 
 def _fill_defaults(config: GenerationConfig, strategy: Strategy, model: ModelConfig) -> GenerationConfig:
-    attention = config.attention or ("bidirectional" if model.block_length is None else "block_causal")
+    has_no_blocks = model.block_length is None or config.attention_bias is not None
+    attention = config.attention or ("bidirectional" if has_no_blocks else "block_causal")
     is_block_causal = attention == "block_causal"
     defaults: dict[str, object] = {
         "remasking_strategy": strategy.name,
@@ -89,7 +95,7 @@ def _fill_defaults(config: GenerationConfig, strategy: Strategy, model: ModelCon
     }
     if strategy.measure is not None:
         defaults["confidence_from"] = strategy.family.confidence_from
-    if is_block_causal:
+    if attention != "bidirectional":
         defaults["block_length"] = model.block_length
     if config.total_length is None:
         defaults["max_new_tokens"] = DEFAULT_NEW_TOKENS
@@ -102,8 +108,15 @@ def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
             f"block_length = {config.block_length} is more than the model's context, max_position_embeddings = "
             f"{model.max_position_embeddings}: lower it, or remove it for one block"
         )
-    if config.attention == "block_causal" and config.block_length is None:
-        raise ValueError('attention = "block_causal" needs block_length: the model\'s config.json names none')
+    if config.attention != "bidirectional" and config.block_length is None:
+        raise ValueError(f'attention = "{config.attention}" needs block_length: the model\'s config.json names none')
+    if config.attention == "prompt_and_own_block" and model.logit_alignment == "shifted":
+        raise ValueError(
+            'attention = "prompt_and_own_block" needs outputs at the same position, and the model\'s are shifted: '
+            "remove the key"
+        )
+    if config.attention_bias is not None and not config.attention_bias.is_file():
+        raise ValueError(f"attention_bias = {config.attention_bias} does not exist: correct the path")
     check_attention_fits(config.attention, config.cache, config.canvas)
     if config.cfg_scale > 0.0 and model.mask_token_id is None:
         raise ValueError(

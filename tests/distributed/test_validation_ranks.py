@@ -11,6 +11,7 @@ import pytest
 from ddp.map_over_ranks import SINGLE_PROCESS_MAP, MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row
+from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.evaluate import EvaluationResult, evaluate
 from diffusionlm.models.transformer import Transformer
 from tests.distributed.forked import run_ranks
@@ -49,7 +50,7 @@ def test_distributed_validation_matches_a_single_process(
                 rows(7),
                 num_mc_samples=3,
                 batch_size=3,
-                block_length=length,
+                layout=InputLayout.from_config(model.config, length),
                 majority_token=5,
                 map_forwards=MapOverRanks(world, is_collective),
             )

@@ -175,7 +175,8 @@ def test_answer_and_fill_are_reported_apart(config: MaskedDiffusionConfig) -> No
 
 
 def report_of(model: Any, batch: CleanBatch, block_length: int | None = None, samples: int = 5) -> NelboReport:
-    estimator = NelboEstimator.from_batch(model.config, batch, block_length, samples, 0, batch_size=2)
+    layout = InputLayout.from_config(model.config, block_length)
+    estimator = NelboEstimator.from_batch(layout, batch, samples, 0, batch_size=2)
     return estimator.build_report([estimator.run_forward(model, index) for index in range(estimator.num_forwards)])
 
 

@@ -11,6 +11,7 @@ import torch
 
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
+from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.evaluate import evaluate, measure_fill_accuracy
 from diffusionlm.evaluation.statistics import entropy
 from diffusionlm.models.transformer import Transformer
@@ -78,11 +79,12 @@ def test_fills_are_counted(tiny_model: Callable[..., Transformer], tokenizer: To
     tokens = np.array([5, 5, 6, 7, 8, 9, 10, 10], dtype=np.int32)
     batch = collate_rows([Row(tokens, np.zeros(8, dtype=np.int32), np.ones(8, dtype=np.bool_))] * 4)
     model: Any = Constant(like, logits)
-    all_masked = measure_fill_accuracy(model, batch, 1.0, 3, majority_token=10)
+    layout = InputLayout.from_config(like.config, None)
+    all_masked = measure_fill_accuracy(model, layout, batch, 1.0, 3, majority_token=10)
     assert (all_masked.top1_accuracy, all_masked.top5_accuracy, all_masked.majority_baseline) == (2 / 8, 6 / 8, 2 / 8)
-    half = measure_fill_accuracy(model, batch, 0.5, 3, majority_token=None)
+    half = measure_fill_accuracy(model, layout, batch, 0.5, 3, majority_token=None)
     assert half.majority_baseline is None
-    assert half == measure_fill_accuracy(model, batch, 0.5, 2, majority_token=None)
+    assert half == measure_fill_accuracy(model, layout, batch, 0.5, 2, majority_token=None)
 
 
 def test_entropy() -> None:
