@@ -93,6 +93,7 @@ def check_files(config: TrainConfig) -> None:
         with _errors_name(f"tokenizer.path = {path}"):
             tokenizer = load_tokenizer(path)
     if config.lora is not None:
+        config.lora.check_packages()
         check_targets(config.lora, config.model.to_adapted_config(vocab_size=config.tokenizer.vocab_size))
         if config.lora.init_from is not None:
             with _errors_name(f"lora.init_from = {config.lora.init_from}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Mapping
@@ -124,15 +125,27 @@ class LoraTrainingConfig(LoraConfig):
     scales and modules of this section."""
     lr_ratio_b: PositiveFloat = 1.0
     """Learning rate of B over that of A; 16 is LoRA+ (Hayou et al. 2024)."""
-    base: Literal["auto", "float32", "bfloat16"] = "auto"
+    base: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"
     """Dtype in which the adapted projections are kept. auto: bfloat16 if the products are in bfloat16, which then are
-    the same. A and B are float32."""
+    the same. nf4: four bits for each weight (QLoRA, Dettmers et al. 2023), with the package bitsandbytes. A and B are
+    float32."""
 
     @model_validator(mode="after")
     def _check_start(self) -> Self:
         if self.init_from is not None and self.init != "default":
             raise ValueError(f'init = "{self.init}" and init_from are alternatives: remove one of them')
         return self
+
+    def check_packages(self) -> None:
+        """
+        Raises:
+            ValueError: the package for `base` is not installed.
+        """
+        if self.base == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError(
+                'lora.base = "nf4" needs the package bitsandbytes, which is not installed: install it, or set '
+                'lora.base = "bfloat16"'
+            )
 
 
 DEFAULT_LORA_OPTIMIZER: dict[str, object] = {

@@ -109,6 +109,11 @@ class TrainConfig(Section):
                 'optimizer.kind = "muon" orthogonalizes whole matrices, and [lora] trains their factors: set '
                 'optimizer.kind = "adamw" or "lion", or remove [optimizer]'
             )
+        if self.lora.base == "nf4" and isinstance(self.parallel, FSDP):
+            raise ValueError(
+                'lora.base = "nf4" keeps blocks of weights that parallel.strategy = "fsdp" would cut: set '
+                'parallel.strategy = "ddp", or lora.base = "bfloat16"'
+            )
         if self.runtime.weights != "float32":
             raise ValueError(
                 f'runtime.weights = "{self.runtime.weights}" is for trained weights, which [lora] has few of: set '

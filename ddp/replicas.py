@@ -117,6 +117,8 @@ def broadcast_from_first(model: nn.Module, world: World) -> None:
 
 def _fingerprint(tensor: Tensor) -> Tensor:
     """Return two sums of the tensor's bits modulo 2^64, [2]: plain, and weighted by row so that order counts."""
+    if not tensor.numel():
+        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
     bits = tensor.detach().contiguous().view(INTEGER_DTYPES[tensor.element_size()])
     by_row = bits.reshape(len(bits) if bits.dim() and len(bits) else 1, -1).sum(1, dtype=torch.int64)
     weights = torch.arange(1, len(by_row) + 1, device=by_row.device)

@@ -115,7 +115,8 @@ def _freeze_base(estimate: ResourceEstimate, config: TrainConfig, lora: LoraTrai
     """The estimate of a run that trains an adapter, from that of training the whole model."""
     model = config.model.to_adapted_config(vocab_size=config.tokenizer.vocab_size)
     size = measure_adapter(lora, model)
-    is_narrow = lora.base == "bfloat16" or (lora.base == "auto" and config.training.precision == "bfloat16")
+    dtype = config.training.precision if lora.base == "auto" else lora.base
+    bytes_per_weight = {"bfloat16": 2.0, "nf4": 0.5 + 4 / 64}.get(dtype, 4.0)
     kind, block_length = _attention_kind(config)
     return replace(
         estimate,
@@ -131,7 +132,9 @@ def _freeze_base(estimate: ResourceEstimate, config: TrainConfig, lora: LoraTrai
             block_length,
             size.active_factors,
         ),
-        bytes_weights=estimate.bytes_weights + 4 * size.parameters - (2 * size.adapted_weights if is_narrow else 0),
+        bytes_weights=round(
+            estimate.bytes_weights + 4 * size.parameters - (4.0 - bytes_per_weight) * size.adapted_weights
+        ),
         bytes_gradients=4 * size.parameters,
         bytes_optimizer=round(4 * _optimizer_floats(config) * size.parameters),
     )

@@ -5,7 +5,7 @@ Shapes: T tokens, I inputs, O outputs, r rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,20 @@ _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x5A6B4A35
 _GOLDEN_RATIO = 0x9E3779B1
 
 
+class FrozenWeight(Protocol):
+    """A weight without gradient: a tensor, or quantized."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out, in]."""
+
+    def to(self, dtype: torch.dtype, /) -> Tensor:
+        """The weight in a dtype."""
+
+
 def low_rank_linear(
     x: Tensor,
-    weight_OI: Tensor,
+    weight_OI: FrozenWeight,
     bias_O: Tensor | None,
     A_rI: Tensor,
     B_Or: Tensor,
@@ -34,7 +45,8 @@ def low_rank_linear(
 
     Args:
         x: [..., I], in the dtype of the products.
-        weight_OI: frozen, in any floating dtype; a copy in the dtype of the products lives during the product only.
+        weight_OI: frozen, in any floating dtype or quantized; a copy in the dtype of the products lives during the
+            product only.
         bias_O: frozen.
         A_rI: in any floating dtype.
         B_Or: like A.
@@ -48,7 +60,7 @@ class _LowRankLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight_OI: Tensor,
+        weight_OI: FrozenWeight,
         bias_O: Tensor | None,
         A_rI: Tensor,
         B_Or: Tensor,
@@ -63,22 +75,22 @@ class _LowRankLinear(torch.autograd.Function):
         # Selective activation checkpointing saves the result of this product, which must not change then.
         out_TO = base_TO if _get_current_dispatch_mode() is None else torch.empty_like(base_TO)
         torch.addmm(base_TO, h_rT.T, B.T, alpha=scale, out=out_TO)
-        ctx.save_for_backward(x_TI, weight_OI, A_rI, B_Or, h_rT, keep_TI)
-        ctx.scale = scale
+        ctx.save_for_backward(x_TI, A_rI, B_Or, h_rT, keep_TI)
+        ctx.weight, ctx.scale = weight_OI, scale  # without gradient, so it makes no cycle
         return out_TO.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight_OI, A_rI, B_Or, h_rT, keep_TI = ctx.saved_tensors
+        x_TI, A_rI, B_Or, h_rT, keep_TI = ctx.saved_tensors
         dtype = x_TI.dtype
-        grad_TO = grads[0].reshape(-1, weight_OI.shape[0])
+        grad_TO = grads[0].reshape(-1, ctx.weight.shape[0])
         grad_h_rT = (B_Or.to(dtype).T @ grad_TO.T).mul_(ctx.scale)
         grad_B = (h_rT @ grad_TO).T.mul(ctx.scale).to(B_Or.dtype)
         grad_A = (grad_h_rT @ (x_TI if keep_TI is None else x_TI * keep_TI)).to(A_rI.dtype)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad_TO @ weight_OI.to(dtype)
+            grad_x = grad_TO @ ctx.weight.to(dtype)
             A = A_rI.to(dtype)
             if keep_TI is None:
                 grad_x.addmm_(grad_h_rT.T, A)

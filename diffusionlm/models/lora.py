@@ -21,6 +21,7 @@ from config.lora import HEAD, LoraConfig
 from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
 from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.layers import Embedding, Linear
+from diffusionlm.models.nf4 import NF4Weight
 from diffusionlm.models.transformer import Transformer
 
 FACTOR_INITS = ("pissa", "olora")
@@ -86,6 +87,7 @@ class LoRALinear(Linear):
         with torch.device("meta"):
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
+        self.quantized: NF4Weight | None = None
         self.scale, self.init, self.dropout = scale, config.init, dropout
         self.dropout_key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
@@ -126,22 +128,21 @@ class LoRALinear(Linear):
         scale = self.scale if keep is None or self.dropout is None else self.scale / (1 - self.dropout.probability)
         low_dtype = compute_dtype(x) if torch.is_autocast_enabled(x.device.type) else A.dtype
         if self._is_fused(x, low_dtype):
-            return low_rank_linear(x.to(low_dtype), self.weight, self.bias, A, B, scale, keep)
+            return low_rank_linear(x.to(low_dtype), self.frozen_weight, self.bias, A, B, scale, keep)
         dropped = x if keep is None else x * keep.view(x.shape)
         low = F.linear(F.linear(dropped.to(low_dtype), A), B) * scale
-        if self.lora_magnitude is None and self.weight.dtype == x.dtype:
+        if self.lora_magnitude is None:
             base = self._project(x)
             return (base + low).to(base.dtype)
-        base = F.linear(x, self.weight.to(compute_dtype(x)))
-        out = base + low if self.lora_magnitude is None else (base + low) * self._row_factor()
-        out = out.to(base.dtype)
+        base = F.linear(x, self.frozen_weight.to(compute_dtype(x)))
+        out = ((base + low) * self._row_factor()).to(base.dtype)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def _project(self, x: Tensor) -> Tensor:
         """The projection of the base."""
-        if self.weight.dtype == x.dtype:
+        if self.quantized is None and self.weight.dtype == x.dtype:
             return super().forward(x)
-        out = F.linear(x, self.weight.to(compute_dtype(x)))
+        out = F.linear(x, self.frozen_weight.to(compute_dtype(x)))
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def _is_fused(self, x: Tensor, low_dtype: torch.dtype) -> bool:
@@ -154,6 +155,20 @@ class LoRALinear(Linear):
             and compute_dtype(x) == low_dtype
         )
 
+    @property
+    def frozen_weight(self) -> Tensor | NF4Weight:
+        """The weight of the base."""
+        return self.weight if self.quantized is None else self.quantized
+
+    def quantize(self) -> None:
+        """Replace the weight of the base by four bits for each value. `weight` has no values then.
+
+        Raises:
+            ValueError: bitsandbytes does not work here.
+        """
+        self.quantized = NF4Weight(self.weight)
+        self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
     def factors(self) -> tuple[Tensor, Tensor]:
         """A [r, in] and B [out, r], or of rank 2 r with the subtracted product."""
         if self.first_A is None or self.first_B is None:
@@ -163,14 +178,14 @@ class LoRALinear(Linear):
     def effective_weight(self) -> Tensor:
         """The weight of the whole module [out, in], in at least fp32."""
         A, B = self.factors()
-        weight = self.weight.to(A.dtype) + self.scale * (B @ A)
+        weight = self.frozen_weight.to(A.dtype) + self.scale * (B @ A)
         return weight if self.lora_magnitude is None else weight * self._row_factor()[:, None]
 
     def _row_factor(self) -> Tensor:
         """DoRA: trained norm over the norm of each row of W + s B A, which has no gradient (Liu et al. 2024, 4.3)."""
         assert self.lora_magnitude is not None
         A, B = self.factors()
-        norm: Tensor = (self.weight.to(A.dtype) + self.scale * (B @ A)).detach().norm(dim=1)
+        norm: Tensor = (self.frozen_weight.to(A.dtype) + self.scale * (B @ A)).detach().norm(dim=1)
         return torch.where(norm > 0, self.lora_magnitude / norm, 1.0)
 
 

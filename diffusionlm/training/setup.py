@@ -156,14 +156,15 @@ class ModelBuilder:
                 self.config, self.directory, attention_backend=self.attention_backend, mmap=False
             ).train()
         else:
-            model = self._load_with_adapter(self.directory, self.adapter, mmap=False)
+            model = self._load_with_adapter(self.directory, self.adapter, device)
         return model.to(device)
 
-    def _load_with_adapter(self, directory: Path, adapter: AdapterSpec, *, mmap: bool) -> Transformer:
-        model = load_model_with_config(
-            self.config, directory, dtype="keep", attention_backend=self.attention_backend, mmap=mmap
-        )
-        adapter.add_to(model, self.seed)
+    def _load_with_adapter(
+        self, directory: Path, adapter: AdapterSpec, device: torch.device | None = None
+    ) -> Transformer:
+        """Load the base on the CPU, memory-mapped where it keeps its dtype, and add the adapter."""
+        model = load_model_with_config(self.config, directory, dtype="keep", attention_backend=self.attention_backend)
+        adapter.add_to(model, self.seed, device)
         return model.train()
 
     def fingerprint_base(self) -> str | None:
@@ -193,7 +194,7 @@ class ModelBuilder:
             if self.adapter is None:
                 model = load_model_with_config(self.config, self.directory, dtype="keep")
             else:
-                model = self._load_with_adapter(self.directory, self.adapter, mmap=True)
+                model = self._load_with_adapter(self.directory, self.adapter)
             values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             return lambda name: values[name].detach()
         shapes = {name: parameter.shape for name, parameter in self.build_on_meta().named_parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -25,12 +26,13 @@ from diffusionlm.checkpoints.convert import convert
 from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.models.init import init_weights
-from diffusionlm.models.lora import LoRALinear, adapter_modules
+from diffusionlm.models.lora import LoRALinear, adapter_modules, without_adapter
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train
 from diffusionlm.training.run import Run, build_run
+from diffusionlm.training.run_checkpoint import resume_run
 from profiling.estimate import estimate_run
 from tests.tiny_run import write_train_config
 
@@ -217,6 +219,39 @@ def test_base_in_bfloat16(configure: Configure) -> None:
 def test_config_errors(sections: dict[str, Any], message: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=message):
         configure(**sections)
+
+
+def test_base_in_four_bits(configure: Configure, base: Path) -> None:
+    """Near the float32 base at first, and training lowers the loss; resuming finds the same base."""
+    pytest.importorskip("bitsandbytes")
+    configs = [
+        configure(f"base-{dtype}", lora={"base": dtype, "dropout": 0.2}, training={"ema_decay": 0.5})
+        for dtype in ("float32", "nf4")
+    ]
+    for config in configs:
+        train(config)
+    assert losses(configs[1]) == pytest.approx(losses(configs[0]), rel=0.05)
+    assert losses(configs[1]) != losses(configs[0])
+    run = build(configs[1])
+    module = run.state.model.get_submodule("model.layers.0.mlp.up_proj")
+    assert isinstance(module, LoRALinear) and module.quantized is not None
+    with torch.no_grad(), without_adapter(run.state.model):
+        approximate = run.state.model(TOKENS, pattern=Bidirectional())
+        torch.testing.assert_close(approximate, logits(base), atol=0.5, rtol=0.1)
+    resume_run(run)
+    assert run.progress.step == 4
+    assert torch.isfinite(logits(configs[1].run.directory)).all()
+
+
+def test_four_bits_need_bitsandbytes(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(lora={"base": "nf4"})
+    assert estimate_run(config).bytes_weights < estimate_run(configure("float32")).bytes_weights
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for check in (check_files, build):
+        with pytest.raises(ValueError, match=r'lora.base = "nf4" needs the package bitsandbytes'):
+            check(config)
+    with pytest.raises(ConfigError, match=r'set parallel\.strategy = "ddp"'):
+        configure(lora={"base": "nf4"}, parallel={"strategy": "fsdp"})
 
 
 def test_targets_that_match_nothing(configure: Configure) -> None:

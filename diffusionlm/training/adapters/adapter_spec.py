@@ -23,14 +23,21 @@ class AdapterSpec:
 
     @classmethod
     def from_config(cls, config: TrainConfig, precision: torch.dtype) -> AdapterSpec | None:
-        """None: the run trains the model itself. ``precision`` is the dtype of matrix products."""
+        """None: the run trains the model itself. ``precision`` is the dtype of matrix products.
+
+        Raises:
+            ValueError: a package that it needs is not installed.
+        """
         if config.lora is None:
             return None
-        dtypes = {"auto": precision, "float32": torch.float32, "bfloat16": torch.bfloat16}
-        return cls(config.lora, dtypes[config.lora.base])
+        config.lora.check_packages()
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+        return cls(config.lora, dtypes.get(config.lora.base, precision))
 
-    def add_to(self, model: Transformer, seed: int) -> None:
+    def add_to(self, model: Transformer, seed: int, device: torch.device | None = None) -> None:
         """Freeze a model and put the adapter on it, in place. On ``meta`` it gets no values.
+
+        ``device`` is where projections are quantized, one after the other. None: where they are.
 
         Raises:
             ValueError: the adapter does not fit the model, or `lora.init_from` does not fit the adapter.
@@ -45,6 +52,10 @@ class AdapterSpec:
             )
         if config.init_from is not None and not model.model.norm.weight.is_meta:
             load_adapter_values(model, config, config.init_from)
+        if config.base == "nf4":
+            for module in adapted:
+                module.weight.data = module.weight.data.to(device, torch.float32)
+                module.quantize()
         narrow = {module.weight for module in adapted}
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.base_dtype if parameter in narrow else torch.float32)
