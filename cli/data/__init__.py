@@ -7,8 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from cli.arguments import toml_string
 from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path_argument, usage_errors
 from cli.tables import print_parts
+from config.data import DataConfig
 from config.load import ConfigError, load_config
 from config.train import KEY_HINTS, TrainConfig
 
@@ -19,6 +21,7 @@ NAME = "diffusionlm-data"
 
 EXAMPLE = f"""  {NAME} --config config/resources/train.toml --rows 2
   {NAME} chats.jsonl --tokenizer models/qwen3 --block-length 4
+  {NAME} chats.jsonl --tokenizer models/qwen3 --set 'source.chat.columns={{prompt="question", completion="answer"}}'
   {NAME} chats.jsonl --tokenizer runs/quickstart --template chatml --json | jq .counts"""
 
 MAX_COUNTED_ROWS = 10_000
@@ -31,21 +34,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = _load_train_config(arguments)
     # Imported here, so that --help and config errors do not wait.
     from cli.data.formatting import format_counts, format_row, row_to_json
-    from cli.data.reading import count_rows, read_rows, settings_of_config, settings_of_files
+    from cli.data.reading import count_rows, read_rows, settings_of_config, settings_of_data
 
     settings: RowSettings
     if config is not None:
         settings = settings_of_config(config, arguments.split)
     else:
+        data = _load_data_config(arguments)
         with usage_errors(NAME):
-            settings = settings_of_files(
-                arguments.files,
-                arguments.tokenizer,
-                arguments.template,
-                arguments.row_length or DEFAULT_ROW_LENGTH,
-                arguments.block_length,
-                arguments.split,
-            )
+            row_length = arguments.row_length or DEFAULT_ROW_LENGTH
+            settings = settings_of_data(data, arguments.tokenizer, row_length, arguments.block_length, arguments.split)
     rows, counts = count_rows(read_rows(settings), settings, arguments.rows, MAX_COUNTED_ROWS)
     if arguments.json:
         shown = [row_to_json(row, settings.tokenizer) for row in rows]
@@ -62,14 +60,26 @@ def _load_train_config(arguments: argparse.Namespace) -> TrainConfig | None:
     if arguments.config is None:
         if arguments.tokenizer is None:
             exit_with_usage_error(NAME, "no tokenizer: add --tokenizer DIR, a model, a run or a tokenizer")
-        if arguments.overrides:
-            exit_with_usage_error(NAME, "--set changes a config: it needs --config FILE.toml")
         return None
     for name in ("tokenizer", "template", "row_length", "block_length"):
         if getattr(arguments, name) is not None:
             exit_with_usage_error(NAME, f"--{name.replace('_', '-')} is for files; with --config, use --set")
     try:
         return load_config(TrainConfig, arguments.config, arguments.overrides, key_hints=KEY_HINTS)
+    except ConfigError as error:
+        exit_with_usage_error(NAME, str(error))
+
+
+def _load_data_config(arguments: argparse.Namespace) -> DataConfig:
+    """The section [data] of a run that reads conversations from the files, in their order."""
+    paths = ", ".join(map(toml_string, arguments.files))
+    # Bad records are counted, not refused: that is what a person looks for.
+    overrides = ['source={kind="files", on_bad_row="skip"}', f"source.paths=[{paths}]"]
+    overrides += ["source.chat={}", "document_shuffle_window=0", "row_shuffle_window=0"]
+    if arguments.template is not None:
+        overrides.append(f"source.chat.template={toml_string(arguments.template)}")
+    try:
+        return load_config(DataConfig, None, [*overrides, *arguments.overrides])
     except ConfigError as error:
         exit_with_usage_error(NAME, str(error))
 
@@ -94,7 +104,12 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("files", metavar="FILE", nargs="*", help="files of conversations, in place of --config")
     parser.add_argument("--config", metavar="FILE.toml", type=path_argument, help="config of a training run")
     parser.add_argument(
-        "--set", dest="overrides", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override a value"
+        "--set",
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a value of the config; with files, of its section [data], such as source.chat.turns=all",
     )
     parser.add_argument("--split", choices=("train", "validation"), default="train", help="split (default: train)")
     parser.add_argument("--rows", metavar="N", type=_count, default=3, help="rows to show (default: 3)")

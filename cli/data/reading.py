@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from config.data import DataConfig, LocalFiles
-from config.finetune.chat import ChatRowsConfig
+from config.data import DataConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.packing import Row
@@ -120,20 +119,15 @@ def settings_of_config(config: TrainConfig, split: Split) -> RowSettings:
     return RowSettings(config.data, components, tokenizer, config.row_length, block_length, config.run.seed)
 
 
-def settings_of_files(
-    files: Sequence[str], tokenizer: str, template: str | None, row_length: int, block_length: int | None, split: Split
+def settings_of_data(
+    data: DataConfig, tokenizer: str, row_length: int, block_length: int | None, split: Split
 ) -> RowSettings:
-    """The settings of a run that reads conversations of these files.
+    """The settings of a run with this section and this tokenizer.
 
     Raises:
         ValueError: the files or the tokenizer cannot be read.
     """
-    chat = ChatRowsConfig(template=template)
-    # Records are counted, not refused: that is what a person looks for.
-    source = LocalFiles(paths=tuple(files), chat=chat, on_bad_row="skip")
-    data = DataConfig(source=source, document_shuffle_window=0, row_shuffle_window=0)
-    components = open_components(data, split)
-    return RowSettings(data, components, load_tokenizer(tokenizer), row_length, block_length)
+    return RowSettings(data, open_components(data, split), load_tokenizer(tokenizer), row_length, block_length)
 
 
 def read_rows(settings: RowSettings) -> Iterator[Row]:

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from cli.data import main
 from cli.data.formatting import STYLES, format_row
-from cli.data.reading import read_rows, settings_of_files
+from cli.data.reading import read_rows, settings_of_data
+from config.data import DataConfig
 from tests.tiny_run import write_train_config
 from tests.unit.data.chat_cases import chat, chat_tokenizer
 from tokenizer import save_tokenizer
@@ -79,7 +80,8 @@ def test_json_agrees_with_the_rows(files: tuple[str, str], capsys: pytest.Captur
 
 def test_tokens_are_colored(files: tuple[str, str]) -> None:
     path, tokenizer = files
-    settings = settings_of_files([path], tokenizer, None, 70, None, "train")
+    source = {"kind": "files", "paths": [path], "chat": {}, "on_bad_row": "skip"}
+    settings = settings_of_data(DataConfig.model_validate({"source": source}), tokenizer, 70, None, "train")
     text = next(
         part for part in format_row(next(read_rows(settings)), 1, settings) if "[[" in getattr(part, "plain", "")
     )
@@ -108,6 +110,16 @@ def test_a_training_config_with_its_own_tokenizer(tmp_path: Path, capsys: pytest
     assert "[[the cat" in capsys.readouterr().out
 
 
+def test_settings_of_files_can_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a 'file'.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"q{index}", "answer": f"a{index}"}) for index in range(30)))
+    save_tokenizer(chat_tokenizer(None), tmp_path)
+    columns = 'source.chat.columns={prompt="question", completion="answer"}'
+    main([str(path), "--tokenizer", str(tmp_path), "--template", "chatml", "--set", columns, "--json"])
+    counts = json.loads(capsys.readouterr().out)["counts"]
+    assert counts["documents"] > 20 and not counts["skipped"]
+
+
 def test_usage_errors(files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, tokenizer = files
     for arguments, problem in (
@@ -115,7 +127,7 @@ def test_usage_errors(files: tuple[str, str], capsys: pytest.CaptureFixture[str]
         ([path, "--config", "x.toml"], "either --config"),
         ([path], "no tokenizer"),
         ([path, "--tokenizer", str(tmp_path / "none")], "none"),
-        ([path, "--tokenizer", tokenizer, "--set", "run.seed=1"], "--set changes a config"),
+        ([path, "--tokenizer", tokenizer, "--set", "run.seed=1"], "run"),
         (["--config", "x.toml", "--template", "chatml"], "--template is for files"),
         (["--config", str(tmp_path / "missing.toml")], "missing.toml"),
         ([str(tmp_path / "missing.jsonl"), "--tokenizer", tokenizer], "matches no file"),
