@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from diffusionlm.data.record_source import LocatedText
 from diffusionlm.data.tokenization import CHUNK_DOCUMENTS
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from tokenizer import EncodedAnswer, Tokenizer, encode_answer
+
+Encoded = TypeVar("Encoded")
 
 TOO_LONG = "longer than a row"
 PROMPT_TOO_LONG = "prompt as long as a row"
@@ -83,28 +86,18 @@ class ChatEncoder:
         Raises:
             ValueError: the template refuses the conversation while `on_bad_row` is "raise".
         """
-        counts: list[str] = []
-        try:
-            conversation = Conversation.from_text(text)
-            selection = self.config.turns if conversation.rejected is None else "last"
-            documents = self._encode_conversation(conversation, selection, rng, counts)
-        except ValueError as error:
-            if self.records.on_bad_row == "raise":
-                place = f"{text.location}: " if isinstance(text, LocatedText) else ""
-                raise ValueError(
-                    f'{self.records.key}: {place}{error}; set on_bad_row = "skip" beside chat to leave such '
-                    "conversations out and count them"
-                ) from error
-            counts, documents = [REFUSED], []
+        conversation = Conversation.from_text(text)
+        selection = self.config.turns if conversation.rejected is None else "last"
+        documents, reasons = self._encode_conversation(text, conversation, selection, rng)
         if is_counted:
-            self._count(counts)
+            self._count(reasons)
         return documents
 
     def _count(self, reasons: Sequence[str]) -> None:
         for reason in reasons:
             self.records.counts[reason] = self.records.counts.get(reason, 0) + 1
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[object] | None) -> EncodedAnswer | None:
+    def _encode_answer(self, messages: Sequence[Message], tools: Sequence[object] | None) -> EncodedAnswer | None:
         """Encode the last message as the answer to those before it."""
         return encode_answer(self._tokenizer, self._template, messages, tools=tools)  # type: ignore[arg-type]
 
@@ -115,7 +108,8 @@ class ChatEncoder:
             is_counted: add to the counts why it is left out.
 
         Raises:
-            ValueError: there is no rejected answer, or the template refuses the conversation.
+            ValueError: there is no rejected answer, or the template refuses the conversation while `on_bad_row` is
+                "raise".
         """
         conversation = Conversation.from_text(text)
         if conversation.rejected is None:
@@ -125,24 +119,50 @@ class ChatEncoder:
                 'objective.kind = "preference" needs: set format = "preference", and name its columns'
             )
         pair: list[Document] = []
-        counts: list[str] = []
+        reasons: list[str] = []
         for messages in (conversation.messages, conversation.rejected):
-            pair += self._encode_conversation(Conversation(messages, conversation.tools), "last", None, counts)
+            chat = Conversation(messages, conversation.tools)
+            documents, new_reasons = self._encode_conversation(text, chat, "last", None)
+            pair += documents
+            reasons += new_reasons
         if is_counted:
-            self._count(counts[:1])
+            self._count(reasons[:1])
         return (pair[0], pair[1]) if len(pair) == 2 else None
 
     def _encode_conversation(
         self,
+        text: str,
         conversation: Conversation,
         selection: TurnSelection | None,
         rng: np.random.Generator | None,
-        counts: list[str],
-    ) -> list[Document]:
+    ) -> tuple[list[Document], list[str]]:
+        """Return the documents, and the reasons why something was left out or changed."""
+        reasons: list[str] = []
+        try:
+            chains = self._encode_turns(conversation, selection, rng, reasons)
+        except ValueError as error:
+            if self.records.on_bad_row == "raise":
+                place = f"{text.location}: " if isinstance(text, LocatedText) else ""
+                raise ValueError(
+                    f'{self.records.key}: {place}{error}; set on_bad_row = "skip" beside chat to leave such '
+                    "conversations out and count them"
+                ) from error
+            return [], [REFUSED]
+        documents = [self._build_document(turns, reasons) for turns in chains]
+        return [document for document in documents if document is not None], reasons
+
+    def _encode_turns(
+        self,
+        conversation: Conversation,
+        selection: TurnSelection | None,
+        rng: np.random.Generator | None,
+        reasons: list[str],
+    ) -> list[list[Turn]]:
+        """Encode the selected answers: the turns of each document."""
         messages = conversation.messages
         positions = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if positions[-1] + 1 < len(messages):
-            counts.append(UNANSWERED)
+            reasons.append(UNANSWERED)
         match selection:
             case "last":
                 positions = positions[-1:]
@@ -151,22 +171,21 @@ class ChatEncoder:
         answers = [
             answer
             for position in positions
-            if (answer := self.encode_prompt(messages[: position + 1], conversation.tools)) is not None
+            if (answer := self._encode_answer(messages[: position + 1], conversation.tools)) is not None
         ]
         if not answers:
-            counts.append(NOT_LEARNED)
+            reasons.append(NOT_LEARNED)
             return []
         chains = [[Turn(answer.prompt_ids, answer.answer_ids)] for answer in answers]
         if selection == "all" and len(answers) > 1:
             joined = _join_turns(answers)
             if joined is None:
-                counts.append(EXPANDED)
+                reasons.append(EXPANDED)
             else:
                 chains = [joined]
-        documents = (self._build_document(turns, counts) for turns in chains)
-        return [document for document in documents if document is not None]
+        return chains
 
-    def _build_document(self, turns: Sequence[Turn], counts: list[str]) -> Document | None:
+    def _build_document(self, turns: Sequence[Turn], reasons: list[str]) -> Document | None:
         """Concatenate the turns and add the fill; None if they do not fit."""
         tokens = [token for turn in turns for token in (*turn.context, *turn.answer)]
         is_answer = [kind for turn in turns for kind in (*[False] * len(turn.context), *[True] * len(turn.answer))]
@@ -175,9 +194,9 @@ class ChatEncoder:
         if len(tokens) > self.row_length:
             end = next((index for index in range(self.row_length, 0, -1) if is_answer[index - 1]), 0)
             if self.config.truncate_mode == "drop" or not end:
-                counts.append(TOO_LONG if self.config.truncate_mode == "drop" else PROMPT_TOO_LONG)
+                reasons.append(TOO_LONG if self.config.truncate_mode == "drop" else PROMPT_TOO_LONG)
                 return None
-            counts.append(CUT)
+            reasons.append(CUT)
             tokens, is_answer = tokens[:end], is_answer[:end]  # ends with an answer: a context alone teaches nothing
         else:
             num_fill = min(self._count_fill(turns[-1]), self.row_length - len(tokens))
@@ -217,41 +236,48 @@ def encode_reader(
     upstream: ResumableReader[str], encoder: ChatEncoder, seed: int, key: tuple[int, ...] = ()
 ) -> WindowedReader[str, Document]:
     """Read the documents of conversations. For `turns` = "one", (seed, key, epoch, index) select the answer."""
-    last_counted = -1
+    is_random = encoder.config.turns == "one"
 
-    def encode(epoch: int, index: int, texts: list[str]) -> list[Document]:
-        nonlocal last_counted
-        is_counted = epoch == 0 and index > last_counted
-        if is_counted:
-            last_counted = index
-        is_random = encoder.config.turns == "one"
-        documents: list[Document] = []
-        for position, text in enumerate(texts):
-            rng = keyed_rng(seed, RngStream.ANSWER, *key, epoch, index, position) if is_random else None
-            documents += encoder.encode(text, rng, is_counted=is_counted)
-        return documents
+    def encode(text: str, place: tuple[int, int, int], is_counted: bool) -> list[Document]:
+        rng = keyed_rng(seed, RngStream.ANSWER, *key, *place) if is_random else None
+        return encoder.encode(text, rng, is_counted=is_counted)
 
-    def transform(epoch: int, index: int, texts: list[str]) -> ItemsFuture[Document]:
-        return lambda: encode(epoch, index, texts)
-
-    return WindowedReader(upstream, CHUNK_DOCUMENTS, transform)
+    return _encode_windows(upstream, encode)
 
 
 def encode_pairs(
     upstream: ResumableReader[str], encoder: ChatEncoder
 ) -> WindowedReader[str, tuple[Document, Document]]:
     """Read the chosen and rejected conversations of preferences."""
+
+    def encode(text: str, place: tuple[int, int, int], is_counted: bool) -> list[tuple[Document, Document]]:
+        pair = encoder.encode_preference(text, is_counted=is_counted)
+        return [] if pair is None else [pair]
+
+    return _encode_windows(upstream, encode)
+
+
+def _encode_windows(
+    upstream: ResumableReader[str], encode: Callable[[str, tuple[int, int, int], bool], list[Encoded]]
+) -> WindowedReader[str, Encoded]:
+    """Encode window by window.
+
+    Args:
+        encode: called with a text, its place (epoch, window, index in it), and whether it is counted what is left out:
+            once, in the first epoch.
+    """
     last_counted = -1
 
-    def encode(epoch: int, index: int, texts: list[str]) -> list[tuple[Document, Document]]:
+    def encode_window(epoch: int, index: int, texts: list[str]) -> list[Encoded]:
         nonlocal last_counted
         is_counted = epoch == 0 and index > last_counted
         if is_counted:
             last_counted = index
-        pairs = (encoder.encode_preference(text, is_counted=is_counted) for text in texts)
-        return [pair for pair in pairs if pair is not None]
+        return [
+            item for position, text in enumerate(texts) for item in encode(text, (epoch, index, position), is_counted)
+        ]
 
-    def transform(epoch: int, index: int, texts: list[str]) -> ItemsFuture[tuple[Document, Document]]:
-        return lambda: encode(epoch, index, texts)
+    def transform(epoch: int, index: int, texts: list[str]) -> ItemsFuture[Encoded]:
+        return lambda: encode_window(epoch, index, texts)
 
     return WindowedReader(upstream, CHUNK_DOCUMENTS, transform)

@@ -178,6 +178,10 @@ def test_what_the_template_refuses_names_its_place(tokenizer: Tokenizer) -> None
     skipping = make_encoder(tokenizer)
     assert not encode(skipping, chat("a table", "x"))
     assert skipping.records.counts == {"refused by the chat template": 1}
+    pair = ChatRowParser(ChatRowsConfig())({"prompt": "a table", "chosen": "x", "rejected": "y"})
+    assert isinstance(pair, str)
+    assert skipping.encode_preference(pair, is_counted=True) is None
+    assert skipping.records.counts == {"refused by the chat template": 2}
     strict = ChatEncoder(ChatRecords(ChatRowsConfig(), "data.source.chat", "raise"), tokenizer, LONG)
     text = ChatRowParser(ChatRowsConfig())(chat("a table", "x"))
     assert isinstance(text, str)
