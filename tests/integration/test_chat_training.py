@@ -12,11 +12,15 @@ from cli.infer.inputs import Input, encode_inputs
 from cli.train import check_files
 from cli.train_summary import suggest_next_command
 from config.dump import to_toml_values
+from config.eval import EvalConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
+from diffusionlm import load_model
 from diffusionlm.checkpoints.model_files import read_model_description
 from diffusionlm.data.pipeline import build_row_reader, open_components
+from diffusionlm.evaluation.exact_match import evaluate_exact_match
+from diffusionlm.evaluation.exact_match_plan import plan_exact_match
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.training.loop import train
 from tests.tiny_run import write_train_config
@@ -167,3 +171,32 @@ def test_nothing_left_says_why(tmp_path: Path) -> None:
     config = chat_config(tmp_path, "short", rows)
     with pytest.raises(ValueError, match=r"no validation text \(left out: 20 longer than a row\)"):
         train(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["block_diffusion", "masked_diffusion"])
+def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> None:
+    """All answers are right, and end with a stop token."""
+    colors = ["red", "green", "blue", "white", "black", "grey", "pink", "gold"]
+    path = tmp_path / "answers.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"color {index}", "completion": color}) for index, color in enumerate(colors))
+    )
+    source = {"kind": "files", "paths": [str(path)], "validation_paths": [str(path)], "chat": {"template": "chatml"}}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = chat_config(
+        tmp_path,
+        "colors",
+        [],
+        model={**sizes, "intermediate_size": 64, "max_position_embeddings": 64},
+        data={"source": source, "rows": "padded"},
+        objective={"kind": kind} | ({"block_length": 4} if kind == "block_diffusion" else {}),
+        training={"batch_size": 8, "max_steps": 300},
+        checkpoint={"every_steps": 1_000},
+    )
+    train(config)
+    exact_match = {"source": source, "generation": {"max_new_tokens": 8}}
+    values = {"model": {"path": str(config.run.directory)}, "exact_match": exact_match}
+    plan = plan_exact_match(EvalConfig.model_validate(values))
+    report = evaluate_exact_match(load_model(config.run.directory), plan)
+    assert (report.num_prompts, report.exact_match, report.stop_rate) == (8, 1.0, 1.0)
