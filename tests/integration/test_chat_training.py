@@ -182,7 +182,8 @@ def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> 
     path.write_text(
         "\n".join(json.dumps({"prompt": f"color {index}", "completion": color}) for index, color in enumerate(colors))
     )
-    source = {"kind": "files", "paths": [str(path)], "validation_paths": [str(path)], "chat": {"template": "chatml"}}
+    chats = {"template": "chatml", "fill": "length:8"}  # the canvas of the evaluation below
+    source = {"kind": "files", "paths": [str(path)], "validation_paths": [str(path)], "chat": chats}
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = chat_config(
         tmp_path,
