@@ -30,7 +30,7 @@ LINES = [json.dumps({"text": f"the cat {index} sat on the mat {index * index}"})
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small versions of the files that the examples name."""
     folder = tmp_path_factory.mktemp("guide")
-    for name in ("texts", "more", "books", "held-out", "crawl", "tiny"):
+    for name in ("texts", "more", "books", "held-out", "crawl", "tiny", "chats", "questions"):
         (folder / name).mkdir()
     plain = "\n".join(LINES)
     for package in ("json", "email"):
@@ -43,9 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "crawl/a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(broken))
     for split in ("train", "validation"):
         (folder / f"tiny/{split}.jsonl").write_text(plain, encoding="utf-8")
+    pairs = [{"question": f"what is {index}?", "answer": f"it is {index}"} for index in range(120)]
+    (folder / "questions/a.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    chats = [{"instruction": pair["question"], "output": pair["answer"]} for pair in pairs]
+    (folder / "chats/a.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
     source = LocalFiles(paths=(str(folder / "texts/a.jsonl"),))
     output = MakeDataOutputConfig(directory=folder / "data/stdlib", workers=0)
-    tokenizer = TokenizerConfig(vocab_size=300)
+    tokenizer = TokenizerConfig(vocab_size=300, special_tokens=("<|im_start|>", "<|im_end|>"))
     make_data(MakeDataConfig(source=source, tokenizer=tokenizer, output=output), lambda _: None)
     return folder
 
@@ -69,7 +73,7 @@ def test_examples_give_rows(example: dict[str, Any], folder: Path, monkeypatch: 
     for split in ("train", "validation"):
         components = open_components(config, split)
         rows, _ = build_row_reader(
-            components, config, tokenizer, config.row_length or 32, seed=0, repeat=split == "train"
+            components, config, tokenizer, config.row_length or 64, seed=0, repeat=split == "train"
         ).read(0, None, 4)
         assert rows and all(row.loss_mask_L.any() for row in rows)
         assert all(component.source.provenance and component.source.identity for component in components)
