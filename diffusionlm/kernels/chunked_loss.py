@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diffusionlm.kernels import eager_cross_entropy
-from diffusionlm.kernels.loss_types import LossBackend, LossOptions
+from diffusionlm.kernels.loss_types import HeadRows, LossBackend, LossOptions
 
 CPU_CHUNK_BYTES = 32 << 20
 """Budget for the fp32 logits of one chunk: about the last-level cache of a CPU."""
@@ -42,16 +42,18 @@ def compute_loss_in_chunks(
     options: LossOptions,
     needs_hidden_grad: bool,
     needs_head_grad: bool,
+    head_rows: HeadRows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute the loss of all positions and its gradients; the logits of one chunk exist at a time.
 
     Args:
         targets_N: target tokens, int64.
         weights_N: factor of each position's loss.
+        head_rows: rows that replace some of the head; the gradient is theirs then. None: the gradient is the head's.
 
     Returns:
         Loss sum; negative log-likelihoods [N]; gradient of the hidden states in their dtype, or None; gradient of the
-        head, at least fp32, or None.
+        head or of its trained rows, at least fp32, or None.
 
     Raises:
         ValueError: the requested backend cannot run.
@@ -65,25 +67,31 @@ def compute_loss_in_chunks(
     nll_N = torch.empty(N, dtype=accumulation_dtype, device=device)
     loss_N = nll_N if options.is_unregularized else torch.empty_like(nll_N)
     grad_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden_grad else None
-    grad_head_VD = None
+    trained = head_VD if head_rows is None else head_rows.rows_KD
+    grad_head = None
     if needs_head_grad:
-        grad_head_VD = (torch.empty_like if N else torch.zeros_like)(head_VD, dtype=accumulation_dtype)
+        grad_head = (torch.empty_like if N else torch.zeros_like)(trained, dtype=accumulation_dtype)
     step = chunk_size(N, V, device=device.type, dtype=dtype)
     workspace_CV = torch.empty(min(step, N), V, dtype=dtype, device=device)
     for start in range(0, N, step):
         chunk = slice(start, min(start + step, N))
         logits_CV = torch.mm(x_ND[chunk], w_VD.T, out=workspace_CV[: chunk.stop - start])
+        if head_rows is not None:
+            logits_CV[:, head_rows.indices_K] = x_ND[chunk] @ trained.to(dtype).T
         needs_grad = needs_hidden_grad or needs_head_grad
         nll_N[chunk], loss_N[chunk] = compute_chunk_loss(
             logits_CV, targets_N[chunk], weights_N[chunk], options, needs_grad
         )
+        grad_rows_C = logits_CV if head_rows is None else logits_CV[:, head_rows.indices_K]
         if grad_hidden_ND is not None:
             grad_hidden_ND[chunk] = logits_CV @ w_VD
-        if grad_head_VD is not None:
-            accumulate_product(grad_head_VD, logits_CV.T, x_ND[chunk], overwrite=start == 0)
+            if head_rows is not None:
+                grad_hidden_ND[chunk] += grad_rows_C @ (trained.to(dtype) - w_VD[head_rows.indices_K])
+        if grad_head is not None:
+            accumulate_product(grad_head, grad_rows_C.T, x_ND[chunk], overwrite=start == 0)
     # The loss may be infinite at weight 0, and infinity times 0 is NaN.
     loss_sum = torch.where(weights_N != 0, loss_N * weights_N, 0.0).sum()
-    return loss_sum, nll_N, grad_hidden_ND, grad_head_VD
+    return loss_sum, nll_N, grad_hidden_ND, grad_head
 
 
 def compute_loss_compiled(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from diffusionlm.kernels.chunked_loss import compute_loss_compiled, compute_loss_in_chunks
-from diffusionlm.kernels.loss_types import LossBackend, LossInputs, LossOptions, LossOutput
+from diffusionlm.kernels.loss_types import HeadRows, LossBackend, LossInputs, LossOptions, LossOutput
 from diffusionlm.kernels.precision import compute_dtype
 
 __all__ = ["LossBackend", "LossInputs", "LossOutput", "linear_cross_entropy"]
@@ -25,6 +25,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     *,
     backend: LossBackend = "auto",
+    head_rows: HeadRows | None = None,
 ) -> LossOutput:
     """Cross-entropy of ``loss_inputs.targets_N`` under the logits ``hidden_ND @ head_VD.T``.
 
@@ -41,14 +42,18 @@ def linear_cross_entropy(
         loss_inputs: targets, weights and options of the loss. A target outside the vocabulary raises torch's error with
             the eager backend and gives NaN with Triton.
         softcap: bound of the logits. None: no cap.
+        head_rows: trained rows that replace some of a frozen head. None: the head is used, and trained, as it is.
         backend: implementation of loss and gradient of the logits. auto: Triton on CUDA if it is installed, else eager.
 
     Raises:
         ValueError: the backend does not exist or cannot run here.
     """
     # Read here: inside a Function grad mode is always off.
-    is_enabled = torch.is_grad_enabled()
-    needs_hidden_grad, needs_head_grad = is_enabled and hidden_ND.requires_grad, is_enabled and head_VD.requires_grad
+    is_enabled, is_compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    if head_rows is not None and is_compiling:
+        head_VD, head_rows = head_VD.index_copy(0, head_rows.indices_K, head_rows.rows_KD.to(head_VD.dtype)), None
+    trained = head_VD if head_rows is None else head_rows.rows_KD
+    needs_hidden_grad, needs_head_grad = is_enabled and hidden_ND.requires_grad, is_enabled and trained.requires_grad
     options = LossOptions(
         loss_inputs.excluded_token,
         loss_inputs.label_smoothing,
@@ -57,8 +62,7 @@ def linear_cross_entropy(
         compute_dtype(hidden_ND),
         backend,
     )
-    compute = compute_loss_compiled if torch.compiler.is_compiling() else compute_loss_in_chunks
-    loss_sum, nll_N, grad_hidden_ND, grad_head_VD = compute(
+    arguments = (
         hidden_ND,
         head_VD,
         loss_inputs.targets_N,
@@ -67,8 +71,11 @@ def linear_cross_entropy(
         needs_hidden_grad,
         needs_head_grad,
     )
+    loss_sum, nll_N, grad_hidden_ND, grad_head = (
+        compute_loss_compiled(*arguments) if is_compiling else compute_loss_in_chunks(*arguments, head_rows)
+    )
     if needs_hidden_grad or needs_head_grad:
-        loss_sum = _PrecomputedGradients.apply(hidden_ND, head_VD, loss_sum, grad_hidden_ND, grad_head_VD)
+        loss_sum = _PrecomputedGradients.apply(hidden_ND, trained, loss_sum, grad_hidden_ND, grad_head)
     return LossOutput(loss_sum, nll_N)
 
 

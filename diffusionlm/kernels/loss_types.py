@@ -38,6 +38,16 @@ class LossInputs:
 
 
 @dataclass(frozen=True)
+class HeadRows:
+    """Trained rows of a frozen head."""
+
+    indices_K: Tensor
+    """Tokens of the rows, int64, distinct."""
+    rows_KD: Tensor
+    """Values that replace those of the head, with gradient."""
+
+
+@dataclass(frozen=True)
 class LossOutput:
     """Result of a forward with `LossInputs`: sums, never means."""
 

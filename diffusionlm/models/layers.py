@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.model import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from diffusionlm.kernels.loss_types import HeadRows
 from diffusionlm.kernels.precision import compute_dtype as compute_dtype  # also for packages above
 
 TRANSPOSED_PRODUCT_ROWS = (2, 3, 4)
@@ -44,6 +45,10 @@ class Linear(nn.Linear):
     def effective_weight(self) -> Tensor:
         """The whole weight [out_features, in_features]; subclasses compute it."""
         return self.weight
+
+    def head_rows(self) -> HeadRows | None:
+        """Rows that are trained while `weight` is frozen; subclasses have some."""
+        return None
 
     def _should_transpose_product(self, x: Tensor) -> bool:
         """True for a few rows in fp32 on a CPU, as in decoding: W x^T then takes half the time of x W^T."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.lora import HEAD, LoraConfig
+from diffusionlm.kernels.loss_types import HeadRows
 from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
 from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.layers import Embedding, Linear
@@ -237,6 +238,10 @@ class TrainedRowsLinear(Linear):
         if not self.is_adapted:
             return self.weight
         return replace_rows(self.weight, self.trained_token_ids, self.trained_rows)
+
+    def head_rows(self) -> HeadRows | None:
+        """The trained rows."""
+        return HeadRows(self.trained_token_ids, self.trained_rows) if self.is_adapted else None
 
 
 def replace_rows(weight: Tensor, indices: Tensor, rows: Tensor) -> Tensor:

@@ -185,7 +185,9 @@ class Transformer(nn.Module):
         if loss_inputs is None:
             logits: Tensor = self.lm_head(x)
             return logits if softcap is None else soft_cap(logits, softcap)
-        output = linear_cross_entropy(x, self.lm_head.effective_weight(), loss_inputs, softcap)
+        head_rows = self.lm_head.head_rows()
+        head = self.lm_head.effective_weight() if head_rows is None else self.lm_head.weight
+        output = linear_cross_entropy(x, head, loss_inputs, softcap, head_rows=head_rows)
         if not routings:
             return output
         load_balancing_loss = loss_inputs.load_balancing_weight * compute_load_balancing_loss(routings)

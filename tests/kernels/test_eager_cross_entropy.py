@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from diffusionlm.kernels import chunked_loss, cross_entropy, eager_cross_entropy
 from diffusionlm.kernels.chunked_loss import chunk_size
 from diffusionlm.kernels.cross_entropy import LossInputs, linear_cross_entropy
+from diffusionlm.kernels.loss_types import HeadRows
 from tests.kernels.oracle import assert_loss_close, compute_expected, make_inputs
 
 OPTIONS: list[tuple[float | None, dict[str, Any]]] = [
@@ -266,3 +267,26 @@ def test_a_compiled_graph_has_one_operator(options: dict[str, float]) -> None:
     calls = [str(node.target) for node in recorder.graphs[0].graph.nodes if node.op == "call_function"]
     assert calls.count("diffusionlm.linear_cross_entropy.default") == 1
     assert not any("matmul" in name or "mm" in name for name in calls)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_trained_rows_of_a_head_have_the_gradients_of_a_whole_one(softcap: float | None) -> None:
+    """In several chunks; the frozen head has none."""
+    generator = torch.Generator().manual_seed(0)
+    N, D, V, ids = 150, 6, 19, torch.tensor([4, 17])
+    hidden, head, rows = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((N, D), (V, D), (2, D))
+    )
+    targets = torch.randint(18, (N,), generator=generator)
+    loss_inputs = LossInputs(targets, torch.rand(N, generator=generator), excluded_token=18)
+    results = []
+    for is_whole in (True, False):
+        inputs = [hidden.clone().requires_grad_(), rows.clone().requires_grad_()]
+        if is_whole:
+            output = linear_cross_entropy(inputs[0], head.index_copy(0, ids, inputs[1]), loss_inputs, softcap)
+        else:
+            output = linear_cross_entropy(inputs[0], head, loss_inputs, softcap, head_rows=HeadRows(ids, inputs[1]))
+        gradients = torch.autograd.grad(output.loss_sum, inputs)
+        results.append([output.loss_sum.detach(), output.nll_N, *gradients])
+    torch.testing.assert_close(results[1], results[0])
