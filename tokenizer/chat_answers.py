@@ -28,6 +28,7 @@ RENDERING_TIME = datetime(2025, 1, 1)
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_ANSWER_KEYS = ("content", "tool_calls", *_REASONING_KEYS)
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,8 @@ def _mark_message(message: Mapping[str, Any], content_start: str, text_end: str)
     content = marked.get("content")
     if isinstance(content, str):
         marked["content"] = mark(content_start)(content)
+        if not any(text.strip() for key in _ANSWER_KEYS for text in iterate_texts(message.get(key))):
+            marked["content"] = f"{content_start}{text_end}{content}"  # an answer without text ends where it begins
     elif isinstance(content, list):
         marked["content"] = [
             {**part, "text": map_texts(part["text"], mark(""))} if isinstance(part, dict) and "text" in part else part

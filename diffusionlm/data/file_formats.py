@@ -325,6 +325,8 @@ def parse_json_text(source: bytes, field: TextField) -> str | BadRecord | None:
         content = BadRecord("malformed JSON", f"{error.msg} at character {error.pos} of {shorten_repr(text)}{hint}")
     except RecursionError:
         content = BadRecord("malformed JSON", f"nested too deeply: {shorten_repr(text)}")
+    except ValueError as error:  # an integer with more digits than Python reads
+        content = BadRecord("malformed JSON", f"{error}: {shorten_repr(text)}")
     if isinstance(line, str):
         return content
     return replace(line, repaired_text=content if isinstance(content, str) else content.repaired_text)

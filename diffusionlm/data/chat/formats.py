@@ -61,13 +61,18 @@ class Conversation:
                 "chosen": self.messages[self.prompt_length :],
                 "rejected": self.rejected[self.prompt_length :],
             }
-        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_refuse_value)
 
 
 class _InvalidRowError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason)
         self.reason, self.detail = reason, detail
+
+
+def _refuse_value(value: Any) -> Any:
+    """Refuse dates, bytes and other values of Parquet, which tools and arguments of calls may contain."""
+    raise _InvalidRowError("value is no JSON", f"{type(value).__name__} {shorten_repr(value)}")
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,10 @@ class ChatRowParser:
         """The prompt is instruction and input on lines of their own, as in LLaMA-Factory."""
         texts = [_check_text(value[key] or "", key) for key in ("instruction", "input")]
         messages: list[Message] = []
-        for pair in value["history"] or ():
+        history = value["history"] or ()
+        if not isinstance(history, Sequence):
+            raise _InvalidRowError("history is no list of pairs", shorten_repr(history))
+        for pair in history:
             if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
                 raise _InvalidRowError("history is no list of pairs", shorten_repr(pair))
             messages += _make_pair(*(_check_text(text, "history") for text in pair))

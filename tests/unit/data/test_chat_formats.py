@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from typing import Any
 
 import pytest
@@ -139,6 +140,8 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
         {"conversations": [shared("human", "x"), shared("function_call", "{")]},
         "function_call is no JSON",
     ),
+    "history is a number": ({"instruction": "x", "output": "y", "history": 5}, "history is no list of pairs"),
+    "date in tools": ({"prompt": "x", "completion": "y", "tools": [{"when": date(2020, 1, 1)}]}, "value is no JSON"),
     "number as output": ({"instruction": "x", "output": 4}, "output is not text"),
     "equal preference": ({"prompt": "x", "chosen": "y", "rejected": "y"}, "chosen and rejected are equal"),
     "surrogate": ({"prompt": "x", "completion": "\ud800"}, "lone surrogate"),

@@ -56,6 +56,14 @@ def split(
     return tokenizer.decode(encoded.prompt_ids), tokenizer.decode(encoded.answer_ids)
 
 
+@pytest.mark.parametrize("content", ["", " \n"])
+@pytest.mark.parametrize("template", CHAT_TEMPLATES)
+def test_an_answer_without_text_is_its_stop_token(template: str, content: str, chatter: Tokenizer) -> None:
+    prompt, answer = split(chatter, template, user("hi"), assistant(content))
+    _, stop = split(chatter, template, user("hi"), assistant("yo"))
+    assert answer.strip() == stop.replace("yo", "") and prompt
+
+
 CHATS: dict[str, list[dict[str, Any]]] = {
     "one turn": [user("hi"), assistant("yo")],
     "answer is the question": [user("same"), assistant("same"), user("same"), assistant("same")],
