@@ -16,8 +16,10 @@ from config.convert import ConvertConfig
 from config.data import HubDataset, LocalFiles, PythonStdlib, Shards
 from config.dump import list_differences, to_toml_values
 from config.families.model_directory import resolve_model_directory
+from config.generation import GenerationConfig
 from config.infer import InferInputConfig, InferModelConfig
 from config.lora import LoraTrainingConfig
+from config.objective import MaskedDiffusionConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
 
@@ -33,6 +35,8 @@ KEYS_WITHOUT_EFFECT = {
 }  # fmt: skip
 """Keys that change no result, or only its rounding."""
 PATH_KEYS: dict[type[Section], tuple[str, ...]] = {
+    MaskedDiffusionConfig: ("attention_bias",),
+    GenerationConfig: ("attention_bias",),
     LocalFiles: ("paths", "validation_paths"),
     HubDataset: ("dataset",),
     Shards: ("path",),

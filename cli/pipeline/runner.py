@@ -15,7 +15,7 @@ from cli.pipeline.plan import ANSWERS, MODEL, REPLAY, RESULT, StagePlan
 from cli.pipeline.state import CONFIG, StageState, write_done, write_started
 from cli.sweep.processes import SignalQueue, build_environment
 from config.dump import to_toml
-from files.atomic import remove_temporary_paths, write_text_atomic
+from files.atomic import remove_temporary_paths, temporary_path, write_text_atomic
 from files.terminal_text import print_message
 from logger import format_duration
 
@@ -87,8 +87,12 @@ def _check_input(plan: StagePlan) -> None:
 def _prepare_directory(state: StageState) -> None:
     """Write the config of a stage. Without a run to resume, remove what an earlier process left."""
     directory = state.plan.directory
+    for path in directory.parent.glob(f"{directory.name}.tmp-*"):
+        shutil.rmtree(path)
     if state.status == "stale":
-        shutil.rmtree(directory)
+        # Renamed first: of a directory that is removed in part, nothing would say what it was.
+        removed = directory.rename(temporary_path(directory))
+        shutil.rmtree(removed)
     directory.mkdir(parents=True, exist_ok=True)
     remove_temporary_paths(directory)
     write_started(state)

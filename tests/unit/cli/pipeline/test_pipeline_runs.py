@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from cli.pipeline import main
+from cli.pipeline.fingerprint import list_files
+from config.generation import GenerationConfig
+from config.objective import MaskedDiffusionConfig
 from files.lock import lock_directory
 from tests.unit.cli.pipeline.small_stages import output_hashes, stage_of, write_pipeline
 
@@ -95,6 +98,33 @@ def test_changed_and_missing_outputs_are_noticed(pipeline: dict[str, Any], capsy
     path = "run/checkpoints/latest/model.safetensors"
     assert reasons["base"] == f"stale its output {path} is missing or was changed"
     assert reasons["after"].startswith("stale") and reasons["tune"] == "skip done"
+
+
+def test_removal_of_stale_results_may_be_interrupted(
+    pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(pipeline)
+    Path("out/after/result.json").unlink()
+
+    def stop(path: Path) -> None:
+        (path / "done.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cli.pipeline.runner.shutil.rmtree", stop)
+        with pytest.raises(SystemExit):
+            run(pipeline, "--force")
+    assert actions(pipeline, capsys)["after"] == "run not begun"
+    assert run(pipeline) == 0
+    assert sorted(path.name for path in Path("out").iterdir() if path.is_dir()) == sorted(ALL)
+
+
+def test_an_attention_bias_is_a_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bias.npy").write_text("x")
+    for section in (MaskedDiffusionConfig, GenerationConfig):
+        config = section(attention_bias=Path("bias.npy"))
+        assert list(list_files(config)) == [("attention_bias", [Path("bias.npy")])]
 
 
 def test_parts_of_a_pipeline(pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
