@@ -80,7 +80,7 @@ def load_adapter_values(model: Transformer, config: LoraConfig, directory: Path)
 
 
 def _check_tensors(model: Transformer, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    problems = _find_mismatches(dict(stored_adapter_tensors(model)), tensors)
+    problems = _find_mismatches({name: value.shape for name, value in stored_adapter_tensors(model)}, tensors)
     if problems:
         raise ValueError(f"{directory / ADAPTER_WEIGHTS} does not fit the model: {join_problems(problems)}")
 
@@ -91,13 +91,13 @@ def _copy_tensors(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
         parameter.copy_(tensors[name])
 
 
-def _find_mismatches(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    problems = [f"{name} is missing" for name in parameters.keys() - tensors.keys()]
-    problems += [f"{name} is unexpected" for name in tensors.keys() - parameters.keys()]
+def _find_mismatches(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> list[str]:
+    problems = [f"{name} is missing" for name in shapes.keys() - tensors.keys()]
+    problems += [f"{name} is unexpected" for name in tensors.keys() - shapes.keys()]
     problems += [
-        f"{name} is {list(tensors[name].shape)}, the model needs {list(parameter.shape)}"
-        for name, parameter in parameters.items()
-        if name in tensors and tensors[name].shape != parameter.shape
+        f"{name} is {list(tensors[name].shape)}, the model needs {list(shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
     ]
     return sorted(problems)
 
@@ -111,12 +111,17 @@ def read_own_adapter(model: Transformer, directory: Path, fingerprint: str) -> d
         fingerprint: of the model's base, by `fingerprint_weights`.
 
     Raises:
-        ValueError: the adapter is damaged, or was trained on another base.
+        ValueError: the adapter is damaged, was trained on another base, or has other modules or ranks.
     """
     tensors, stored_fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
     _check_base(directory, stored_fingerprint or "", fingerprint)
-    names = {name: stored for stored, name, _ in _list_adapter_tensors(model)}
-    values = {name: tensors[stored] for name, stored in names.items()}
+    problems = _find_mismatches(_stored_shapes(model), tensors)
+    if problems:
+        raise ValueError(
+            f"{directory / ADAPTER_WEIGHTS} does not fit [lora]: {join_problems(problems)}: set its keys as before, or "
+            "name another run.directory and set lora.init_from"
+        )
+    values = {name: tensors[stored] for stored, name, _ in _list_adapter_tensors(model)}
     for name, module in adapter_modules(model):
         if isinstance(module, LoRALinear) and module.first_A is not None and module.first_B is not None:
             A, B = f"{name}.lora_A", f"{name}.lora_B"
@@ -181,6 +186,17 @@ def _list_adapter_tensors(model: Transformer) -> Iterator[tuple[str, str, nn.Par
                 yield f"{stem}.lora_magnitude_vector", f"{name}.lora_magnitude", module.lora_magnitude
         elif isinstance(module, TrainedRowsEmbedding) or not model.config.tie_word_embeddings:
             yield f"{stem}.token_adapter.trainable_tokens_delta", f"{name}.trained_rows", module.trained_rows
+
+
+def _stored_shapes(model: Transformer) -> dict[str, torch.Size]:
+    """Shapes of `_exported_tensors`, by name."""
+    modules, shapes = dict(adapter_modules(model)), {}
+    for stored_name, name, parameter in _list_adapter_tensors(model):
+        module, shape = modules[name.rpartition(".")[0]], list(parameter.shape)
+        if isinstance(module, LoRALinear) and module.first_A is not None and not name.endswith("magnitude"):
+            shape[0 if name.endswith(".lora_A") else 1] *= 2
+        shapes[stored_name] = torch.Size(shape)
+    return shapes
 
 
 def _exported_tensors(model: Transformer, weights: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:

@@ -68,6 +68,14 @@ def configure(base: Path, tmp_path: Path) -> Configure:
     return make
 
 
+@pytest.fixture
+def adapter_run(configure: Configure) -> Path:
+    """A run directory with one step of training."""
+    config = configure(training={"max_steps": 1})
+    train(config)
+    return config.run.directory
+
+
 def losses(config: TrainConfig) -> list[float]:
     lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = (json.loads(line) for line in lines)
@@ -257,6 +265,16 @@ def test_four_bits_need_bitsandbytes(configure: Configure, monkeypatch: pytest.M
 def test_targets_that_match_nothing(configure: Configure) -> None:
     with pytest.raises(ValueError, match=r"lora.targets = \('no_proj',\) selects no projection; the model has"):
         build(configure(lora={"targets": ["no_proj"]}))
+
+
+@pytest.mark.parametrize("lora", [{"rank": 3}, {"targets": ["q_proj"]}, {"dora": True}, {"init": "pissa"}])
+def test_a_run_does_not_go_on_with_another_adapter(
+    lora: dict[str, Any], configure: Configure, adapter_run: Path
+) -> None:
+    changes = {"training": {"max_steps": 2}, "checkpoint": {"config_change": "accept"}}
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors does not fit \[lora\]: .*lora_"):
+        train(configure(str(adapter_run), lora=lora, **changes))
+    assert (adapter_run / "checkpoints/step-00000001").is_dir()
 
 
 def test_a_model_is_required(train_config: TrainConfig) -> None:
