@@ -14,6 +14,7 @@ from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import (
     MixtureComponent,
+    build_pair_reader,
     build_row_reader,
     count_skipped,
     describe_skipped,
@@ -37,6 +38,8 @@ class RowSettings:
     block_length: int | None
     """The longest block; None: bidirectional."""
     seed: int = 0
+    has_pairs: bool = False
+    """Rows are preferences: the chosen conversation, then the rejected one."""
 
 
 @dataclass
@@ -116,7 +119,8 @@ def settings_of_config(config: TrainConfig, split: Split) -> RowSettings:
         )
     )
     block_length = config.objective.longest_block_length
-    return RowSettings(config.data, components, tokenizer, config.row_length, block_length, config.run.seed)
+    has_pairs = config.objective.kind == "preference" and split == "train"  # validation is on chosen answers
+    return RowSettings(config.data, components, tokenizer, config.row_length, block_length, config.run.seed, has_pairs)
 
 
 def settings_of_data(
@@ -136,7 +140,8 @@ def read_rows(settings: RowSettings) -> Iterator[Row]:
     Raises:
         ValueError: there are none.
     """
-    reader = build_row_reader(
+    build_reader = build_pair_reader if settings.has_pairs else build_row_reader
+    reader = build_reader(
         settings.components,
         settings.data,
         settings.tokenizer,

@@ -10,9 +10,10 @@ import pytest
 from rich.text import Text
 
 from cli.data import main
-from cli.data.formatting import STYLES, format_row
-from cli.data.reading import read_rows, settings_of_data
+from cli.data.formatting import STYLES, format_row, row_to_json
+from cli.data.reading import RowSettings, read_rows, settings_of_data
 from config.data import DataConfig
+from diffusionlm.data.pipeline import open_components
 from tests.tiny_run import write_train_config
 from tests.unit.data.chat_cases import chat, chat_tokenizer
 from tokenizer import save_tokenizer
@@ -76,6 +77,17 @@ def test_json_agrees_with_the_rows(files: tuple[str, str], capsys: pytest.Captur
         for segment in row["segments"]:
             assert segment["context"].endswith("<|im_start|>assistant\n") and segment["answer"].endswith("<|im_end|>")
             assert not segment["fill"].replace("<|endoftext|>", "")
+
+
+def test_preferences_are_rows_of_pairs(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{index}", "chosen": "yes", "rejected": "no"} for index in range(9)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = {"kind": "files", "paths": [str(tmp_path / "pairs.jsonl")], "chat": {"fill": "none"}}
+    data = DataConfig.model_validate({"source": source})
+    settings = RowSettings(data, open_components(data, "train"), chat_tokenizer(), 200, None, has_pairs=True)
+    for row in read_rows(settings):
+        answers = [segment["answer"] for segment in row_to_json(row, settings.tokenizer)["segments"]]
+        assert answers == ["yes<|im_end|>", "no<|im_end|>"]
 
 
 def test_tokens_are_colored(files: tuple[str, str]) -> None:
