@@ -319,6 +319,13 @@ class DataConfig(Section):
                 f"random_length_probability = {self.random_length_probability} cuts rows, and conversations must not "
                 "be cut: set it to 0"
             )
+        templates = [(section.template, dict(section.template_variables)) for section in self.chats]
+        other = next((template for template in templates if template != templates[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"chat.template and template_variables differ between the sources, {templates[0]} and {other}: a model "
+                "answers with one template, which its checkpoints keep; set the same ones in every source"
+            )
         if self.fills_to_longest and (self.rows != "padded" or self.mixture):
             raise ValueError(
                 'chat.fill = "batch_max" depends on the other conversations of a step, so it needs one source and rows '

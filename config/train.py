@@ -161,6 +161,11 @@ class TrainConfig(Section):
                 'objective.kind = "preference" needs rows with a chosen and a rejected answer: set chat = '
                 '{ format = "preference" } in every source'
             )
+        if self.data.fills_to_longest:
+            raise ValueError(
+                'chat.fill = "batch_max" fills rows of one conversation, and objective.kind = "preference" has two in '
+                'each: set chat.fill = "length:N" or "none"'
+            )
         if self.runtime.weights != "float32":
             raise ValueError(
                 f'objective.kind = "preference" and runtime.weights = "{self.runtime.weights}" do not combine: set '

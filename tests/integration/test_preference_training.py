@@ -116,6 +116,10 @@ def test_resuming_is_exact(configure: Configure) -> None:
     ("changes", "message"),
     [
         ({"data": {"source": "python-stdlib"}}, "needs rows with a chosen and a rejected answer"),
+        (
+            {"data": {"source": {"kind": "chat_tasks", "chat": {"fill": "batch_max"}}, "rows": "padded"}},
+            'set chat.fill = "length:N" or "none"',
+        ),
         ({"objective": {"num_draws": 3}}, "num_draws = 3 must be 1 or even"),
         ({"parallel": {"strategy": "fsdp"}}, "set [lora], whose reference is the model without adapters"),
         ({"objective": {"beta": 0.0}}, "objective.beta = 0.0: must be greater than 0"),

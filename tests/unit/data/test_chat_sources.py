@@ -165,6 +165,10 @@ def test_text_and_conversations_in_one_run(tmp_path: Path) -> None:
     assert kinds == {True, False}
     answers = read_training_tokens(components[1:], tokenizer, 50)
     assert tokenizer.decode(answers.tolist()).startswith("answer ")
+    with pytest.raises(ValueError, match="differ between the sources"):
+        DataConfig.model_validate(
+            {"mixture": [{"source": chats}, {"source": {**chats, "chat": {"template": "llama3"}}}]}
+        )
     with pytest.raises(ValueError, match="random_length_probability"):
         DataConfig.model_validate({"source": chats, "random_length_probability": 0.1})
 
